@@ -1,0 +1,56 @@
+# Every target sets itself up: `make demo` and `make test` are all a fresh machine needs.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+SEED   ?= 0
+RUN    ?= runs/tiny-$(SEED)
+
+.PHONY: help venv build demo test check bench replay-effect clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# pip shows its own progress; torch with its CUDA libraries is most of it
+$(VENV)/.tools: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+	  { echo "make: $$($(PYTHON) --version) found, expected 3.12 or newer: make PYTHON=python3.12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt scikit-build-core pybind11 ninja cmake
+	touch $@
+
+# again whenever a native source or a dependency changed; Python files are used where they are
+$(VENV)/.built: $(VENV)/.tools pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+	@echo "installing into $(VENV): about 6 GB, a few minutes the first time"
+	$(BIN)/pip install -c constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@
+
+venv: $(VENV)/.tools  ## the virtual environment and what builds the package
+
+build: $(VENV)/.built  ## the package, its native extension and all it needs, installed into it
+
+demo: build  ## train the tiny model on this CPU; ends with a table and a picture
+	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml seed=$(SEED) run=$(RUN)
+
+replay-effect: build  ## a bf16 run without and one with routing replay, side by side
+	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml model.dtype=bfloat16 steps=100 replay=off run=runs/replay-off
+	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml model.dtype=bfloat16 steps=100 replay=on run=runs/replay-on
+	$(BIN)/python -m pyrl_ext.metrics.report runs/replay-off runs/replay-on
+
+test: build  ## the whole suite
+	$(BIN)/python -m pytest -q
+
+check: build  ## formatter, linter, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: build  ## kernel microbenchmarks on the CPU, and a profile of one step
+	$(BIN)/python -m benchmarks.run gather_rows
+	$(BIN)/python -m benchmarks.run gather_routes
+	$(BIN)/python -m benchmarks.run token_logprob
+	$(BIN)/python -m benchmarks.run layout
+	$(BIN)/python -m benchmarks.profile_step
+
+clean:  ## what was built, not the environment
+	rm -rf build dist pyrl_ext/_C*.so $(VENV)/.built

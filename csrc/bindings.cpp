@@ -1,0 +1,85 @@
+// The only file that includes pybind11; no file includes torch. Tensors cross the boundary as
+// addresses, so one binary serves every torch version. Arguments are checked in pyrl_ext/ops.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "gather_routes.hpp"
+#include "gather_rows.hpp"
+#include "token_logprob.hpp"
+
+namespace py = pybind11;
+using Address = uintptr_t;
+
+namespace {
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void bind_gather_rows(py::module_& m) {
+  m.def("gather_rows_cpu", [](Address src, int64_t num_src, Address rows, Address fill,
+                              Address out, int64_t num_out, int64_t row_bytes, int threads) {
+    py::gil_scoped_release nogil;
+    pyrl::gather_rows_cpu(at<const std::byte>(src), num_src, at<const int64_t>(rows),
+                          at<const std::byte>(fill), at<std::byte>(out), num_out, row_bytes,
+                          threads);
+  });
+#ifdef PYRL_CUDA
+  m.def("gather_rows_cuda", [](Address src, Address rows, Address fill, Address out,
+                               int64_t num_out, int64_t row_bytes, Address stream) {
+    py::gil_scoped_release nogil;
+    pyrl::gather_rows_cuda(at<const std::byte>(src), at<const int64_t>(rows),
+                           at<const std::byte>(fill), at<std::byte>(out), num_out, row_bytes,
+                           at<void>(stream));
+  });
+#endif
+}
+
+void bind_gather_routes(py::module_& m) {
+  m.def("gather_routes_cpu", [](Address routes, int in, int64_t num_src, int64_t num_slots,
+                                int64_t top_k, Address rows, int64_t num_out, Address layers,
+                                int64_t num_layers, int64_t num_experts, Address out, int to,
+                                int threads) {
+    py::gil_scoped_release nogil;
+    pyrl::gather_routes_cpu({at<const void>(routes), pyrl::Int(in), num_src, num_slots, top_k,
+                             at<const int64_t>(rows), num_out, at<const int64_t>(layers),
+                             num_layers, num_experts, at<void>(out), pyrl::Int(to)},
+                            threads);
+  });
+}
+
+void bind_token_logprob(py::module_& m) {
+  using pyrl::Shard;
+  py::class_<Shard>(m, "Shard")
+      .def(py::init([](Address logits, int dtype, int64_t tokens, int64_t columns, int64_t width,
+                       Address targets, int64_t first, Address scale) {
+        return Shard{at<const void>(logits), pyrl::Float(dtype),         tokens, columns, width,
+                     at<const int64_t>(targets), first, at<const float>(scale)};
+      }));
+  m.def("has_isa", [](const std::string& isa) { return pyrl::has_isa(isa.c_str()); });
+  m.def("token_logprob_stats_cpu",
+        [](const Shard& shard, Address stats, const std::string& isa, int threads) {
+          py::gil_scoped_release nogil;
+          pyrl::token_logprob_stats_cpu(shard, at<float>(stats), isa.c_str(), threads);
+        });
+  m.def("token_logprob_grad_cpu",
+        [](const Shard& shard, Address max, Address log_sum, Address entropy, Address grad_logprob,
+           Address grad_entropy, Address out, const std::string& isa, int threads) {
+          py::gil_scoped_release nogil;
+          pyrl::token_logprob_grad_cpu(
+              shard,
+              {at<const float>(max), at<const float>(log_sum), at<const float>(entropy),
+               at<const float>(grad_logprob), at<const float>(grad_entropy)},
+              at<void>(out), isa.c_str(), threads);
+        });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  bind_gather_rows(m);
+  bind_gather_routes(m);
+  bind_token_logprob(m);
+}

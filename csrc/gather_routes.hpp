@@ -1,0 +1,27 @@
+#pragma once
+#include <cstdint>
+
+namespace pyrl {
+
+enum class Int { u8, u16, i16, i32, i64 };
+
+// out[i, m, j] = rows[m] >= 0 ? routes[rows[m], layers[i], j] : (m * top_k + j) % num_experts
+//
+// A padding row gets top_k distinct experts, spread over all of them by the output row m.
+struct Routes {
+  const void* routes;  // [num_src, num_slots, top_k] of type `in`, read
+  Int in;              // u8, u16, i16 or i32
+  int64_t num_src, num_slots, top_k;
+  const int64_t* rows;  // [num_out], entries in [-1, num_src)
+  int64_t num_out;
+  const int64_t* layers;  // [num_layers], entries in [0, num_slots)
+  int64_t num_layers;
+  int64_t num_experts;  // at least top_k
+  void* out;            // [num_layers, num_out, top_k] of type `to`, written; must not alias
+  Int to;               // i32, i64 or the same as `in`
+};
+
+// Throws std::out_of_range naming the first bad entry of layers or rows; `out` is then undefined.
+void gather_routes_cpu(const Routes& routes, int threads);
+
+}  // namespace pyrl

@@ -1,0 +1,55 @@
+#pragma once
+#include <cstdint>
+
+namespace pyrl {
+
+enum class Float { f32, bf16, f16 };
+
+// One rank's columns of the logits of every token. With z = logits * scale (scale = 1 / temperature)
+// the probabilities are softmax(z) over all ranks' valid columns.
+struct Shard {
+  const void* logits;  // [tokens, columns] of type `dtype`, read
+  Float dtype;
+  int64_t tokens, columns;
+  int64_t width;           // columns from `width` on are padding: read by nothing
+  const int64_t* targets;  // [tokens] global column
+  int64_t first;           // global column of logits[:, 0]
+  const float* scale;      // [tokens], positive
+};
+
+// stats[0] = m = max(logits)                 -inf in a shard of no columns or only -inf
+// stats[1] = sum(e),  e = exp((logits - m) * scale)
+// stats[2] = sum(e * (logits - m) * scale)   a logit of -inf adds 0
+// stats[3] = logits[target]                  0 if another shard holds it
+//
+// stats [4, tokens] written. NaN or +inf among the logits makes stats[1] NaN.
+void token_logprob_stats_cpu(const Shard& shard, float* stats, const char* isa, int threads);
+
+// What the gradient needs of the whole row: [tokens] each.
+struct RowGrad {
+  const float* max;      // over all shards
+  const float* log_sum;  // log(sum(exp((logits - max) * scale))) over all shards
+  const float* entropy;
+  const float* grad_logprob;
+  const float* grad_entropy;
+};
+
+// out[j] = scale * (grad_logprob * ([j == target] - p[j]) - grad_entropy * p[j] * (log p[j] + entropy))
+// with log p = (logits - max) * scale - log_sum.
+//
+// out [tokens, columns] of the logits' type, written, padding columns with 0; may be `logits`
+// itself. Rows whose two gradients are 0, and rows without a finite logit, are 0 and not read.
+void token_logprob_grad_cpu(const Shard& shard, const RowGrad& row, void* out, const char* isa,
+                            int threads);
+
+// Whether this processor and this build can run "avx512", "avx2" or "portable".
+bool has_isa(const char* isa);
+
+// The kernels of one instruction set, for the tokens in [begin, end).
+struct TokenLogprobKernels {
+  void (*stats)(const Shard& shard, float* stats, int64_t begin, int64_t end);
+  void (*grad)(const Shard& shard, const RowGrad& row, void* out, int64_t begin, int64_t end);
+};
+extern const TokenLogprobKernels token_logprob_avx512, token_logprob_avx2, token_logprob_portable;
+
+}  // namespace pyrl

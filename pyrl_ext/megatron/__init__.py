@@ -1,0 +1,1 @@
+"""Adapters between this package and megatron-core, one file each."""

@@ -1,0 +1,298 @@
+"""Packed (THD) causal attention for megatron's local spec, and what else TransformerEngine brings.
+
+A microbatch is one stream of padded sequences. Under context parallelism every rank holds the
+zigzag chunks of each sequence; keys and values are all-gathered (their gradients reduce-scattered)
+and each query chunk attends to the keys that precede it in its own sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor
+
+from pyrl_ext.layout import TokenLayout
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """What a layer needs to know of a packed microbatch; shared by all layers, built once.
+
+    ``cu_seqlens_q`` and ``cu_seqlens_kv`` stay None on purpose: with them megatron-core 0.19.2
+    applies RoPE one sequence at a time in Python and waits for the device twice a layer. Positions
+    come from the layout instead (`PackedRotary`).
+    """
+
+    layout: TokenLayout | None = None
+    cp_rank: int = 0
+    device: torch.device | None = None
+
+    @classmethod
+    def of(cls, layout: TokenLayout, cp_rank: int, device: torch.device) -> PackedSequences:
+        longest = max(layout.padded_seqlens, default=0)
+        return cls(
+            qkv_format="thd",
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            layout=layout,
+            cp_rank=cp_rank,
+            device=device,
+        )
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T_local] int64, position of each local row within its sequence."""
+        assert self.layout is not None
+        return self.layout.positions(self.cp_rank).to(self.device, non_blocking=True)
+
+    @cached_property
+    def chunks(self) -> list[tuple[int, int, int, int]]:
+        """(first query row, queries, first key row, keys) of every causal chunk of this rank."""
+        assert self.layout is not None
+        return [c for c in map(tuple, self.layout.segments(self.cp_rank)) if c[1] > 0]
+
+    @cached_property
+    def global_order(self) -> Tensor:
+        """[cp * T_local] int64, where row i of the packed stream lies in the all-gathered one."""
+        assert self.layout is not None
+        return self.layout.global_order().to(self.device, non_blocking=True)
+
+    @cached_property
+    def by_shape(self) -> list[_SameShape]:
+        """The chunks grouped by shape, so that equal ones are computed in one call."""
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for q_start, q_len, k_start, k_len in self.chunks:
+            groups.setdefault((q_len, k_len), []).append((q_start, k_start))
+        return [
+            _SameShape.of(shape, starts, self.device) for shape, starts in sorted(groups.items())
+        ]
+
+    @cached_property
+    def varlen(self) -> dict[str, Any]:
+        """``varlen_attn``'s sizes, and the key rows in the order it wants; None: as they are."""
+        q_lens, k_lens = ([c[i] for c in self.chunks] for i in (1, 3))
+        key_rows = None
+        if q_lens != k_lens:
+            key_rows = torch.cat([torch.arange(c[2], c[2] + c[3]) for c in self.chunks])
+        return {
+            "cu_seq_q": _cumulative(q_lens).to(self.device, non_blocking=True),
+            "cu_seq_k": _cumulative(k_lens).to(self.device, non_blocking=True),
+            "max_q": max(q_lens),
+            "max_k": max(k_lens),
+            "key_rows": key_rows if key_rows is None else key_rows.to(self.device),
+        }
+
+
+def _cumulative(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@dataclass
+class _SameShape:
+    """Chunks of one shape: rows [n, q_len] of the queries and [n, k_len] of the keys."""
+
+    q_rows: Tensor
+    k_rows: Tensor
+    mask: Tensor | None  # [q_len, k_len]; None where queries and keys are the same rows
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, int], starts: list[tuple[int, int]], device: torch.device | None
+    ) -> _SameShape:
+        q_len, k_len = shape
+        first = torch.tensor(starts)
+        q_rows = (first[:, :1] + torch.arange(q_len)).to(device)
+        k_rows = (first[:, 1:] + torch.arange(k_len)).to(device)
+        square = torch.ones(q_len, k_len, dtype=torch.bool, device=device)
+        return cls(q_rows, k_rows, None if q_len == k_len else square.tril(k_len - q_len))
+
+
+class PackedAttention(MegatronModule):
+    """softmax(q k^T * scale) v over each packed sequence, causal. Takes the place of
+    ``TEDotProductAttention`` in the local spec, whose own core attention knows no packed sequences.
+
+    Half precision on a GPU goes through ``torch.nn.attention.varlen`` (FlashAttention), everything
+    else through scaled_dot_product_attention, equal shapes in one call.
+
+    Communicates: all-gather of keys and values over the context-parallel group.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ):
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise ValueError(
+                f"PackedAttention: dropout is {dropout}, expected 0 (RL scores tokens)"
+            )
+        self.scale = softmax_scale
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,  # [T_local, heads, D]
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        if not isinstance(packed_seq_params, PackedSequences):
+            raise TypeError(
+                f"PackedAttention: packed_seq_params is {type(packed_seq_params).__name__}, "
+                "expected PackedSequences; unpacked batches are not computed here"
+            )
+        if self.cp_group.size() > 1:
+            order = packed_seq_params.global_order
+            key, value = (self._over_cp(x).index_select(0, order) for x in (key, value))
+        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+            return self._varlen(query, key, value, packed_seq_params)
+        return self._by_shape(query, key, value, packed_seq_params)
+
+    def _over_cp(self, rows: Tensor) -> Tensor:
+        return gather_from_sequence_parallel_region(
+            rows.contiguous(), tensor_parallel_output_grad=True, group=self.cp_group
+        )
+
+    def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences):
+        parts, rows = [], []
+        for group in packed.by_shape:
+            q, k, v = (
+                x.index_select(0, at.flatten()).unflatten(0, at.shape).transpose(1, 2)
+                for x, at in ((query, group.q_rows), (key, group.k_rows), (value, group.k_rows))
+            )
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=group.mask, is_causal=group.mask is None, scale=self.scale
+            )
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+            rows.append(group.q_rows.flatten())
+        if not parts:
+            return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+        if len(parts) == 1 and len(packed.chunks) == 1:
+            return parts[0]
+        back = torch.cat(rows).argsort()
+        return torch.cat(parts).index_select(0, back)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if not packed.chunks:
+            return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+        sizes = packed.varlen
+        if (rows := sizes["key_rows"]) is not None:
+            key, value = key.index_select(0, rows), value.index_select(0, rows)
+        out = varlen_attn(
+            query,
+            key,
+            value,
+            sizes["cu_seq_q"],
+            sizes["cu_seq_k"],
+            sizes["max_q"],
+            sizes["max_k"],
+            scale=self.scale,
+            window_size=(-1, 0),
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+
+class PackedRotary(torch.nn.Module):
+    """Rotary angles of the rows this rank holds, from their positions: no loop over sequences.
+
+    Stands where megatron's ``RotaryEmbedding`` stands in multi-latent attention; its first argument
+    is whatever `get_rotary_seq_len` returned, here the positions themselves.
+    """
+
+    def __init__(self, dim: int, base: float, device: torch.device):
+        super().__init__()
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        # fp32 whatever the model's dtype: not a buffer, so that Float16Module leaves it alone
+        self.inv_freq = (1.0 / base**exponents).to(device)
+
+    def get_rotary_seq_len(self, _context, _block, _hidden, _config, packed: PackedSequences):
+        return packed.positions
+
+    def forward(self, positions: Tensor, packed_seq: bool = True) -> Tensor:
+        """[T_local] positions -> [T_local, 1, dim] angles."""
+        half = positions[:, None].float() * self.inv_freq
+        return torch.cat((half, half), dim=-1)[:, None]
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """megatron's ``WrappedTorchNorm`` refuses sequence parallelism; all torch's norm lacks is the
+    mark that its gradient must be summed over the tensor-parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ReplicatedLinear(MegatronModule):
+    """y = x W^T with W alike on every tensor-parallel rank, on the rank's shard of the sequence.
+
+    What TELinear(parallel_mode="duplicated") is to the TE spec. megatron's local spec has
+    column-parallel down projections in multi-latent attention instead, and then the rotary key's
+    gradient is not summed over tensor-parallel ranks (off by 9e-3 of its maximum).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        parallel_mode: str | None = None,
+        bias: bool = False,
+        **_: Any,
+    ):
+        super().__init__(config=config)
+        self.tp_group: Any = None  # set by model.build; megatron passes none to a replicated linear
+        if bias or parallel_mode != "duplicated":
+            raise ValueError(
+                f"ReplicatedLinear: bias={bias}, parallel_mode={parallel_mode!r}, "
+                "expected no bias and 'duplicated'"
+            )
+        device = torch.cuda.current_device()
+        weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+        self.weight = torch.nn.Parameter(weight)
+        if config.perform_initialization:
+            init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.allreduce = True  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            None,
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )

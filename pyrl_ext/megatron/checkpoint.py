@@ -1,0 +1,128 @@
+"""Checkpoints by megatron's dist_checkpointing: for any layout, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn import Module
+
+from pyrl_ext.megatron.model import quiet
+from pyrl_ext.topology import Topology
+
+COUNTERS = "counters.json"
+
+
+def save(
+    folder: Path, models: Sequence[Module], optimizer: Any, counters: dict, topo: Topology
+) -> None:
+    """Write into ``<folder>.writing`` and rename when all ranks are done.
+
+    Raises: OSError naming the folder when a rank cannot write (no space, no permission); what was
+        begun is deleted, older checkpoints are untouched.
+    """
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
+
+    writing = folder.with_name(folder.name + ".writing")
+    problem = None
+    try:
+        if topo.is_main:
+            shutil.rmtree(writing, ignore_errors=True)
+            writing.mkdir(parents=True)
+        dist.barrier()
+        with quiet():
+            _collect_in_process()
+            dist_checkpointing.save(_state(models, optimizer, topo), str(writing))
+        if topo.is_main:
+            (writing / COUNTERS).write_text(json.dumps(counters))
+    except (Exception, CheckpointException) as error:
+        problem = error
+    problems: list[Any] = [None] * topo.world_size
+    dist.all_gather_object(problems, None if problem is None else _last_line(problem))
+    failed = [f"rank {rank}: {what}" for rank, what in enumerate(problems) if what is not None]
+    if failed:
+        if topo.is_main:
+            shutil.rmtree(writing, ignore_errors=True)
+        free = shutil.disk_usage(folder.parent).free
+        raise OSError(
+            f"checkpoint: {folder} could not be written ({'; '.join(failed)}; {free:,} bytes are "
+            "free there); what was begun is deleted, older checkpoints are as they were. Make "
+            "room, then start the same command again"
+        ) from problem
+    if topo.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+        writing.rename(folder)
+    dist.barrier()
+
+
+def load(folder: Path, models: Sequence[Module], optimizer: Any, topo: Topology) -> dict:
+    """Fill models and optimizer from ``folder`` and return its counters."""
+    from megatron.core import dist_checkpointing
+
+    with quiet():
+        state: Any = dist_checkpointing.load(
+            _state(models, optimizer, topo, is_loading=True), str(folder)
+        )
+    for key, model in zip(_keys(models), models, strict=True):
+        model.load_state_dict(state[key])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+    return json.loads((folder / COUNTERS).read_text())
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint (``step-<n>``) under ``folder``."""
+    whole = [p for p in folder.glob("step-*") if (p / COUNTERS).exists() and p.suffix == ""]
+    return max(whole, key=lambda p: int(p.name.removeprefix("step-")), default=None)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints."""
+    whole = sorted(folder.glob("step-*"), key=lambda p: int(p.name.split("-")[1].split(".")[0]))
+    for old in whole[: max(0, len(whole) - keep)]:
+        shutil.rmtree(old)
+
+
+def _collect_in_process() -> None:
+    """megatron-core 0.19.2 collects the results of a save through a manager process, also when it
+    writes in this process: started by spawn, it imports the whole program again (3 to 10 s at the
+    first save) and outlives a crash. For a save that is not asynchronous a plain queue does."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
+
+
+def _last_line(error: BaseException) -> str:
+    """What went wrong, without the tracebacks that torch puts into a CheckpointException."""
+    lines = [line.strip() for line in f"{error}".splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _keys(models: Sequence[Module]) -> list[str]:
+    return ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
+
+
+def _state(
+    models: Sequence[Module], optimizer: Any, topo: Topology, is_loading: bool = False
+) -> dict[str, Any]:
+    metadata = {
+        "dp_cp_group": topo.groups.dp_cp,
+        "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": "fully_reshardable",
+    }
+    state: dict[str, Any] = {
+        key: model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        for key, model in zip(_keys(models), models, strict=True)
+    }
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=metadata
+        )
+    return state

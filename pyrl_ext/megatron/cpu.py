@@ -1,0 +1,126 @@
+"""Run megatron-core 0.19.2 on CPU tensors over gloo. The only file that patches torch.cuda.
+
+Every answer below stands for one place where megatron-core takes the device to be CUDA. Nothing
+here is imported on a GPU; `install` is called for plans with ``device: cpu`` and is permanent for
+the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
+_WRITES_CUDA_LITERALLY = (
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.utils",
+    "megatron.core.models.common.embeddings.rope_utils",
+)
+
+
+class _Ordered:
+    """A stream or an event on a device where every operation has finished when its call returns."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def wait_stream(self, *_: Any) -> None:
+        pass
+
+    wait_event = synchronize = record = wait = wait_stream
+
+    def record_event(self, *_: Any) -> _Ordered:
+        return self
+
+
+class _TorchWithoutCuda:
+    """``torch`` as seen by a megatron module that writes ``device="cuda"``."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        if name in _FACTORIES:
+            value = _on_cpu(value)
+        setattr(self, name, value)
+        return value
+
+
+def _on_cpu(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return factory(*args, device=CPU if device == "cuda" else device, **kwargs)
+
+    return make
+
+
+@functools.cache
+def install() -> None:
+    """Answer megatron-core's CUDA calls on this machine's CPU, once per process."""
+    _answer_torch_cuda()
+    _answer_random_state()
+    _answer_cuda_literals()
+    _answer_split_sizes()
+    _leave_fusers_uncompiled()
+
+
+def _answer_torch_cuda() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: CPU  # ~60 sites: torch.empty(..., device=current_device())
+    cuda.Stream = cuda.Event = _Ordered  # all-to-all dispatcher, DDP, p2p, checkpointing
+    stream = _Ordered()
+    cuda.current_stream = lambda *_: stream
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.synchronize = lambda *_: None
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self  # distributed optimizer's checkpoint loading
+
+
+def _answer_random_state() -> None:
+    """The random-state tracker forks the CUDA generator; here there is one generator, the CPU's."""
+    from megatron.core.tensor_parallel import random
+
+    cuda: Any = torch.cuda
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.manual_seed = torch.manual_seed
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _answer_cuda_literals() -> None:
+    proxy = _TorchWithoutCuda()
+    for name in _WRITES_CUDA_LITERALLY:
+        importlib.import_module(name).torch = proxy  # type: ignore[attr-defined]
+
+    kind = torch.Tensor.type  # optimizers and clipper compare type() with "torch.cuda.FloatTensor"
+
+    def type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = kind(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
+
+    torch.Tensor.type = type_as_on_cuda  # type: ignore[method-assign]
+
+
+def _answer_split_sizes() -> None:
+    """Split sizes that are on the CPU stay tensors, but all_to_all_single wants a sequence."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def as_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return value.numpy() if as_numpy and torch.is_tensor(value) else value
+
+    token_dispatcher.maybe_move_tensor_to_cpu = as_host
+
+
+def _leave_fusers_uncompiled() -> None:
+    """torch.compile would spend 12 to 27 s of C++ compilation on functions of a few elements."""
+    from megatron.core import jit
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    jit.disable_jit_fuser()  # what is imported from here on
+    compiled: Any = TopKRouter._apply_expert_bias  # the one on our path that was imported before
+    TopKRouter._apply_expert_bias = getattr(compiled, "_torchdynamo_orig_callable", compiled)

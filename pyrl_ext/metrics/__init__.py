@@ -1,0 +1,1 @@
+"""What a run reports: one definition a metric, where it is written, and the report at the end."""

@@ -1,0 +1,220 @@
+"""One definition a metric: its unit, its formula, and when to worry.
+
+Notation: d = old_logprob - rollout_logprob of a token and r = exp(d), where old is the trainer's
+policy before the update. Means run over the tokens under the loss mask: of the whole rollout
+batch for ``mismatch/``, of the step's last minibatch for ``policy/`` and ``loss``. ``<id>`` in a
+name stands for a number.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    Args:
+        name: as in metrics.jsonl; ``<id>`` stands for a number.
+        unit: of the value; "1" is a ratio or a fraction.
+        definition: one sentence with the formula.
+        band: (warn, alarm) levels, rising if large values are bad, falling if small ones are;
+            None if no level is bad in itself.
+        source: where the formula or the band comes from; empty if it is ours.
+    """
+
+    name: str
+    unit: str
+    definition: str
+    band: tuple[float, float] | None = None
+    source: str = ""
+
+    def level(self, value: float) -> str:
+        """ "ok", "warn" or "alarm"; a number that is not finite is an alarm, band or not."""
+        if not math.isfinite(value):
+            return "alarm"
+        if self.band is None:
+            return "ok"
+        warn, alarm = self.band
+        sign = 1 if alarm > warn else -1
+        return (
+            "alarm" if sign * (value - alarm) > 0 else "warn" if sign * (value - warn) > 0 else "ok"
+        )
+
+
+_R3 = "Stabilizing MoE RL by aligning training and inference routers, arXiv:2510.11370"
+_K3 = "http://joschu.net/blog/kl-approx.html"
+_VERL = "verl documentation, rollout correction"
+
+_METRICS = (
+    # the run
+    Metric("step", "1", "Rollout steps finished before this one, from 0."),
+    Metric("reward", "reward", "Mean reward of the step's samples."),
+    Metric(
+        "eval_reward", "reward", "Mean reward on the held-out prompts before the step's update."
+    ),
+    Metric(
+        "loss",
+        "1",
+        "Sum of the token losses over the loss tokens of all ranks, divided by their number, "
+        "in the step's last minibatch.",
+    ),
+    Metric("loss/policy", "1", "Part of loss from the clipped policy objective."),
+    Metric("loss/ref_kl", "1", "Part of loss from the reference: kl_coef * policy/ref_kl."),
+    Metric("loss/entropy", "1", "Part of loss from the bonus: -entropy_coef * policy/entropy."),
+    Metric("grad_norm", "1", "L2 norm of the whole gradient before clipping."),
+    Metric("lr", "1", "Learning rate of the step's last update."),
+    # rollout and trainer disagree
+    Metric(
+        "mismatch/k3",
+        "nat",
+        "mean(r - 1 - d), an estimate of KL(rollout || old).",
+        (2e-3, 2e-2),
+        _K3,
+    ),
+    Metric("mismatch/abs_mean", "nat", "mean(|d|).", (0.03, 0.1)),
+    Metric("mismatch/p99", "nat", "Smallest |d| that at least 99 % of the tokens do not exceed."),
+    Metric("mismatch/max", "nat", "max(|d|)."),
+    Metric("mismatch/prob_abs_mean", "1", "mean(|exp(old) - exp(rollout)|).", (0.005, 0.01), _VERL),
+    Metric("mismatch/f2", "1", "Fraction of tokens with max(r, 1/r) > 2.", (1e-2, 0.1), _R3),
+    Metric("mismatch/f5", "1", "Fraction of tokens with max(r, 1/r) > 5.", (1e-3, 1e-2), _R3),
+    Metric(
+        "mismatch/ess",
+        "1",
+        "Effective sample size (sum r)^2 / (n sum r^2), r unclamped.",
+        (0.9, 0.5),
+    ),
+    Metric(
+        "mismatch/chi2",
+        "1",
+        "mean(r^2) - 1, an estimate of chi2(old || rollout).",
+        (0.1, 1.0),
+        _VERL,
+    ),
+    Metric(
+        "mismatch/ppl_ratio",
+        "1",
+        "exp(-mean(d)), perplexity in the trainer over that in the engine.",
+    ),
+    Metric("mismatch/nonfinite", "tokens", "Tokens whose d is NaN or infinite.", (0, 0.5)),
+    # the update
+    Metric(
+        "policy/ppo_kl", "nat", "mean(old_logprob - logprob), 0 in the first minibatch of a step."
+    ),
+    Metric(
+        "policy/clip_fraction",
+        "1",
+        "Fraction of tokens whose policy term has no gradient since the clip is active.",
+        (0.2, 0.5),
+    ),
+    Metric(
+        "policy/entropy", "nat", "Mean exact entropy of the policy's distribution, -sum p log p."
+    ),
+    Metric(
+        "policy/ref_kl",
+        "nat",
+        "mean(s - 1 - log s) with s = exp(ref_logprob - logprob).",
+        None,
+        _K3,
+    ),
+    Metric(
+        "policy/tis_mean",
+        "1",
+        "Mean importance weight min(r, tis_cap) that multiplied the policy term.",
+        None,
+        "https://fengyao.notion.site/off-policy-rl",
+    ),
+    Metric(
+        "policy/guarded_fraction",
+        "1",
+        "Fraction of tokens with a log-ratio beyond +-20, which was clamped before exp.",
+        (0, 1e-3),
+    ),
+    # routing: the engine's experts against the trainer's own choice
+    Metric(
+        "route/agree_topk",
+        "1",
+        "Mean over tokens and layers of |engine's experts and trainer's own| / K.",
+        (0.9, 0.7),
+        _R3,
+    ),
+    Metric(
+        "route/agree_topk/layer_<id>", "1", "route/agree_topk of one layer, its global id from 0."
+    ),
+    Metric(
+        "route/exact_set", "1", "Fraction of (token, layer) with the same set of experts in both."
+    ),
+    Metric(
+        "route/tokens_any_layer_diff", "1", "Fraction of tokens with another set in some layer."
+    ),
+    Metric("route/coverage", "1", "Fraction of rows for which the engine gave a route.", (1, 0.99)),
+    Metric(
+        "route/fallback_rows",
+        "rows",
+        "Rows without a route from the engine, which the trainer's router decides even in replay.",
+    ),
+    # the rollout
+    Metric("rollout/tokens", "tokens", "Prompt and response tokens of the step's samples."),
+    Metric("rollout/response_len", "tokens", "Mean tokens of a response."),
+    Metric("rollout/truncated", "1", "Fraction of samples cut off at max_new_tokens.", (0.3, 0.8)),
+    Metric("rollout/reward_std", "reward", "Standard deviation of the rewards over all samples."),
+    Metric(
+        "rollout/flat_groups",
+        "1",
+        "Fraction of groups whose samples have equal rewards, which give no gradient.",
+        (0.8, 0.99),
+    ),
+    # schedule
+    Metric("schedule/microbatches", "1", "Microbatches of a rank in the step."),
+    Metric(
+        "schedule/balance",
+        "1",
+        "Sum over microbatches of the fullest rank's rows, over all rows / ranks.",
+        (1.2, 1.5),
+    ),
+    # time
+    Metric("time/rollout", "s", "Wall time of generating and scoring samples."),
+    Metric("time/old_logprobs", "s", "Wall time of log-probs under the policy before the update."),
+    Metric("time/ref_logprobs", "s", "Wall time of log-probs under the reference policy."),
+    Metric(
+        "time/update", "s", "Wall time of forward, backward and optimizer over all minibatches."
+    ),
+    Metric("time/publish", "s", "Wall time of handing the weights to the rollout engine."),
+    Metric("time/eval", "s", "Wall time of the held-out evaluation."),
+    Metric("time/checkpoint", "s", "Wall time of saving a checkpoint."),
+    Metric(
+        "time/step",
+        "s",
+        "Wall time of the step: all phases above except the checkpoint, and what is between.",
+    ),
+    Metric(
+        "tokens_per_s",
+        "tokens/s",
+        "Model inputs of the batch (a sample's tokens but the last) / time/step.",
+    ),
+)
+
+GLOSSARY: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
+
+
+def lookup(name: str) -> Metric | None:
+    """The metric of that name, with numbers standing for ``<id>``; None if there is none."""
+    return GLOSSARY.get(name) or GLOSSARY.get(re.sub(r"_\d+$", "_<id>", name))
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names that have no definition.
+
+    Raises:
+        ValueError: naming all of them.
+    """
+    unknown = sorted({name for name in names if lookup(name) is None})
+    if unknown:
+        raise ValueError(
+            f"check_names: metrics {unknown} have no definition, expected each in the glossary. "
+            "Add them to pyrl_ext/metrics/glossary.py"
+        )

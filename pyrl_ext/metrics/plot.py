@@ -1,0 +1,151 @@
+"""The picture of a run: reward above, rollout/trainer mismatch below, over rollout steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from .report import Run
+
+# Blue, orange, green, purple of the Okabe-Ito set: told apart also by the colour-blind, in print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#8E5EA2", "#56B4E9", "#6B6B6B")
+HELD_OUT = {"linestyle": "--", "marker": "o", "markersize": 7, "markeredgecolor": "white"}
+INK = "#2B2B2B"
+STYLE: dict[Any, Any] = {
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "axes.edgecolor": "#B8B8B8",
+    "axes.labelcolor": INK,
+    "axes.titlesize": 14,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "legend.fontsize": 11,
+    "legend.frameon": False,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 11,
+    "ytick.labelsize": 11,
+    "lines.linewidth": 2,
+    "lines.solid_capstyle": "round",
+}
+
+
+def plot(runs: Sequence[Run], path: str | Path) -> None:
+    """Draw the runs over each other into a PNG, 1280 x 960 pixels.
+
+    Args:
+        runs: at least one; each has a colour.
+        path: of the PNG; its folder exists.
+    """
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(10.24, 7.68), dpi=125)
+        figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
+        FigureCanvasAgg(figure)
+        top, bottom = figure.subplots(2, 1, sharex=True)
+        _draw_reward(top, runs)
+        _draw_mismatch(bottom, runs)
+        bottom.set_xlabel("rollout step")
+        bottom.xaxis.get_major_locator().set_params(integer=True)
+        figure.savefig(path)
+
+
+def _draw_reward(axes: Axes, runs: Sequence[Run]) -> None:
+    window = 1
+    for run, colour in _coloured(runs):
+        steps, reward = run.series("reward")
+        if len(reward):
+            window = 2 * (len(reward) // 50) + 1
+            axes.plot(steps, reward, color=colour, linewidth=1, alpha=0.35)
+            axes.plot(steps, _running_mean(reward, window), color=colour)
+        steps, evaluated = run.series("eval_reward")
+        own = COLOURS[1] if len(runs) == 1 else _darker(colour)
+        axes.plot(steps, evaluated, color=own, **HELD_OUT)
+    axes.set_ylabel("mean reward of a sample")
+    training = "training" if window == 1 else f"training, mean of {window} steps"
+    _head(axes, "Reward", runs, [(training, {}), ("held-out prompts", HELD_OUT)])
+
+
+def _draw_mismatch(axes: Axes, runs: Sequence[Run]) -> None:
+    solid, dashed = {"linestyle": "-"}, {"linestyle": "--"}
+    keys: list[Any] = [("mean |log-prob difference|", solid), ("k3, estimate of KL", dashed)]
+    positive, crosses = False, 0
+    for run, colour in _coloured(runs):
+        for number, name in enumerate(("mismatch/abs_mean", "mismatch/k3")):
+            steps, values = run.series(name)
+            good = np.isfinite(values)
+            own = colour if len(runs) > 1 else COLOURS[number]
+            axes.plot(steps, values, color=own, **keys[number][1])
+            positive |= bool((values[good] > 0).any())
+            if not good.all():
+                crosses += 1
+                _mark(axes, steps[~good], own, height=0.025 * crosses)
+    if positive:
+        axes.set_yscale("log")
+    axes.set_ylabel("nats, log scale" if positive else "nats")
+    if crosses:
+        keys.append(("not finite", {"linestyle": "", "marker": "x"}))
+    _head(axes, "Rollout engine against trainer, before the update", runs, keys)
+
+
+def _mark(axes: Axes, steps: np.ndarray, colour: str, height: float) -> None:
+    """Crosses near the bottom at steps whose value cannot be drawn."""
+    heights = np.full(len(steps), height)
+    transform = axes.get_xaxis_transform()
+    axes.plot(steps, heights, color=colour, linestyle="", marker="x", transform=transform)
+
+
+def _head(axes: Axes, title: str, runs: Sequence[Run], keys: list[tuple[str, dict]]) -> None:
+    """The title, and under it what the line styles and, for several runs, the colours mean."""
+    from matplotlib.lines import Line2D
+
+    several = len(runs) > 1
+    handles = [
+        Line2D([], [], color="#6B6B6B" if several else COLOURS[min(n, 1)], label=label, **style)
+        for n, (label, style) in enumerate(keys)
+    ]
+    if several:
+        names = [Line2D([], [], color=c, linewidth=5, label=run.name) for run, c in _coloured(runs)]
+        handles = names + handles
+    long = sum(len(str(handle.get_label())) for handle in handles) > 80
+    columns = min(3 if long else 5, len(handles))
+    axes.set_title(title, pad=8 + 18 * -(-len(handles) // columns))
+    place = {"loc": "lower left", "bbox_to_anchor": (-0.008, 1.0), "borderaxespad": 0.1}
+    legend = axes.legend(handles=handles, ncols=columns, columnspacing=1.5, **place)
+    legend.set_in_layout(False)  # the title's padding makes room for it
+
+
+def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean over ``window`` values around each, fewer at the ends; ``window`` is odd."""
+    total = np.cumsum(np.insert(values, 0, 0.0))
+    places, half = np.arange(len(values)), window // 2
+    ends = np.minimum(len(values), places + half + 1)
+    starts = np.maximum(0, places - half)
+    return (total[ends] - total[starts]) / (ends - starts)
+
+
+def _coloured(runs: Sequence[Run]) -> list[tuple[Run, str]]:
+    return [(run, COLOURS[place % len(COLOURS)]) for place, run in enumerate(runs)]
+
+
+def _darker(colour: str) -> str:
+    from matplotlib.colors import to_hex, to_rgb
+
+    red, green, blue = to_rgb(colour)
+    return to_hex((0.7 * red, 0.7 * green, 0.7 * blue))

@@ -1,0 +1,205 @@
+"""The end of a run on one screen and one picture, and runs beside each other.
+
+``python -m pyrl_ext.metrics.report RUN [RUN ...] [--png FILE]`` prints a table and draws
+``report.png`` into the (first) run folder; ratios are against the first run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from .glossary import lookup
+from .plot import plot
+from .sinks import read_rows
+
+# A phase, and whether its time goes into the model (any trainer has it) or into our own code.
+PHASES = {
+    "time/rollout": "model",
+    "time/old_logprobs": "model",
+    "time/ref_logprobs": "model",
+    "time/update": "model",
+    "time/eval": "model",
+    "time/publish": "ours",
+    "time/checkpoint": "ours",
+}
+MEANS = (
+    *("mismatch/k3", "mismatch/abs_mean", "mismatch/prob_abs_mean", "mismatch/f2", "mismatch/ess"),
+    *("route/agree_topk", "route/exact_set", "route/coverage"),
+    *("policy/ppo_kl", "policy/clip_fraction", "policy/entropy", "rollout/response_len"),
+    "tokens_per_s",
+)
+
+WORST_LAYER = "route/agree_topk, worst layer"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The rows of a run folder's metrics.jsonl.
+
+    Args:
+        name: shown in tables and legends.
+        rows: one a step, in order, at least one.
+    """
+
+    name: str
+    rows: list[dict[str, float]]
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of the rows that have the metric, float64."""
+        pairs = [(row["step"], row[name]) for row in self.rows if name in row]
+        steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
+        return steps, values
+
+    def mean(self, name: str) -> float | None:
+        """Mean over the steps that have the metric; None if none has."""
+        values = self.series(name)[1]
+        return float(values.mean()) if len(values) else None
+
+
+def load_run(folder: str | Path) -> Run:
+    """The run in ``folder``.
+
+    Raises:
+        FileNotFoundError, ValueError: no metrics.jsonl, or no step in it.
+    """
+    path = Path(folder) / "metrics.jsonl"
+    if not path.exists():
+        raise FileNotFoundError(f"load_run: no {path}, expected a run folder with metrics.jsonl")
+    rows = read_rows(path)
+    if not rows:
+        raise ValueError(f"load_run: {path} has 0 steps, expected at least 1")
+    return Run(Path(folder).resolve().name, rows)
+
+
+def summary(run: Run) -> dict[str, float]:
+    """The figures of the report: name -> value, in the order shown.
+
+    ``reward first`` and ``last`` are single steps, ``best`` the highest step; other metrics are
+    means over all steps, NaN if one step is. ``worst layer`` has the lowest mean agreement.
+    """
+    _, reward = run.series("reward")
+    figures: dict[str, float] = {"steps": len(reward)}
+    if len(reward):
+        figures |= {"reward first": reward[0], "reward last": reward[-1]}
+        figures["reward best"] = np.max(reward)
+    _, evaluated = run.series("eval_reward")
+    if len(evaluated):
+        figures |= {"eval reward start": evaluated[0], "eval reward end": evaluated[-1]}
+    for name in MEANS:
+        if (mean := run.mean(name)) is not None:
+            figures[name] = mean
+    layers = {n for row in run.rows for n in row if n.startswith("route/agree_topk/layer_")}
+    if layers:
+        figures[WORST_LAYER] = min(run.series(name)[1].mean() for name in layers)
+    if broken := sum(not all(map(math.isfinite, row.values())) for row in run.rows):
+        figures["steps with NaN or infinity"] = broken
+    return figures
+
+
+def phase_seconds(run: Run) -> dict[str, float]:
+    """Seconds of each phase over the whole run.
+
+    ``other`` is what the phases leave of time/step, in which checkpoints are not counted.
+    """
+    seconds = {name: float(run.series(name)[1].sum()) for name in PHASES}
+    seconds = {name: total for name, total in seconds.items() if total > 0}
+    steps = float(run.series("time/step")[1].sum())
+    inside = sum(total for name, total in seconds.items() if name != "time/checkpoint")
+    return seconds | {"other": max(0.0, steps - inside)}
+
+
+def summary_table(runs: Sequence[Run]) -> Table:
+    """One row a figure, one column a run, and a ratio column for every run after the first."""
+    table = _table("Run" if len(runs) == 1 else "Runs", ["figure"], runs)
+    all_figures = [summary(run) for run in runs]
+    for name in dict.fromkeys(n for figures in all_figures for n in figures):
+        cells = [_figure(name, figures.get(name)) for figures in all_figures]
+        ratios = [_ratio(figures.get(name), all_figures[0].get(name)) for figures in all_figures]
+        table.add_row(name, *_interleave(cells, ratios))
+    return table
+
+
+def time_table(runs: Sequence[Run]) -> Table:
+    """Seconds by phase with the share of the run, and whose time it is."""
+    table = _table("Time by phase", ["phase", "whose"], runs)
+    times = [phase_seconds(run) for run in runs]
+    for times_of_run in times:
+        ours = sum(s for name, s in times_of_run.items() if PHASES.get(name, "ours") == "ours")
+        times_of_run |= {"ours together": ours, "all": sum(times_of_run.values())}
+    names = [n for n in (*PHASES, "other") if any(n in t for t in times)]
+    for name in [*names, "ours together", "all"]:
+        whose = "" if name == "all" else PHASES.get(name, "ours")
+        if name == "ours together":
+            table.add_section()
+        cells = [
+            "-" if name not in t else f"{t[name]:,.2f} s {t[name] / (t['all'] or 1):6.1%}"
+            for t in times
+        ]
+        ratios = [_ratio(t.get(name), times[0].get(name)) for t in times]
+        table.add_row(name, whose, *_interleave(cells, ratios))
+    return table
+
+
+def _table(title: str, headings: list[str], runs: Sequence[Run]) -> Table:
+    table = Table(*headings, title=title, title_justify="left", title_style="bold")
+    for place, run in enumerate(runs):
+        table.add_column(run.name, justify="right")
+        if place:
+            table.add_column("ratio", justify="right", style="dim")
+    return table
+
+
+def _interleave(cells: list[str], ratios: list[str]) -> list[str]:
+    pairs = zip(cells[1:], ratios[1:], strict=True)
+    return [cells[0], *(cell for pair in pairs for cell in pair)]
+
+
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    metric = lookup("route/agree_topk" if name == WORST_LAYER else name)
+    unit = "" if metric is None or metric.unit in ("1", "reward") else f" {metric.unit}"
+    text = f"{value:,.0f}" if abs(value) >= 1000 or name.startswith("steps") else f"{value:.4g}"
+    level = "ok" if metric is None else metric.level(value)
+    colour = {"ok": "", "warn": "[yellow]", "alarm": "[red]"}[level]
+    return f"{colour}{text}{unit}{' !' if level == 'alarm' else ''}"
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    if value is None or not base or not math.isfinite(value / base):
+        return "-"
+    return f"{value / base:.3g}x"
+
+
+def print_report(runs: Sequence[Run], png: str | Path, console: Console | None = None) -> None:
+    """The tables and the picture of one or more runs."""
+    console = console or Console()
+    console.print(summary_table(runs))
+    console.print(time_table(runs))
+    plot(runs, png)
+    console.print(f"Curves: {png}", highlight=False, soft_wrap=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line of the module."""
+    parser = argparse.ArgumentParser(prog="python -m pyrl_ext.metrics.report", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder with metrics.jsonl")
+    parser.add_argument("--png", help="picture to write [RUN/report.png of the first run]")
+    args = parser.parse_args(argv)
+    try:
+        runs = [load_run(folder) for folder in args.runs]
+    except (FileNotFoundError, ValueError) as error:
+        parser.exit(2, f"{error}\n")
+    print_report(runs, args.png or Path(args.runs[0]) / "report.png")
+
+
+if __name__ == "__main__":
+    main()

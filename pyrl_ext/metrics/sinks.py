@@ -1,0 +1,243 @@
+"""Where the numbers of a step go: a file of JSON lines, TensorBoard, the terminal.
+
+A row is one step: ``{"step": 3, "reward": 0.5, ...}``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+Row = Mapping[str, float]
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Takes the row of each step."""
+
+    def write(self, row: Row) -> None:
+        """Keep one step's numbers."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is left."""
+        ...
+
+
+class JsonlSink:
+    """metrics.jsonl: one strict JSON object a line, written out at once, steps rising.
+
+    JSON has no NaN and no infinity: such a value is written as null, and what it was is kept in
+    the row's ``"nonfinite": {"loss": "nan"}``, from which `read_rows` restores it.
+
+    Args:
+        path: created with its folder; an existing file is continued, and a last line that a
+            crash left half written is removed with a warning.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._last_step = -1.0
+        if self.path.exists():
+            rows = self._repair()
+            self._last_step = rows[-1]["step"] if rows else -1.0
+        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+
+    def _repair(self) -> list[dict[str, float]]:
+        rows, torn = _parse(self.path)
+        if torn is not None:
+            log.warning(
+                "%s: removed line %d, left half written by an interrupted run: %.80s",
+                *(self.path, len(rows) + 1, torn),
+            )
+            _replace(self.path, rows)
+        return rows
+
+    def write(self, row: Row) -> None:
+        """Append one step.
+
+        Raises:
+            ValueError: the row has no step, or one that is not after the last.
+            TypeError: a value is not a Python number.
+        """
+        if "step" not in row or not row["step"] > self._last_step:
+            raise ValueError(
+                f"JsonlSink({self.path}): step {row.get('step')} after {self._last_step:g}, "
+                "expected a later one. Call rewind when a run is resumed"
+            )
+        self._file.write(_encode(row))
+        self._file.flush()
+        self._last_step = row["step"]
+
+    def rewind(self, step: int) -> None:
+        """Forget rows of ``step`` and later, in one atomic replacement of the file."""
+        rows, _ = _parse(self.path)
+        kept = [row for row in rows if row["step"] < step]
+        if len(kept) < len(rows):
+            self._file.close()
+            _replace(self.path, kept)
+            self._file = self.path.open("a", encoding="utf-8")
+        self._last_step = kept[-1]["step"] if kept else -1.0
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_rows(path: str | Path) -> list[dict[str, float]]:
+    """The rows of a metrics.jsonl, NaN and infinities restored; a torn last line is left out.
+
+    Raises:
+        ValueError: a line before the last is not a JSON object with a step, with its number.
+    """
+    return _parse(Path(path))[0]
+
+
+def _encode(row: Row) -> str:
+    plain: dict[str, object] = {}
+    nonfinite = {}
+    for name, value in row.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"JsonlSink: {name} is {value!r}, expected a Python int or float")
+        plain[name] = value if math.isfinite(value) else None
+        if plain[name] is None:
+            nonfinite[name] = str(float(value))
+    if nonfinite:
+        plain["nonfinite"] = nonfinite
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _decode(line: str) -> dict[str, float]:
+    row = json.loads(line)
+    if not isinstance(row, dict) or "step" not in row:
+        raise ValueError("no object with a step")
+    for name, value in row.pop("nonfinite", {}).items():
+        row[name] = float(value)
+    return row
+
+
+def _parse(path: Path) -> tuple[list[dict[str, float]], str | None]:
+    """All complete rows, and the last line if it is torn (a line is complete with its newline)."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            rows.append(_decode(line))
+        except ValueError as error:
+            raise ValueError(
+                f"{path}:{number}: {error}, expected a JSON object with a step"
+            ) from error
+    return rows, lines[-1] or None
+
+
+def _replace(path: Path, rows: list[dict[str, float]]) -> None:
+    """Write the file anew: readers see the old or the new one, also after a crash."""
+    new = path.with_name(path.name + ".new")
+    with new.open("w", encoding="utf-8") as file:
+        file.writelines(map(_encode, rows))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+
+
+class TensorBoardSink:
+    """One TensorBoard scalar a metric.
+
+    Args:
+        folder: of the event files.
+        first_step: where a resumed run goes on; events of it and later ones are purged.
+    """
+
+    def __init__(self, folder: str | Path, first_step: int | None = None) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def write(self, row: Row) -> None:
+        """Write one step."""
+        for name, value in row.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, int(row["step"]))
+
+    def close(self) -> None:
+        """Write out what is left."""
+        self._writer.close()
+
+
+class ProgressSink:
+    """A progress bar with reward, tokens/s and the time left; plain lines if not in a terminal.
+
+    Args:
+        total_steps: steps of the whole run.
+        first_step: where this process starts.
+        every: least seconds between two plain lines; the first and the last are always printed.
+        file: where to print, stderr if None.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int = 0,
+        every: float = 5.0,
+        file: IO[str] | None = None,
+    ) -> None:
+        console = Console(file=file or sys.stderr)
+        self._console, self._total, self._every = console, total_steps, every
+        self._start, self._first, self._printed = time.monotonic(), first_step, -math.inf
+        self._bar = None
+        if console.is_terminal:
+            self._bar = Progress(
+                *(TextColumn("step"), MofNCompleteColumn(), BarColumn()),
+                *(
+                    TextColumn("{task.fields[numbers]}"),
+                    TimeRemainingColumn(elapsed_when_finished=True),
+                ),
+                console=console,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=total_steps, completed=first_step, numbers="")
+
+    def write(self, row: Row) -> None:
+        """Show one step."""
+        done = min(int(row["step"]) + 1, self._total)  # the last evaluation comes after it
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, numbers=_numbers(row))
+            return
+        now = time.monotonic()
+        if now - self._printed < self._every and done < self._total:
+            return
+        self._printed = now
+        left = (now - self._start) / max(1, done - self._first) * (self._total - done)
+        line = f"step {done}/{self._total}  {_numbers(row)}  left {_clock(left)}"
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _numbers(row: Row) -> str:
+    shown = (("reward", "reward", ".3f"), ("eval_reward", "eval", ".3f"))
+    parts = [f"{label} {row[name]:{form}}" for name, label, form in shown if name in row]
+    if "tokens_per_s" in row:
+        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+    return "  ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

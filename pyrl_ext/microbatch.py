@@ -1,0 +1,68 @@
+"""Microbatch: the rows of some samples that one rank computes, in its order and on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.batch import Batch
+from pyrl_ext.layout import TokenLayout
+from pyrl_ext.objective import LossInputs
+from pyrl_ext.ops import gather_rows
+from pyrl_ext.topology import Topology
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """M = rows of this context-parallel rank, padding included.
+
+    Args:
+        layout:  where every row of the samples lies on every rank.
+        rows:    [M] int64 on the host, row of the batch's stream in each local row, -1 = padding.
+        tokens:  [M] int64, model input; padding holds 0.
+        targets: [M] int64, the token to score at each row; padding holds 0.
+        inputs:  [M] each, what the loss sees; zeros and a False mask in padding.
+    """
+
+    layout: TokenLayout
+    rows: Tensor
+    tokens: Tensor
+    targets: Tensor
+    inputs: LossInputs
+
+    @classmethod
+    def of(cls, batch: Batch, ids: Sequence[int], topo: Topology) -> Microbatch:
+        """Samples ``ids`` of ``batch`` as this rank sees them. Without samples: padding alone, so
+        that the rank takes part in the collectives of the others."""
+        layout = TokenLayout(
+            tuple(batch.seqlens[i] for i in ids),
+            cp_size=topo.cp_size,
+            tp_size=topo.tp_size,
+            starts=tuple(int(batch.starts[i]) for i in ids),
+        )
+        rows = layout.rows(topo.cp_rank)
+        if not ids:
+            layout = TokenLayout((1,), cp_size=topo.cp_size, tp_size=topo.tp_size)
+            rows = torch.full_like(layout.rows(topo.cp_rank), -1)
+
+        def local(field: Tensor) -> Tensor:
+            taken = gather_rows(field, rows, field.new_zeros(()))
+            return taken.to(topo.device, non_blocking=True)
+
+        zeros = batch.rollout_logprobs.new_zeros(len(batch.rollout_logprobs))
+        inputs = LossInputs(
+            old_logprobs=local(zeros if batch.old_logprobs is None else batch.old_logprobs),
+            rollout_logprobs=local(batch.rollout_logprobs),
+            ref_logprobs=None if batch.ref_logprobs is None else local(batch.ref_logprobs),
+            advantages=local(batch.advantages),
+            loss_mask=local(batch.loss_mask),
+        )
+        return cls(layout, rows, local(batch.tokens), local(batch.targets), inputs)
+
+    def router_rows(self, topo: Topology) -> Tensor:
+        """[M / tp] int64, `rows` of the sequence shard that this rank's routers see."""
+        part = len(self.rows) // topo.tp_size
+        return self.rows[topo.tp_rank * part : (topo.tp_rank + 1) * part]

@@ -1,0 +1,328 @@
+"""Checkpoint names <-> live megatron parameters, under any layout: one table row per parameter."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Shard = Literal["same", "rows", "columns", "gated", "vocab"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One megatron parameter and the checkpoint tensors it is made of.
+
+    Args:
+        hf:     checkpoint names, in the order they are stacked.
+        name:   megatron name, with the layer's and the expert's ids counted over the whole model.
+        shard:  how tensor-parallel ranks divide it: not at all, by rows, by columns, by rows within
+                each stacked tensor (gate and up), or by rows of a vocabulary padded to a multiple.
+        expert: id of the expert it belongs to (then the expert-parallel groups divide it), or None.
+    """
+
+    hf: tuple[str, ...]
+    name: str
+    shard: Shard
+    expert: int | None = None
+
+    @classmethod
+    def same(cls, hf: str, name: str) -> Weight:
+        return cls((hf,), name, "same")
+
+    @classmethod
+    def rows(cls, hf: str, name: str) -> Weight:
+        return cls((hf,), name, "rows")
+
+    @classmethod
+    def columns(cls, hf: str, name: str, expert: int | None = None) -> Weight:
+        return cls((hf,), name, "columns", expert)
+
+    @classmethod
+    def gated(cls, gate: str, up: str, name: str, expert: int | None = None) -> Weight:
+        return cls((gate, up), name, "gated", expert)
+
+    @classmethod
+    def vocab(cls, hf: str, name: str) -> Weight:
+        return cls((hf,), name, "vocab")
+
+
+def shard_of(weight: Weight, tensors: Sequence[Tensor], size: int, rank: int) -> Tensor:
+    """The part of checkpoint ``tensors`` that rank ``rank`` of ``size`` holds."""
+    if weight.shard == "same":
+        return tensors[0]
+    if weight.shard == "columns":
+        return tensors[0].chunk(size, 1)[rank]
+    if weight.shard == "vocab":
+        (full,) = tensors
+        padded = -(-full.shape[0] // size) * size
+        full = torch.cat([full, full.new_zeros(padded - full.shape[0], full.shape[1])])
+        return full.chunk(size, 0)[rank]
+    return torch.cat([t.chunk(size, 0)[rank] for t in tensors])
+
+
+def whole_of(weight: Weight, shards: Sequence[Tensor], vocab_size: int) -> list[Tensor]:
+    """The checkpoint tensors that ``shards`` (by rank) were cut from: the inverse of `shard_of`."""
+    if weight.shard == "same":
+        return [shards[0]]
+    if weight.shard == "columns":
+        return [torch.cat(list(shards), 1) if len(shards) > 1 else shards[0]]
+    if weight.shard == "vocab":
+        return [torch.cat(list(shards))[:vocab_size] if len(shards) > 1 else shards[0][:vocab_size]]
+    pieces = [s.chunk(len(weight.hf), 0) for s in shards]
+    return [
+        torch.cat([p[i] for p in pieces]) if len(pieces) > 1 else pieces[0][i]
+        for i in range(len(weight.hf))
+    ]
+
+
+def live(chunks: Sequence[torch.nn.Module], ep_rank: int, local_experts: int) -> dict[str, Tensor]:
+    """This rank's parameters and persistent buffers by their name in the whole model.
+
+    Layer ids are read off the live layers (``layer_number``), never counted.
+    """
+    found: dict[str, Tensor] = {}
+    for chunk in chunks:
+        decoder: Any = chunk.get_submodule("decoder")
+        layer_ids = [layer.layer_number - 1 for layer in decoder.layers]
+
+        def rename(match: re.Match[str], ids: list[int] = layer_ids) -> str:
+            return f"decoder.layers.{ids[int(match[1])]}."
+
+        for name, tensor in chunk.state_dict(keep_vars=True).items():
+            if name.endswith("_extra_state"):
+                continue
+            name = re.sub(r"^decoder\.layers\.(\d+)\.", rename, name)
+            name = re.sub(
+                r"\.local_experts\.(\d+)\.",
+                lambda m: f".local_experts.{ep_rank * local_experts + int(m[1])}.",
+                name,
+            )
+            found[name] = tensor
+    return found
+
+
+def check_claims(table: Sequence[Weight], mine: Mapping[str, Tensor]) -> None:
+    """Every live tensor has exactly one row of the table.
+
+    Raises: ValueError listing live tensors without a row, and rows that occur twice.
+    """
+    names = [w.name for w in table]
+    twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
+    unclaimed = sorted(set(mine) - set(names))
+    if unclaimed or twice:
+        raise ValueError(
+            f"models: live tensors without a row in the family's table {unclaimed[:8]}, rows that "
+            f"occur twice {twice[:8]}; expected exactly one row for each of {len(mine)} tensors"
+        )
+
+
+@torch.no_grad()
+def load(
+    table: Sequence[Weight],
+    mine: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    topo: Any,
+) -> None:
+    """Copy a checkpoint into this rank's live tensors.
+
+    Args:
+        read: checkpoint name -> full tensor, called only for names this rank needs.
+
+    Raises: ValueError naming the tensor whose shape is not the model's.
+    """
+    check_claims(table, mine)
+    for weight in table:
+        if (target := mine.get(weight.name)) is None:
+            continue
+        size, rank, _ = _tensor_split(weight, topo)
+        part = shard_of(weight, [read(name) for name in weight.hf], size, rank)
+        if part.shape != target.shape:
+            raise ValueError(
+                f"models: {' + '.join(weight.hf)} gives {list(part.shape)} on this rank, expected "
+                f"{list(target.shape)} for {weight.name}; is this checkpoint of another model?"
+            )
+        target.copy_(part)
+
+
+@torch.no_grad()
+def export(
+    table: Sequence[Weight], mine: Mapping[str, Tensor], vocab_size: int, topo: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """Every checkpoint tensor, whole, on every rank, in the table's order.
+
+    A tensor may alias a live parameter: it is valid until the next update.
+
+    Communicates: per tensor an all-gather over its tensor-parallel group, and a broadcast over the
+    expert-parallel and pipeline groups from the rank that holds it.
+    """
+    held_by = _holders(mine, topo)
+    for weight in table:
+        tensor = mine.get(weight.name)
+        size, _, group = _tensor_split(weight, topo)
+        if tensor is not None:
+            tensor = tensor.detach()
+            shards = _all_gather(tensor, size, group) if weight.shard != "same" else [tensor]
+            whole = whole_of(weight, shards, vocab_size)
+        else:
+            whole = [None] * len(weight.hf)
+        if topo.ep_size > 1 or topo.pp_size > 1:
+            whole = _share(weight, whole, held_by, topo)
+        yield from zip(weight.hf, whole, strict=True)  # type: ignore[misc]
+
+
+def _tensor_split(weight: Weight, topo: Any) -> tuple[int, int, Any]:
+    """(size, rank, group) of the tensor-parallel group that divides this weight."""
+    group = topo.groups.tp if weight.expert is None else topo.groups.expt_tp
+    return group.size(), group.rank(), group
+
+
+def _all_gather(tensor: Tensor, size: int, group: Any) -> list[Tensor]:
+    if size == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def _holders(mine: Mapping[str, Tensor], topo: Any) -> dict[str, tuple[int, list, Any]]:
+    """name -> (pipeline stage, expert-parallel rank, shapes and dtype), agreed on by all ranks."""
+    if topo.ep_size == 1 and topo.pp_size == 1:
+        return {}
+    here = {n: (topo.pp_rank, topo.groups.ep.rank(), t.dtype) for n, t in mine.items()}
+    everywhere: list[Any] = [None] * topo.world_size
+    dist.all_gather_object(everywhere, here)
+    merged: dict[str, Any] = {}
+    for names in everywhere:
+        merged.update(names)
+    return merged
+
+
+def _share(weight: Weight, whole: list, held_by: Mapping[str, Any], topo: Any) -> list[Tensor]:
+    stage, expert_rank, dtype = held_by[weight.name]
+    device = topo.device
+    for i, tensor in enumerate(whole):
+        if weight.expert is not None and topo.ep_size > 1 and topo.pp_rank == stage:
+            tensor = _broadcast(tensor, dtype, expert_rank, topo.groups.ep, device)
+        if topo.pp_size > 1:
+            tensor = _broadcast(tensor, dtype, stage, topo.groups.pp, device)
+        whole[i] = tensor
+    return whole
+
+
+def _broadcast(
+    tensor: Tensor | None, dtype: torch.dtype, source: int, group: Any, device: torch.device
+) -> Tensor:
+    """``tensor`` of group rank ``source`` on every rank of the group; its shape travels first."""
+    root = dist.get_global_rank(group, source)
+    is_root = group.rank() == source
+    assert not is_root or tensor is not None
+    shape = [list(tensor.shape) if is_root and tensor is not None else None]
+    dist.broadcast_object_list(shape, src=root, group=group)
+    if not is_root or tensor is None:
+        tensor = torch.empty(shape[0] or [], dtype=dtype, device=device)
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, root, group=group)
+    return tensor
+
+
+# --- where full tensors come from and go to ------------------------------------------------------
+
+
+class SafetensorsFolder:
+    """A HF checkpoint folder, read tensor by tensor; ``names`` are all tensors in it."""
+
+    def __init__(self, folder: str | Path):
+        from safetensors import safe_open
+
+        folder = Path(folder)
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(
+                f"{folder}: no *.safetensors here, expected a Hugging Face checkpoint folder"
+            )
+        self._open = safe_open
+        self._file_of: dict[str, Path] = {}
+        for file in files:
+            with safe_open(file, framework="pt") as f:
+                self._file_of.update(dict.fromkeys(f.keys(), file))
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def __call__(self, name: str) -> Tensor:
+        with self._open(self._file_of[name], framework="pt") as f:
+            return f.get_tensor(name)
+
+    def check(self, table: Sequence[Weight], ignored: Mapping[str, str]) -> None:
+        """Raises: ValueError listing names the model lacks or the folder lacks."""
+        wanted = {name for w in table for name in w.hf}
+        skipped = {n for n in self.names if any(re.fullmatch(p, n) for p in ignored)}
+        missing, unknown = sorted(wanted - self.names), sorted(self.names - wanted - skipped)
+        if missing or unknown:
+            raise ValueError(
+                f"checkpoint: {len(missing)} tensors are missing {missing[:6]}, {len(unknown)} are "
+                f"not the model's {unknown[:6]}; expected exactly the names of the model's table"
+            )
+
+
+def save_safetensors(folder: str | Path, named: Iterator[tuple[str, Tensor]], hf: dict) -> None:
+    """Write one ``model.safetensors`` and ``config.json`` that transformers loads."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in named}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+
+
+class RandomWeights:
+    """Initial weights from a seed, alike under every layout: each tensor has its own random stream.
+
+    Matrices are normal with standard deviation ``std``, norms one, biases zero. Shapes are taken
+    from the live tensors of this rank.
+    """
+
+    def __init__(
+        self, table: Sequence[Weight], mine: Mapping[str, Tensor], hf: dict, seed: int, topo: Any
+    ):
+        self.std, self.seed = hf["initializer_range"], seed
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for weight in table:
+            if (tensor := mine.get(weight.name)) is not None:
+                size, _, _ = _tensor_split(weight, topo)
+                shape = _whole_shape(weight, tuple(tensor.shape), size, hf["vocab_size"])
+                self.shapes.update(dict.fromkeys(weight.hf, shape))
+
+    def __call__(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        # one stream a name, so that a tensor does not depend on which others a rank draws
+        stream = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
+        return torch.randn(shape, generator=stream) * self.std
+
+
+def _whole_shape(
+    weight: Weight, local: tuple[int, ...], size: int, vocab_size: int
+) -> tuple[int, ...]:
+    """Shape of each checkpoint tensor behind a rank's part of shape ``local``."""
+    if weight.shard == "same":
+        return local
+    if weight.shard == "columns":
+        return (local[0], local[1] * size)
+    if weight.shard == "vocab":
+        return (vocab_size, local[1])
+    return (local[0] * size // len(weight.hf), *local[1:])

@@ -1,0 +1,88 @@
+"""How an operator is declared: one schema, one fake, one gradient, any number of backends.
+
+An operator is local and pure: it touches no process group and mutates no argument. Collectives
+live one layer up, in the functions that call operators.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_named: ContextVar[str | None] = ContextVar("pyrl_backend", default=None)
+
+
+def _accept(*args: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One implementation; ``refuse`` says why it cannot take the arguments, or None."""
+
+    name: str
+    run: Callable[..., torch.Tensor]
+    refuse: Callable[..., str | None] = _accept
+
+
+class Op:
+    """A ``torch.library`` operator served by the first backend that accepts the call.
+
+    Args:
+        schema: ``name(Tensor src, ...) -> Tensor``, registered as ``pyrl_ext::name``.
+        fake:   output metadata without data, for ``torch.compile`` and ``meta`` tensors.
+    """
+
+    def __init__(self, schema: str, *, fake: Callable[..., torch.Tensor]):
+        name = schema.partition("(")[0]
+        self.qualname = f"pyrl_ext::{name}"
+        self.backends: list[Backend] = []
+        torch.library.define(self.qualname, schema.removeprefix(name))
+        torch.library.impl(self.qualname, ("cpu", "cuda"), self._run)
+        torch.library.register_fake(self.qualname, fake)
+        self.overload = getattr(torch.ops.pyrl_ext, name).default
+
+    def backend(self, name: str, run: Callable, *, refuse: Callable = _accept) -> None:
+        """Add a backend after those already added: list the fastest first, the reference last."""
+        self.backends.append(Backend(name, run, refuse))
+
+    def gradient(self, backward: Callable, save: Callable) -> None:
+        """Add the derivative (``setup_context`` and ``backward`` of ``torch.library``)."""
+        torch.library.register_autograd(self.qualname, backward, setup_context=save)
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        return self.overload(*args)
+
+    def _run(self, *args: Any) -> torch.Tensor:
+        wanted = _named.get() or os.environ.get("PYRL_BACKEND", "auto")
+        refusals = []
+        for backend in self.backends:
+            if wanted not in ("auto", backend.name):
+                continue
+            reason = backend.refuse(*args)
+            if reason is None:
+                return backend.run(*args)
+            refusals.append(f"{backend.name}: {reason}")
+        tried = "; ".join(refusals) or f"the backends are {[b.name for b in self.backends]}"
+        raise NotImplementedError(
+            f"{self.qualname}: no backend took the call, expected {wanted!r} to; {tried}"
+        )
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Serve every operator called inside from the backend ``name``, or raise where it declines.
+
+    The environment variable ``PYRL_BACKEND`` does the same for a whole process; ``auto`` is the
+    first that accepts. Neither reaches into a graph that is already compiled by name: the choice
+    is made when the operator runs.
+    """
+    token = _named.set(name)
+    try:
+        yield
+    finally:
+        _named.reset(token)

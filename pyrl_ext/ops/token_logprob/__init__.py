@@ -1,0 +1,120 @@
+"""token_logprob: what one vocabulary shard adds to the log-prob of a token, and its gradient.
+
+With ``z = logits * scale`` (scale = 1 / temperature) over the columns of all shards::
+
+    stats   of one shard, to be combined over shards: (max, sum, weighted, target)
+    combine m = max over shards, S = sum(exp(z - m * scale)), W = sum((z - m * scale) * exp(...))
+    logprob = (target - m) * scale - log S           entropy = log S - W / S
+
+:mod:`pyrl_ext.logprob` has the combination, the collective and the derivative; these two operators
+are its local halves, each one pass over the logits. Differences to the maximum are formed before
+anything is scaled or rounded, so large common offsets cost no accuracy.
+
+Backends: native (C++ threads; AVX-512, AVX2 or portable chosen at run time), reference (torch;
+float64 too, and what runs on cuda).
+Gradient: none of their own; ``token_logprob_grad`` is the derivative.
+"""
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._op import Op
+
+from . import native, reference
+
+
+def _stats_fake(logits: Tensor, targets: Tensor, scale: Tensor, first: int, width: int) -> Tensor:
+    return scale.new_empty(4, logits.shape[0])
+
+
+def _grad_fake(logits: Tensor, *rest: Tensor | int) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+stats_op = Op(
+    "token_logprob_stats(Tensor logits, Tensor targets, Tensor scale, SymInt first, SymInt width)"
+    " -> Tensor",
+    fake=_stats_fake,
+)
+stats_op.backend("native", native.stats, refuse=native.refuse_stats)
+stats_op.backend("reference", reference.stats)
+
+grad_op = Op(
+    "token_logprob_grad(Tensor logits, Tensor targets, Tensor scale, SymInt first, SymInt width, "
+    "Tensor max, Tensor log_sum, Tensor entropy, Tensor grad_logprob, Tensor grad_entropy)"
+    " -> Tensor",
+    fake=_grad_fake,
+)
+grad_op.backend("native", native.grad, refuse=native.refuse_grad)
+grad_op.backend("reference", reference.grad)
+
+
+def token_logprob_stats(
+    logits: Tensor, targets: Tensor, scale: Tensor, first: int, width: int
+) -> Tensor:
+    """One read of a shard's logits: ``[max, sum(e), sum(e * d), logits[target]]`` a token.
+
+    ``d = (logits - max) * scale``, ``e = exp(d)``. A logit of -inf counts 0 in both sums; a shard
+    of nothing else has max -inf and sums 0. NaN or +inf in the logits makes the sums NaN.
+
+    Args:
+        logits:  [T, V_local] float32, bfloat16, float16 or float64.
+        targets: [T] int64, global column; 0 is reported for one that another shard holds.
+        scale:   [T] float32 (float64 for float64 logits), positive, 1 / temperature.
+        first:   global column of ``logits[:, 0]``.
+        width:   valid columns of this shard; those behind are padding and have no part.
+
+    Returns:
+        [4, T] dtype of ``scale``; max and target in units of ``logits``.
+    """
+    _check("token_logprob_stats", logits, width, targets=targets, scale=scale)
+    return stats_op(logits, targets, scale, first, width)
+
+
+def token_logprob_grad(
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    first: int,
+    width: int,
+    max: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor,
+) -> Tensor:
+    """``scale * (gl * ([j == target] - p) - ge * p * (log p + entropy))`` in one pass.
+
+    ``log p = (logits - max) * scale - log_sum``, with ``gl, ge = grad_logprob, grad_entropy``.
+
+    Args:
+        logits, targets, scale, first, width: as in :func:`token_logprob_stats`.
+        max, log_sum, entropy: [T] dtype of ``scale``, of the whole row, over all shards.
+        grad_logprob, grad_entropy: [T] dtype of ``scale``.
+
+    Returns:
+        [T, V_local] dtype of ``logits``, a new tensor. 0 in padding columns, in tokens whose two
+        gradients are 0 (their logits are not read) and in tokens without a finite logit.
+    """
+    vectors = dict(max=max, log_sum=log_sum, entropy=entropy)
+    grads = dict(grad_logprob=grad_logprob, grad_entropy=grad_entropy)
+    _check("token_logprob_grad", logits, width, targets=targets, scale=scale, **vectors, **grads)
+    return grad_op(logits, targets, scale, first, width, *vectors.values(), *grads.values())
+
+
+def _check(where: str, logits: Tensor, width: int, **vectors: Tensor) -> None:
+    if logits.ndim != 2 or not logits.is_floating_point():
+        raise ValueError(
+            f"{where}: logits is {logits.dtype} {list(logits.shape)}, expected floating "
+            "[T, V_local]"
+        )
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    for name, vector in vectors.items():
+        dtype = torch.int64 if name == "targets" else wide
+        if vector.shape != logits.shape[:1] or vector.dtype != dtype:
+            raise ValueError(
+                f"{where}: {name} is {vector.dtype} {list(vector.shape)}, expected {dtype} "
+                f"[{logits.shape[0]}]"
+            )
+    if not 0 <= width <= logits.shape[1]:
+        raise ValueError(f"{where}: width is {width}, expected one in [0, {logits.shape[1]}]")

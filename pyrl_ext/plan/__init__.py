@@ -1,0 +1,11 @@
+"""The plan: one YAML file, checked as a whole and frozen before anything is built.
+
+Pure Python and pydantic, so that `python -m pyrl_ext.plan config.yaml` answers at once. Errors are
+one `ConfigError` that lists every problem with its file and line.
+"""
+
+from pyrl_ext.plan.compile import compile_plan
+from pyrl_ext.plan.compiled import Difference, Plan
+from pyrl_ext.plan.problems import ConfigError
+
+__all__ = ["ConfigError", "Difference", "Plan", "compile_plan"]

@@ -1,0 +1,40 @@
+"""`python -m pyrl_ext.plan CONFIG [section.key=value ...] [--json]`: check a plan and show it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pyrl_ext.plan.compile import compile_plan
+from pyrl_ext.plan.problems import ConfigError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0: the plan holds; 2: it does not, and stderr has a problem a line."""
+    parser = argparse.ArgumentParser(prog="python -m pyrl_ext.plan", description=__doc__)
+    parser.add_argument("config", help="the YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        plan = compile_plan(options.config, options.overrides)
+    except ConfigError as error:
+        red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+        for line in str(error).splitlines():
+            print(f"{red}{line}{plain}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(plan.model_dump_json(indent=2))
+        return 0
+    # rich costs a tenth of a second that --json and errors need not wait for
+    from rich.console import Console
+
+    from pyrl_ext.plan.show import print_plan
+
+    print_plan(plan, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""YAML -> Plan: read, check every field, run every rule, and raise all problems together."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pyrl_ext.plan import notes, rules
+from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.problems import ConfigError, Key, describe
+from pyrl_ext.plan.schema import Section, Sections, Unchecked
+from pyrl_ext.plan.shape import read_shape
+from pyrl_ext.plan.source import Source, read
+
+
+def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
+    """The checked, frozen plan of a YAML file.
+
+    Args:
+        path: the YAML file; relative paths in it start at its folder
+        overrides: `section.key=value`, the value read as YAML
+
+    Raises:
+        ConfigError: with every problem of the file and the overrides, one a line
+    """
+    source = read(path, tuple(overrides))
+    if () not in source.lines:  # no mapping was read: nothing to check
+        raise ConfigError(source.problems)
+    wrong = _check_fields(source)
+    draft = _draft(source, wrong)
+    _read_hf(source, draft)
+    for key, message in rules.check(draft):
+        source.problems.append(source.problem(tuple(key.split(".")), message))
+    if source.problems:
+        raise ConfigError(source.problems)
+    derived = {
+        "source": draft.source,
+        "world_size": draft.parallel.world_size,
+        "hf": draft.hf,
+        "notes": notes.notes(draft),
+        "unsupported": notes.unsupported(draft),
+    }
+    return Plan.model_validate(source.tree | derived)
+
+
+def _check_fields(source: Source) -> set[Key]:
+    """Record every unknown key, missing key and wrong value; returns where they are."""
+    try:
+        Sections.model_validate(source.tree)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+    else:
+        found = []
+    wrong = set()
+    for each in found:
+        key = tuple(str(part) for part in each["loc"])
+        wrong.add(key[:2])
+        source.problems.append(source.problem(key, describe(each)))
+    return wrong
+
+
+def _draft(source: Source, wrong: set[Key]) -> Plan:
+    """A plan of the fields that are right; reading one of the others raises `Unchecked`."""
+    plan = Plan.model_construct(source=os.path.abspath(source.path))
+    for name, field in Sections.model_fields.items():
+        if (name,) in wrong:
+            vars(plan).pop(name, None)  # its default would be an answer too
+        elif name in source.tree:
+            value, kind = source.tree[name], field.annotation
+            if isinstance(kind, type) and issubclass(kind, Section):
+                bad = {key[1] for key in wrong if key[0] == name}
+                value = kind.model_construct(**{k: v for k, v in value.items() if k not in bad})
+                for key in bad:
+                    vars(value).pop(key, None)
+            vars(plan)[name] = value
+    return plan
+
+
+def _read_hf(source: Source, draft: Plan) -> None:
+    """Put the HF config into `draft`, where it can be read and states the sizes it must."""
+    try:
+        path, family = draft.config_path, draft.model.family
+    except Unchecked:
+        return
+    problems: list[str] = []
+    hf = _read_json(path, problems)
+    shown = rules.relative(path)
+    if hf is not None and hf.get("model_type") != family:
+        problems.append(
+            f"{shown}: model_type is {hf.get('model_type')!r}, expected {family!r}, the "
+            "model.family"
+        )
+    elif hf is not None:
+        try:
+            read_shape(hf)
+        except ValidationError as error:
+            for each in error.errors(include_url=False):
+                name = ".".join(str(part) for part in each["loc"])
+                problems.append(f"{shown}: {name}: {describe({**each, 'loc': ('', name)})}")
+        else:
+            vars(draft)["hf"] = hf
+    for message in problems:
+        source.problems.append(source.problem(("model", "config"), message))
+
+
+def _read_json(path: str, problems: list[str]) -> dict[str, Any] | None:
+    shown = rules.relative(path)
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(f"{shown}: {error.strerror}, expected an HF config.json")
+    except json.JSONDecodeError as error:
+        problems.append(f"{shown}:{error.lineno}: not JSON: {error.msg}")
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{shown}: not JSON: {error}")
+    else:
+        if isinstance(found, dict):
+            return found
+        problems.append(f"{shown}: expected a JSON object of sizes")
+    return None

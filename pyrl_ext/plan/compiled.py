@@ -1,0 +1,167 @@
+"""The compiled plan: the checked sections, what follows from them, and the comparison on resume."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from pyrl_ext.plan.problems import ConfigError, Problem, show
+from pyrl_ext.plan.schema import Sections
+from pyrl_ext.plan.shape import Shape, read_shape
+
+# What a resumed run may change: it decides how long, how often and where, not what is computed.
+FREE_ON_RESUME = ("threads", "steps", "run", "log", "checkpoint", "evaluate")
+# Derived from the rest, or only where the YAML lay.
+NOT_COMPARED = ("source", "notes", "unsupported", "world_size")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class Difference(NamedTuple):
+    """A field that two plans hold different values for."""
+
+    name: str
+    saved: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {show(self.now)} now, {show(self.saved)} in the saved plan"
+
+
+class Plan(Sections):
+    """Everything the run needs to know, frozen; `model_dump_json` round-trips."""
+
+    source: str
+    """absolute path of the YAML file; relative paths in the plan start at its folder"""
+    world_size: int
+    """ranks of the run"""
+    hf: dict[str, Any]
+    """the HF config, as read"""
+    notes: tuple[str, ...] = ()
+    """worth knowing, nothing wrong"""
+    unsupported: tuple[str, ...] = ()
+    """what this plan names that the trainer cannot run yet"""
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The sizes of the model."""
+        return read_shape(self.hf)
+
+    @property
+    def router_layers(self) -> tuple[int, ...]:
+        """0-based global ids of the decoder layers that have a router."""
+        return self.shape.router_layers
+
+    @property
+    def samples(self) -> int:
+        """Samples of a rollout step."""
+        return self.batching.prompts * self.batching.samples_per_prompt
+
+    @property
+    def samples_per_minibatch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.samples // self.batching.minibatches
+
+    @property
+    def row_alignment(self) -> int:
+        """Rows of a packed sequence are padded to a multiple of this."""
+        tp, cp = self.parallel.tp, self.parallel.cp
+        return tp if cp == 1 else 2 * cp * tp
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the longest sample, padded: its last token is never an input."""
+        rows = self.data.max_prompt_tokens + self.rollout.max_new_tokens - 1
+        return -(-rows // self.row_alignment) * self.row_alignment
+
+    @property
+    def rollout_dtype(self) -> str:
+        """Type of the engine's weights."""
+        return self.rollout.dtype or self.model.dtype
+
+    @property
+    def config_path(self) -> str:
+        """Absolute path of the HF config.json."""
+        return self.resolve(self.model.config)
+
+    @property
+    def tokenizer_path(self) -> str | None:
+        """Absolute folder of the tokenizer, or a hub id."""
+        return self._local_or_hub(self.model.tokenizer)
+
+    @property
+    def weights_path(self) -> str | None:
+        """Absolute folder of the initial weights, or a hub id."""
+        return self._local_or_hub(self.model.weights)
+
+    @property
+    def prompts_path(self) -> str | None:
+        """Absolute path of the training prompts."""
+        return self.resolve(self.data.prompts) if self.data.prompts else None
+
+    @property
+    def eval_prompts_path(self) -> str | None:
+        """Absolute path of the held-out prompts."""
+        return self.resolve(self.data.eval_prompts) if self.data.eval_prompts else None
+
+    @property
+    def recorded_path(self) -> str | None:
+        """Absolute path of the recorded samples."""
+        return self.resolve(self.rollout.path) if self.rollout.path else None
+
+    def resolve(self, path: str) -> str:
+        """`path` as an absolute path; relative ones start at the YAML file's folder."""
+        return os.path.abspath(Path(self.source).parent / path)
+
+    def is_hub_id(self, name: str) -> bool:
+        """Whether `name` is taken as owner/name of a model hub: no such folder beside the YAML."""
+        return bool(_HUB_ID.fullmatch(name)) and not os.path.exists(self.resolve(name))
+
+    def _local_or_hub(self, name: str | None) -> str | None:
+        if name is None or self.is_hub_id(name):
+            return name
+        return self.resolve(name)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Plan:
+        """The plan saved as JSON at `path`. Raises `ConfigError` where it is not one."""
+        try:
+            return cls.model_validate_json(Path(path).read_bytes())
+        except OSError as error:
+            message = f"{error.strerror or error}, expected a saved plan"
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            message = f"not a plan of this version: {place}: {first['msg']}"
+        raise ConfigError([Problem(str(path), 0, message)])
+
+    def diff(self, saved: Plan) -> tuple[Difference, ...]:
+        """Fields in which this plan and a `saved` one differ and a resumed run may not."""
+        ignored = {*FREE_ON_RESUME, *NOT_COMPARED}
+        before = _flatten(saved.model_dump(mode="json", exclude=ignored))
+        after = _flatten(self.model_dump(mode="json", exclude=ignored))
+        names = dict.fromkeys((*after, *before))
+        pairs = ((name, before.get(name), after.get(name)) for name in names)
+        return tuple(Difference(*pair) for pair in pairs if pair[1] != pair[2])
+
+    def check_resumes(self, saved: Plan) -> None:
+        """Raise `ConfigError` where this plan would continue `saved` as a different run."""
+        advice = "expected the same to resume. Use another run folder to start afresh"
+        changed = [Problem(self.source, 0, f"{each}, {advice}") for each in self.diff(saved)]
+        if changed:
+            raise ConfigError(changed)
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -1,0 +1,263 @@
+"""What the YAML may say: one frozen model a section, one described field a key."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Unchecked(LookupError):
+    """A field was read that is missing or wrong; whoever asked cannot be answered yet."""
+
+
+class Section(BaseModel):
+    """A mapping of the YAML: strict types, no unknown key, frozen.
+
+    Rules also run on sections that have wrong fields. Those are left out of the object
+    (`model_construct`), and reading one raises `Unchecked`, so a rule that needs it is skipped.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    if not TYPE_CHECKING:  # a type checker should still find misspelt fields
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise Unchecked(name)
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+Dtype = Literal["float32", "bfloat16"]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
+Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+
+class Model(Section):
+    """Which network is trained, from which weights, in which precision."""
+
+    family: Literal["glm4_moe_lite"]
+    """code that maps the weights, a file of models/"""
+    config: Text
+    """HF config.json, relative to this YAML file"""
+    tokenizer: Text | None = None
+    """folder with tokenizer.json, or a hub id; null: none"""
+    weights: Text | None = None
+    """folder of safetensors, or a hub id; null: random weights from the seed"""
+    dtype: Dtype = "float32"
+    """of weights and activations; statistics stay float32"""
+    backend: Literal["local", "te"] = "local"
+    """layers: megatron-core's own, or transformer-engine's (needs a GPU)"""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """activations computed again in the backward pass, to save memory"""
+    router_bias_update_rate: NonNegative = 0.0
+    """step of the routers' expert bias towards balance; 0 keeps the loaded bias"""
+    mtp: bool = False
+    """train the multi-token-prediction layers as well"""
+
+
+class Parallel(Section):
+    """How the ranks are arranged; the world is dp * tp * pp * cp ranks."""
+
+    dp: Positive = 1
+    """data-parallel replicas [ranks]"""
+    tp: Positive = 1
+    """tensor-parallel size; above 1 implies sequence parallelism [ranks]"""
+    pp: Positive = 1
+    """pipeline stages [ranks]"""
+    vpp: Annotated[int, Field(ge=2)] | None = None
+    """model chunks per pipeline stage (interleaved schedule); null: one"""
+    cp: Positive = 1
+    """context-parallel size: ranks that share one sequence [ranks]"""
+    ep: Positive = 1
+    """expert-parallel size: ranks the experts are spread over [ranks]"""
+    etp: Positive | None = None
+    """tensor-parallel size inside an expert [ranks]; null: tp"""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def etp_size(self) -> int:
+        """Tensor-parallel size inside an expert, with null resolved."""
+        return self.tp if self.etp is None else self.etp
+
+
+class Batching(Section):
+    """How much is generated a step, and how it is cut for training."""
+
+    prompts: Positive
+    """prompts per rollout step"""
+    samples_per_prompt: Positive
+    """responses to each prompt: the size of a group"""
+    minibatches: Positive = 1
+    """optimizer steps per rollout step; whole groups each"""
+    tokens_per_microbatch: Positive
+    """most tokens one forward pass of a data-parallel rank holds; bounds activations"""
+
+
+class Rollout(Section):
+    """The engine that generates responses."""
+
+    engine: Literal["hf", "recorded", "vllm"]
+    """hf: embedded, for small models; recorded: read from a file; vllm"""
+    dtype: Dtype | None = None
+    """of the engine's weights; null: model.dtype"""
+    temperature: Rate = 1.0
+    """divides the logits, in the engine and in the trainer"""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """sample from the smallest set of tokens with this probability; 1: from all"""
+    top_k: Count = 0
+    """sample from the k likeliest tokens; 0: from all"""
+    max_new_tokens: Positive
+    """longest response [tokens]"""
+    max_running: Positive = 128
+    """sequences the embedded engine decodes at a time"""
+    logprobs: Literal["processed", "raw"] = "processed"
+    """log-probabilities the engine reports: after or before temperature"""
+    accept_truncated_sampling: bool = False
+    """allow top_p and top_k although the trainer scores the full distribution"""
+    path: Text | None = None
+    """recorded samples, relative to this file (recorded)"""
+
+
+class Replay(Section):
+    """Where the trainer's routers take the experts that the engine chose, instead of their own."""
+
+    old: bool = True
+    """in the forward pass for the log-probs before the update"""
+    reference: bool = True
+    """in the forward pass of the reference policy"""
+    train: bool = True
+    """in the forward and backward passes of the update"""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any pass replays, so that the engine must return routes."""
+        return self.old or self.reference or self.train
+
+
+class Objective(Section):
+    """What is optimised."""
+
+    advantage: Name = "grpo"
+    """built-in name or module:function"""
+    normalize_std: bool = True
+    """divide advantages by the group's standard deviation"""
+    loss: Name = "grpo"
+    """built-in name or module:function"""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """the probability ratio is clipped below 1 - clip_low"""
+    clip_high: Rate = 0.2
+    """the probability ratio is clipped above 1 + clip_high"""
+    kl_coef: NonNegative = 0.0
+    """weight of the KL to the initial policy; above 0 keeps a copy of its weights"""
+    entropy_coef: NonNegative = 0.0
+    """weight of the entropy bonus"""
+    tis_cap: Rate | None = None
+    """cap of the trainer/engine importance weight; null: no correction"""
+
+
+class Optimizer(Section):
+    """AdamW, and its schedule."""
+
+    lr: NonNegative
+    """learning rate after the warmup"""
+    betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.98)
+    """decay of the first and second moment, as a list of two"""
+    eps: Rate = 1e-8
+    """added to the root of the second moment"""
+    weight_decay: NonNegative = 0.0
+    """decoupled weight decay"""
+    clip_grad: NonNegative = 1.0
+    """largest gradient norm; 0: never clipped"""
+    warmup_steps: Count = 0
+    """optimizer steps of linear warmup"""
+    distributed: bool = False
+    """spread the optimizer state over the dp ranks"""
+
+
+class Data(Section):
+    """Where prompts and rewards come from: a built-in task, or a file with a reward function."""
+
+    task: Name | None = None
+    """built-in task, which brings prompts and reward"""
+    task_options: dict[str, Any] = {}
+    """arguments of the task"""
+    prompts: Text | None = None
+    """.jsonl or .parquet, relative to this YAML file"""
+    reward: Function | None = None
+    """module:function that scores a response"""
+    eval_prompts: Text | None = None
+    """held-out prompts, a file like data.prompts; null: every eighth of those"""
+    max_prompt_tokens: Positive
+    """longest prompt [tokens]"""
+    shuffle: bool = True
+    """a new order every epoch, drawn from the seed"""
+
+
+class Evaluate(Section):
+    """The held-out evaluation."""
+
+    every: Count = 0
+    """rollout steps between evaluations; 0: never"""
+    prompts: Count = 64
+    """held-out prompts per evaluation"""
+
+
+class Checkpoint(Section):
+    """What is written to resume from."""
+
+    every: Count = 50
+    """rollout steps between checkpoints; 0: only the last step"""
+    keep: Positive = 2
+    """newest checkpoints kept on disk"""
+
+
+class Log(Section):
+    """Where progress is shown, besides metrics.jsonl."""
+
+    tensorboard: bool = False
+    """write tensorboard events into the run folder"""
+    progress: bool = True
+    """draw a progress line on the terminal"""
+
+
+class Sections(Section):
+    """The whole YAML file."""
+
+    device: Literal["cpu", "cuda"]
+    """where the trainer runs"""
+    threads: Count = 0
+    """CPU threads of each rank; 0: as many as torch takes"""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """of weights, data and sampling"""
+    steps: Positive
+    """rollout steps of the run"""
+    run: Text
+    """run folder, relative to where the command is started"""
+    model: Model
+    parallel: Parallel = Parallel()
+    batching: Batching
+    rollout: Rollout
+    replay: Replay = Replay()
+    objective: Objective = Objective()
+    optimizer: Optimizer
+    data: Data
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()

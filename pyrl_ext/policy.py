@@ -1,0 +1,301 @@
+"""Policy: megatron model chunks and their optimizer, run over packed microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from pyrl_ext.batch import Batch
+from pyrl_ext.logprob import vocab_parallel_logprob
+from pyrl_ext.megatron import checkpoint
+from pyrl_ext.megatron.attention import PackedSequences
+from pyrl_ext.megatron.model import build_chunks, unwrap, wrap_ddp
+from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, warmed_up
+from pyrl_ext.microbatch import Microbatch
+from pyrl_ext.models import family, weights
+from pyrl_ext.objective import LossFn
+from pyrl_ext.replay import Forced, Replay, forced_routes
+from pyrl_ext.topology import Topology
+
+Schedule = Sequence[Sequence[Sequence[int]]]  # [dp rank][microbatch] -> sample ids
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A forward pass over a batch, alike on every rank.
+
+    Args:
+        logprobs:  [T] fp32, of each row's target.
+        entropy:   [T] fp32, of each row's distribution [nats].
+        agreement: layer id -> (sum of shares, equal sets, count) of routes the router agreed with.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    agreement: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+
+
+class Policy:
+    """One model of this run on this rank. Build with `build`; ``step`` counts finished updates.
+
+    Every method is a collective: all ranks call it with the same batch and schedule.
+    """
+
+    def __init__(self, plan: Any, topo: Topology, chunks: list, optimizer: Any, replay: Replay):
+        self.plan, self.topo = plan, topo
+        self.chunks, self.optimizer, self.replay = chunks, optimizer, replay
+        self.family = family(plan.model.family)
+        self.table = self.family.weights(plan.hf)
+        self.step = 0  # rollout steps finished
+        self.updates = 0  # optimizer steps finished
+
+    @classmethod
+    def build(cls, plan: Any, topo: Topology, trainable: bool = True) -> Policy:
+        """The plan's model with its initial weights; without ``trainable``, a frozen reference."""
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        if topo.device.type == "cpu":
+            from pyrl_ext.megatron import cpu
+
+            cpu.install()
+        model_parallel_cuda_manual_seed(plan.seed)
+        kind = family(plan.model.family)
+        chunks = build_chunks(plan, topo, kind.config(plan.hf), kind.rotary(plan.hf))
+        optimizer = None
+        if trainable:
+            chunks = wrap_ddp(plan, chunks, topo.groups)
+        policy = cls(plan, topo, chunks, optimizer, Replay(chunks, topo.device))
+        policy.load_initial_weights()
+        if trainable:  # after the weights: mixed precision copies them to fp32 masters
+            policy.optimizer = build_optimizer(plan, chunks, topo.groups)
+            policy._config.grad_scale_func = policy.optimizer.scale_loss
+        else:
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+        return policy
+
+    # weights -------------------------------------------------------------------------------------
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return [unwrap(chunk) for chunk in self.chunks]
+
+    @property
+    def _config(self) -> Any:
+        return self._models[0].config
+
+    def _live(self) -> dict[str, Tensor]:
+        experts = self.plan.hf["n_routed_experts"] // self.topo.ep_size
+        return weights.live(self._models, self.topo.groups.ep.rank(), experts)
+
+    def load_initial_weights(self) -> None:
+        """From ``model.weights``, a checkpoint folder, or drawn from the plan's seed."""
+        live, plan = self._live(), self.plan
+        if plan.weights_path is None:
+            read = weights.RandomWeights(self.table, live, plan.hf, plan.seed, self.topo)
+        else:
+            read = weights.SafetensorsFolder(plan.weights_path)
+            read.check(self.table, self.family.ignored(plan.hf))
+        weights.load(self.table, live, read, self.topo)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every checkpoint tensor (HF name, value), whole on every rank; may alias live parameters.
+
+        Communicates: see `models.weights.export`.
+        """
+        return weights.export(self.table, self._live(), self.plan.hf["vocab_size"], self.topo)
+
+    # passes --------------------------------------------------------------------------------------
+
+    def scores(self, batch: Batch, schedule: Schedule, replay: bool = True) -> Scores:
+        """Log-prob and entropy of every row of ``batch`` under the current weights.
+
+        Communicates: two all-reduces of [T] fp32 over data and context ranks, a broadcast from the
+        last stage. Syncs: reads the agreement counts.
+        """
+        micros = self._microbatches(batch, schedule, replay)
+        found: list[tuple[Microbatch, Tensor, Tensor]] = []
+
+        def keep(micro: Microbatch, logprobs: Tensor, entropy: Tensor) -> tuple:
+            found.append((micro, logprobs, entropy))
+            return logprobs.sum(), _count(micro.inputs.loss_mask), {}
+
+        with torch.no_grad(), self.replay.session(counting=replay), self._mode(training=False):
+            self._run(micros, keep, forward_only=True)
+            agreement = self.replay.agreement(self.plan.hf["num_hidden_layers"]) if replay else {}
+        stream = torch.zeros(2, len(batch.tokens), device=self.topo.device)
+        for micro, logprobs, entropy in found:
+            real = (micro.rows >= 0).to(self.topo.device)
+            at = micro.rows.to(self.topo.device)[real]
+            stream[:, at] = torch.stack([logprobs[real], entropy[real]]).float()
+        self._share(stream)
+        logprobs, entropy = stream.cpu()
+        return Scores(logprobs, entropy, agreement)
+
+    def update(self, minibatch: Batch, schedule: Schedule, loss: LossFn) -> dict[str, float]:
+        """One optimizer step on ``minibatch``; token means are over the whole minibatch.
+
+        Returns: loss, grad_norm, lr and the loss function's metrics.
+        Raises: FloatingPointError when the loss (before the step) or the gradient is not finite.
+        """
+        if not minibatch.num_loss_tokens:
+            raise ValueError("Policy.update: the minibatch has no token under its loss mask")
+        micros = self._microbatches(minibatch, schedule, self.plan.replay.train)
+        names: list[str] = []
+
+        def score(micro: Microbatch, logprobs: Tensor, entropy: Tensor) -> tuple:
+            total, count, sums = loss(logprobs, entropy, micro.inputs)
+            sums = {"loss": (total.detach(), count), **sums}
+            names[:] = sums
+            table = torch.stack([torch.stack([s.double(), c.double()]) for s, c in sums.values()])
+            return total, count.int(), {"sums": table}
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with self.replay.session(), self._mode(training=True):
+            parts = self._run(micros, score, forward_only=False)
+        metrics = self._means(parts, names)
+        lr = warmed_up(self.plan.optimizer.lr, self.plan.optimizer.warmup_steps, self.updates)
+        set_lr(self.optimizer, lr)
+        if not torch.isfinite(torch.tensor(metrics["loss"])):
+            raise FloatingPointError(
+                f"Policy.update: the loss of update {self.updates} is {metrics['loss']}; "
+                "the weights are as they were before it"
+            )
+        stepped, grad_norm, _ = self.optimizer.step()
+        norm = float(grad_norm) if grad_norm is not None else float("nan")
+        if not stepped or not torch.isfinite(torch.tensor(norm)):
+            raise FloatingPointError(
+                f"Policy.update: the gradient norm of update {self.updates} is {norm}. Go on from "
+                "the last checkpoint; a lower optimizer.lr or objective.tis_cap may help"
+            )
+        self.updates += 1
+        return metrics | {"grad_norm": norm, "lr": lr}
+
+    def _microbatches(self, batch: Batch, schedule: Schedule, replay: bool) -> list[tuple]:
+        """[(microbatch, packed sequences, routes a chunk)] of this data-parallel rank."""
+        mine = list(schedule[self.topo.dp_rank])
+        if self.topo.vpp_size is not None:  # interleaving wants whole rounds: fill up with padding
+            mine += [()] * (-len(mine) % self.topo.pp_size)
+        made = []
+        for ids in mine:
+            with record_function("pyrl: pack"):
+                micro = Microbatch.of(batch, ids, self.topo)
+                packed = PackedSequences.of(micro.layout, self.topo.cp_rank, self.topo.device)
+            with record_function("pyrl: routes"):
+                made.append((micro, packed, self._routes(batch, micro, replay)))
+        return made
+
+    def _routes(self, batch: Batch, micro: Microbatch, replay: bool) -> list[list[Forced] | None]:
+        if not replay:
+            return [None] * len(self.chunks)
+        if batch.routes is None:
+            raise ValueError(
+                "replay: the samples carry no routes; the engine must return them, or the plan "
+                "must switch replay off (replay: {old: false, reference: false, train: false})"
+            )
+        rows, device = micro.router_rows(self.topo), self.topo.device
+        experts = self.plan.hf["n_routed_experts"]
+        return [
+            forced_routes(
+                batch.routes,
+                batch.route_mask,
+                batch.layer_ids,
+                rows,
+                self.replay.layer_ids(chunk),
+                experts,
+                device,
+            )
+            for chunk in range(len(self.chunks))
+        ]
+
+    def _run(self, micros: list[tuple], score: Callable[..., tuple], forward_only: bool) -> list:
+        """megatron's own schedule over ``micros``; ``score`` turns log-probs into a loss."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def step(iterator: Iterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
+            index, (micro, packed, routes) = next(iterator)
+            self.replay.force(index, routes[index])
+            tokens, positions = micro.tokens[None], packed.positions[None]
+            output = chunk(tokens, positions, None, packed_seq_params=packed)
+            return output, partial(self._score, micro, score)
+
+        iterators = [iter([(i, m) for m in micros]) for i in range(len(self.chunks))]
+        single = len(self.chunks) == 1
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators[0] if single else iterators,
+            model=self.chunks[0] if single else self.chunks,
+            num_microbatches=len(micros),
+            seq_length=0,  # ignored: variable_seq_lengths
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _score(self, micro: Microbatch, score: Callable[..., tuple], logits: Tensor) -> tuple:
+        """On the last stage: logits [1, M, V / tp] -> what ``score`` makes of its rows."""
+        with record_function("pyrl: logprob"):
+            logprobs, entropy = vocab_parallel_logprob(
+                logits[0],
+                micro.targets,
+                self.topo.groups.tp,
+                temperature=self.plan.rollout.temperature,
+                valid_vocab=self.plan.hf["vocab_size"],
+                with_entropy=True,
+            )
+        with record_function("pyrl: loss"):
+            return score(micro, logprobs, entropy)
+
+    @contextmanager
+    def _mode(self, training: bool) -> Iterator[None]:
+        for chunk in self.chunks:
+            chunk.train(training)
+        yield
+
+    def _share(self, values: Tensor) -> None:
+        """Sum over data and context ranks (each row lives on one), then last stage to all."""
+        if self.topo.is_last_stage:
+            dist.all_reduce(values, group=self.topo.groups.dp_cp)
+        if self.topo.pp_size > 1:
+            dist.broadcast(values, self.topo.last_stage, group=self.topo.groups.pp)
+
+    def _means(self, parts: list[dict], names: list[str]) -> dict[str, float]:
+        """Sums and counts of all microbatches of all ranks -> means.
+
+        Syncs: reads the result.
+        """
+        shared: list[Any] = [names]
+        if self.topo.pp_size > 1:
+            group = self.topo.groups.pp
+            dist.broadcast_object_list(shared, self.topo.last_stage, group=group)
+        total = torch.zeros(len(shared[0]), 2, dtype=torch.float64, device=self.topo.device)
+        for part in parts:
+            total += part["sums"]
+        self._share(total)
+        return {n: s / c if c else 0.0 for n, (s, c) in zip(shared[0], total.tolist(), strict=True)}
+
+    # disk ----------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Model, optimizer and counters into ``folder``, whole or not at all."""
+        counters = {"step": self.step, "updates": self.updates}
+        checkpoint.save(folder, self._models, self.optimizer, counters, self.topo)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote, under this or another layout."""
+        counters = checkpoint.load(folder, self._models, self.optimizer, self.topo)
+        self.step, self.updates = counters["step"], counters["updates"]
+
+
+def _count(mask: Tensor) -> Tensor:
+    return mask.sum().int()

@@ -1,0 +1,98 @@
+"""From the plan to what a rollout needs: prompts with their reward, and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from pyrl_ext.plan import Plan
+from pyrl_ext.rollout import Engine, Sample, Sampling
+from pyrl_ext.rollout.data import PromptSource, load_prompts, load_tokenizer
+from pyrl_ext.rollout.rewards import Reward, load_reward, score
+from pyrl_ext.rollout.tasks import Task
+
+
+@dataclass(frozen=True)
+class Source:
+    """Prompts of the run, and how their responses are judged.
+
+    Args:
+        prompts:  ``take(step, n)`` and ``held_out(n)``.
+        reward:   (prompt, text, tokens) -> number.
+        decode:   token ids -> text.
+        stop_ids: tokens that end a response.
+    """
+
+    prompts: Task | PromptSource
+    reward: Reward
+    decode: Callable[[list[int]], str]
+    stop_ids: tuple[int, ...]
+
+    def scorer(self, prompts: list[Any]) -> Callable[[list[Sample]], list[Sample]]:
+        """Fills in the rewards of samples of ``prompts``."""
+        return partial(score, prompts=prompts, reward=self.reward, decode=self.decode)
+
+
+def build_source(plan: Plan) -> Source:
+    """Read prompts, tokenizer and reward; every problem of a prompt file is reported at once.
+
+    Raises: DataError, ValueError.
+    """
+    if plan.tokenizer_path is None:
+        raise ValueError("model.tokenizer: null, expected a folder: prompts are encoded with it")
+    tokenizer = load_tokenizer(plan.tokenizer_path)
+    eos = plan.hf.get("eos_token_id")
+    stop_ids = tuple(eos) if isinstance(eos, list) else (tokenizer.eos_token_id,)
+    if plan.data.task is not None:
+
+        def encode(text: str) -> list[int]:
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        options = dict(plan.data.task_options)
+        task = Task(plan.data.task, encode, stop_ids[0], plan.seed, options)
+        return Source(task, task.reward, tokenizer.decode, stop_ids)
+    longest = plan.data.max_prompt_tokens
+    assert plan.prompts_path is not None and plan.data.reward is not None  # a rule says so
+    prompts = load_prompts(plan.prompts_path, tokenizer, longest)
+    held_out = None
+    if plan.eval_prompts_path is not None:
+        held_out = load_prompts(plan.eval_prompts_path, tokenizer, longest)
+    source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
+    return Source(source, load_reward(plan.data.reward), tokenizer.decode, stop_ids)
+
+
+def build_engine(plan: Plan, device: torch.device) -> Engine:
+    """The engine that ``rollout.engine`` names."""
+    if plan.rollout.engine == "hf":
+        from pyrl_ext.rollout.hf import HFEngine
+
+        return HFEngine(
+            plan.hf,
+            dtype=getattr(torch, plan.rollout_dtype),
+            device=device,
+            max_running=plan.rollout.max_running,
+        )
+    if plan.rollout.engine == "recorded":
+        from pyrl_ext.rollout.recorded import RecordedEngine
+
+        assert plan.recorded_path is not None  # a rule says so
+        return RecordedEngine(plan.recorded_path)
+    raise NotImplementedError(f"rollout.engine: {plan.rollout.engine!r} is not built")
+
+
+def sampling_of(plan: Plan, source: Source, step: int) -> Sampling:
+    """How the responses of ``step`` are drawn; every step has its own random streams."""
+    options = plan.rollout
+    return Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        stop_ids=source.stop_ids,
+        samples_per_prompt=plan.batching.samples_per_prompt,
+        seed=plan.seed * 1_000_003 + step,
+    )

@@ -1,0 +1,371 @@
+"""The embedded rollout engine: a transformers model with continuous batching, in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, initialization
+
+from pyrl_ext.rollout import Capabilities, Prompt, Sample, Sampling, route_dtype
+from pyrl_ext.rollout.routers import expert_ids, find_routers, num_experts
+from pyrl_ext.rollout.sampling import draw, stream_keys
+from pyrl_ext.rollout.slots import Slots
+from pyrl_ext.rollout.weights import Destinations
+
+
+class HFEngine:
+    """Generates with `AutoModelForCausalLM` in this process, and reports routed experts.
+
+    The samples of one prompt share its prefill. Log-probs are those of the distribution the token
+    was drawn from, in float32. With the same weights a sample depends on (seed, prompt id, sample
+    index) and the prompt alone, up to the rounding of matrix products of different sizes.
+
+    Args:
+        config: Hugging Face config: a dict, a config.json or its directory
+        dtype: of weights and activations, float32 or bfloat16
+        device: "cpu", "cuda", "cuda:0"
+        max_running: sequences that run at once
+        max_prefill_tokens: padded prompt tokens of one prefill; a longer prompt runs alone
+        experts, attention: implementations of transformers by name; None = the faster ones here
+        on_progress: called as on_progress(samples done, samples in all) when samples finish
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any] | str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        max_running: int = 128,
+        max_prefill_tokens: int = 16384,
+        experts: str | None = None,
+        attention: str | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ):
+        if max_running < 1:
+            raise ValueError(f"HFEngine.max_running: {max_running}, expected at least 1")
+        self.device = torch.device(device)
+        self.max_running, self.max_prefill_tokens = max_running, max_prefill_tokens
+        self.on_progress = on_progress
+        self.model = _build(_config(config), dtype, self.device, experts, attention)
+        self.layer_ids, routers = find_routers(self.model)
+        self.route_dtype = route_dtype(max((num_experts(r) for r in routers), default=1))
+        self._chosen: list[Tensor | None] = [None] * len(routers)
+        for slot, router in enumerate(routers):
+            router.register_forward_hook(self._hook(slot))
+        self._destinations = Destinations(self.model)
+        self._refusal = "no weights were loaded yet"
+        self.version: int | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Routes if the model has routers; processed log-probs; every kind of sampling."""
+        return Capabilities(routes=bool(self.layer_ids))
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copies new weights in; until it has succeeded once, and after it failed, no generation.
+
+        Args:
+            named: (name, tensor of any device and float dtype) under the names of the model's
+                safetensors, experts one by one; every parameter and persistent buffer exactly once
+            version: kept on each sample
+
+        Raises:
+            ValueError: listing unknown, missing and twice given names, wrong shapes and tensors
+                with non-finite values
+
+        Syncs: once.
+        """
+        self.version = None
+        self._refusal = f"loading version {version} failed and left the weights incomplete"
+        self._destinations.fill(named)
+        self.version = version
+
+    @torch.no_grad()  # not inference_mode: its tensors could not take part in a loss
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
+        """Draws `samples_per_prompt` responses to every prompt.
+
+        Args:
+            prompts: with distinct ids, token ids inside the vocabulary
+            sampling: see `Sampling`
+
+        Returns:
+            samples, prompt by prompt, index by index; on the CPU, not scored
+
+        Raises:
+            RuntimeError: no complete weights are loaded, or the model produced non-finite logits
+            ValueError: a prompt is empty, out of the vocabulary, too long, or its id is repeated
+
+        Syncs: once a token.
+        """
+        if self.version is None:
+            raise RuntimeError(
+                f"HFEngine.generate: {self._refusal}, expected a load_weights that succeeded"
+            )
+        self._check(prompts, sampling)
+        run = _Run(self, prompts, sampling)
+        while run.waiting or run.slots.running:
+            first = run.slots.running
+            if run.should_admit():
+                run.advance(first, self._prefill(run))
+            else:
+                run.advance(0, self._decode(run.slots))
+        return run.finished()
+
+    def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        vocab = self.model.config.vocab_size
+        limit = self.model.config.max_position_embeddings
+        seen: set[int] = set()
+        for prompt in prompts:
+            where = f"HFEngine.generate(prompt {prompt.id})"
+            if prompt.id in seen:
+                raise ValueError(f"{where}: id given twice, expected distinct prompt ids")
+            seen.add(prompt.id)
+            if not prompt.tokens:
+                raise ValueError(f"{where}: 0 tokens, expected at least one")
+            if len(prompt.tokens) + sampling.max_new_tokens > limit:
+                raise ValueError(
+                    f"{where}: {len(prompt.tokens)} tokens + max_new_tokens "
+                    f"{sampling.max_new_tokens}, expected at most {limit} positions in all"
+                )
+            bad = [t for t in prompt.tokens if not 0 <= t < vocab]
+            if bad:
+                raise ValueError(f"{where}: token id {bad[0]}, expected 0 to {vocab - 1}")
+
+    def _prefill(self, run: _Run) -> Tensor:
+        """Runs the prompts of newly admitted samples; returns their first logits [M, V]."""
+        slots, first = run.slots, run.slots.running
+        jobs, prompts, source = run.admit(self.max_prefill_tokens)
+        sizes = np.array([len(p.tokens) for p in prompts], dtype=np.int64)
+        ids = np.zeros((len(prompts), sizes.max()), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : sizes[row]] = prompt.tokens
+        width = ids.shape[1]
+        device = self.device
+        tokens, take = torch.from_numpy(ids).to(device), torch.from_numpy(source).to(device)
+        ends, end_of = np.unique(sizes - 1, return_inverse=True)
+        slots.cache.prefill(first, take)
+        # prompts are padded on the right: a causal mask already hides the padding
+        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()[None, None]
+        places = torch.arange(width, device=device)[None].expand(len(prompts), -1)
+        logits = self._forward(tokens, causal, places, slots, torch.from_numpy(ends).to(device))
+        span = slice(first, first + len(jobs))
+        slots.tokens[span, :width] = tokens[take]
+        slots.logprobs[span] = 0
+        slots.keys[span] = run.keys[jobs].to(device)
+        slots.length[span], slots.job[span] = sizes[source], jobs
+        if slots.routes is not None:
+            routes = self._routes().view(len(prompts), width, *slots.routes.shape[2:])
+            slots.routes[span, :width] = routes[take]
+        slots.running += len(jobs)
+        return logits[take, torch.from_numpy(end_of.reshape(-1)[source]).to(device)]
+
+    def _decode(self, slots: Slots) -> Tensor:
+        """Runs the newest token of every running row; returns the next logits [running, V]."""
+        positions = slots.positions()
+        length = int(slots.length[: slots.running].max())
+        slots.cache.decode(positions, length)
+        rows = torch.arange(slots.running, device=self.device)
+        seen = torch.arange(length, device=self.device) <= positions[:, None]
+        tokens = slots.tokens[rows, positions][:, None]
+        logits = self._forward(tokens, seen[:, None, None], positions[:, None], slots, 1)
+        if slots.routes is not None:
+            slots.routes[rows, positions] = self._routes()
+        return logits[:, -1]
+
+    def _forward(
+        self, tokens: Tensor, mask: Tensor, positions: Tensor, slots: Slots, keep: Tensor | int
+    ) -> Tensor:
+        if self.model.config._attn_implementation == "eager":
+            bias = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device)
+            mask = bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=slots.cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        return out.logits
+
+    def _hook(self, slot: int) -> Callable[..., None]:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            self._chosen[slot] = expert_ids(output)
+
+        return keep
+
+    def _routes(self) -> Tensor:
+        """[tokens, L, K] experts of the forward that just ran."""
+        chosen = [c for c in self._chosen if c is not None]
+        if len(chosen) != len(self._chosen):
+            missing = [i for i, c in zip(self.layer_ids, self._chosen, strict=True) if c is None]
+            raise RuntimeError(f"HFEngine: routers of layers {missing} did not run, expected all")
+        self._chosen = [None] * len(chosen)
+        return torch.stack(chosen, dim=1).to(_stored(self.route_dtype))
+
+    def _route_shape(self) -> tuple[int, int] | None:
+        if not self.layer_ids:
+            return None
+        return len(self.layer_ids), int(self.model.config.num_experts_per_tok)
+
+
+class _Run:
+    """One call of `generate`: who waits, who runs, what is finished."""
+
+    def __init__(self, engine: HFEngine, prompts: Sequence[Prompt], sampling: Sampling):
+        self.engine, self.prompts, self.sampling = engine, prompts, sampling
+        self.group = sampling.samples_per_prompt
+        assert engine.version is not None
+        self.version = engine.version
+        total = len(prompts) * self.group
+        self.next = 0
+        self.samples: list[Sample | None] = [None] * total
+        ids = torch.tensor([p.id for p in prompts], dtype=torch.int64)
+        self.keys = stream_keys(
+            sampling.seed,
+            ids.repeat_interleave(self.group),
+            torch.arange(self.group).repeat(len(prompts)),
+        )
+        self.stop = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=engine.device)
+        sizes = [len(p.tokens) for p in prompts]
+        self.limit = np.repeat(np.array(sizes, dtype=np.int64), self.group)
+        self.limit += sampling.max_new_tokens
+        self.slots = Slots(
+            min(engine.max_running, total),
+            max(sizes, default=0) + sampling.max_new_tokens,
+            engine._route_shape(),
+            _stored(engine.route_dtype),
+            engine.device,
+        )
+
+    @property
+    def waiting(self) -> int:
+        return len(self.samples) - self.next
+
+    def should_admit(self) -> bool:
+        """A prefill costs a whole forward: rather wait until a quarter of the slots is free."""
+        free = self.slots.free
+        enough = free >= self.waiting or 4 * free >= self.slots.length.size
+        return self.waiting > 0 and free > 0 and enough
+
+    def admit(self, max_tokens: int) -> tuple[np.ndarray, list[Prompt], np.ndarray]:
+        """Takes waiting samples into free rows.
+
+        Returns:
+            jobs [M], their distinct prompts, and each job's place among those [M]
+        """
+        first, width = self.next, 0
+        prompts: list[Prompt] = []
+        while self.waiting and self.next - first < self.slots.free:
+            prompt = self.prompts[self.next // self.group]
+            if not prompts or prompts[-1] is not prompt:
+                width = max(width, len(prompt.tokens))
+                if prompts and (len(prompts) + 1) * width > max_tokens:
+                    break
+                prompts.append(prompt)
+            self.next += 1
+        jobs = np.arange(first, self.next)
+        return jobs, prompts, jobs // self.group - first // self.group
+
+    def advance(self, first: int, logits: Tensor) -> None:
+        """Draws a token for the rows first..running-1 and takes finished rows out."""
+        slots = self.slots
+        span = slice(first, slots.running)
+        places = torch.from_numpy(slots.length[span]).to(logits.device)
+        tokens, logprobs = draw(logits, slots.keys[span], places, self.sampling)
+        slots.append(first, tokens, logprobs)
+        stopped = torch.isin(tokens, self.stop).cpu().numpy()
+        done = np.zeros(slots.running, dtype=bool)
+        done[span] = stopped | (slots.length[span] >= self.limit[slots.job[span]])
+        if done.any():
+            self._harvest(np.flatnonzero(done), stopped[done[span]])
+            slots.retire(done)
+            if self.engine.on_progress:
+                self.engine.on_progress(self.next - slots.running, len(self.samples))
+
+    def _harvest(self, rows: np.ndarray, stopped: np.ndarray) -> None:
+        """Copies finished rows out as samples."""
+        slots, engine = self.slots, self.engine
+        take = torch.from_numpy(rows).to(engine.device)
+        width = int(slots.length[rows].max())
+        tokens = slots.tokens[take, :width].cpu()
+        logprobs = slots.logprobs[take, :width].cpu()
+        routes = None if slots.routes is None else slots.routes[take, :width].cpu()
+        if not bool(torch.isfinite(logprobs).all()):
+            row = int((~torch.isfinite(logprobs)).any(1).nonzero()[0])
+            prompt = self.prompts[int(slots.job[rows[row]]) // self.group]
+            raise RuntimeError(
+                f"HFEngine.generate(prompt {prompt.id}): non-finite logits, expected numbers; "
+                f"weights of version {self.version} produced them"
+            )
+        sizes, jobs = slots.length[rows].tolist(), slots.job[rows].tolist()
+        for row, (job, size) in enumerate(zip(jobs, sizes, strict=True)):
+            prompt = self.prompts[job // self.group]
+            count = len(prompt.tokens)
+            places = torch.arange(size)
+            known = places < (size - 1 if routes is not None else 0)
+            experts = None
+            if routes is not None:
+                experts = routes[row, :size].clone()
+                experts[-1] = 0
+                experts = experts.view(engine.route_dtype)
+            self.samples[job] = Sample(
+                prompt_id=prompt.id,
+                index=job % self.group,
+                tokens=tokens[row, :size].clone(),
+                prompt_len=count,
+                loss_mask=places >= count,
+                rollout_logprobs=logprobs[row, :size].clone(),
+                routes=experts,
+                layer_ids=engine.layer_ids,
+                route_mask=known,
+                weight_version=self.version,
+                finish_reason="stop" if stopped[row] else "length",
+            )
+
+    def finished(self) -> list[Sample]:
+        return [s for s in self.samples if s is not None]
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    """Type of the same width that can be indexed; torch cannot write into uint16 by index."""
+    return torch.int16 if dtype == torch.uint16 else dtype
+
+
+def _config(given: dict[str, Any] | str | Path) -> PreTrainedConfig:
+    if not isinstance(given, dict):
+        path = Path(given)
+        path = path / "config.json" if path.is_dir() else path
+        given = json.loads(path.read_text(encoding="utf-8"))
+    assert isinstance(given, dict)
+    kind = str(given.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"HFEngine: model_type {kind!r}, expected one that transformers knows")
+    return CONFIG_MAPPING[kind].from_dict(given)
+
+
+def _build(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts: str | None,
+    attention: str | None,
+) -> Any:
+    # the weights come from load_weights: no random initialisation, no global random numbers
+    with torch.random.fork_rng(devices=[]), initialization.no_init_weights(), device:
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=attention or "sdpa",
+            # one product an expert is the fastest on a CPU, a grouped one on a GPU
+            experts_implementation=experts or ("eager" if device.type == "cpu" else "grouped_mm"),
+        )
+    model.tie_weights()  # left out with the initialisation
+    return model.eval().requires_grad_(False)

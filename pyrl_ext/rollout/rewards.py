@@ -1,0 +1,126 @@
+"""Reward functions: two common ones, how a named one is found, and how they are called."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import numbers
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import cast
+
+from pyrl_ext.rollout import Prompt, Sample
+
+Reward = Callable[[Prompt, str, list[int]], float]
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
+_SHOWN = 200
+
+
+def load_reward(spec: str) -> Reward:
+    """The function named "package.module:function".
+
+    Its signature is fn(prompt: Prompt, text: str, tokens: list[int]) -> float: the decoded response
+    without the token that stopped it, and all its token ids.
+
+    Raises:
+        ValueError: no such module, no such name in it, or not callable
+    """
+    where = f"data.reward {spec!r}"
+    module_name, colon, name = spec.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(f"{where}: no module and name, expected 'package.module:function'")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name != missing and not module_name.startswith(missing + "."):
+            raise ValueError(
+                f"{where}: module {module_name} imports {missing!r}, which is missing, expected a "
+                "module that imports"
+            ) from error
+        raise ValueError(
+            f"{where}: no module {missing!r}, expected one on the Python path; "
+            "run from the folder that holds it or set PYTHONPATH"
+        ) from error
+    if not hasattr(module, name):
+        public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
+        raise ValueError(f"{where}: no {name!r} in {module_name}, expected one of: {public}")
+    function = getattr(module, name)
+    if callable(function):
+        return cast(Reward, function)
+    raise ValueError(f"{where}: a {type(function).__name__}, expected a function")
+
+
+def exact_match(prompt: Prompt, text: str, tokens: list[int]) -> float:
+    """1 if the response is the answer, apart from white space around it, else 0."""
+    return float(text.strip() == str(prompt.answer).strip())
+
+
+def number_match(prompt: Prompt, text: str, tokens: list[int]) -> float:
+    """1 if the last number of the response is the answer, else at most a half for being close.
+
+    A wrong number counts max(0, 1 - |got - want| / max(|want|, 1)) / 2, no number 0.
+
+    Raises:
+        ValueError: the prompt's answer is not a number
+    """
+    want = _last_number(str(prompt.answer))
+    if want is None:
+        raise ValueError(f"prompt {prompt.id}: answer {prompt.answer!r}, expected a number")
+    got = _last_number(text)
+    if got is None:
+        return 0.0
+    if got == want:
+        return 1.0
+    return 0.5 * max(0.0, 1 - abs(got - want) / max(abs(want), 1))
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def score(
+    samples: Iterable[Sample],
+    prompts: Sequence[Prompt],
+    reward: Reward,
+    decode: Callable[[list[int]], str],
+) -> list[Sample]:
+    """The samples with their rewards.
+
+    Args:
+        samples: of these prompts, in any order
+        prompts: with distinct ids
+        reward: see `load_reward`
+        decode: token ids -> text
+
+    Raises:
+        RuntimeError: the reward function raised, or returned something else than a finite number;
+            names the function, the prompt, the sample and the completion
+    """
+    by_id = {prompt.id: prompt for prompt in prompts}
+    return [replace(s, reward=_one(s, by_id[s.prompt_id], reward, decode)) for s in samples]
+
+
+def _one(
+    sample: Sample, prompt: Prompt, reward: Reward, decode: Callable[[list[int]], str]
+) -> float:
+    tokens = sample.response
+    text = decode(tokens[:-1] if sample.finish_reason == "stop" else tokens)
+    shown = repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
+    name = getattr(reward, "__qualname__", repr(reward))
+    where = (
+        f"reward {getattr(reward, '__module__', '?')}:{name}"
+        f"(prompt {sample.prompt_id}, sample {sample.index}, completion {shown})"
+    )
+    try:
+        value = reward(prompt, text, tokens)
+    except Exception as error:
+        raise RuntimeError(
+            f"{where}: raised {type(error).__name__}: {error}, expected a number"
+        ) from error
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise RuntimeError(f"{where}: returned {value!r}, expected a finite number")
+    return float(value)

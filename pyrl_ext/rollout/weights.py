@@ -1,0 +1,101 @@
+"""Where each tensor of a Hugging Face checkpoint goes in a live transformers model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+class Destinations:
+    """Checkpoint name -> memory of the model, with fused experts as one view per expert.
+
+    Args:
+        model: a transformers model whose expert layers hold `gate_up_proj` [E, 2I, H] and
+            `down_proj` [E, H, I] (gate rows first)
+
+    Raises:
+        ValueError: expert weights of another layout
+    """
+
+    def __init__(self, model: Any):
+        self.where = type(model).__name__
+        self.views = dict(_views(model))
+        layers = int(model.config.num_hidden_layers)
+        extra = int(getattr(model.config, "num_nextn_predict_layers", None) or 0)
+        self.mtp_layers = range(layers, layers + extra)
+
+    @torch.no_grad()
+    def fill(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Writes every destination exactly once; multi-token-prediction layers are not used.
+
+        Args:
+            named: (name, tensor)
+
+        Raises:
+            ValueError: listing what is unknown, missing, given twice, of another shape or not
+                finite; the model is then half written
+
+        Syncs: once, for the finiteness of all tensors together.
+        """
+        written: set[str] = set()
+        problems: list[str] = []
+        finite: dict[str, Tensor] = {}
+        for name, value in named:
+            target = self.views.get(name)
+            if target is None:
+                layer = _LAYER.match(name)
+                if layer is None or int(layer[1]) not in self.mtp_layers:
+                    problems.append(f"{name}: unknown name")
+            elif name in written:
+                problems.append(f"{name}: given twice")
+            elif value.shape != target.shape:
+                problems.append(f"{name}: shape {list(value.shape)}, expected {list(target.shape)}")
+                written.add(name)
+            else:
+                finite[name] = torch.isfinite(value).all().to(target.device, non_blocking=True)
+                target.copy_(value)
+                written.add(name)
+        problems += [f"{name}: missing" for name in self.views if name not in written]
+        if finite:
+            flags = torch.stack(list(finite.values())).tolist()
+            problems += [
+                f"{name}: holds nan or inf"
+                for name, good in zip(finite, flags, strict=True)
+                if not good
+            ]
+        if problems:
+            raise ValueError(
+                f"{self.where}.load_weights: {len(problems)} problems, expected every parameter "
+                f"and persistent buffer exactly once:\n  " + "\n  ".join(problems)
+            )
+
+
+def _views(model: Any) -> Iterable[tuple[str, Tensor]]:
+    persistent = model.state_dict(keep_vars=True)
+    names = {name for name, _ in model.named_parameters()}  # tied parameters once
+    names |= {name for name, _ in model.named_buffers()}
+    for name, tensor in persistent.items():
+        if name not in names:
+            continue
+        prefix, _, leaf = name.rpartition(".")
+        if not prefix.endswith("experts") or tensor.dim() != 3:
+            yield name, tensor.detach()
+        elif leaf == "gate_up_proj":
+            half = tensor.shape[1] // 2
+            for expert, both in enumerate(tensor.detach()):
+                yield f"{prefix}.{expert}.gate_proj.weight", both[:half]
+                yield f"{prefix}.{expert}.up_proj.weight", both[half:]
+        elif leaf == "down_proj":
+            for expert, weight in enumerate(tensor.detach()):
+                yield f"{prefix}.{expert}.down_proj.weight", weight
+        else:
+            raise ValueError(
+                f"{type(model).__name__}: expert weight {name} {list(tensor.shape)}, expected "
+                "gate_up_proj and down_proj"
+            )

@@ -1,0 +1,120 @@
+"""The run folder: the plan it was started with, metrics, checkpoints, and how a run goes on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from pyrl_ext.megatron import checkpoint
+from pyrl_ext.metrics.report import load_run, print_report
+from pyrl_ext.metrics.sinks import JsonlSink, ProgressSink, Row, Sink, TensorBoardSink
+from pyrl_ext.plan import Plan
+from pyrl_ext.policy import Policy
+from pyrl_ext.topology import Topology
+
+
+class RunFolder:
+    """What a run writes; only the main rank touches files other than checkpoints.
+
+    ``plan.json``, ``metrics.jsonl``, ``checkpoints/step-<n>``, ``tensorboard/`` when asked,
+    ``report.png`` at the end.
+    """
+
+    def __init__(self, plan: Plan, topo: Topology):
+        self.plan, self.topo = plan, topo
+        self.path = Path(plan.run)
+        self.checkpoints = self.path / "checkpoints"
+        self.sinks: list[Sink] = []
+        self._saved_at: int | None = None
+
+    def check(self) -> None:
+        """Raises: ConfigError when the folder holds a run of a plan that computes otherwise."""
+        saved = self.path / "plan.json"
+        if saved.exists():
+            self.plan.check_resumes(Plan.read(saved))
+
+    def resume(self, policy: Policy) -> None:
+        """Load the newest checkpoint, if any, and open the sinks where it stands."""
+        newest = checkpoint.latest(self.checkpoints)
+        if newest is not None:
+            policy.load(newest)
+            self._saved_at = policy.step
+        if not self.topo.is_main:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "plan.json").write_text(self.plan.model_dump_json(indent=2) + "\n")
+        if newest is not None:
+            print(f"going on from {newest} (step {policy.step} of {self.plan.steps})", flush=True)
+        lines = JsonlSink(self.path / "metrics.jsonl")
+        lines.rewind(policy.step)
+        self.sinks = [lines]
+        if self.plan.log.tensorboard:
+            self.sinks.append(TensorBoardSink(self.path / "tensorboard", policy.step))
+        if self.plan.log.progress:
+            self.sinks.append(ProgressSink(self.plan.steps, policy.step))
+
+    def write(self, row: Row) -> None:
+        """One step's metrics to every sink."""
+        for sink in self.sinks:
+            sink.write(row)
+
+    def save(self, policy: Policy) -> None:
+        """A checkpoint of ``policy.step``, unless there is one; older ones are pruned after it."""
+        if self._saved_at == policy.step:
+            return
+        policy.save(self.checkpoints / f"step-{policy.step}")
+        self._saved_at = policy.step
+        if self.topo.is_main:
+            checkpoint.prune(self.checkpoints, self.plan.checkpoint.keep)
+
+    def due(self, policy: Policy) -> bool:
+        """Whether the plan wants a checkpoint after ``policy.step`` steps."""
+        every = self.plan.checkpoint.every
+        return policy.step == self.plan.steps or bool(every and policy.step % every == 0)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+    def report(self) -> None:
+        """The table and the picture of the whole run."""
+        if self.topo.is_main and (self.path / "metrics.jsonl").stat().st_size:
+            print_report([load_run(self.path)], self.path / "report.png")
+
+
+class Interrupt:
+    """Ctrl-C asks for a stop after the step that runs; a second one stops at once."""
+
+    def __init__(self, device: torch.device):
+        self.asked = False
+        self._flag = torch.zeros((), device=device)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("\nstopping after this step, with a checkpoint; Ctrl-C again stops now", flush=True)
+
+    @contextmanager
+    def watched(self) -> Iterator[Interrupt]:
+        before = [signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)]
+        try:
+            yield self
+        finally:
+            for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+                signal.signal(number, handler)
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop, alike on every rank.
+
+        Communicates: one number over the world. Syncs: reads it.
+        """
+        self._flag.fill_(float(self.asked))
+        dist.all_reduce(self._flag, dist.ReduceOp.MAX)
+        return bool(self._flag.item())

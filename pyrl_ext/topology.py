@@ -1,0 +1,150 @@
+"""Sizes, ranks and process groups of a run: the only file that reads megatron's parallel state."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# said once per import of megatron-core; the plan's backend decides, not what happens to be there
+warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
+warnings.filterwarnings("ignore", message=".*without the NVRx async checkpointing.*")
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CUDA runtime"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this process stands in the grid. Built once by `start`, handed to whoever communicates.
+
+    Sizes and ranks are plain ints; ``groups`` is megatron-core's ``ProcessGroupCollection``
+    (``tp pp cp ep expt_tp dp dp_cp expt_dp ...``), which its functions take as an argument.
+    """
+
+    device: torch.device
+    world_size: int
+    rank: int
+    dp_size: int
+    tp_size: int
+    pp_size: int
+    cp_size: int
+    ep_size: int
+    etp_size: int
+    vpp_size: int | None
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    groups: Any
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that writes files and shows progress."""
+        return self.rank == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def last_stage(self) -> int:
+        """Global rank of the last pipeline stage of this rank's pipeline."""
+        return dist.get_global_rank(self.groups.pp, self.pp_size - 1)
+
+
+def device_of(kind: str) -> torch.device:
+    """``cpu``, or the GPU of this local rank."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "topology: device is cuda, but torch sees no GPU. Use device=cpu, or a machine with one"
+        )
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def _start_processes(device: torch.device, world_size: int, timeout: timedelta) -> None:
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched != world_size:
+        raise RuntimeError(
+            f"topology: the plan needs {world_size} processes (dp*tp*pp*cp), this run has "
+            f"{launched}. Start it with: torchrun --nproc-per-node {world_size} -m pyrl_ext.train"
+        )
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if world_size > 1:
+        dist.init_process_group(backend, timeout=timeout)
+    else:  # alone: no port, no rendezvous
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+@contextmanager
+def start(plan: Any, timeout: timedelta = timedelta(minutes=30)) -> Iterator[Topology]:
+    """Join the other processes, build megatron's groups, and leave everything as it was at the end.
+
+    Args:
+        plan:    ``plan.device``, ``plan.parallel`` and ``plan.world_size`` are read.
+        timeout: how long a collective may wait for a rank before it fails.
+
+    Communicates: the rendezvous, over torchrun's environment when there is more than one process.
+    Raises: RuntimeError when the number of processes is not the plan's, or there is no such device.
+    """
+    device = device_of(plan.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ours = not dist.is_initialized()
+    if ours:
+        _start_processes(device, plan.world_size, timeout)
+    try:
+        yield _groups(plan, device)
+    finally:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        if ours:
+            dist.destroy_process_group()
+
+
+def _groups(plan: Any, device: torch.device) -> Topology:
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    sizes = plan.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp,
+        context_parallel_size=sizes.cp,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
+        create_gloo_process_groups=False,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return Topology(
+        device=device,
+        world_size=dist.get_world_size(),
+        rank=dist.get_rank(),
+        dp_size=groups.dp.size(),
+        tp_size=groups.tp.size(),
+        pp_size=groups.pp.size(),
+        cp_size=groups.cp.size(),
+        ep_size=groups.ep.size(),
+        etp_size=groups.expt_tp.size(),
+        vpp_size=sizes.vpp,
+        dp_rank=groups.dp.rank(),
+        tp_rank=groups.tp.rank(),
+        pp_rank=groups.pp.rank(),
+        cp_rank=groups.cp.rank(),
+        groups=groups,
+    )

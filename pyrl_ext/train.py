@@ -1,0 +1,169 @@
+"""``python -m pyrl_ext.train CONFIG [section.key=value ...]``: compile the plan and run it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pyrl_ext import topology
+from pyrl_ext.batch import Batch
+from pyrl_ext.metrics.mismatch import mismatch
+from pyrl_ext.metrics.profile import Clock
+from pyrl_ext.objective import build_advantage, build_loss
+from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.policy import Policy, Scores
+from pyrl_ext.rollout import Engine, Sample, Sampling
+from pyrl_ext.rollout.build import Source, build_engine, build_source, sampling_of
+from pyrl_ext.rollout.shared import generate_shared
+from pyrl_ext.run import Interrupt, RunFolder
+from pyrl_ext.schedule import plan_microbatches
+from pyrl_ext.topology import Topology
+
+STOPPED = 130  # exit code of a shell command that Ctrl-C ended
+
+
+def train(plan: Plan, topo: Topology) -> bool:
+    """Run the plan from where its run folder stands; whether it reached its last step."""
+    run = RunFolder(plan, topo)
+    run.check()
+    source = build_source(plan)  # bad prompts, rewards or objectives end here, before any model
+    advantage, loss = build_advantage(plan.objective), build_loss(plan.objective)
+    policy = Policy.build(plan, topo)
+    reference = Policy.build(plan, topo, trainable=False) if plan.objective.kl_coef else None
+    rollouts = Rollouts(plan, topo, source)
+    run.resume(policy)
+    experts, layers = plan.shape.n_routed_experts, plan.router_layers
+
+    clock = Clock()
+    with Interrupt(topo.device).watched() as interrupt:
+        for step in range(policy.step, plan.steps):
+            with clock("time/step"):
+                with clock("time/publish"):
+                    rollouts.engine.load_weights(policy.weights(), version=step)
+                row: dict[str, float] = {"step": step}
+                if plan.evaluate.every and step % plan.evaluate.every == 0:
+                    with clock("time/eval"):
+                        row["eval_reward"] = rollouts.held_out_reward()
+                with clock("time/rollout"):
+                    samples = rollouts.train(step)
+                batch = Batch.of(samples, advantage, num_experts=experts, layer_ids=layers)
+                with clock("time/old_logprobs"):
+                    old = policy.scores(batch, schedule(plan, batch), plan.replay.old)
+                batch = batch.with_(old_logprobs=old.logprobs)
+                if reference is not None:
+                    with clock("time/ref_logprobs"):
+                        ref = reference.scores(batch, schedule(plan, batch), plan.replay.reference)
+                    batch = batch.with_(ref_logprobs=ref.logprobs)
+                with clock("time/update"):
+                    for part in batch.split(plan.batching.minibatches):
+                        row |= policy.update(part, schedule(plan, part), loss)
+            policy.step = step + 1
+            stop = interrupt.agreed()
+            if stop or run.due(policy):
+                with clock("time/checkpoint"):
+                    run.save(policy)
+            run.write(row | batch.stats() | compare(batch, old) | speed(clock, batch))
+            if stop:
+                break
+    finish(policy, rollouts, run)
+    return policy.step == plan.steps
+
+
+def schedule(plan: Plan, batch: Batch):
+    """Which samples run together on which data-parallel rank."""
+    sizes = plan.parallel
+    tokens = plan.batching.tokens_per_microbatch * sizes.cp
+    return plan_microbatches(batch.seqlens, sizes.dp, tokens, plan.row_alignment)
+
+
+class Rollouts:
+    """The engine of this rank, fed with its share of the plan's prompts."""
+
+    def __init__(self, plan: Plan, topo: Topology, source: Source):
+        self.plan, self.source = plan, source
+        self.engine: Engine = build_engine(plan, topo.device)
+        self.group = torch.distributed.group.WORLD if topo.world_size > 1 else None
+
+    def train(self, step: int) -> list[Sample]:
+        """The scored samples of a step, alike on every rank."""
+        prompts = self.source.prompts.take(step, self.plan.batching.prompts)
+        return self._generate(prompts, sampling_of(self.plan, self.source, step))
+
+    def held_out_reward(self) -> float:
+        """Mean reward on held-out prompts, one response each, the likeliest token every time."""
+        prompts = self.source.prompts.held_out(self.plan.evaluate.prompts)
+        sampling = sampling_of(self.plan, self.source, 0)
+        samples = self._generate(prompts, replace(sampling, greedy=True, samples_per_prompt=1))
+        return sum(s.reward for s in samples) / len(samples)
+
+    def _generate(self, prompts: list, sampling: Sampling) -> list[Sample]:
+        scorer = self.source.scorer(prompts)
+        return generate_shared(self.engine, prompts, sampling, scorer, self.group)
+
+
+def compare(batch: Batch, old: Scores) -> dict[str, float]:
+    """How far trainer and engine are apart, in log-probs and in routes of the same tokens."""
+    row = mismatch(old.logprobs, batch.rollout_logprobs, batch.loss_mask)
+    if old.agreement:
+        share, exact, count = (sum(x) for x in zip(*old.agreement.values(), strict=True))
+        row |= {"route/agree_topk": share / count, "route/exact_set": exact / count}
+        for layer, (share, _, count) in old.agreement.items():
+            row[f"route/agree_topk/layer_{layer}"] = share / count
+    return row
+
+
+def speed(clock: Clock, batch: Batch) -> dict[str, float]:
+    seconds = clock.take()
+    return seconds | {"tokens_per_s": sum(batch.seqlens) / seconds["time/step"]}
+
+
+def finish(policy: Policy, rollouts: Rollouts, run: RunFolder) -> None:
+    """After the last step: one more evaluation, of the final weights, and the report."""
+    if policy.step == run.plan.steps and run.plan.evaluate.every:
+        rollouts.engine.load_weights(policy.weights(), version=policy.step)
+        run.write({"step": policy.step, "eval_reward": rollouts.held_out_reward()})
+    run.close()
+    run.report()
+    if run.topo.is_main and policy.step < run.plan.steps:
+        print(f"stopped after step {policy.step}; the same command goes on from here", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0: done; 1: failed, with the reason; 2: the plan does not hold; 130: Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="python -m pyrl_ext.train", description=__doc__)
+    parser.add_argument("config", help="the YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        plan = compile_plan(options.config, options.overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if plan.unsupported:
+        print("\n".join(f"not built yet: {reason}" for reason in plan.unsupported), file=sys.stderr)
+        return 2
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    try:
+        with topology.start(plan) as topo:
+            done = train(plan, topo)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+        trace = Path(plan.run) / "error.txt"
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        trace.write_text(traceback.format_exc())
+        print(f"error: {error}\n(traceback: {trace})", file=sys.stderr)
+        return 1
+    return 0 if done else STOPPED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

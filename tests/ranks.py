@@ -1,0 +1,85 @@
+"""Run a function on several real processes: the helper behind every multi-rank test."""
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def poison_empty() -> None:
+    """Fill what ``torch.empty`` returns, which torch does in its deterministic mode."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = 120.0,
+) -> list[Any]:
+    """Call ``fn(group, *args)`` on ``world_size`` processes and return the results by rank.
+
+    ``fn`` must be importable (top level of a test module). The first rank that failed fails the
+    test with its own traceback, not with the broken connections it caused; so does a rank still
+    running after ``timeout`` [s]. No port is taken: the ranks meet in a file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        processes = [
+            context.Process(target=_rank_main, args=(rank, world_size, backend, folder, fn, args))
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _wait(processes, Path(folder), time.monotonic() + timeout)
+            stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+            crashed = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode}
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+
+        failures = sorted(Path(folder).glob("*.failed"), key=lambda path: path.stat().st_mtime_ns)
+        if failures:
+            first = failures[0]
+            raise AssertionError(f"rank {first.stem} of {world_size}\n{first.read_text()}")
+        if crashed:
+            raise AssertionError(f"{fn.__name__}: exit codes by rank {crashed}, no traceback")
+        if stuck:
+            raise TimeoutError(f"{fn.__name__}: ranks {stuck} still running after {timeout} s")
+        return [torch.load(f"{folder}/{r}.pt", weights_only=False) for r in range(world_size)]
+
+
+def _wait(processes: list[Any], folder: Path, deadline: float) -> None:
+    """Return when all ranks ended, one failed (with a moment for its peers), or time is up."""
+    while time.monotonic() < deadline:
+        if not any(process.is_alive() for process in processes):
+            return
+        if any(process.exitcode for process in processes) or any(folder.glob("*.failed")):
+            deadline = min(deadline, time.monotonic() + 2.0)
+        time.sleep(0.02)
+
+
+def _rank_main(rank, world_size, backend, folder, fn, args):
+    torch.set_num_threads(1)
+    poison_empty()
+    store = f"file://{folder}/store"
+    try:
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
+        torch.save(fn(dist.group.WORLD, *args), f"{folder}/{rank}.pt")
+    except BaseException:
+        partial = Path(folder, f"{rank}.partial")
+        partial.write_text(traceback.format_exc())
+        partial.rename(Path(folder, f"{rank}.failed"))
+        raise
+    dist.barrier()  # nobody leaves while another still needs it
+    dist.destroy_process_group()

@@ -1,0 +1,58 @@
+"""What holds for the package as a whole: importing it is free, and the binary stands alone."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(script):
+    return subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_import_loads_nothing_heavy():
+    script = "import pyrl_ext, sys; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
+    loaded = set(run(script).split())
+    assert "pyrl_ext" in loaded
+    assert not loaded & {"torch", "numpy", "megatron", "vllm", "triton", "transformers", "pydantic"}
+
+
+def test_import_takes_less_than_a_fifth_of_a_second():
+    script = "import time; t = time.perf_counter(); import pyrl_ext; print(time.perf_counter() - t)"
+    assert min(float(run(script)) for _ in range(3)) < 0.2
+
+
+def test_version_is_that_of_the_project():
+    import pyrl_ext
+
+    declared = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared and declared[1] == pyrl_ext.__version__
+
+
+def test_the_binary_does_not_link_torch():
+    spec = find_spec("pyrl_ext._C")
+    assert spec is not None and spec.origin is not None, "pyrl_ext._C is not built"
+    binary = Path(spec.origin).read_bytes()
+    for library in (b"libtorch", b"libc10", b"libcudart.so"):
+        assert library not in binary
+
+
+def test_the_binary_loads_without_torch():
+    """It is as old or as new as any torch, since it knows none."""
+    script = (
+        "import sys; from pyrl_ext import _C; print('torch' in sys.modules, _C.has_isa('auto'))"
+    )
+    assert run(script).split() == ["False", "True"]
+
+
+def test_native_sources_keep_their_borders():
+    """Only bindings.cpp knows Python, and nothing knows torch."""
+    for source in (ROOT / "csrc").iterdir():
+        text = source.read_text()
+        assert "torch/" not in text and "ATen" not in text, source.name
+        assert source.name == "bindings.cpp" or "pybind11" not in text, source.name

@@ -1,0 +1,245 @@
+"""Stored rollout batches: round trip, damage, and playing them back; rollouts over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from pyrl_ext.rollout import Capabilities, Prompt, Sample, Sampling
+from pyrl_ext.rollout.recorded import RecordedEngine, load_samples, save_samples
+from pyrl_ext.rollout.shared import generate_shared
+
+
+def sample(prompt: int, index: int, size: int, experts: int | None = 8, version: int = 2) -> Sample:
+    generator = torch.Generator().manual_seed(1000 * prompt + index)
+    places = torch.arange(size)
+    routes = None
+    if experts is not None:
+        drawn = torch.randint(0, experts, (size, 3, 2), generator=generator)
+        routes = drawn.to(torch.uint8 if experts <= 256 else torch.uint16)
+    return Sample(
+        prompt_id=prompt,
+        index=index,
+        tokens=torch.cat(
+            [
+                torch.tensor([prompt + 40, 9]),
+                torch.randint(0, 128, (size - 2,), generator=generator),
+            ]
+        ),
+        prompt_len=2,
+        loss_mask=places >= 2,
+        rollout_logprobs=torch.where(places >= 2, -torch.rand(size, generator=generator), 0.0),
+        routes=routes,
+        layer_ids=() if routes is None else (1, 2, 3),
+        route_mask=places < (size - 1 if routes is not None else 0),
+        weight_version=version,
+        finish_reason="stop" if index else "length",
+        reward=0.25 * index if index else math.nan,
+    )
+
+
+def batch(experts: int | None = 8, version: int = 2) -> list[Sample]:
+    return [sample(p, i, 4 + 2 * p + i, experts, version) for p in range(3) for i in range(2)]
+
+
+def prompts_of(samples: list[Sample]) -> list[Prompt]:
+    found = {s.prompt_id: tuple(s.tokens[: s.prompt_len].tolist()) for s in samples if not s.index}
+    return [Prompt(number, tokens) for number, tokens in found.items()]
+
+
+def assert_same(got: list[Sample], expected: list[Sample]) -> None:
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        for field in dataclasses.fields(Sample):
+            x, y = getattr(a, field.name), getattr(b, field.name)
+            if isinstance(y, torch.Tensor):
+                assert x.dtype == y.dtype and torch.equal(x, y), field.name
+            else:
+                assert x == y or (x != x and y != y), field.name
+
+
+@pytest.mark.parametrize("experts", [8, 300, None])
+def test_round_trip(tmp_path: Path, experts: int | None):
+    path = tmp_path / "new" / "batch.safetensors"
+    save_samples(path, batch(experts))
+    assert_same(load_samples(path), batch(experts))
+    assert [p.name for p in path.parent.iterdir()] == ["batch.safetensors"]
+
+
+def test_replaces_a_file_whole(tmp_path: Path):
+    path = tmp_path / "batch.safetensors"
+    save_samples(path, batch(version=1))
+    broken = [*batch(), dataclasses.replace(sample(9, 0, 5), prompt_len=0)]
+    with pytest.raises(ValueError, match=r"prompt 9, sample 0\): prompt_len 0"):
+        save_samples(path, broken)
+    assert load_samples(path)[0].weight_version == 1
+    save_samples(path, batch(version=2))
+    assert load_samples(path)[0].weight_version == 2
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_bad_batches(tmp_path: Path):
+    with pytest.raises(ValueError, match="0 samples"):
+        save_samples(tmp_path / "a", [])
+    with pytest.raises(ValueError, match="prompt 1, sample 0 has routes of layers"):
+        save_samples(tmp_path / "a", [sample(0, 0, 5), sample(1, 0, 5, None)])
+
+
+def test_every_changed_byte_is_noticed(tmp_path: Path):
+    path = tmp_path / "batch.safetensors"
+    save_samples(path, batch())
+    whole = path.read_bytes()
+    data = 8 + int.from_bytes(whole[:8], "little")
+    named = set()
+    for place in range(data, len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match="differs from its checksum") as caught:
+            load_samples(path)
+        named.add(str(caught.value).split(": ")[1].split(" (")[0])
+    assert named == {f"prompt {s.prompt_id}, sample {s.index}" for s in batch()}
+
+
+def test_changed_header_is_noticed(tmp_path: Path):
+    path = tmp_path / "batch.safetensors"
+    save_samples(path, batch())
+    whole = path.read_bytes()
+    for old, new in ((b'\\"reward\\": 0.25', b'\\"reward\\": 0.75'), (b"rollout 1", b"rollout 7")):
+        assert whole.count(old)
+        path.write_bytes(whole.replace(old, new, 1))
+        with pytest.raises(ValueError, match="index unlike its checksum"):
+            load_samples(path)
+
+
+def test_every_cut_is_noticed(tmp_path: Path):
+    path = tmp_path / "batch.safetensors"
+    save_samples(path, batch())
+    whole = path.read_bytes()
+    data = 8 + int.from_bytes(whole[:8], "little")
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        message = "header" if size < data else r"prompt \d, sample \d is the first one incomplete"
+        with pytest.raises(ValueError, match=message):
+            load_samples(path)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="prompt 2, sample 1 is the first one incomplete"):
+        load_samples(path)
+
+
+def test_not_a_batch(tmp_path: Path):
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(ValueError, match="not a file"):
+        load_samples(path)
+    path.write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ValueError, match="unreadable header"):
+        load_samples(path)
+
+
+def test_engine_finds_a_batch_by_version_and_prompts(tmp_path: Path):
+    for version in (0, 1):
+        save_samples(tmp_path / f"{version}.safetensors", batch(version=version))
+    other = [dataclasses.replace(s, prompt_id=-1 - s.prompt_id) for s in batch(version=1)]
+    save_samples(tmp_path / "eval.safetensors", other)
+    engine = RecordedEngine(tmp_path)
+    assert engine.capabilities == Capabilities(routes=True, weights=False)
+    sampling = Sampling(4, samples_per_prompt=2)
+    with pytest.raises(RuntimeError, match="no weight version"):
+        engine.generate(prompts_of(batch()), sampling)
+    for version in (1, 0, 1):
+        engine.load_weights([], version)
+        assert_same(engine.generate(prompts_of(batch()), sampling), batch(version=version))
+    assert_same(engine.generate(prompts_of(other), sampling), other)
+    some = [prompts_of(batch())[i] for i in (2, 0)]  # a rank's share, in its own order
+    chosen = [s for p in some for s in batch(version=1) if s.prompt_id == p.id]
+    assert_same(engine.generate(some, sampling), chosen)
+    engine.load_weights([], 7)
+    with pytest.raises(ValueError, match=r"version 7 for prompts 0, 1, 2, .* versions are 0, 1"):
+        engine.generate(prompts_of(batch()), sampling)
+
+
+def test_engine_refuses_other_prompts_and_groups(tmp_path: Path):
+    path = tmp_path / "a.safetensors"
+    save_samples(path, batch())
+    engine = RecordedEngine(path)
+    engine.load_weights([], 2)
+    prompts = prompts_of(batch())
+    with pytest.raises(ValueError, match="prompt 0 has samples 0, 1, expected 0 to 2"):
+        engine.generate(prompts, Sampling(4, samples_per_prompt=3))
+    prompts[1] = dataclasses.replace(prompts[1], tokens=(1, 2))
+    with pytest.raises(ValueError, match=r"prompt 1, sample 0 was recorded for .*, expected 1, 2"):
+        engine.generate(prompts, Sampling(4, samples_per_prompt=2))
+
+
+def test_engine_without_batches(tmp_path: Path):
+    with pytest.raises(ValueError, match="expected recorded rollout batches"):
+        RecordedEngine(tmp_path)
+    save_samples(tmp_path / "a.safetensors", batch())
+    save_samples(tmp_path / "b.safetensors", batch())
+    with pytest.raises(
+        ValueError, match=r"prompt 0 of weight version 2 is also in .*, expected each once"
+    ):
+        RecordedEngine(tmp_path)
+
+
+class Seeded:
+    """An engine of its own kind: samples are a function of prompt and index, one rank may fail."""
+
+    capabilities = Capabilities(routes=True)
+
+    def __init__(self, fails: bool = False):
+        self.fails, self.asked = fails, 0
+
+    def load_weights(self, named: Any, version: int) -> None: ...
+
+    def generate(self, prompts: Any, sampling: Sampling) -> list[Sample]:
+        self.asked = len(prompts)
+        if self.fails:
+            raise ValueError("out of paper")
+        group = range(sampling.samples_per_prompt)
+        return [sample(p.id, i, 5 + p.id % 3) for p in prompts for i in group]
+
+
+def scored(samples: list[Sample]) -> list[Sample]:
+    return [dataclasses.replace(s, reward=float(s.prompt_id)) for s in samples]
+
+
+def test_one_process():
+    prompts = [Prompt(i, (1,)) for i in range(5)]
+    got = generate_shared(Seeded(), prompts, Sampling(4, samples_per_prompt=2), scored, None)
+    assert_same(got, scored([sample(i, j, 5 + i % 3) for i in range(5) for j in range(2)]))
+    with pytest.raises(ValueError, match="out of paper"):
+        generate_shared(Seeded(True), prompts, Sampling(4))
+
+
+def judge_fails(samples: list[Sample]) -> list[Sample]:
+    raise ZeroDivisionError(f"{len(samples)} samples")
+
+
+def over_ranks(group: dist.ProcessGroup) -> None:
+    rank, ranks = group.rank(), group.size()
+    prompts = [Prompt(i, (1,)) for i in range(7)]
+    sampling = Sampling(4, samples_per_prompt=2)
+    engine = Seeded()
+    got = generate_shared(engine, prompts, sampling, scored, group)
+    assert engine.asked == len(prompts[rank::ranks])
+    assert_same(got, scored([sample(i, j, 5 + i % 3) for i in range(7) for j in range(2)]))
+    few = generate_shared(engine, prompts[:1], sampling, scored, group)
+    assert_same(few, got[:2])
+    message = f"1 of {ranks} ranks failed.*\n  rank 1: ValueError: out of paper"
+    with pytest.raises(RuntimeError, match=message):
+        generate_shared(Seeded(rank == 1), prompts, sampling, scored, group)
+    with pytest.raises(RuntimeError, match="rank 2: ZeroDivisionError"):
+        generate_shared(engine, prompts, sampling, scored if rank < 2 else judge_fails, group)
+    with pytest.raises(RuntimeError, match=r"ranks \[2\] were given other prompts"):
+        generate_shared(engine, prompts[: 7 if rank < 2 else 6], sampling, None, group)
+    assert_same(generate_shared(engine, prompts, sampling, scored, group), got)
+
+
+def test_ranks_share_prompts_and_errors():
+    run_ranks(over_ranks, 3)

@@ -1,0 +1,235 @@
+"""`python -m pyrl_ext.train`, as a user runs it: learning, going on, several ranks, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import CONFIG, tiny_plan
+
+from pyrl_ext import topology, train
+from pyrl_ext.metrics.glossary import check_names
+from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.policy import Policy
+from pyrl_ext.rollout.build import build_source
+from pyrl_ext.rollout.recorded import save_samples
+
+ROOT = Path(__file__).parents[1]
+QUICK = (
+    *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
+    *("evaluate.prompts=8", "log.progress=false"),
+)
+
+
+def run(folder, *overrides, config=CONFIG):
+    """Exit code of the command in this process."""
+    return train.main([str(config), f"run={folder}", *QUICK, *overrides])
+
+
+def numbers(folder):
+    """The rows of a run without times."""
+    rows = read_rows(folder / "metrics.jsonl")
+    check_names(set().union(*rows))  # every metric of a run has a definition
+    return [{k: v for k, v in r.items() if "time/" not in k and k != "tokens_per_s"} for r in rows]
+
+
+def test_a_run_that_went_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
+    common = ("evaluate.every=2", "checkpoint.every=2", "batching.minibatches=2")
+    assert run(tmp_path / "whole", "steps=5", *common) == 0
+    assert run(tmp_path / "parts", "steps=3", *common) == 0
+    assert run(tmp_path / "parts", "steps=5", *common) == 0
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
+    assert (tmp_path / "whole/report.png").stat().st_size > 10_000
+    saved = json.loads((tmp_path / "whole/plan.json").read_text())
+    assert saved["batching"]["minibatches"] == 2
+
+
+def test_a_crash_between_checkpoints_repeats_the_lost_steps(tmp_path):
+    assert run(tmp_path / "whole", "steps=4", "checkpoint.every=2") == 0
+    assert run(tmp_path / "crashed", "steps=3", "checkpoint.every=2") == 0
+    import shutil
+
+    shutil.rmtree(tmp_path / "crashed/checkpoints/step-3")  # as if step 2 had never been saved
+    with (tmp_path / "crashed/metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rewa')
+    assert run(tmp_path / "crashed", "steps=4", "checkpoint.every=2") == 0
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "crashed")
+
+
+def test_another_plan_in_the_same_folder_is_refused(tmp_path, capsys):
+    assert run(tmp_path, "steps=1") == 0
+    assert run(tmp_path, "steps=2", "optimizer.lr=0.5") == 2
+    assert "optimizer.lr: 0.5 now, 0.003 in the saved plan" in capsys.readouterr().err
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
+    command = [sys.executable, "-m", "pyrl_ext.train", str(CONFIG), f"run={tmp_path}", *QUICK]
+    command += ["steps=10000", "checkpoint.every=0", "evaluate.every=0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    lines, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 120
+    while not (lines.exists() and lines.read_text().count("\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    done = len(read_rows(lines))
+    assert f"stopped after step {done}" in output
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [f"step-{done}"]
+    more = ("checkpoint.every=0", "evaluate.every=0")
+    assert run(tmp_path, f"steps={done + 1}", *more) == 0
+    assert [row["step"] for row in read_rows(lines)] == list(range(done + 1))
+
+
+# several ranks -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    """Three steps of real rollouts (of the initial weights, of other prompts each step)."""
+    folder = tmp_path_factory.mktemp("recorded")
+    plan = tiny_plan(*QUICK)
+    with topology.start(plan) as topo:
+        rollouts = train.Rollouts(plan, topo, build_source(plan))
+        weights = list(Policy.build(plan, topo).weights())
+        for step in range(3):
+            rollouts.engine.load_weights(weights, version=step)
+            save_samples(folder / f"step-{step}.safetensors", rollouts.train(step))
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2"])
+def test_two_ranks_equal_one(layout, recording, tmp_path):
+    replayed = ("rollout.engine=recorded", f"rollout.path={recording}", "evaluate.every=0")
+    assert run(tmp_path / "one", "steps=3", *replayed) == 0
+    torchrun(tmp_path / "two", "steps=3", f"parallel.{layout}", *replayed)
+    for one, two in zip(numbers(tmp_path / "one"), numbers(tmp_path / "two"), strict=True):
+        assert one["reward"] == two["reward"]
+        for name in ("loss", "grad_norm", "policy/entropy", "mismatch/abs_mean"):
+            assert two[name] == pytest.approx(one[name], abs=1e-5), (name, one["step"])
+
+
+def test_two_ranks_roll_out_like_one(tmp_path):
+    """The same samples, up to a draw that rounding may turn: rewards within a few of 16."""
+    assert run(tmp_path / "one", "steps=2", "evaluate.every=0") == 0
+    torchrun(tmp_path / "two", "steps=2", "parallel.dp=2", "evaluate.every=0")
+    for one, two in zip(numbers(tmp_path / "one"), numbers(tmp_path / "two"), strict=True):
+        assert two["reward"] == pytest.approx(one["reward"], abs=0.05)
+        assert two["rollout/tokens"] == pytest.approx(one["rollout/tokens"], rel=0.1)
+
+
+def torchrun(folder, *overrides):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "-m", "pyrl_ext.train", str(CONFIG), f"run={folder}", *QUICK, *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_wrong_number_of_processes_says_how_to_start(tmp_path, capsys):
+    assert run(tmp_path, "parallel.dp=2") == 1
+    assert "torchrun --nproc-per-node 2" in capsys.readouterr().err
+
+
+# prompts from a file ------------------------------------------------------------------------------
+
+FILE = ("data.task=null", "data.task_options={}", "data.prompts=data/arithmetic.jsonl")
+REWARD = "data.reward=pyrl_ext.rollout.rewards:number_match"
+
+
+def test_the_shipped_prompt_file_trains(tmp_path):
+    assert run(tmp_path, *FILE, REWARD, "steps=2", "evaluate.every=1") == 0
+    rows = numbers(tmp_path)
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    assert all(r["grad_norm"] > 0 for r in rows[:2]) and "eval_reward" in rows[2]
+
+
+# bad input ----------------------------------------------------------------------------------------
+
+
+def raises(prompt, text, tokens):
+    raise KeyError("colour")
+
+
+def not_a_number(prompt, text, tokens):
+    return float("nan")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("parallel.tpp=2",), "parallel.tpp"),
+        (("steps=many",), "steps"),
+        (("batching.minibatches=3",), "3 does not divide"),
+        (("parallel.tp=3",), "num_attention_heads"),
+        (("rollout.max_new_tokens=0",), "max_new_tokens"),
+        (("data.prompts=data/nowhere.jsonl",), "data.task"),
+        ((*FILE, "data.reward=nowhere:fn"), "no module 'nowhere'"),
+        ((*FILE, "data.reward=test_train:raises"), "raised KeyError: 'colour'"),
+        ((*FILE, "data.reward=test_train:not_a_number"), "returned nan, expected a finite number"),
+        (("objective.loss=nowhere:fn",), "no module 'nowhere'"),
+    ],
+)
+def test_bad_input_is_one_clear_error(overrides, message, tmp_path, capsys):
+    overrides = [o for o in overrides]
+    base = [str(CONFIG), f"run={tmp_path / 'run'}"]
+    quick = [q for q in QUICK if q.split("=")[0] not in {o.split("=")[0] for o in overrides}]
+    assert train.main([*base, *quick, *overrides]) in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_missing_config_is_named(tmp_path, capsys):
+    assert train.main([str(tmp_path / "no.yaml")]) == 2
+    assert "no.yaml" in capsys.readouterr().err
+
+
+def test_a_broken_prompt_line_is_refused_before_a_model_is_built(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = ['{"prompt": "1+1=", "answer": "2"}', '{"prompt": "2+2="', '{"prompt": ""}']
+    prompts.write_text("\n".join(lines) + "\n")
+    overrides = ("data.task=null", "data.task_options={}", f"data.prompts={prompts}", REWARD)
+    assert run(tmp_path / "run", *overrides) == 1
+    error = capsys.readouterr().err
+    assert f"{prompts}:2" in error and f"{prompts}:3" in error
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_full_disk_leaves_no_half_checkpoint(tmp_path):
+    """A file size limit stops the writing of the second checkpoint as a full disk does."""
+    overrides = ["evaluate.every=0", "checkpoint.every=1", "checkpoint.keep=5"]
+    assert run(tmp_path, "steps=1", *overrides) == 0
+    code = (
+        "import resource, sys; from pyrl_ext import train;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000));"
+        "sys.exit(train.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, str(CONFIG), f"run={tmp_path}", *QUICK, "steps=2"]
+    done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "step-2 could not be written" in done.stderr and "OSError" in done.stderr
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+    assert run(tmp_path, "steps=2", *overrides) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_gives_the_numbers_of_the_cpu(dtype, recording, tmp_path):
+    common = ("rollout.engine=recorded", f"rollout.path={recording}", f"model.dtype={dtype}")
+    assert run(tmp_path / "cpu", *common, "steps=3", "evaluate.every=0") == 0
+    code = "import sys; from pyrl_ext import train; sys.exit(train.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, str(CONFIG), f"run={tmp_path / 'gpu'}", *QUICK, *common]
+    command += ["device=cuda", "steps=3", "evaluate.every=0"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    close = 1e-4 if dtype == "float32" else 3e-2
+    for cpu, gpu in zip(numbers(tmp_path / "cpu"), numbers(tmp_path / "gpu"), strict=True):
+        assert gpu["loss"] == pytest.approx(cpu["loss"], abs=close)
+        assert gpu["policy/entropy"] == pytest.approx(cpu["policy/entropy"], rel=close)
