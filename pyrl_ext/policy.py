@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -167,14 +168,14 @@ class Policy:
         metrics = self._means(parts, names)
         lr = warmed_up(self.plan.optimizer.lr, self.plan.optimizer.warmup_steps, self.updates)
         set_lr(self.optimizer, lr)
-        if not torch.isfinite(torch.tensor(metrics["loss"])):
+        if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(
                 f"Policy.update: the loss of update {self.updates} is {metrics['loss']}; "
                 "the weights are as they were before it"
             )
         stepped, grad_norm, _ = self.optimizer.step()
         norm = float(grad_norm) if grad_norm is not None else float("nan")
-        if not stepped or not torch.isfinite(torch.tensor(norm)):
+        if not stepped or not math.isfinite(norm):
             raise FloatingPointError(
                 f"Policy.update: the gradient norm of update {self.updates} is {norm}. Go on from "
                 "the last checkpoint; a lower optimizer.lr or objective.tis_cap may help"

@@ -61,8 +61,8 @@ def train(plan: Plan, topo: Topology) -> bool:
                         ref = reference.scores(batch, schedule(plan, batch), plan.replay.reference)
                     batch = batch.with_(ref_logprobs=ref.logprobs)
                 with clock("time/update"):
-                    for part in batch.split(plan.batching.minibatches):
-                        row |= policy.update(part, schedule(plan, part), loss)
+                    parts = batch.split(plan.batching.minibatches)
+                    row |= mean([policy.update(p, schedule(plan, p), loss) for p in parts])
             policy.step = step + 1
             stop = interrupt.agreed()
             if stop or run.due(policy):
@@ -116,6 +116,11 @@ def compare(batch: Batch, old: Scores) -> dict[str, float]:
         for layer, (share, _, count) in old.agreement.items():
             row[f"route/agree_topk/layer_{layer}"] = share / count
     return row
+
+
+def mean(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step's updates, averaged."""
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
 def speed(clock: Clock, batch: Batch) -> dict[str, float]:

@@ -26,9 +26,11 @@ QUICK = (
 )
 
 
-def run(folder, *overrides, config=CONFIG):
+def run(folder, *overrides):
     """Exit code of the command in this process."""
-    return train.main([str(config), f"run={folder}", *QUICK, *overrides])
+    named = {o.split("=")[0] for o in overrides}
+    quick = [o for o in QUICK if o.split("=")[0] not in named]
+    return train.main([str(CONFIG), f"run={folder}", *quick, *overrides])
 
 
 def numbers(folder):
@@ -84,6 +86,37 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     more = ("checkpoint.every=0", "evaluate.every=0")
     assert run(tmp_path, f"steps={done + 1}", *more) == 0
     assert [row["step"] for row in read_rows(lines)] == list(range(done + 1))
+
+
+def test_a_reference_policy_starts_equal_and_parts(tmp_path):
+    """KL to the initial policy: nothing at the first step, something once the policy moved."""
+    options = ("objective.kl_coef=0.1", "batching.minibatches=1", "log.tensorboard=true")
+    assert run(tmp_path, *options, "steps=3", "evaluate.every=0") == 0
+    first, *later = numbers(tmp_path)
+    assert first["policy/ref_kl"] == pytest.approx(0, abs=1e-9)
+    assert all(row["policy/ref_kl"] > 1e-6 for row in later)
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_replay_brings_a_bf16_engine_and_trainer_together(tmp_path):
+    """The same weights and samples: without replay some routers disagree with the engine."""
+    common = ("model.dtype=bfloat16", "steps=1", "evaluate.every=0", "batching.prompts=32")
+    assert run(tmp_path / "on", *common) == 0
+    assert run(tmp_path / "off", *common, "replay=off") == 0
+    (on,), (off,) = numbers(tmp_path / "on"), numbers(tmp_path / "off")
+    assert on["reward"] == off["reward"] and 0.9 < on["route/agree_topk"] < 1
+    for name in ("mismatch/k3", "mismatch/abs_mean"):
+        assert 0 < on[name] < off[name], name
+
+
+def test_without_clipping_the_norm_is_still_reported(tmp_path):
+    assert run(tmp_path, "optimizer.clip_grad=0", "steps=1", "evaluate.every=0") == 0
+    assert numbers(tmp_path)[0]["grad_norm"] > 0
+
+
+def test_the_engine_may_have_another_dtype(tmp_path):
+    assert run(tmp_path, "rollout.dtype=bfloat16", "steps=1", "evaluate.every=0") == 0
+    assert 1e-5 < numbers(tmp_path)[0]["mismatch/abs_mean"] < 0.05
 
 
 # several ranks -----------------------------------------------------------------------------------
@@ -178,10 +211,7 @@ def not_a_number(prompt, text, tokens):
     ],
 )
 def test_bad_input_is_one_clear_error(overrides, message, tmp_path, capsys):
-    overrides = [o for o in overrides]
-    base = [str(CONFIG), f"run={tmp_path / 'run'}"]
-    quick = [q for q in QUICK if q.split("=")[0] not in {o.split("=")[0] for o in overrides}]
-    assert train.main([*base, *quick, *overrides]) in (1, 2)
+    assert run(tmp_path / "run", *overrides) in (1, 2)
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error

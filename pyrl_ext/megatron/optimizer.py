@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def build_optimizer(plan: Any, chunks: Sequence[Any], groups: Any) -> Any:
         adam_beta2=options.betas[1],
         adam_eps=options.eps,
         weight_decay=options.weight_decay,
-        clip_grad=options.clip_grad,
+        clip_grad=options.clip_grad or math.inf,  # 0 would leave the norm out as well
         bf16=plan.model.dtype == "bfloat16",
         params_dtype=dtype,
         use_distributed_optimizer=options.distributed,

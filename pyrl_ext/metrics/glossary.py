@@ -2,8 +2,8 @@
 
 Notation: d = old_logprob - rollout_logprob of a token and r = exp(d), where old is the trainer's
 policy before the update. Means run over the tokens under the loss mask: of the whole rollout
-batch for ``mismatch/``, of the step's last minibatch for ``policy/`` and ``loss``. ``<id>`` in a
-name stands for a number.
+batch for ``mismatch/``, of each minibatch for ``policy/`` and ``loss``, which are then averaged
+over the step's minibatches. ``<id>`` in a name stands for a number.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _METRICS = (
         "loss",
         "1",
         "Sum of the token losses over the loss tokens of all ranks, divided by their number, "
-        "in the step's last minibatch.",
+        "averaged over the step's minibatches.",
     ),
     Metric("loss/policy", "1", "Part of loss from the clipped policy objective."),
     Metric("loss/ref_kl", "1", "Part of loss from the reference: kl_coef * policy/ref_kl."),
@@ -102,9 +102,7 @@ _METRICS = (
     ),
     Metric("mismatch/nonfinite", "tokens", "Tokens whose d is NaN or infinite.", (0, 0.5)),
     # the update
-    Metric(
-        "policy/ppo_kl", "nat", "mean(old_logprob - logprob), 0 in the first minibatch of a step."
-    ),
+    Metric("policy/ppo_kl", "nat", "mean(old_logprob - logprob), 0 with one minibatch a step."),
     Metric(
         "policy/clip_fraction",
         "1",
