@@ -32,10 +32,8 @@ build: $(VENV)/.built  ## the package, its native extension and all it needs, in
 demo: build  ## train the tiny model on this CPU; ends with a table and a picture
 	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml seed=$(SEED) run=$(RUN)
 
-replay-effect: build  ## a bf16 run without and one with routing replay, side by side
-	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml model.dtype=bfloat16 steps=100 replay=off run=runs/replay-off
-	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml model.dtype=bfloat16 steps=100 replay=on run=runs/replay-on
-	$(BIN)/python -m pyrl_ext.metrics.report runs/replay-off runs/replay-on
+replay-effect: build  ## what routing replay does in bf16, on the same samples
+	$(BIN)/python -m benchmarks.replay_effect
 
 test: build  ## the whole suite
 	$(BIN)/python -m pytest -q

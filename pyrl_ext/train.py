@@ -22,7 +22,7 @@ from pyrl_ext.rollout import Engine, Sample, Sampling
 from pyrl_ext.rollout.build import Source, build_engine, build_source, sampling_of
 from pyrl_ext.rollout.shared import generate_shared
 from pyrl_ext.run import Interrupt, RunFolder
-from pyrl_ext.schedule import plan_microbatches
+from pyrl_ext.schedule import Schedule, plan_microbatches
 from pyrl_ext.topology import Topology
 
 STOPPED = 130  # exit code of a shell command that Ctrl-C ended
@@ -64,18 +64,18 @@ def train(plan: Plan, topo: Topology) -> bool:
                     parts = batch.split(plan.batching.minibatches)
                     row |= mean([policy.update(p, schedule(plan, p), loss) for p in parts])
             policy.step = step + 1
+            run.write(row | batch.stats() | compare(batch, old) | speed(clock, batch))
             stop = interrupt.agreed()
             if stop or run.due(policy):
-                with clock("time/checkpoint"):
+                with clock("time/checkpoint"):  # in the next row: this one must not wait for it
                     run.save(policy)
-            run.write(row | batch.stats() | compare(batch, old) | speed(clock, batch))
             if stop:
                 break
-    finish(policy, rollouts, run)
+    finish(policy, rollouts, run, clock)
     return policy.step == plan.steps
 
 
-def schedule(plan: Plan, batch: Batch):
+def schedule(plan: Plan, batch: Batch) -> Schedule:
     """Which samples run together on which data-parallel rank."""
     sizes = plan.parallel
     tokens = plan.batching.tokens_per_microbatch * sizes.cp
@@ -128,11 +128,12 @@ def speed(clock: Clock, batch: Batch) -> dict[str, float]:
     return seconds | {"tokens_per_s": sum(batch.seqlens) / seconds["time/step"]}
 
 
-def finish(policy: Policy, rollouts: Rollouts, run: RunFolder) -> None:
+def finish(policy: Policy, rollouts: Rollouts, run: RunFolder, clock: Clock) -> None:
     """After the last step: one more evaluation, of the final weights, and the report."""
     if policy.step == run.plan.steps and run.plan.evaluate.every:
         rollouts.engine.load_weights(policy.weights(), version=policy.step)
-        run.write({"step": policy.step, "eval_reward": rollouts.held_out_reward()})
+        last = {"step": policy.step, "eval_reward": rollouts.held_out_reward()}
+        run.write(last | clock.take())
     run.close()
     run.report()
     if run.topo.is_main and policy.step < run.plan.steps:

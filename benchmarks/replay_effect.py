@@ -1,0 +1,86 @@
+"""What routing replay does to the mismatch of engine and trainer.
+
+`python -m benchmarks.replay_effect`: a run in bf16, where the two round differently. At every step
+the same samples are scored by the same weights twice, with the engine's routes forced and with the
+routers choosing for themselves, so that nothing but the routing differs between the columns. The
+model has GLM-4.7-Flash's routing (64 experts, 4 of them a token, in every layer but the first) at
+the tiny model's width.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from pyrl_ext import topology
+from pyrl_ext.batch import Batch
+from pyrl_ext.metrics.mismatch import mismatch
+from pyrl_ext.objective import build_advantage, build_loss
+from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.policy import Policy, Scores
+from pyrl_ext.rollout.build import build_source
+from pyrl_ext.topology import Topology
+from pyrl_ext.train import Rollouts, schedule
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+MODEL = {
+    "num_hidden_layers": 8,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 7,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+}
+STEPS = 30
+SHOWN = ("k3", "abs_mean", "p99", "max", "prob_abs_mean", "f2")
+
+
+def run_steps(plan: Plan, topo: Topology) -> tuple[list[dict], list[dict], list[Scores]]:
+    """Mismatch without and with replay of each step's samples, and the replayed scores."""
+    policy, rollouts = Policy.build(plan, topo), Rollouts(plan, topo, build_source(plan))
+    advantage, loss = build_advantage(plan.objective), build_loss(plan.objective)
+    native, replayed, scores = [], [], []
+    for step in track(range(STEPS), "steps"):
+        rollouts.engine.load_weights(policy.weights(), version=step)
+        batch = Batch.of(rollouts.train(step), advantage)
+        own = policy.scores(batch, schedule(plan, batch), replay=False)
+        old = policy.scores(batch, schedule(plan, batch), replay=True)
+        for found, each in ((native, own), (replayed, old)):
+            found.append(mismatch(each.logprobs, batch.rollout_logprobs, batch.loss_mask))
+        scores.append(old)
+        policy.update(batch.with_(old_logprobs=old.logprobs), schedule(plan, batch), loss)
+    return native, replayed, scores
+
+
+def show(native: Sequence[dict], replayed: Sequence[dict], scores: Sequence[Scores]) -> None:
+    table = Table("mean over steps", "without replay", "with replay", "ratio")
+    for name in SHOWN:
+        off, on = (sum(r[f"mismatch/{name}"] for r in rows) / STEPS for rows in (native, replayed))
+        ratio = f"{off / on:.2f}x" if on else "-"
+        table.add_row(f"mismatch/{name}", f"{off:.3e}", f"{on:.3e}", ratio)
+    Console().print(table)
+    layers = Table("layer", "agree_topk", "exact_set", title="what the routers would have chosen")
+    for layer in scores[0].agreement:
+        share, exact, n = (sum(s.agreement[layer][i] for s in scores) for i in range(3))
+        layers.add_row(f"{layer}", f"{share / n:.4f}", f"{exact / n:.4f}")
+    Console().print(layers)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        hf = json.loads((CONFIGS / "tiny" / "config.json").read_text()) | MODEL
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(hf))
+        options = (f"model.config={path}", "model.dtype=bfloat16", f"run={folder}/run")
+        plan = compile_plan(CONFIGS / "tiny.yaml", (*options, *sys.argv[1:]))
+        with topology.start(plan) as topo:
+            show(*run_steps(plan, topo))
+
+
+if __name__ == "__main__":
+    main()
