@@ -10,7 +10,6 @@ arithmetic, so neither values nor gradients leak from them. NaN inside the mask 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from pyrl_ext.named import load_function
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: a larger ratio carries no information, only overflow
 
@@ -178,49 +179,23 @@ def build_advantage(config: ObjectiveConfig) -> AdvantageFn:
     """The advantage function that ``objective.advantage`` names: (rewards, groups) -> [S]."""
     if config.advantage == "grpo":
         return partial(grpo, normalize_std=config.normalize_std)
-    return load_objective("objective.advantage", config.advantage, 2, ("grpo",), config)
+    return _user_function("objective.advantage", config.advantage, 2, config)
 
 
 def build_loss(config: ObjectiveConfig) -> LossFn:
     """The loss function that ``objective.loss`` names: (logprobs, entropy, LossInputs) -> sums."""
     if config.loss == "grpo":
         return partial(grpo_loss, config=config)
-    return load_objective("objective.loss", config.loss, 3, ("grpo",), config)
+    return _user_function("objective.loss", config.loss, 3, config)
 
 
-def load_objective(
-    key: str, name: str, num_args: int, builtin: tuple[str, ...], config: ObjectiveConfig
-) -> Callable:
-    """The function that ``module:function`` names.
-
-    A function with a parameter called ``config`` gets the objective section bound to it.
-
-    Args:
-        key: the config key that holds the name, for messages.
-        name: ``module:function``, importable from where the run was started.
-        num_args: positional arguments it will be called with.
-        builtin: names that need no module, for messages.
-        config: the objective section.
+def _user_function(key: str, name: str, num_args: int, config: ObjectiveConfig) -> Callable:
+    """The function ``module:function``; a parameter called ``config`` gets the objective section.
 
     Raises:
-        ValueError: the name has no colon, or the module, the function or its arguments are wrong.
+        ValueError: it is not there, or does not take ``num_args`` positional arguments.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise ValueError(f"{key}: {name!r}, expected {' or '.join(builtin)} or module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists; something that it imports does not
-        raise ValueError(
-            f"{key}: no module {error.name!r} for {name!r}, expected an importable module. "
-            "Start the run from its folder, or install it"
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        known = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
-        raise ValueError(f"{key}: {name!r} is {function!r}, expected a function of {known}")
+    function = load_function(key, name, builtin=("grpo",))
     if "config" in inspect.signature(function).parameters:
         function = partial(function, config=config)
     try:

@@ -15,9 +15,10 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from pyrl_ext.named import load_function
 from pyrl_ext.rollout import Prompt, Sample
 from pyrl_ext.rollout.data import DataError, PromptSource, load_prompts, load_tokenizer
-from pyrl_ext.rollout.rewards import exact_match, load_reward, number_match, score
+from pyrl_ext.rollout.rewards import exact_match, number_match, score
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -218,17 +219,17 @@ def test_nothing_to_train_on():
         PromptSource(numbered(1))
 
 
-def test_load_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert load_reward("pyrl_ext.rollout.rewards:number_match") is number_match
+def test_load_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert load_function("data.reward", "pyrl_ext.rollout.rewards:number_match") is number_match
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_rewards_a.py").write_text(
         "limit = 3\ndef length(prompt, text, tokens): return 1\n"
     )
     (tmp_path / "my_rewards_b.py").write_text("import does_not_exist_anywhere\n")
-    assert load_reward("my_rewards_a:length")(Prompt(0, (1,)), "", []) == 1
+    assert load_function("data.reward", "my_rewards_a:length")(Prompt(0, (1,)), "", []) == 1
     for spec, message in (
-        ("my_rewards_a", "no module and name, expected 'package.module:function'"),
-        ("my_rewards_a:", "no module and name"),
+        ("my_rewards_a", "expected package.module:function"),
+        ("my_rewards_a:", "expected package.module:function"),
         ("my_rewards_z:length", "no module 'my_rewards_z', expected one on the Python path"),
         ("my.rewards_z:length", "no module 'my', expected one on the Python path"),
         ("my_rewards_a:len", "no 'len' in my_rewards_a, expected one of: length, limit"),
@@ -236,7 +237,7 @@ def test_load_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("my_rewards_b:f", "module my_rewards_b imports 'does_not_exist_anywhere'"),
     ):
         with pytest.raises(ValueError, match=message):
-            load_reward(spec)
+            load_function("data.reward", spec)
     sys.modules.pop("my_rewards_a", None)
 
 

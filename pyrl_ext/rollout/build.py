@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from pyrl_ext.named import load_function
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout import Engine, Sample, Sampling
 from pyrl_ext.rollout.data import PromptSource, load_prompts, load_tokenizer
-from pyrl_ext.rollout.rewards import Reward, load_reward, score
+from pyrl_ext.rollout.rewards import Reward, score
 from pyrl_ext.rollout.tasks import Task
 
 
@@ -62,7 +63,9 @@ def build_source(plan: Plan) -> Source:
     if plan.eval_prompts_path is not None:
         held_out = load_prompts(plan.eval_prompts_path, tokenizer, longest)
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
-    return Source(source, load_reward(plan.data.reward), tokenizer.decode, stop_ids)
+    return Source(
+        source, load_function("data.reward", plan.data.reward), tokenizer.decode, stop_ids
+    )
 
 
 def build_engine(plan: Plan, device: torch.device) -> Engine:

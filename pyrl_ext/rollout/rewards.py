@@ -1,14 +1,12 @@
-"""Reward functions: two common ones, how a named one is found, and how they are called."""
+"""Reward functions: two common ones, and how they are called."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import cast
 
 from pyrl_ext.rollout import Prompt, Sample
 
@@ -16,41 +14,6 @@ Reward = Callable[[Prompt, str, list[int]], float]
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
 _SHOWN = 200
-
-
-def load_reward(spec: str) -> Reward:
-    """The function named "package.module:function".
-
-    Its signature is fn(prompt: Prompt, text: str, tokens: list[int]) -> float: the decoded response
-    without the token that stopped it, and all its token ids.
-
-    Raises:
-        ValueError: no such module, no such name in it, or not callable
-    """
-    where = f"data.reward {spec!r}"
-    module_name, colon, name = spec.partition(":")
-    if not (module_name and colon and name):
-        raise ValueError(f"{where}: no module and name, expected 'package.module:function'")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if module_name != missing and not module_name.startswith(missing + "."):
-            raise ValueError(
-                f"{where}: module {module_name} imports {missing!r}, which is missing, expected a "
-                "module that imports"
-            ) from error
-        raise ValueError(
-            f"{where}: no module {missing!r}, expected one on the Python path; "
-            "run from the folder that holds it or set PYTHONPATH"
-        ) from error
-    if not hasattr(module, name):
-        public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
-        raise ValueError(f"{where}: no {name!r} in {module_name}, expected one of: {public}")
-    function = getattr(module, name)
-    if callable(function):
-        return cast(Reward, function)
-    raise ValueError(f"{where}: a {type(function).__name__}, expected a function")
 
 
 def exact_match(prompt: Prompt, text: str, tokens: list[int]) -> float:
@@ -93,7 +56,8 @@ def score(
     Args:
         samples: of these prompts, in any order
         prompts: with distinct ids
-        reward: see `load_reward`
+        reward: fn(prompt, text, tokens) -> float; text is the decoded response without the token
+            that stopped it, tokens are all its ids
         decode: token ids -> text
 
     Raises:
