@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +27,51 @@ def save(
         begun is deleted, older checkpoints are untouched.
     """
     from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
     writing = folder.with_name(folder.name + ".writing")
-    problem = None
-    try:
+
+    def begin() -> None:
         if topo.is_main:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
-        dist.barrier()
+
+    def write() -> None:
+        _collect_in_process()
         with quiet():
-            _collect_in_process()
             dist_checkpointing.save(_state(models, optimizer, topo), str(writing))
         if topo.is_main:
             (writing / COUNTERS).write_text(json.dumps(counters))
+
+    def finish() -> None:
+        if topo.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            writing.rename(folder)
+
+    for stage in (begin, write, finish):
+        _on_all_ranks(stage, writing, topo)
+
+
+def _on_all_ranks(stage: Callable[[], None], writing: Path, topo: Topology) -> None:
+    """Run ``stage``; where it failed on any rank, clean up and raise on every rank."""
+    from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
+
+    problem = None
+    try:
+        stage()
     except (Exception, CheckpointException) as error:
         problem = error
     problems: list[Any] = [None] * topo.world_size
     dist.all_gather_object(problems, None if problem is None else _last_line(problem))
     failed = [f"rank {rank}: {what}" for rank, what in enumerate(problems) if what is not None]
-    if failed:
-        if topo.is_main:
-            shutil.rmtree(writing, ignore_errors=True)
-        free = shutil.disk_usage(folder.parent).free
-        raise OSError(
-            f"checkpoint: {folder} could not be written ({'; '.join(failed)}; {free:,} bytes are "
-            "free there); what was begun is deleted, older checkpoints are as they were. Make "
-            "room, then start the same command again"
-        ) from problem
+    if not failed:
+        return
     if topo.is_main:
-        shutil.rmtree(folder, ignore_errors=True)
-        writing.rename(folder)
-    dist.barrier()
+        shutil.rmtree(writing, ignore_errors=True)
+    raise OSError(
+        f"checkpoint: {writing.with_suffix('')} could not be written ({'; '.join(failed)}); what "
+        "was begun is deleted, older checkpoints are as they were. Make room, then start the same "
+        "command again"
+    ) from problem
 
 
 def load(folder: Path, models: Sequence[Module], optimizer: Any, topo: Topology) -> dict:
