@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,16 +90,25 @@ class RunFolder:
 
 
 class Interrupt:
-    """Ctrl-C asks for a stop after the step that runs; a second one stops at once."""
+    """Ctrl-C asks for a stop after the step that runs; a second one stops at once.
+
+    Under torchrun one Ctrl-C arrives twice, from the terminal and from torchrun: what comes within
+    ``SAME`` seconds counts as one.
+    """
+
+    SAME = 2.0
 
     def __init__(self, device: torch.device):
-        self.asked = False
+        self.asked_at: float | None = None
         self._flag = torch.zeros((), device=device)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
+        now = time.monotonic()
+        if self.asked_at is not None:
+            if now - self.asked_at > self.SAME:
+                raise KeyboardInterrupt
+            return
+        self.asked_at = now
         print("\nstopping after this step, with a checkpoint; Ctrl-C again stops now", flush=True)
 
     @contextmanager
@@ -115,6 +125,6 @@ class Interrupt:
 
         Communicates: one number over the world. Syncs: reads it.
         """
-        self._flag.fill_(float(self.asked))
+        self._flag.fill_(float(self.asked_at is not None))
         dist.all_reduce(self._flag, dist.ReduceOp.MAX)
         return bool(self._flag.item())

@@ -69,14 +69,19 @@ def test_another_plan_in_the_same_folder_is_refused(tmp_path, capsys):
     assert "optimizer.lr: 0.5 now, 0.003 in the saved plan" in capsys.readouterr().err
 
 
+def wait_for_rows(process, lines, count):
+    deadline = time.monotonic() + 120
+    while not (lines.exists() and lines.read_text().count("\n") >= count):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     command = [sys.executable, "-m", "pyrl_ext.train", str(CONFIG), f"run={tmp_path}", *QUICK]
     command += ["steps=10000", "checkpoint.every=0", "evaluate.every=0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    lines, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 120
-    while not (lines.exists() and lines.read_text().count("\n") >= 3):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    lines = tmp_path / "metrics.jsonl"
+    wait_for_rows(process, lines, 3)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -156,14 +161,33 @@ def test_two_ranks_roll_out_like_one(tmp_path):
         assert two["rollout/tokens"] == pytest.approx(one["rollout/tokens"], rel=0.1)
 
 
-def torchrun(folder, *overrides):
+def two_ranks(folder, *overrides):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["2", "-m", "pyrl_ext.train", str(CONFIG), f"run={folder}", *QUICK, *overrides]
+    return [*command, "2", "-m", "pyrl_ext.train", str(CONFIG), f"run={folder}", *QUICK, *overrides]
+
+
+def torchrun(folder, *overrides):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        two_ranks(folder, *overrides),
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_ctrl_c_under_torchrun_saves_once_for_all_ranks(tmp_path):
+    options = ("parallel.dp=2", "steps=10000", "checkpoint.every=0", "evaluate.every=0")
+    process = subprocess.Popen(two_ranks(tmp_path, *options), cwd=ROOT, start_new_session=True)
+    lines = tmp_path / "metrics.jsonl"
+    wait_for_rows(process, lines, 3)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    process.wait(timeout=90)
+    done = len(read_rows(lines))
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [f"step-{done}"]
 
 
 def test_the_wrong_number_of_processes_says_how_to_start(tmp_path, capsys):
