@@ -356,6 +356,20 @@ def test_what_cannot_run_yet_compiles_and_is_named(small: Path, override: str, r
     assert found.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        ((), "model.weights is null: training starts from random weights"),
+        (("model.router_bias_update_rate=0.001", "parallel.tp=2"), "counts padding rows as load"),
+        (("replay={old: true, train: false}",), "replay.old and replay.train differ"),
+    ],
+)
+def test_what_a_reader_may_not_expect_is_noted(small: Path, overrides: tuple, note: str):
+    assert any(note in found for found in compile_plan(small, overrides).notes)
+    if overrides:
+        assert not any(note in found for found in compile_plan(small).notes)
+
+
 # Sizes -------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,12 @@ def notes(plan: Plan) -> tuple[str, ...]:
             f"model.mtp is off: the {shape.num_nextn_predict_layers} multi-token-prediction layers "
             "of the checkpoint are neither loaded nor trained"
         )
+    if model.router_bias_update_rate and plan.row_alignment > 1:
+        found.append(
+            f"model.router_bias_update_rate is {model.router_bias_update_rate:g} and sequences are "
+            f"padded to a multiple of {plan.row_alignment}: megatron-core counts padding rows as "
+            "load of the experts, so the bias moves a little differently in every layout"
+        )
     if model.weights is None:
         found.append("model.weights is null: training starts from random weights")
     for key, name in (("tokenizer", model.tokenizer), ("weights", model.weights)):
