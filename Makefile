@@ -36,7 +36,7 @@ replay-effect: build  ## what routing replay does in bf16, on the same samples
 	$(BIN)/python -m benchmarks.replay_effect
 
 test: build  ## the whole suite
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q  # tests of several ranks share the cores
 
 check: build  ## formatter, linter, types
 	$(BIN)/ruff format --check .
