@@ -38,7 +38,8 @@ def train(plan: Plan, topo: Topology) -> bool:
     reference = Policy.build(plan, topo, trainable=False) if plan.objective.kl_coef else None
     rollouts = Rollouts(plan, topo, source)
     run.resume(policy)
-    experts, layers = plan.shape.n_routed_experts, plan.router_layers
+    experts = plan.shape.n_routed_experts
+    layers = plan.router_layers if plan.replay.enabled else None  # None: routes are not needed
 
     clock = Clock()
     with Interrupt(topo.device).watched() as interrupt:
@@ -53,12 +54,13 @@ def train(plan: Plan, topo: Topology) -> bool:
                 with clock("time/rollout"):
                     samples = rollouts.train(step)
                 batch = Batch.of(samples, advantage, num_experts=experts, layer_ids=layers)
+                whole = schedule(plan, batch)
                 with clock("time/old_logprobs"):
-                    old = policy.scores(batch, schedule(plan, batch), plan.replay.old)
+                    old = policy.scores(batch, whole, plan.replay.old)
                 batch = batch.with_(old_logprobs=old.logprobs)
                 if reference is not None:
                     with clock("time/ref_logprobs"):
-                        ref = reference.scores(batch, schedule(plan, batch), plan.replay.reference)
+                        ref = reference.scores(batch, whole, plan.replay.reference)
                     batch = batch.with_(ref_logprobs=ref.logprobs)
                 with clock("time/update"):
                     parts = batch.split(plan.batching.minibatches)
@@ -88,6 +90,11 @@ class Rollouts:
     def __init__(self, plan: Plan, topo: Topology, source: Source):
         self.plan, self.source = plan, source
         self.engine: Engine = build_engine(plan, topo.device)
+        if plan.replay.enabled and not self.engine.capabilities.routes:
+            raise ValueError(
+                f"replay: the {plan.rollout.engine} engine returns no routes, expected one that "
+                "does. Use replay=off, or an engine and a model with routers"
+            )
         self.group = torch.distributed.group.WORLD if topo.world_size > 1 else None
 
     def train(self, step: int) -> list[Sample]:

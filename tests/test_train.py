@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.policy import Policy
 from pyrl_ext.rollout.build import build_source
-from pyrl_ext.rollout.recorded import save_samples
+from pyrl_ext.rollout.recorded import load_samples, save_samples
 
 ROOT = Path(__file__).parents[1]
 QUICK = (
@@ -150,6 +151,19 @@ def test_two_ranks_equal_one(layout, recording, tmp_path):
         assert one["reward"] == two["reward"]
         for name in ("loss", "grad_norm", "policy/entropy", "mismatch/abs_mean"):
             assert two[name] == pytest.approx(one[name], abs=1e-5), (name, one["step"])
+
+
+def test_replay_of_a_recording_without_routes_is_refused(recording, tmp_path, capsys):
+    for file in recording.iterdir():
+        bare = [
+            replace(s, routes=None, layer_ids=(), route_mask=torch.zeros_like(s.route_mask))
+            for s in load_samples(file)
+        ]
+        save_samples(tmp_path / "bare" / file.name, bare)
+    played = ("rollout.engine=recorded", f"rollout.path={tmp_path / 'bare'}", "steps=1")
+    assert run(tmp_path / "on", *played, "evaluate.every=0") == 1
+    assert "replay: the recorded engine returns no routes" in capsys.readouterr().err
+    assert run(tmp_path / "off", *played, "evaluate.every=0", "replay=off") == 0
 
 
 def two_ranks(folder, *overrides):

@@ -40,11 +40,10 @@ class PackedSequences(PackedSeqParams):
 
     @classmethod
     def of(cls, layout: TokenLayout, cp_rank: int, device: torch.device) -> PackedSequences:
-        longest = max(layout.padded_seqlens, default=0)
         return cls(
             qkv_format="thd",
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            max_seqlen_q=layout.max_padded_seqlen,
+            max_seqlen_kv=layout.max_padded_seqlen,
             layout=layout,
             cp_rank=cp_rank,
             device=device,
