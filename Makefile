@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 0
 RUN    ?= runs/tiny-$(SEED)
 
-.PHONY: help venv build demo test check bench replay-effect clean
+.PHONY: help venv build demo test check bench replay-effect two-hosts clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,9 @@ demo: build  ## train the tiny model on this CPU; ends with a table and a pictur
 
 replay-effect: build  ## what routing replay does in bf16, on the same samples
 	$(BIN)/python -m benchmarks.replay_effect
+
+two-hosts: build  ## two hosts on this machine (root, iproute2): equal numbers, a pulled cable
+	$(BIN)/python tests/two_hosts.py
 
 test: build  ## the whole suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q  # tests of several ranks share the cores

@@ -153,6 +153,28 @@ class Batch:
         """[S + 1] int64, first row of each sample, then T."""
         return np.cumsum([0, *self.seqlens])
 
+    @cached_property
+    def ends(self) -> Tensor:
+        """[T] int64 on the host, the row after the last one of each row's sample."""
+        return torch.from_numpy(np.repeat(self.starts[1:], np.asarray(self.seqlens, np.int64)))
+
+    def ahead(self, rows: Tensor, depth: int) -> Tensor:
+        """[M] int64 on the host, the row ``depth`` further in the same sample; -1: there is none.
+
+        Args:
+            rows: [M] int64 on the host, rows of the batch, -1 = padding.
+        """
+        moved = rows + depth
+        inside = (rows >= 0) & (moved < self.ends[rows.clamp(min=0)])
+        return torch.where(inside, moved, -1)
+
+    def num_loss_tokens_ahead(self, depth: int) -> int:
+        """Loss tokens that a row ``depth`` before them in the same sample can predict.
+
+        Syncs: if the batch is on a device.
+        """
+        return int((self.loss_mask & (self.positions >= depth)).sum())
+
     def rows(self, ids: Sequence[int]) -> np.ndarray:
         """[T'] int64, the rows of samples ``ids``, in that order."""
         chosen = np.asarray(ids, dtype=np.int64)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +15,22 @@ from pyrl_ext.layout import TokenLayout
 from pyrl_ext.objective import LossInputs
 from pyrl_ext.ops import gather_rows
 from pyrl_ext.topology import Topology
+
+
+class Ahead(NamedTuple):
+    """What the layer for multi-token prediction at one depth reads and predicts, [M] each.
+
+    The layer at depth d sees token t + d beside the state of row t, and predicts token t + d + 1.
+
+    Args:
+        tokens:    int64, its input; 0 where the sample has ended.
+        targets:   int64, the token to score; 0 where the sample has ended.
+        loss_mask: bool, targets under the loss mask.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    loss_mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -25,6 +43,7 @@ class Microbatch:
         tokens:  [M] int64, model input; padding holds 0.
         targets: [M] int64, the token to score at each row; padding holds 0.
         inputs:  [M] each, what the loss sees; zeros and a False mask in padding.
+        ahead:   one entry a layer for multi-token prediction.
     """
 
     layout: TokenLayout
@@ -32,11 +51,16 @@ class Microbatch:
     tokens: Tensor
     targets: Tensor
     inputs: LossInputs
+    ahead: tuple[Ahead, ...] = ()
 
     @classmethod
-    def of(cls, batch: Batch, ids: Sequence[int], topo: Topology) -> Microbatch:
+    def of(cls, batch: Batch, ids: Sequence[int], topo: Topology, depths: int = 0) -> Microbatch:
         """Samples ``ids`` of ``batch`` as this rank sees them. Without samples: padding alone, so
-        that the rank takes part in the collectives of the others."""
+        that the rank takes part in the collectives of the others.
+
+        Args:
+            depths: layers for multi-token prediction.
+        """
         layout = TokenLayout(
             tuple(batch.seqlens[i] for i in ids),
             cp_size=topo.cp_size,
@@ -48,8 +72,8 @@ class Microbatch:
             layout = TokenLayout((1,), cp_size=topo.cp_size, tp_size=topo.tp_size)
             rows = torch.full_like(layout.rows(topo.cp_rank), -1)
 
-        def local(field: Tensor) -> Tensor:
-            taken = gather_rows(field, rows, field.new_zeros(()))
+        def local(field: Tensor, at: Tensor = rows) -> Tensor:
+            taken = gather_rows(field, at, field.new_zeros(()))
             return taken.to(topo.device, non_blocking=True)
 
         zeros = batch.rollout_logprobs.new_zeros(len(batch.rollout_logprobs))
@@ -60,7 +84,15 @@ class Microbatch:
             advantages=local(batch.advantages),
             loss_mask=local(batch.loss_mask),
         )
-        return cls(layout, rows, local(batch.tokens), local(batch.targets), inputs)
+        ahead = tuple(
+            Ahead(
+                tokens=local(batch.targets, before),
+                targets=local(batch.targets, at),
+                loss_mask=local(batch.loss_mask, at),
+            )
+            for before, at in pairwise(batch.ahead(rows, depth) for depth in range(depths + 1))
+        )
+        return cls(layout, rows, local(batch.tokens), local(batch.targets), inputs, ahead)
 
     def router_rows(self, topo: Topology) -> Tensor:
         """[M / tp] int64, `rows` of the sequence shard that this rank's routers see."""

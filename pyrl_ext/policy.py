@@ -19,12 +19,13 @@ from pyrl_ext.batch import Batch
 from pyrl_ext.logprob import vocab_parallel_logprob
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.megatron.attention import PackedSequences
+from pyrl_ext.megatron.gradients import gather_shards
 from pyrl_ext.megatron.model import build_chunks, unwrap, wrap_ddp
 from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, warmed_up
 from pyrl_ext.microbatch import Microbatch
 from pyrl_ext.models import family, weights
 from pyrl_ext.objective import LossFn
-from pyrl_ext.replay import Forced, Replay, forced_routes
+from pyrl_ext.replay import Forced, Replay, forced_routes, native_routes
 from pyrl_ext.topology import Topology
 
 Schedule = Sequence[Sequence[Sequence[int]]]  # [dp rank][microbatch] -> sample ids
@@ -55,7 +56,8 @@ class Policy:
         self.plan, self.topo = plan, topo
         self.chunks, self.optimizer, self.replay = chunks, optimizer, replay
         self.family = family(plan.model.family)
-        self.table = self.family.weights(plan.hf)
+        self.table = self.family.weights(plan.shape, plan.num_mtp_layers)
+        self.mtp_layers = plan.num_mtp_layers  # layers for multi-token prediction
         self.step = 0  # rollout steps finished
         self.updates = 0  # optimizer steps finished
 
@@ -70,11 +72,12 @@ class Policy:
             cpu.install()
         model_parallel_cuda_manual_seed(plan.seed)
         kind = family(plan.model.family)
-        chunks = build_chunks(plan, topo, kind.config(plan.hf), kind.rotary(plan.hf))
+        chunks = build_chunks(plan, topo, kind.config(plan.shape), kind.rotary(plan.shape))
         optimizer = None
         if trainable:
             chunks = wrap_ddp(plan, chunks, topo.groups)
         policy = cls(plan, topo, chunks, optimizer, Replay(chunks, topo.device))
+        policy._check_stages()
         policy.load_initial_weights()
         if trainable:  # after the weights: mixed precision copies them to fp32 masters
             policy.optimizer = build_optimizer(plan, chunks, topo.groups)
@@ -83,6 +86,18 @@ class Policy:
             for chunk in chunks:
                 chunk.requires_grad_(False)
         return policy
+
+    def _check_stages(self) -> None:
+        """The live routers are those that the plan's stage table gives this rank."""
+        decoder, routers = self.plan.shape.num_hidden_layers, self.plan.router_layers
+        for chunk, stage in enumerate(self.plan.stages[self.topo.pp_rank]):
+            planned = [i for i in stage.layers if i in routers]
+            planned += range(decoder, decoder + stage.mtp)
+            if (live := self.replay.layer_ids(chunk)) != tuple(planned):
+                raise RuntimeError(
+                    f"Policy.build: rank {self.topo.rank}, chunk {chunk} has routers in layers "
+                    f"{live}, expected {planned}, the plan's; routes would go to other layers"
+                )
 
     # weights -------------------------------------------------------------------------------------
 
@@ -95,17 +110,17 @@ class Policy:
         return self._models[0].config
 
     def _live(self) -> dict[str, Tensor]:
-        experts = self.plan.hf["n_routed_experts"] // self.topo.ep_size
+        experts = self.plan.shape.num_experts // self.topo.ep_size
         return weights.live(self._models, self.topo.groups.ep.rank(), experts)
 
     def load_initial_weights(self) -> None:
         """From ``model.weights``, a checkpoint folder, or drawn from the plan's seed."""
         live, plan = self._live(), self.plan
         if plan.weights_path is None:
-            read = weights.RandomWeights(self.table, live, plan.hf, plan.seed, self.topo)
+            read = weights.RandomWeights(self.table, live, plan.shape, plan.seed, self.topo)
         else:
             read = weights.SafetensorsFolder(plan.weights_path)
-            read.check(self.table, self.family.ignored(plan.hf))
+            read.check(self.table, self.family.ignored(plan.shape, self.mtp_layers))
         weights.load(self.table, live, read, self.topo)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -113,7 +128,22 @@ class Policy:
 
         Communicates: see `models.weights.export`.
         """
-        return weights.export(self.table, self._live(), self.plan.hf["vocab_size"], self.topo)
+        return weights.export(self.table, self._live(), self.plan.shape.vocab_size, self.topo)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """What `accumulate` left: d(loss) / d(tensor), float32, as `weights` names and shapes them.
+
+        What is not trained (the routers' selection bias) has zeros.
+
+        Communicates: as `weights`; with the distributed optimizer also an all-gather of the shards.
+        """
+        if self.plan.optimizer.distributed:
+            gather_shards(self.chunks)
+        found = {
+            name: getattr(tensor, "main_grad", torch.zeros_like(tensor, dtype=torch.float32))
+            for name, tensor in self._live().items()
+        }
+        return weights.export(self.table, found, self.plan.shape.vocab_size, self.topo)
 
     # passes --------------------------------------------------------------------------------------
 
@@ -126,13 +156,14 @@ class Policy:
         micros = self._microbatches(batch, schedule, replay)
         found: list[tuple[Microbatch, Tensor, Tensor]] = []
 
-        def keep(micro: Microbatch, logprobs: Tensor, entropy: Tensor) -> tuple:
+        def keep(micro: Microbatch, logprobs: Tensor, entropy: Tensor, _ahead: list) -> tuple:
             found.append((micro, logprobs, entropy))
             return logprobs.sum(), _count(micro.inputs.loss_mask), {}
 
         with torch.no_grad(), self.replay.session(counting=replay), self._mode(training=False):
             self._run(micros, keep, forward_only=True)
-            agreement = self.replay.agreement(self.plan.hf["num_hidden_layers"]) if replay else {}
+            layers = self.plan.shape.num_hidden_layers + self.mtp_layers
+            agreement = self.replay.agreement(layers) if replay else {}
         stream = torch.zeros(2, len(batch.tokens), device=self.topo.device)
         for micro, logprobs, entropy in found:
             real = (micro.rows >= 0).to(self.topo.device)
@@ -148,14 +179,55 @@ class Policy:
         Returns: loss, grad_norm, lr and the loss function's metrics.
         Raises: FloatingPointError when the loss (before the step) or the gradient is not finite.
         """
+        metrics = self.accumulate(minibatch, schedule, loss)
+        if not math.isfinite(metrics["loss"]):
+            raise FloatingPointError(
+                f"Policy.update: the loss of update {self.updates} is {metrics['loss']}; "
+                "the weights are as they were before it"
+            )
+        return metrics | self.step_optimizer()
+
+    def step_optimizer(self) -> dict[str, float]:
+        """Move the weights along what `accumulate` left.
+
+        Returns: grad_norm (before clipping) and lr.
+        Raises: FloatingPointError when the gradient is not finite.
+        """
+        lr = warmed_up(self.plan.optimizer.lr, self.plan.optimizer.warmup_steps, self.updates)
+        set_lr(self.optimizer, lr)
+        stepped, grad_norm, _ = self.optimizer.step()
+        norm = float(grad_norm) if grad_norm is not None else float("nan")
+        if not stepped or not math.isfinite(norm):
+            raise FloatingPointError(
+                f"Policy.update: the gradient norm of update {self.updates} is {norm}. Go on from "
+                "the last checkpoint; a lower optimizer.lr or objective.tis_cap may help"
+            )
+        self.updates += 1
+        return {"grad_norm": norm, "lr": lr}
+
+    def accumulate(self, minibatch: Batch, schedule: Schedule, loss: LossFn) -> dict[str, float]:
+        """The gradient of the mean token loss of ``minibatch``, reduced over ranks, in the buffers.
+
+        Layers for multi-token prediction add ``mtp_coef`` times the mean, over depths, of their
+        mean negative log-prob, each over the loss tokens that its depth can predict.
+
+        Returns: loss and the loss function's metrics; ``mtp_loss`` with such layers [nats].
+        """
         if not minibatch.num_loss_tokens:
             raise ValueError("Policy.update: the minibatch has no token under its loss mask")
-        micros = self._microbatches(minibatch, schedule, self.plan.replay.train)
+        micros = self._microbatches(
+            minibatch, schedule, self.plan.replay.train, depths=self.mtp_layers
+        )
         names: list[str] = []
 
-        def score(micro: Microbatch, logprobs: Tensor, entropy: Tensor) -> tuple:
+        def score(
+            micro: Microbatch, logprobs: Tensor, entropy: Tensor, ahead: list[Tensor]
+        ) -> tuple:
             total, count, sums = loss(logprobs, entropy, micro.inputs)
             sums = {"loss": (total.detach(), count), **sums}
+            if ahead:
+                extra, sums["mtp_loss"] = self._mtp_loss(micro, ahead, minibatch)
+                total = total + extra
             names[:] = sums
             table = torch.stack([torch.stack([s.double(), c.double()]) for s, c in sums.values()])
             return total, count.int(), {"sums": table}
@@ -165,60 +237,73 @@ class Policy:
         self.optimizer.zero_grad()
         with self.replay.session(), self._mode(training=True):
             parts = self._run(micros, score, forward_only=False)
-        metrics = self._means(parts, names)
-        lr = warmed_up(self.plan.optimizer.lr, self.plan.optimizer.warmup_steps, self.updates)
-        set_lr(self.optimizer, lr)
-        if not math.isfinite(metrics["loss"]):
-            raise FloatingPointError(
-                f"Policy.update: the loss of update {self.updates} is {metrics['loss']}; "
-                "the weights are as they were before it"
-            )
-        stepped, grad_norm, _ = self.optimizer.step()
-        norm = float(grad_norm) if grad_norm is not None else float("nan")
-        if not stepped or not math.isfinite(norm):
-            raise FloatingPointError(
-                f"Policy.update: the gradient norm of update {self.updates} is {norm}. Go on from "
-                "the last checkpoint; a lower optimizer.lr or objective.tis_cap may help"
-            )
-        self.updates += 1
-        return metrics | {"grad_norm": norm, "lr": lr}
+        return self._means(parts, names)
 
-    def _microbatches(self, batch: Batch, schedule: Schedule, replay: bool) -> list[tuple]:
+    def _mtp_loss(
+        self, micro: Microbatch, ahead: list[Tensor], minibatch: Batch
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """(this microbatch's part of the loss, (negative log-probs, tokens) over all depths)."""
+        extra, missed, tokens = ahead[0].new_zeros(3).unbind()
+        for depth, (logprobs, part) in enumerate(zip(ahead, micro.ahead, strict=True), start=1):
+            lost = -torch.where(part.loss_mask, logprobs, 0).sum()
+            # megatron divides by the minibatch's loss tokens; fewer can be predicted from afar
+            counted = max(1, minibatch.num_loss_tokens_ahead(depth))
+            extra = extra + lost * (minibatch.num_loss_tokens / counted)
+            missed, tokens = missed + lost.detach(), tokens + part.loss_mask.sum()
+        return extra * (self.plan.objective.mtp_coef / len(ahead)), (missed, tokens)
+
+    def _microbatches(
+        self, batch: Batch, schedule: Schedule, replay: bool, depths: int = 0
+    ) -> list[tuple]:
         """[(microbatch, packed sequences, routes a chunk)] of this data-parallel rank."""
+        if replay and batch.routes is None:
+            raise ValueError(
+                "replay: the samples carry no routes; the engine must return them, or the plan "
+                "must switch replay off (replay: {old: false, reference: false, train: false})"
+            )
         mine = list(schedule[self.topo.dp_rank])
         if self.topo.vpp_size is not None:  # interleaving wants whole rounds: fill up with padding
             mine += [()] * (-len(mine) % self.topo.pp_size)
         made = []
         for ids in mine:
             with record_function("pyrl: pack"):
-                micro = Microbatch.of(batch, ids, self.topo)
+                micro = Microbatch.of(batch, ids, self.topo, depths)
                 packed = PackedSequences.of(micro.layout, self.topo.cp_rank, self.topo.device)
+                packed.tokens_ahead = tuple(ahead.tokens for ahead in micro.ahead)
             with record_function("pyrl: routes"):
                 made.append((micro, packed, self._routes(batch, micro, replay)))
         return made
 
-    def _routes(self, batch: Batch, micro: Microbatch, replay: bool) -> list[list[Forced] | None]:
-        if not replay:
-            return [None] * len(self.chunks)
-        if batch.routes is None:
-            raise ValueError(
-                "replay: the samples carry no routes; the engine must return them, or the plan "
-                "must switch replay off (replay: {old: false, reference: false, train: false})"
+    def _routes(self, batch: Batch, micro: Microbatch, replay: bool) -> list[list[Forced]]:
+        """Routes a router of each chunk; layers for multi-token prediction choose for themselves
+        unless the samples have rows of their own for them."""
+        rows, device, shape = micro.router_rows(self.topo), self.topo.device, self.plan.shape
+        found = []
+        for chunk in range(len(self.chunks)):
+            ids = self.replay.layer_ids(chunk)
+            optional = [i for i in ids if i >= shape.num_hidden_layers and i not in batch.layer_ids]
+            native = ids if not replay else optional
+            wanted = [i for i in ids if i not in native]
+            routes = dict(
+                zip(
+                    native,
+                    native_routes(rows, len(native), shape.topk, shape.num_experts, device),
+                    strict=True,
+                )
             )
-        rows, device = micro.router_rows(self.topo), self.topo.device
-        experts = self.plan.hf["n_routed_experts"]
-        return [
-            forced_routes(
-                batch.routes,
-                batch.route_mask,
-                batch.layer_ids,
-                rows,
-                self.replay.layer_ids(chunk),
-                experts,
-                device,
-            )
-            for chunk in range(len(self.chunks))
-        ]
+            if batch.routes is not None and wanted:
+                forced = forced_routes(
+                    batch.routes,
+                    batch.route_mask,
+                    batch.layer_ids,
+                    rows,
+                    wanted,
+                    shape.num_experts,
+                    device,
+                )
+                routes |= zip(wanted, forced, strict=True)
+            found.append([routes[i] for i in ids])
+        return found
 
     def _run(self, micros: list[tuple], score: Callable[..., tuple], forward_only: bool) -> list:
         """megatron's own schedule over ``micros``; ``score`` turns log-probs into a loss."""
@@ -243,19 +328,28 @@ class Policy:
             forward_only=forward_only,
         )
 
-    def _score(self, micro: Microbatch, score: Callable[..., tuple], logits: Tensor) -> tuple:
-        """On the last stage: logits [1, M, V / tp] -> what ``score`` makes of its rows."""
+    def _score(self, micro: Microbatch, score: Callable[..., tuple], logits: Any) -> tuple:
+        """On the last stage: logits [1, M, V / tp], a list of them by depth with multi-token
+        prediction -> what ``score`` makes of their rows."""
+        first, *others = logits if isinstance(logits, list) else [logits]
         with record_function("pyrl: logprob"):
-            logprobs, entropy = vocab_parallel_logprob(
-                logits[0],
-                micro.targets,
-                self.topo.groups.tp,
-                temperature=self.plan.rollout.temperature,
-                valid_vocab=self.plan.hf["vocab_size"],
-                with_entropy=True,
-            )
+            logprobs, entropy = self._logprobs(first, micro.targets)
+            ahead = [
+                self._logprobs(each, part.targets)[0]
+                for each, part in zip(others, micro.ahead, strict=True)
+            ]
         with record_function("pyrl: loss"):
-            return score(micro, logprobs, entropy)
+            return score(micro, logprobs, entropy, ahead)
+
+    def _logprobs(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return vocab_parallel_logprob(
+            logits[0],
+            targets,
+            self.topo.groups.tp,
+            temperature=self.plan.rollout.temperature,
+            valid_vocab=self.plan.shape.vocab_size,
+            with_entropy=True,
+        )
 
     @contextmanager
     def _mode(self, training: bool) -> Iterator[None]:

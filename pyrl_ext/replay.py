@@ -3,6 +3,9 @@
 `Replay` walks the live model for its routers, hands each microbatch's routes to the layers they
 belong to, and counts how often the router would have chosen the same experts. It holds no state
 between passes: `session` clears it, also after an exception.
+
+Layers are named by 0-based global ids; the routers of multi-token-prediction layers follow the
+decoder's, so that the first of them has id ``num_layers``.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ class Forced:
         ids:    [M, K] int64 expert ids; padding rows hold distinct experts spread over all of them.
         forced: [M] bool, rows whose ids are used, the router chooses for the others; None: all.
         routed: [M] bool, rows whose ids came from the engine (neither padding nor missing).
+        real:   [M] bool, rows that are tokens; None: all.
     """
 
     ids: Tensor
     forced: Tensor | None
     routed: Tensor
+    real: Tensor | None
 
 
 class RouterHook:
@@ -52,13 +57,18 @@ class RouterHook:
         self.layer_id = layer_id
         self.layer_number: int | None = None  # megatron sets it
         self.current: Forced | None = None
+        self.used: Forced | None = None  # in the newest forward or recomputation
         self.for_recompute: deque[Forced] = deque()
         self.counting = False
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
 
     def clear(self) -> None:
-        self.current = None
+        self.current = self.used = None
         self.for_recompute.clear()
+
+    @property
+    def is_clear(self) -> bool:
+        return self.current is None and self.used is None and not self.for_recompute
 
     def get_replay_topk(
         self,
@@ -77,6 +87,7 @@ class RouterHook:
         )
         recomputing = is_checkpointing() and torch.is_grad_enabled()
         use = self.for_recompute.popleft() if recomputing and self.for_recompute else self.current
+        self.used = use
         if use is None:
             return native_topk(scores)
         if use.ids.shape != (scores.shape[0], topk):
@@ -122,13 +133,17 @@ class Replay:
     def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device):
         self.device = device
         self.hooks: list[list[RouterHook]] = [_attach(chunk, device) for chunk in chunks]
-        ids = [hook.layer_id for hook in self._all()]
-        if len(set(ids)) < len(ids):
-            raise RuntimeError(f"replay: router layer ids {ids}, expected each layer once")
+        if len(set(self.layers)) < len(self.layers):
+            raise RuntimeError(f"replay: router layers {self.layers}, expected each once")
 
     def _all(self) -> Iterator[RouterHook]:
         for hooks in self.hooks:
             yield from hooks
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """0-based global ids of the layers with a router on this rank."""
+        return tuple(hook.layer_id for hook in self._all())
 
     def layer_ids(self, chunk: int) -> tuple[int, ...]:
         """0-based global ids of the layers with a router in model chunk ``chunk`` of this rank."""
@@ -155,6 +170,11 @@ class Replay:
             for hook in self._all():
                 hook.clear()
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether no router holds routes of any microbatch."""
+        return all(hook.is_clear for hook in self._all())
+
     def force(self, chunk: int, routes: Sequence[Forced] | None) -> None:
         """Use ``routes``, one a layer of `layer_ids`, in the next forward; None: native."""
         hooks = self.hooks[chunk]
@@ -169,6 +189,9 @@ class Replay:
     def agreement(self, num_layers: int) -> dict[int, tuple[float, float, float]]:
         """Layer id -> (sum of |A and B| / K, count of equal sets, count) over all ranks' rows.
 
+        Args:
+            num_layers: layers of the whole model, those for multi-token prediction included.
+
         Communicates: one all-reduce of 3 doubles a layer over the world. Syncs: reads it.
         """
         total = torch.zeros(num_layers, 3, dtype=torch.float64, device=self.device)
@@ -180,7 +203,7 @@ class Replay:
 
 
 def _attach(chunk: torch.nn.Module, device: torch.device) -> list[RouterHook]:
-    """Hook every decoder router of a live model chunk; MTP routers are not the decoder's layers."""
+    """Hook every router of a live model chunk."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -193,8 +216,6 @@ def _attach(chunk: torch.nn.Module, device: torch.device) -> list[RouterHook]:
             raise RuntimeError(
                 f"replay: {name}.router is {type(router).__name__}, not a TopKRouter"
             )
-        if router.is_mtp_layer:
-            continue
         if router.config.moe_router_fusion or router.routing_type in (
             "sinkhorn",
             "quantile_balancing",
@@ -204,10 +225,26 @@ def _attach(chunk: torch.nn.Module, device: torch.device) -> list[RouterHook]:
                 f"{router.routing_type!r}; these return before the replay hook is asked"
             )
         assert router.layer_number is not None
-        hook: Any = RouterHook(router.layer_number - 1, device)
+        # megatron numbers the layers for multi-token prediction from 1 again
+        before = router.config.num_layers if router.is_mtp_layer else 0
+        hook: Any = RouterHook(before + router.layer_number - 1, device)
         router.router_replay = hook
+        _leave_out_padding(router, hook)
         hooks.append(hook)
     return hooks
+
+
+def _leave_out_padding(router: Any, hook: RouterHook) -> None:
+    """megatron-core 0.19.2 counts padding rows as load of the experts, by which it moves the
+    selection bias, so that the bias would depend on the layout. Its own ``padding_mask`` raises
+    there ([T, E] & [T]) and is cut for sequence parallelism on the first pipeline stage only."""
+    count = router._apply_expert_bias
+
+    def count_real(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        real = None if hook.used is None else hook.used.real
+        count(routing_map if real is None else routing_map & real[:, None], padding_mask)
+
+    router._apply_expert_bias = count_real
 
 
 def forced_routes(
@@ -237,9 +274,27 @@ def forced_routes(
         )
     slots = [layer_ids.index(layer) for layer in wanted]
     ids = gather_routes(routes, rows, slots, num_experts, torch.int64).to(device, non_blocking=True)
-    is_padding = rows < 0
-    routed = route_mask[rows.clamp(min=0)] & ~is_padding if len(route_mask) else ~is_padding
-    forced = routed | is_padding
+    real = rows >= 0
+    routed = route_mask[rows.clamp(min=0)] & real if len(route_mask) else real
+    return _forced(ids, routed, real, device)
+
+
+def native_routes(
+    rows: Tensor, layers: int, topk: int, num_experts: int, device: torch.device
+) -> list[Forced]:
+    """What stands for missing routes: tokens choose for themselves, padding rows are spread.
+
+    Args: as in `forced_routes`; ``layers`` routers that pick ``topk`` experts each.
+    """
+    none = torch.zeros(0, 1, topk, dtype=torch.int32)
+    padding = torch.full_like(rows, -1)
+    ids = gather_routes(none, padding, [0] * layers, num_experts, torch.int64).to(device)
+    return _forced(ids, torch.zeros_like(rows, dtype=torch.bool), rows >= 0, device)
+
+
+def _forced(ids: Tensor, routed: Tensor, real: Tensor, device: torch.device) -> list[Forced]:
+    forced = routed | ~real
     forced_there = None if bool(forced.all()) else forced.to(device, non_blocking=True)
+    real_there = None if bool(real.all()) else real.to(device, non_blocking=True)
     routed = routed.to(device, non_blocking=True)
-    return [Forced(ids[i], forced_there, routed) for i in range(len(wanted))]
+    return [Forced(each, forced_there, routed, real_there) for each in ids]

@@ -51,7 +51,10 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "plan.json").write_text(self.plan.model_dump_json(indent=2) + "\n")
         if newest is not None:
-            print(f"going on from {newest} (step {policy.step} of {self.plan.steps})", flush=True)
+            before, now = checkpoint.written_under(newest), checkpoint.layout(self.topo)
+            moved = "" if before == now else f", written under {before}; now {now}"
+            done = f"step {policy.step} of {self.plan.steps}"
+            print(f"going on from {newest} ({done}){moved}", flush=True)
         lines = JsonlSink(self.path / "metrics.jsonl")
         lines.rewind(policy.step)
         self.sinks = [lines]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 # said once per import of megatron-core; the plan's backend decides, not what happens to be there
 warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
 warnings.filterwarnings("ignore", message=".*without the NVRx async checkpointing.*")
+warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CUDA runtime"
 
 
@@ -108,12 +110,30 @@ def start(plan: Any, timeout: timedelta = timedelta(minutes=30)) -> Iterator[Top
         _start_processes(device, plan.world_size, timeout)
     try:
         yield _groups(plan, device)
+        if not ours:
+            dist.barrier()  # nobody closes a group that another still reads from
     finally:
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
+        _leave_groups()
         if ours:
             dist.destroy_process_group()
+
+
+def _leave_groups() -> None:
+    """megatron forgets its groups and leaves them open, each with its threads and sockets: a
+    process that builds several topologies would drown in them."""
+    from megatron.core import parallel_state
+
+    groups = parallel_state._global_process_group_list or []
+    parallel_state.destroy_model_parallel()
+    for group in {group for group in groups if group is not None}:
+        dist.destroy_process_group(group)
+
+
+def _embedding_ranks(stages: Sequence, pp_ranks: list[int]) -> list[int]:
+    """Ranks of a pipeline that hold the embedding, or an output tied to it: the first, the last,
+    and where a layout string put the layers for multi-token prediction."""
+    holders = (any(s.embedding or s.mtp or s.loss for s in chunks) for chunks in stages)
+    return [rank for rank, holds in zip(pp_ranks, holders, strict=True) if holds]
 
 
 def _groups(plan: Any, device: torch.device) -> Topology:
@@ -121,6 +141,7 @@ def _groups(plan: Any, device: torch.device) -> Topology:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     sizes = plan.parallel
+    embedding_ranks: Any = partial(_embedding_ranks, plan.stages)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
@@ -128,6 +149,7 @@ def _groups(plan: Any, device: torch.device) -> Topology:
         context_parallel_size=sizes.cp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.etp,
+        get_embedding_ranks=embedding_ranks,
         create_gloo_process_groups=False,
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()

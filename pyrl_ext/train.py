@@ -16,6 +16,7 @@ from pyrl_ext.batch import Batch
 from pyrl_ext.metrics.mismatch import mismatch
 from pyrl_ext.metrics.profile import Clock
 from pyrl_ext.objective import build_advantage, build_loss
+from pyrl_ext.peers import Peers, PhaseClock, watched
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.policy import Policy, Scores
 from pyrl_ext.rollout import Engine, Sample, Sampling
@@ -28,7 +29,7 @@ from pyrl_ext.topology import Topology
 STOPPED = 130  # exit code of a shell command that Ctrl-C ended
 
 
-def train(plan: Plan, topo: Topology) -> bool:
+def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
     """Run the plan from where its run folder stands; whether it reached its last step."""
     run = RunFolder(plan, topo)
     run.check()
@@ -38,12 +39,13 @@ def train(plan: Plan, topo: Topology) -> bool:
     reference = Policy.build(plan, topo, trainable=False) if plan.objective.kl_coef else None
     rollouts = Rollouts(plan, topo, source)
     run.resume(policy)
-    experts = plan.shape.n_routed_experts
+    experts = plan.shape.num_experts
     layers = plan.router_layers if plan.replay.enabled else None  # None: routes are not needed
 
-    clock = Clock()
+    clock = PhaseClock(peers)
     with Interrupt(topo.device).watched() as interrupt:
         for step in range(policy.step, plan.steps):
+            peers.step = step
             with clock("time/step"):
                 with clock("time/publish"):
                     rollouts.engine.load_weights(policy.weights(), version=step)
@@ -164,8 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if plan.threads:
         torch.set_num_threads(plan.threads)
     try:
-        with topology.start(plan) as topo:
-            done = train(plan, topo)
+        with topology.start(plan) as topo, watched(topo) as peers:
+            done = train(plan, topo, peers)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

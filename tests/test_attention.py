@@ -9,7 +9,7 @@ import torch
 from pyrl_ext.layout import TokenLayout
 from pyrl_ext.megatron.attention import PackedAttention, PackedRotary, PackedSequences
 
-HEADS, DIM = 2, 8
+HEADS, DIM = 4, 8
 
 
 def one_row_at_a_time(q, k, v, starts, ends, scale):
@@ -17,8 +17,9 @@ def one_row_at_a_time(q, k, v, starts, ends, scale):
     out = torch.empty(q.shape[0], HEADS, v.shape[2], dtype=q.dtype)
     for i, (a, b) in enumerate(zip(starts, ends, strict=True)):
         for h in range(HEADS):
-            weight = torch.softmax(k[a:b, h] @ q[i, h] * scale, 0)
-            out[i, h] = weight @ v[a:b, h]
+            of = h * k.shape[1] // HEADS  # the key/value head of this query head
+            weight = torch.softmax(k[a:b, of] @ q[i, h] * scale, 0)
+            out[i, h] = weight @ v[a:b, of]
     return out
 
 
@@ -38,12 +39,14 @@ def ragged_attention(q, k, v, sizes, scale):
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
 @pytest.mark.parametrize("seqlens", [(5, 1, 9, 5), (16,), (0, 3), (1,)])
-def test_both_kernels_equal_a_loop(cp_size, seqlens):
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+def test_both_kernels_equal_a_loop(cp_size, seqlens, kv_heads):
     layout, scale = TokenLayout(seqlens, cp_size=cp_size, tp_size=2), 0.3
     g = torch.Generator().manual_seed(0)
     total = sum(layout.padded_seqlens)
     q, k, v = (
-        torch.randn(total, HEADS, d, generator=g, dtype=torch.float64) for d in (DIM, DIM, 6)
+        torch.randn(total, heads, d, generator=g, dtype=torch.float64)
+        for heads, d in ((HEADS, DIM), (kv_heads, DIM), (kv_heads, 6))
     )
     cu = layout.cu_seqlens(padded=True).tolist()
     starts = [a for a, b in pairwise(cu) for _ in range(b - a)]
@@ -59,6 +62,31 @@ def test_both_kernels_equal_a_loop(cp_size, seqlens):
         if packed.chunks:
             out = ragged_attention(q[mine], k, v, packed.varlen, scale)
             torch.testing.assert_close(out, exact[mine])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn runs on a GPU")
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+def test_kernel_on_a_gpu_equals_the_plain_one(kv_heads):
+    """bfloat16 through ``varlen_attn`` against float32, and the gradients."""
+    layout, device = TokenLayout((5, 1, 130, 64), cp_size=1, tp_size=1), torch.device("cuda")
+    packed = PackedSequences.of(layout, 0, device)
+    attention = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(attention)
+    attention.scale = None
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(200, heads, 64, device=device).bfloat16().requires_grad_()
+        for heads in (HEADS, kv_heads, kv_heads)
+    )
+    exact_q, exact_k, exact_v = (x.detach().float().requires_grad_() for x in (q, k, v))
+    out = attention._varlen(q, k, v, packed)
+    want = attention._by_shape(exact_q, exact_k, exact_v, packed)
+    torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=2e-2)
+    gradient = torch.randn_like(want)
+    found = torch.autograd.grad(out, (q, k, v), gradient.bfloat16())
+    wanted = torch.autograd.grad(want, (exact_q, exact_k, exact_v), gradient)
+    for got, exact in zip(found, wanted, strict=True):
+        assert (got.float() - exact).norm() < 2e-2 * exact.norm()
 
 
 def test_rotary_angles_are_position_times_frequency():

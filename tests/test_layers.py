@@ -18,7 +18,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A room imports rooms to its left. `plan` is a world of its own that everyone may read.
 ORDER: list[str] = [
     *("plan", "named", "ops", "layout", "logprob", "replay", "schedule", "objective", "topology"),
-    *("rollout", "batch", "microbatch", "megatron", "models", "policy", "metrics", "run", "train"),
+    *("rollout", "batch", "microbatch", "megatron", "models", "policy", "metrics", "peers", "run"),
+    "train",
 ]
 
 MAX_FUNCTION_LINES = 80

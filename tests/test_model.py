@@ -1,6 +1,8 @@
 """The megatron model is the transformers model: logits, names and bits."""
 
 import json
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from tiny import random_batch, tiny_plan
 from transformers import AutoModelForCausalLM
 
 from pyrl_ext import topology
-from pyrl_ext.models import weights
+from pyrl_ext.models import family, weights
+from pyrl_ext.plan.schema import Model
+from pyrl_ext.plan.shape import parameters
 from pyrl_ext.policy import Policy
 from pyrl_ext.schedule import plan_microbatches
 
@@ -24,14 +28,21 @@ def exported(tmp_path_factory):
     return folder
 
 
-def test_logits_agree_with_transformers(exported):
+@pytest.mark.parametrize("pattern", ["dsss", "dsdssd", "sdsd"])
+def test_logits_agree_with_transformers(tmp_path, pattern):
     """Log-probs and entropies of packed rows equal those of one sequence at a time in
-    transformers."""
-    theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    plan, batch = tiny_plan(f"model.weights={exported}"), random_batch(9)
+    transformers, with dense layers before, between and behind those with experts."""
+    kinds = [{"d": "dense", "s": "sparse"}[letter] for letter in pattern]
+    hf = tiny_plan().hf | {"mlp_layer_types": kinds, "num_hidden_layers": len(kinds)}
+    del hf["first_k_dense_replace"]
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    plan, batch = tiny_plan(f"model.config={tmp_path}/config.json", "seed=3"), random_batch(9)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
+        weights.save_safetensors(tmp_path, policy.weights(), plan.hf)
         scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert sum(p.numel() for p in theirs.parameters()) == parameters(plan.shape).total
     first = 0
     for length in batch.seqlens:
         rows = slice(first, first + length)
@@ -104,3 +115,9 @@ def test_multi_token_prediction_layers_are_left_out_by_name(exported, tmp_path):
         back = dict(Policy.build(plan, topo).weights())
     assert "model.layers.4.eh_proj.weight" not in back
     assert len(back) == len(tensors) - 1
+
+
+def test_a_family_is_a_file_of_its_name_in_both_rooms():
+    package = Path(weights.__file__).parents[1]
+    for name in get_args(Model.model_fields["family"].annotation):
+        assert family(name).weights and (package / f"plan/families/{name}.py").is_file()

@@ -274,7 +274,7 @@ def test_a_full_disk_leaves_no_half_checkpoint(tmp_path):
     assert run(tmp_path, "steps=1", *overrides) == 0
     code = (
         "import resource, sys; from pyrl_ext import train;"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000));"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000));"
         "sys.exit(train.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, str(CONFIG), f"run={tmp_path}", *QUICK, "steps=2"]

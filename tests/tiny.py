@@ -9,12 +9,13 @@ from pyrl_ext.batch import Batch
 from pyrl_ext.plan import Plan, compile_plan
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
+QWEN3 = CONFIG.with_name("tiny_qwen3.yaml")
 LAYERS, EXPERTS, TOPK = (1, 2, 3), 8, 2
 
 
-def tiny_plan(*overrides: str) -> Plan:
+def tiny_plan(*overrides: str, config: Path = CONFIG) -> Plan:
     """configs/tiny.yaml with ``section.key=value`` overrides, through the real compiler."""
-    return compile_plan(CONFIG, overrides)
+    return compile_plan(config, overrides)
 
 
 def random_routes(rows: int, generator: torch.Generator) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class PackedSequences(PackedSeqParams):
     layout: TokenLayout | None = None
     cp_rank: int = 0
     device: torch.device | None = None
+    tokens_ahead: tuple[Tensor, ...] = ()  # [T_local] each, input of every depth of prediction
 
     @classmethod
     def of(cls, layout: TokenLayout, cp_rank: int, device: torch.device) -> PackedSequences:
@@ -150,7 +152,7 @@ class PackedAttention(MegatronModule):
     def forward(
         self,
         query: Tensor,  # [T_local, heads, D]
-        key: Tensor,
+        key: Tensor,  # [T_local, heads or a divisor of them, D], as the values
         value: Tensor,
         attention_mask: Tensor | None = None,
         attn_mask_type: Any = None,
@@ -182,7 +184,13 @@ class PackedAttention(MegatronModule):
                 for x, at in ((query, group.q_rows), (key, group.k_rows), (value, group.k_rows))
             )
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=group.mask, is_causal=group.mask is None, scale=self.scale
+                q,
+                k,
+                v,
+                attn_mask=group.mask,
+                is_causal=group.mask is None,
+                scale=self.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
             parts.append(out.transpose(1, 2).flatten(0, 1))
             rows.append(group.q_rows.flatten())
@@ -201,6 +209,10 @@ class PackedAttention(MegatronModule):
         sizes = packed.varlen
         if (rows := sizes["key_rows"]) is not None:
             key, value = key.index_select(0, rows), value.index_select(0, rows)
+        # from torch 2.12 on, fewer key/value heads than query heads must be meant
+        grouped: dict[str, Any] = {}
+        if query.shape[1] != key.shape[1] and "enable_gqa" in signature(varlen_attn).parameters:
+            grouped["enable_gqa"] = True
         out = varlen_attn(
             query,
             key,
@@ -211,6 +223,7 @@ class PackedAttention(MegatronModule):
             sizes["max_k"],
             scale=self.scale,
             window_size=(-1, 0),
+            **grouped,
         )
         assert isinstance(out, Tensor)
         return out
@@ -219,8 +232,8 @@ class PackedAttention(MegatronModule):
 class PackedRotary(torch.nn.Module):
     """Rotary angles of the rows this rank holds, from their positions: no loop over sequences.
 
-    Stands where megatron's ``RotaryEmbedding`` stands in multi-latent attention; its first argument
-    is whatever `get_rotary_seq_len` returned, here the positions themselves.
+    Stands where megatron's ``RotaryEmbedding`` stands, in the model or in multi-latent attention;
+    its first argument is whatever `get_rotary_seq_len` returned, here the positions themselves.
     """
 
     def __init__(self, dim: int, base: float, device: torch.device):
@@ -232,7 +245,7 @@ class PackedRotary(torch.nn.Module):
     def get_rotary_seq_len(self, _context, _block, _hidden, _config, packed: PackedSequences):
         return packed.positions
 
-    def forward(self, positions: Tensor, packed_seq: bool = True) -> Tensor:
+    def forward(self, positions: Tensor, packed_seq: bool = True, cp_group: Any = None) -> Tensor:
         """[T_local] positions -> [T_local, 1, dim] angles."""
         half = positions[:, None].float() * self.inv_freq
         return torch.cat((half, half), dim=-1)[:, None]

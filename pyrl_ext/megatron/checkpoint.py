@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from pyrl_ext.megatron.model import quiet
+from pyrl_ext.megatron.optimizer import load_state, sharded_state
 from pyrl_ext.topology import Topology
 
 COUNTERS = "counters.json"
@@ -40,7 +41,7 @@ def save(
         with quiet():
             dist_checkpointing.save(_state(models, optimizer, topo), str(writing))
         if topo.is_main:
-            (writing / COUNTERS).write_text(json.dumps(counters))
+            (writing / COUNTERS).write_text(json.dumps(counters | {"layout": layout(topo)}))
 
     def finish() -> None:
         if topo.is_main:
@@ -75,18 +76,32 @@ def _on_all_ranks(stage: Callable[[], None], writing: Path, topo: Topology) -> N
 
 
 def load(folder: Path, models: Sequence[Module], optimizer: Any, topo: Topology) -> dict:
-    """Fill models and optimizer from ``folder`` and return its counters."""
+    """Fill models and optimizer from ``folder``, whatever layout wrote it; returns its counters."""
     from megatron.core import dist_checkpointing
 
     with quiet():
         state: Any = dist_checkpointing.load(
-            _state(models, optimizer, topo, is_loading=True), str(folder)
+            _state(models, optimizer, topo, loading=True), str(folder)
         )
-    for key, model in zip(_keys(models), models, strict=True):
-        model.load_state_dict(state[key])
+    for i, model in enumerate(models):
+        model.load_state_dict(state["models"][i])
     if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
+        load_state(optimizer, state["optimizer"])
     return json.loads((folder / COUNTERS).read_text())
+
+
+def layout(topo: Topology) -> str:
+    """The sizes of ``topo`` in words, as in ``dp 2 ep 2 on cpu``."""
+    sizes = {name: getattr(topo, f"{name}_size") for name in ("dp", "tp", "pp", "vpp", "cp", "ep")}
+    words = [f"{name} {size}" for name, size in sizes.items() if size not in (None, 1)]
+    if topo.etp_size != topo.tp_size:
+        words.append(f"etp {topo.etp_size}")
+    return f"{' '.join(words) or 'one rank'} on {topo.device.type}"
+
+
+def written_under(folder: Path) -> str:
+    """The `layout` of the run that wrote ``folder``."""
+    return json.loads((folder / COUNTERS).read_text())["layout"]
 
 
 def latest(folder: Path) -> Path | None:
@@ -118,24 +133,17 @@ def _last_line(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _keys(models: Sequence[Module]) -> list[str]:
-    return ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
-
-
 def _state(
-    models: Sequence[Module], optimizer: Any, topo: Topology, is_loading: bool = False
+    models: Sequence[Module], optimizer: Any, topo: Topology, loading: bool = False
 ) -> dict[str, Any]:
-    metadata = {
-        "dp_cp_group": topo.groups.dp_cp,
-        "chained_optim_avoid_prefix": True,
-        "distrib_optim_sharding_type": "fully_reshardable",
-    }
+    """Sharded tensors by names that no layout shows in: layers by their global number."""
+    metadata = {"dp_cp_group": topo.groups.dp_cp}
     state: dict[str, Any] = {
-        key: model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-        for key, model in zip(_keys(models), models, strict=True)
+        "models": {
+            i: model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+            for i, model in enumerate(models)
+        }
     }
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(
-            dict(state), is_loading=is_loading, metadata=metadata
-        )
+        state["optimizer"] = sharded_state(optimizer, state["models"], loading)
     return state

@@ -12,21 +12,31 @@ from torch.nn import Module
 
 from pyrl_ext.topology import Topology
 
+# keys of the plan's `parallel` that megatron's config has under the same names
+PIPELINE_SPLIT = (
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    "pipeline_model_parallel_layout",
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def transformer_config(plan: Any, topo: Topology, family_config: Mapping[str, Any]) -> Any:
     """megatron's config: what the family and the plan say, and what packed RL training needs."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     dtype = DTYPES[plan.model.dtype]
-    return MLATransformerConfig(
+    latent = family_config.get("multi_latent_attention", False)
+    return (MLATransformerConfig if latent else TransformerConfig)(
         **family_config,
         **_recompute(plan.model.recompute),
         tensor_model_parallel_size=topo.tp_size,
         pipeline_model_parallel_size=topo.pp_size,
         virtual_pipeline_model_parallel_size=topo.vpp_size,
+        **{name: getattr(plan.parallel, name) for name in PIPELINE_SPLIT},
+        mtp_num_layers=plan.num_mtp_layers or None,
+        mtp_detach_heads=plan.objective.mtp_detach,
         context_parallel_size=topo.cp_size,
         expert_model_parallel_size=topo.ep_size,
         expert_tensor_parallel_size=topo.etp_size,
@@ -38,7 +48,6 @@ def transformer_config(plan: Any, topo: Topology, family_config: Mapping[str, An
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        multi_latent_attention=True,
         normalization="RMSNorm",
         add_bias_linear=False,
         hidden_dropout=0.0,
@@ -78,28 +87,61 @@ def _recompute(choice: str) -> dict[str, Any]:
 
 
 def local_spec(config: Any, vp_stage: int | None) -> Any:
-    """megatron's decoder block spec with the parts it lacks for packed multi-latent attention."""
+    """megatron's decoder block spec with the parts it lacks for packed sequences."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from pyrl_ext.megatron.attention import RMSNorm
+
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    for layer in spec.layer_specs:  # type: ignore[union-attr]
+        _fit(layer, config)
+    spec.layer_norm = RMSNorm
+    return spec
+
+
+def local_mtp_spec(config: Any, vp_stage: int | None) -> Any:
+    """The layers for multi-token prediction of this model chunk, each a decoder layer with experts;
+    None where there are none."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from pyrl_ext.megatron import mtp
+    from pyrl_ext.megatron.attention import RMSNorm
+
+    if not mtp.layers_here(config, vp_stage):
+        return None
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    _fit(layer, config)
+    return mtp.block_spec(layer, config.mtp_num_layers, norm=RMSNorm, linear=ColumnParallelLinear)
+
+
+def _fit(layer: Any, config: Any) -> None:
+    """Put the parts for packed sequences into the spec of one layer."""
     from megatron.core.transformer import multi_latent_attention
 
     from pyrl_ext.megatron.attention import PackedAttention, ReplicatedLinear, RMSNorm
 
-    # megatron asks "is this TELinear?" to see whether a down projection is replicated; without
-    # TransformerEngine that name is None, and this is what stands for it
-    multi_latent_attention.TELinear = ReplicatedLinear  # type: ignore[attr-defined]
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
-    )
-    layers: Any = spec.layer_specs
-    for layer in layers:
-        parts = layer.submodules
-        attention = parts.self_attention.submodules
-        attention.core_attention = PackedAttention
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    parts = layer.submodules
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    attention.q_layernorm = RMSNorm
+    if config.multi_latent_attention:
+        # megatron asks "is this TELinear?" to see whether a down projection is replicated; without
+        # TransformerEngine that name is None, and this is what stands for it
+        multi_latent_attention.TELinear = ReplicatedLinear  # type: ignore[attr-defined]
+        attention.kv_layernorm = RMSNorm
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    spec.layer_norm = RMSNorm
-    return spec
+    else:
+        attention.k_layernorm = RMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
 
 
 def build_chunks(
@@ -114,24 +156,29 @@ def build_chunks(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
+    from pyrl_ext.megatron.mtp import MultiTokenGPT
+
     if plan.model.backend != "local":
         raise NotImplementedError(
             f"model.backend: {plan.model.backend!r} is not built, expected 'local'"
         )
-    hf = plan.hf
+    shape = plan.shape
+    if reasons := shape.unsupported():
+        raise NotImplementedError(f"model.config: {reasons[0]}")
     stages = [None] if topo.vpp_size is None else list(range(topo.vpp_size))
     chunks: list[Module] = []
     with quiet():
         config = transformer_config(plan, topo, family_config)
         for stage in stages:
-            chunk = GPTModel(
+            chunk = (MultiTokenGPT if plan.num_mtp_layers else GPTModel)(
                 config,
                 local_spec(config, stage),
-                vocab_size=-(-hf["vocab_size"] // topo.tp_size) * topo.tp_size,
-                max_sequence_length=hf["max_position_embeddings"],
+                mtp_block_spec=local_mtp_spec(config, stage),
+                vocab_size=-(-shape.vocab_size // topo.tp_size) * topo.tp_size,
+                max_sequence_length=shape.max_position_embeddings,
                 pre_process=topo.is_first_stage and stage in (None, 0),
                 post_process=topo.is_last_stage and stage in (None, stages[-1]),
-                share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
+                share_embeddings_and_output_weights=shape.tie_word_embeddings,
                 position_embedding_type="rope",
                 pg_collection=topo.groups,
                 vp_stage=stage,
@@ -144,13 +191,11 @@ def build_chunks(
 
 def _finish(chunk: Module, topo: Topology, rotary: tuple[int, float]) -> None:
     """Hand the built layers what megatron does not pass through its specs."""
-    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-
     from pyrl_ext.megatron.attention import PackedRotary, ReplicatedLinear
 
     for module in chunk.modules():
-        if isinstance(module, MultiLatentAttention):
-            setattr(module, "rotary_pos_emb", PackedRotary(*rotary, topo.device))  # noqa: B010
+        if hasattr(module, "rotary_pos_emb"):  # the model, or with latent attention every layer
+            module.rotary_pos_emb = PackedRotary(*rotary, topo.device)
         elif isinstance(module, ReplicatedLinear):
             module.tp_group = topo.groups.tp
 
@@ -162,11 +207,11 @@ def wrap_ddp(plan: Any, chunks: Sequence[Module], groups: Any) -> list[Module]:
 
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=plan.optimizer.overlap_grad_reduce,
         use_distributed_optimizer=plan.optimizer.distributed,
         check_for_nan_in_grad=False,  # the optimizer's norm says it once, for all ranks
     )
-    return [
+    wrapped: list[Any] = [
         DistributedDataParallel(
             config=get_model_config(chunk),
             ddp_config=ddp,
@@ -176,6 +221,10 @@ def wrap_ddp(plan: Any, chunks: Sequence[Module], groups: Any) -> list[Module]:
         )
         for i, chunk in enumerate(chunks)
     ]
+    if ddp.overlap_grad_reduce:  # only the last microbatch's backward passes may reduce
+        pauses = [chunk.no_sync for chunk in wrapped]
+        get_model_config(chunks[0]).no_sync_func = pauses if len(pauses) > 1 else pauses[0]
+    return wrapped
 
 
 def unwrap(module: Module) -> Module:

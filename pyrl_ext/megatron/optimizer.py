@@ -1,11 +1,13 @@
-"""megatron's optimizer over the wrapped chunks, and the mends its checkpoint loading needs."""
+"""megatron's optimizer over the wrapped chunks, and its state in one form for every layout."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from pyrl_ext.megatron.model import DTYPES, quiet
 
@@ -15,8 +17,6 @@ def build_optimizer(plan: Any, chunks: Sequence[Any], groups: Any) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     options, dtype = plan.optimizer, DTYPES[plan.model.dtype]
-    if options.distributed:
-        _mend_distributed_load()
     config = OptimizerConfig(
         optimizer="adam",
         lr=options.lr,
@@ -46,27 +46,113 @@ def warmed_up(lr: float, warmup_steps: int, step: int) -> float:
     return lr if step >= warmup_steps else lr * (step + 1) / warmup_steps
 
 
-@functools.cache
-def _mend_distributed_load() -> None:
-    """megatron-core 0.19.2's DistributedOptimizer over torch's AdamW (no TransformerEngine, no
-    Apex) does not load what it saved: `step` is missing from the loaded state (KeyError), and then
-    all parameters share one `step` tensor, which so grows once a parameter (wrong bias
-    correction)."""
-    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
+# state for checkpoints ---------------------------------------------------------------------------
+#
+# megatron-core 0.19.2 saves an optimizer's state in a form that follows how the optimizer was
+# built, so that it loads only where it is built alike:
+# - with ep > 1 there are two (the experts apart) and their states are numbered: error at ep 1;
+# - plain, mixed precision and distributed optimizers have different forms;
+# - the distributed one over torch's AdamW (no TransformerEngine, no Apex) does not load its own
+#   form: `step` is missing (KeyError), and then all parameters share one `step` tensor, which so
+#   grows once a parameter (wrong bias correction).
+# Here every optimizer gives the same: three tensors a parameter, sharded as the parameter is and
+# named after it, and the number of steps. Hyperparameters are the plan's, not the checkpoint's.
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def sharded_state(optimizer: Any, models: dict, loading: bool = False) -> dict[str, Any]:
+    """The optimizer's state for ``dist_checkpointing``, in a form that no layout shows in.
+
+    Args:
+        models:  sharded state dicts of the model chunks; their ``data`` are the live parameters.
+        loading: whether the tensors are only places to load into.
+
+    Returns: ``step`` and, in ``params``, the sharded tensors ``optimizer.state.<kind>.<parameter>``
+        (fp32; kind: param, exp_avg, exp_avg_sq) of each part of the optimizer.
+    Communicates: with a distributed optimizer, gathers its state over the data-parallel ranks.
+    """
+    parts = _parts(optimizer)
+    for part in parts:
+        part.init_state_fn(part.optimizer, part.config)  # zeros where no step was made yet
+    step = max((_step(part) for part in parts), default=0)
+    for part in parts:
+        _set_step(part, step)
+    params = {
+        i: part.sharded_param_state_fully_reshardable(models, is_loading=loading, metadata={})
+        if _is_distributed(part)
+        else _sharded_plain(part, models)
+        for i, part in enumerate(parts)
+    }
+    return {"step": step, "params": params}
+
+
+@torch.no_grad()
+def load_state(optimizer: Any, state: dict[str, Any]) -> None:
+    """Take over what was loaded into `sharded_state`."""
+    for i, part in enumerate(_parts(optimizer)):
+        loaded = state["params"][i]
+        if _is_distributed(part):
+            for entry in part.optimizer.state.values():
+                entry.pop("step", None)  # megatron wants a loaded tensor for each that it finds
+            part.load_parameter_state_from_fully_reshardable(loaded)
+        else:
+            for j, main in enumerate(_mains(part)):
+                for kind, tensor in _tensors(part, main).items():
+                    tensor.copy_(loaded[j][kind])
+        _set_step(part, state["step"])
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """megatron's optimizers in the chain, without those that have no parameter on this rank."""
+    return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+
+
+def _is_distributed(part: Any) -> bool:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    if not USING_PYTORCH_OPTIMIZER:
-        return
-    cls: Any = DistributedOptimizer
-    set_states, load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
+    return isinstance(part, DistributedOptimizer)
 
-    def set_states_with_step(self: Any, param: Any, tensors: dict) -> None:
-        set_states(self, param, {"step": None, **tensors})
 
-    def load_with_own_steps(self: Any, state: dict) -> None:
-        load(self, state)
-        for entry in self.optimizer.state.values():
-            entry["step"] = entry["step"].clone()
+def _mains(part: Any) -> list[Tensor]:
+    """What the inner optimizer steps: the parameters, or their fp32 copies."""
+    return [main for group in part.optimizer.param_groups for main in group["params"]]
 
-    cls._set_main_param_and_optimizer_states = set_states_with_step
-    cls.load_state_dict = load_with_own_steps
+
+def _tensors(part: Any, main: Tensor) -> dict[str, Tensor]:
+    return {"param": main, **{kind: part.optimizer.state[main][kind] for kind in MOMENTS}}
+
+
+def _sharded_plain(part: Any, models: dict) -> dict[int, dict[str, Any]]:
+    """For each tensor of `_mains`: sharded as the model's parameter it belongs to."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+    found, _ = extract_sharded_tensors_and_factories(models)
+    sharded = {id(getattr(s.data, "main_param", s.data)): s for s in nested_values(found)}
+    return {
+        i: {
+            kind: make_sharded_optimizer_tensor(
+                sharded[id(main)], tensor, f"optimizer.state.{kind}"
+            )
+            for kind, tensor in _tensors(part, main).items()
+        }
+        for i, main in enumerate(_mains(part))
+    }
+
+
+def _step(part: Any) -> int:
+    """Steps made: torch's AdamW counts them for each parameter, fused ones for each group."""
+    inner = part.optimizer
+    return int(max(c.get("step", 0) for c in (*inner.state.values(), *inner.param_groups)))
+
+
+def _set_step(part: Any, step: int) -> None:
+    inner = part.optimizer
+    if isinstance(inner, torch.optim.Adam):  # AdamW is one
+        for entry in inner.state.values():
+            entry["step"] = torch.tensor(float(step))  # each its own: they are counted up in place
+    else:
+        for group in inner.param_groups:
+            group["step"] = step

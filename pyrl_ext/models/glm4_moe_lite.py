@@ -5,68 +5,54 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
-
-from pyrl_ext.models import Family
-from pyrl_ext.models.weights import Weight
-
-
-def _is_sparse(hf: dict) -> list[bool]:
-    """[num_hidden_layers] whether a decoder layer has experts."""
-    if kinds := hf.get("mlp_layer_types"):
-        return [kind == "sparse" for kind in kinds]
-    return [i >= hf.get("first_k_dense_replace", 1) for i in range(hf["num_hidden_layers"])]
+from pyrl_ext.models import Family, common_config
+from pyrl_ext.models.weights import Weight, language_model, mlp, routed_experts
+from pyrl_ext.plan.families.glm4_moe_lite import Glm4MoeLite
 
 
-def config(hf: dict) -> dict[str, Any]:
-    return {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "num_attention_heads": hf["num_attention_heads"],
-        "ffn_hidden_size": hf["intermediate_size"],
-        "layernorm_epsilon": hf["rms_norm_eps"],
-        # attention
-        "q_lora_rank": hf["q_lora_rank"],
-        "kv_lora_rank": hf["kv_lora_rank"],
-        "qk_head_dim": hf["qk_nope_head_dim"],
-        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
-        "v_head_dim": hf["v_head_dim"],
-        "qk_layernorm": True,
+def config(shape: Glm4MoeLite) -> dict[str, Any]:
+    grouped = shape.n_group > 1
+    return common_config(shape) | {
+        "multi_latent_attention": True,
+        "q_lora_rank": shape.q_lora_rank,
+        "kv_lora_rank": shape.kv_lora_rank,
+        "qk_head_dim": shape.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": shape.qk_rope_head_dim,
+        "v_head_dim": shape.v_head_dim,
         "rope_type": "rope",
-        # experts
-        "activation_func": F.silu,
-        "gated_linear_unit": True,
-        "num_moe_experts": hf["n_routed_experts"],
-        "moe_layer_freq": [int(sparse) for sparse in _is_sparse(hf)],
-        "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
-        "moe_router_num_groups": hf["n_group"] if hf["n_group"] > 1 else None,
-        "moe_router_group_topk": hf["topk_group"] if hf["n_group"] > 1 else None,
+        "moe_router_topk_scaling_factor": shape.routed_scaling_factor,
+        "moe_router_num_groups": shape.n_group if grouped else None,
+        "moe_router_group_topk": shape.topk_group if grouped else None,
     }
 
 
-def rotary(hf: dict) -> tuple[int, float]:
-    rope = hf.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise NotImplementedError(
-            f"glm4_moe_lite: rope_parameters.rope_type is {rope['rope_type']!r}, expected "
-            "'default'; scaled rotary embeddings are not built for this family"
-        )
-    return hf["qk_rope_head_dim"], float(rope.get("rope_theta", 10000.0))
+def rotary(shape: Glm4MoeLite) -> tuple[int, float]:
+    return shape.qk_rope_head_dim, shape.rope_base
 
 
-def weights(hf: dict) -> list[Weight]:
-    table = [Weight.vocab("model.embed_tokens.weight", "embedding.word_embeddings.weight")]
-    for layer, sparse in enumerate(_is_sparse(hf)):
-        table += _attention(layer, has_q_lora=hf["q_lora_rank"] is not None)
-        table += _experts(layer, hf["n_routed_experts"]) if sparse else _mlp(layer, "mlp", "mlp")
-    table.append(Weight.same("model.norm.weight", "decoder.final_layernorm.weight"))
-    table.append(Weight.vocab("lm_head.weight", "output_layer.weight"))
-    return table
+def weights(shape: Glm4MoeLite, mtp_layers: int) -> list[Weight]:
+    decoder = shape.num_hidden_layers
+    sparse = {*shape.router_layers, *range(decoder, decoder + mtp_layers)}
+    layers = (
+        _attention(i, shape.q_lora_rank is not None)
+        + (_experts(i, shape) if i in sparse else mlp(i, "mlp", "mlp"))
+        for i in range(decoder + mtp_layers)
+    )
+    table = language_model(shape.tie_word_embeddings, layers)
+    return table + [row for i in range(mtp_layers) for row in _ahead(i, decoder + i)]
+
+
+def _ahead(depth: int, layer: int) -> list[Weight]:
+    """What a layer for multi-token prediction has beside a decoder layer."""
+    hf, mc = f"model.layers.{layer}.", f"mtp.layers.{depth}."
+    return [
+        Weight.same(hf + "enorm.weight", mc + "enorm.weight"),
+        Weight.same(hf + "hnorm.weight", mc + "hnorm.weight"),
+        Weight.rows(hf + "eh_proj.weight", mc + "eh_proj.weight"),
+        Weight.same(hf + "shared_head.norm.weight", mc + "final_layernorm.weight"),
+    ]
 
 
 def _attention(layer: int, has_q_lora: bool) -> list[Weight]:
@@ -90,31 +76,23 @@ def _attention(layer: int, has_q_lora: bool) -> list[Weight]:
     ]
 
 
-def _mlp(layer: int, hf_name: str, mc_name: str, expert: int | None = None) -> list[Weight]:
-    hf, mc = f"model.layers.{layer}.{hf_name}.", f"decoder.layers.{layer}.{mc_name}."
-    gate, up, down = (f"{hf}{name}_proj.weight" for name in ("gate", "up", "down"))
-    return [
-        Weight.gated(gate, up, mc + "linear_fc1.weight", expert),
-        Weight.columns(down, mc + "linear_fc2.weight", expert),
-    ]
+def _experts(layer: int, shape: Glm4MoeLite) -> list[Weight]:
+    gate, router = f"model.layers.{layer}.mlp.gate", f"decoder.layers.{layer}.mlp.router"
+    table = routed_experts(layer, shape.num_experts)
+    table.append(Weight.same(gate + ".e_score_correction_bias", router + ".expert_bias"))
+    if shape.n_shared_experts:
+        table += mlp(layer, "mlp.shared_experts", "mlp.shared_experts")
+    return table
 
 
-def _experts(layer: int, num_experts: int) -> list[Weight]:
-    hf, mc = f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
-    table = [
-        Weight.same(hf + "gate.weight", mc + "router.weight"),
-        Weight.same(hf + "gate.e_score_correction_bias", mc + "router.expert_bias"),
-    ]
-    for e in range(num_experts):
-        table += _mlp(layer, f"mlp.experts.{e}", f"mlp.experts.local_experts.{e}", expert=e)
-    return table + _mlp(layer, "mlp.shared_experts", "mlp.shared_experts")
-
-
-def ignored(hf: dict) -> dict[str, str]:
-    first = hf["num_hidden_layers"]
+def ignored(shape: Glm4MoeLite, mtp_layers: int) -> dict[str, str]:
+    first = shape.num_hidden_layers
+    what, why = ".*", "multi-token prediction layer; the plan says model.mtp: off"
+    if mtp_layers:
+        what, why = r"(embed_tokens|shared_head\.head)\.weight", "a copy of the model's own"
     return {
-        rf"model\.layers\.{i}\..*": "multi-token prediction layer; the plan says model.mtp: off"
-        for i in range(first, first + hf.get("num_nextn_predict_layers", 0))
+        rf"model\.layers\.{i}\.{what}": why
+        for i in range(first, first + shape.num_nextn_predict_layers)
     }
 
 

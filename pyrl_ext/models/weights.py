@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Shard = Literal["same", "rows", "columns", "gated", "vocab"]
+Shard = Literal["same", "rows", "columns", "gated", "grouped", "vocab"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,17 @@ class Weight:
         hf:     checkpoint names, in the order they are stacked.
         name:   megatron name, with the layer's and the expert's ids counted over the whole model.
         shard:  how tensor-parallel ranks divide it: not at all, by rows, by columns, by rows within
-                each stacked tensor (gate and up), or by rows of a vocabulary padded to a multiple.
+                each stacked tensor (gate and up), by rows with the tensors' query groups taking
+                turns (query, key, value), or by rows of a vocabulary padded to a multiple.
         expert: id of the expert it belongs to (then the expert-parallel groups divide it), or None.
+        heads:  (query heads, key/value heads) of a "grouped" one.
     """
 
     hf: tuple[str, ...]
     name: str
     shard: Shard
     expert: int | None = None
+    heads: tuple[int, int] = (1, 1)
 
     @classmethod
     def same(cls, hf: str, name: str) -> Weight:
@@ -51,8 +54,47 @@ class Weight:
         return cls((gate, up), name, "gated", expert)
 
     @classmethod
+    def grouped(cls, q: str, k: str, v: str, name: str, heads: tuple[int, int]) -> Weight:
+        return cls((q, k, v), name, "grouped", heads=heads)
+
+    @classmethod
     def vocab(cls, hf: str, name: str) -> Weight:
         return cls((hf,), name, "vocab")
+
+
+# rows that families have in common ---------------------------------------------------------------
+
+
+def language_model(tied: bool, layers: Iterable[list[Weight]]) -> list[Weight]:
+    """Embedding, ``layers``, final norm, and the head where it is not the embedding again."""
+    embedding, head = "embedding.word_embeddings.weight", "output_layer.weight"
+    table = [Weight.vocab("model.embed_tokens.weight", embedding)]
+    for layer in layers:
+        table += layer
+    table.append(Weight.same("model.norm.weight", "decoder.final_layernorm.weight"))
+    return table if tied else [*table, Weight.vocab("lm_head.weight", head)]
+
+
+def mlp(layer: int, hf_name: str, mc_name: str, expert: int | None = None) -> list[Weight]:
+    """A gated MLP of layer ``layer``, or one expert's."""
+    hf, mc = f"model.layers.{layer}.{hf_name}.", f"decoder.layers.{layer}.{mc_name}."
+    gate, up, down = (f"{hf}{name}_proj.weight" for name in ("gate", "up", "down"))
+    return [
+        Weight.gated(gate, up, mc + "linear_fc1.weight", expert),
+        Weight.columns(down, mc + "linear_fc2.weight", expert),
+    ]
+
+
+def routed_experts(layer: int, num_experts: int) -> list[Weight]:
+    """The router of layer ``layer`` and its experts."""
+    hf, mc = f"model.layers.{layer}.mlp.gate.weight", f"decoder.layers.{layer}.mlp.router.weight"
+    table = [Weight.same(hf, mc)]
+    for e in range(num_experts):
+        table += mlp(layer, f"mlp.experts.{e}", f"mlp.experts.local_experts.{e}", expert=e)
+    return table
+
+
+# checkpoint tensors <-> this rank's part ---------------------------------------------------------
 
 
 def shard_of(weight: Weight, tensors: Sequence[Tensor], size: int, rank: int) -> Tensor:
@@ -66,6 +108,9 @@ def shard_of(weight: Weight, tensors: Sequence[Tensor], size: int, rank: int) ->
         padded = -(-full.shape[0] // size) * size
         full = torch.cat([full, full.new_zeros(padded - full.shape[0], full.shape[1])])
         return full.chunk(size, 0)[rank]
+    if weight.shard == "grouped":
+        by_group = [t.unflatten(0, (weight.heads[1], -1)) for t in tensors]
+        return torch.cat(by_group, 1).flatten(0, 1).chunk(size, 0)[rank]
     return torch.cat([t.chunk(size, 0)[rank] for t in tensors])
 
 
@@ -77,6 +122,10 @@ def whole_of(weight: Weight, shards: Sequence[Tensor], vocab_size: int) -> list[
         return [torch.cat(list(shards), 1) if len(shards) > 1 else shards[0]]
     if weight.shard == "vocab":
         return [torch.cat(list(shards))[:vocab_size] if len(shards) > 1 else shards[0][:vocab_size]]
+    if weight.shard == "grouped":
+        heads, groups = weight.heads
+        by_group = torch.cat(list(shards)).unflatten(0, (groups, heads // groups + 2, -1))
+        return [t.flatten(0, 2) for t in by_group.split((heads // groups, 1, 1), 1)]
     pieces = [s.chunk(len(weight.hf), 0) for s in shards]
     return [
         torch.cat([p[i] for p in pieces]) if len(pieces) > 1 else pieces[0][i]
@@ -87,7 +136,8 @@ def whole_of(weight: Weight, shards: Sequence[Tensor], vocab_size: int) -> list[
 def live(chunks: Sequence[torch.nn.Module], ep_rank: int, local_experts: int) -> dict[str, Tensor]:
     """This rank's parameters and persistent buffers by their name in the whole model.
 
-    Layer ids are read off the live layers (``layer_number``), never counted.
+    Layer ids are read off the live layers (``layer_number``), never counted. The decoder layers
+    inside those for multi-token prediction count on from the decoder's last.
     """
     found: dict[str, Tensor] = {}
     for chunk in chunks:
@@ -97,10 +147,14 @@ def live(chunks: Sequence[torch.nn.Module], ep_rank: int, local_experts: int) ->
         def rename(match: re.Match[str], ids: list[int] = layer_ids) -> str:
             return f"decoder.layers.{ids[int(match[1])]}."
 
+        def rename_ahead(match: re.Match[str], first: int = decoder.config.num_layers) -> str:
+            return f"decoder.layers.{first + int(match[1])}."
+
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if name.endswith("_extra_state"):
                 continue
             name = re.sub(r"^decoder\.layers\.(\d+)\.", rename, name)
+            name = re.sub(r"^mtp\.layers\.(\d+)\.mtp_model_layer\.", rename_ahead, name)
             name = re.sub(
                 r"\.local_experts\.(\d+)\.",
                 lambda m: f".local_experts.{ep_rank * local_experts + int(m[1])}.",
@@ -234,7 +288,7 @@ def _broadcast(
     return tensor
 
 
-# --- where full tensors come from and go to ------------------------------------------------------
+# where full tensors come from and go to ----------------------------------------------------------
 
 
 class SafetensorsFolder:
@@ -294,15 +348,16 @@ class RandomWeights:
     """
 
     def __init__(
-        self, table: Sequence[Weight], mine: Mapping[str, Tensor], hf: dict, seed: int, topo: Any
+        self, table: Sequence[Weight], mine: Mapping[str, Tensor], shape: Any, seed: int, topo: Any
     ):
-        self.std, self.seed = hf["initializer_range"], seed
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.std, self.seed = shape.initializer_range, seed
+        self.shapes: dict[str, torch.Size] = {}
         for weight in table:
             if (tensor := mine.get(weight.name)) is not None:
                 size, _, _ = _tensor_split(weight, topo)
-                shape = _whole_shape(weight, tuple(tensor.shape), size, hf["vocab_size"])
-                self.shapes.update(dict.fromkeys(weight.hf, shape))
+                shards = [torch.empty_like(tensor, device="meta")] * size
+                whole = whole_of(weight, shards, shape.vocab_size)
+                self.shapes.update(zip(weight.hf, (t.shape for t in whole), strict=True))
 
     def __call__(self, name: str) -> Tensor:
         shape = self.shapes[name]
@@ -313,16 +368,3 @@ class RandomWeights:
         # one stream a name, so that a tensor does not depend on which others a rank draws
         stream = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
         return torch.randn(shape, generator=stream) * self.std
-
-
-def _whole_shape(
-    weight: Weight, local: tuple[int, ...], size: int, vocab_size: int
-) -> tuple[int, ...]:
-    """Shape of each checkpoint tensor behind a rank's part of shape ``local``."""
-    if weight.shard == "same":
-        return local
-    if weight.shard == "columns":
-        return (local[0], local[1] * size)
-    if weight.shard == "vocab":
-        return (vocab_size, local[1])
-    return (local[0] * size // len(weight.hf), *local[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +14,15 @@ from pydantic import ValidationError
 from pyrl_ext.plan.problems import ConfigError, Problem, show
 from pyrl_ext.plan.schema import Sections
 from pyrl_ext.plan.shape import Shape, read_shape
+from pyrl_ext.plan.stages import Stage, plan_stages
 
-# What a resumed run may change: it decides how long, how often and where, not what is computed.
-FREE_ON_RESUME = ("threads", "steps", "run", "log", "checkpoint", "evaluate")
+# What a resumed run may change: it decides how long, how often, where and how, not what is computed
+# (beyond rounding).
+FREE_ON_RESUME = (
+    *("threads", "steps", "run", "log", "checkpoint", "evaluate"),
+    *("device", "parallel", "optimizer.distributed"),
+    *("batching.tokens_per_microbatch", "model.recompute"),
+)
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "world_size")
 
@@ -56,6 +63,16 @@ class Plan(Sections):
     def router_layers(self) -> tuple[int, ...]:
         """0-based global ids of the decoder layers that have a router."""
         return self.shape.router_layers
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Multi-token-prediction layers that are trained."""
+        return self.shape.num_nextn_predict_layers if self.model.mtp else 0
+
+    @cached_property
+    def stages(self) -> tuple[tuple[Stage, ...], ...]:
+        """[pp][vpp] what every model chunk of every pipeline rank holds."""
+        return plan_stages(self.parallel, self.shape.num_hidden_layers, self.num_mtp_layers)
 
     @property
     def samples(self) -> int:
@@ -143,8 +160,8 @@ class Plan(Sections):
     def diff(self, saved: Plan) -> tuple[Difference, ...]:
         """Fields in which this plan and a `saved` one differ and a resumed run may not."""
         ignored = {*FREE_ON_RESUME, *NOT_COMPARED}
-        before = _flatten(saved.model_dump(mode="json", exclude=ignored))
-        after = _flatten(self.model_dump(mode="json", exclude=ignored))
+        before = _flatten(saved.model_dump(mode="json"), ignored)
+        after = _flatten(self.model_dump(mode="json"), ignored)
         names = dict.fromkeys((*after, *before))
         pairs = ((name, before.get(name), after.get(name)) for name in names)
         return tuple(Difference(*pair) for pair in pairs if pair[1] != pair[2])
@@ -157,11 +174,14 @@ class Plan(Sections):
             raise ConfigError(changed)
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: dict[str, Any], ignored: Set[str], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name, without those in ``ignored`` and what is below them."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
+        if prefix + name in ignored:
+            continue
         if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= _flatten(value, ignored, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value
     return flat

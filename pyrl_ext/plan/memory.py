@@ -11,6 +11,7 @@ from pyrl_ext.plan.shape import (
     head_parameters,
     layer_parameters,
 )
+from pyrl_ext.plan.stages import Stage
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -33,14 +34,24 @@ class StateBytes:
 
 def stage_parameters(plan: Plan) -> list[Parameters]:
     """Parameters of each pipeline stage, with interleaved chunks put together."""
-    shape, pp, chunks = plan.shape, plan.parallel.pp, plan.parallel.vpp or 1
-    stages = [Parameters() for _ in range(pp)]
-    layers_per_chunk = shape.num_hidden_layers // (pp * chunks)
-    for layer in range(shape.num_hidden_layers):
-        stages[layer // layers_per_chunk % pp] += layer_parameters(shape, layer)
-    stages[0] += embedding_parameters(shape)
-    stages[-1] += head_parameters(shape)
-    return stages
+    return [
+        sum((chunk_parameters(plan, chunk) for chunk in stage), Parameters())
+        for stage in plan.stages
+    ]
+
+
+def chunk_parameters(plan: Plan, chunk: Stage) -> Parameters:
+    """Parameters of one model chunk, multi-token-prediction layers apart."""
+    shape, total = plan.shape, Parameters()
+    for layer in chunk.layers:
+        total += layer_parameters(shape, layer)
+    if chunk.embedding:
+        total += embedding_parameters(shape)
+    if chunk.loss:
+        total += head_parameters(shape)
+        if shape.tie_word_embeddings and not chunk.embedding:
+            total += embedding_parameters(shape)  # tied weights on two stages are two copies
+    return total
 
 
 def state_bytes(plan: Plan) -> StateBytes:

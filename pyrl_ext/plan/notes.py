@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from pyrl_ext.plan.compiled import Plan
 
-# The epsilon of transformers' norms inside multi-latent attention, whatever rms_norm_eps says.
-MLA_NORM_EPS = 1e-6
-
 
 def notes(plan: Plan) -> tuple[str, ...]:
     """Facts of `plan` that a reader may not expect."""
-    found: list[str] = []
     model, shape = plan.model, plan.shape
-    if shape.rms_norm_eps != MLA_NORM_EPS:
-        found.append(
-            f"rms_norm_eps is {shape.rms_norm_eps:g}; transformers computes the q_a and kv_a norms "
-            f"with {MLA_NORM_EPS:g}, other engines with {shape.rms_norm_eps:g}: log-probs differ "
-            "by about 1e-5"
-        )
+    found = list(shape.notes())
     if shape.num_nextn_predict_layers and not model.mtp:
         found.append(
             f"model.mtp is off: the {shape.num_nextn_predict_layers} multi-token-prediction layers "
             "of the checkpoint are neither loaded nor trained"
-        )
-    if model.router_bias_update_rate and plan.row_alignment > 1:
-        found.append(
-            f"model.router_bias_update_rate is {model.router_bias_update_rate:g} and sequences are "
-            f"padded to a multiple of {plan.row_alignment}: megatron-core counts padding rows as "
-            "load of the experts, so the bias moves a little differently in every layout"
         )
     if model.weights is None:
         found.append("model.weights is null: training starts from random weights")
@@ -51,11 +36,14 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 def unsupported(plan: Plan) -> tuple[str, ...]:
     """What `plan` names that the trainer refuses to start, each with its key."""
-    found: list[str] = []
+    found = [f"model.config: {reason}" for reason in plan.shape.unsupported()]
+    if plan.shape.tie_word_embeddings and plan.parallel.pp > 1:
+        found.append(
+            "parallel.pp: tie_word_embeddings is true, and the first and last stage would each "
+            "hold the embedding. Use pp: 1"
+        )
     if plan.rollout.engine == "vllm":
         found.append("rollout.engine: vllm is not connected yet. Use hf or recorded")
-    if plan.model.mtp:
-        found.append("model.mtp: multi-token-prediction layers are not trained yet. Use off")
     if plan.model.backend != "local":
         found.append(f"model.backend: {plan.model.backend} is not connected yet. Use local")
     for key, name in (("tokenizer", plan.model.tokenizer), ("weights", plan.model.weights)):

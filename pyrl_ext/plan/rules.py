@@ -8,13 +8,21 @@ wrong raises `Unchecked` by that read, and is skipped.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from pyrl_ext.plan.compiled import Plan
 from pyrl_ext.plan.schema import Unchecked
+from pyrl_ext.plan.stages import (
+    a_split_that_fits,
+    chunks_problem,
+    counts_problem,
+    is_split_by,
+    layout_problem,
+    split_keys,
+)
 
-Rule = Callable[[Plan], str | None]
+Rule = Callable[[Plan], str | Iterable[str] | None]
 
 RULES: list[tuple[str, Rule]] = []
 
@@ -33,10 +41,10 @@ def check(plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of every rule that `plan` breaks, as far as its fields are right."""
     for key, function in RULES:
         try:
-            message = function(plan)
+            found = function(plan) or ()
         except Unchecked:
             continue
-        if message:
+        for message in [found] if isinstance(found, str) else found:
             yield key, message
 
 
@@ -74,13 +82,7 @@ def heads_split_over_tp(plan: Plan) -> str | None:
 @rule("parallel.tp")
 def widths_split_over_tp(plan: Plan) -> str | None:
     shape, tp = plan.shape, plan.parallel.tp
-    widths = {
-        "intermediate_size": shape.intermediate_size,
-        "moe_intermediate_size * n_shared_experts": shape.moe_intermediate_size
-        * shape.n_shared_experts,
-        "q_lora_rank": shape.q_lora_rank or 0,
-        "kv_lora_rank + qk_rope_head_dim": shape.kv_lora_rank + shape.qk_rope_head_dim,
-    }
+    widths = shape.tp_widths
     if odd := [f"{name} {width}" for name, width in widths.items() if width % tp]:
         usable = _divisors(shape.num_attention_heads, *filter(None, widths.values()))
         return (
@@ -89,16 +91,27 @@ def widths_split_over_tp(plan: Plan) -> str | None:
         )
 
 
+@rule("parallel.tp")
+def query_groups_split_over_tp(plan: Plan) -> str | None:
+    groups, tp = plan.shape.query_groups, plan.parallel.tp
+    if groups and groups % tp and tp % groups:
+        return (
+            f"{tp} neither divides num_key_value_heads {groups} nor is a multiple of it "
+            f"{_in_config(plan)}, expected one of both; a key/value head is whole on a rank"
+        )
+
+
 # Experts ---------------------------------------------------------------------------------------
 
 
 @rule("parallel.ep")
 def experts_split_over_ep(plan: Plan) -> str | None:
-    experts, ep = plan.shape.n_routed_experts, plan.parallel.ep
+    experts, ep = plan.shape.num_experts, plan.parallel.ep
     if experts % ep:
         return (
-            f"{ep} does not divide n_routed_experts {experts} {_in_config(plan)}, expected a "
-            f"divisor; every rank holds the same number of experts. Use {_divisors(experts)}"
+            f"{ep} does not divide {plan.shape.key('num_experts')} {experts} {_in_config(plan)}, "
+            "expected a divisor; every rank holds the same number of experts. Use "
+            f"{_divisors(experts)}"
         )
 
 
@@ -126,45 +139,15 @@ def experts_fit_the_world(plan: Plan) -> str | None:
 
 
 @rule("model.config")
-def top_k_of_the_experts(plan: Plan) -> str | None:
-    shape = plan.shape
-    if shape.num_experts_per_tok > shape.n_routed_experts:
-        return (
-            f"num_experts_per_tok {shape.num_experts_per_tok} {_in_config(plan)}, expected at most "
-            f"n_routed_experts {shape.n_routed_experts}; a token uses distinct experts"
-        )
+def sizes_do_not_contradict(plan: Plan) -> Iterable[str]:
+    return [f"{relative(plan.config_path)}: {each}" for each in plan.shape.contradictions()]
 
 
-@rule("model.config")
-def expert_groups(plan: Plan) -> str | None:
-    shape = plan.shape
-    if shape.n_routed_experts % shape.n_group or shape.topk_group > shape.n_group:
-        return (
-            f"n_group {shape.n_group} and topk_group {shape.topk_group} {_in_config(plan)}, "
-            f"expected n_group to divide n_routed_experts {shape.n_routed_experts} and topk_group "
-            "<= n_group"
-        )
-
-
-@rule("model.config")
-def layer_kinds_cover_the_layers(plan: Plan) -> str | None:
-    shape = plan.shape
-    kinds, dense = shape.mlp_layer_types, shape.first_k_dense_replace
-    if kinds is not None and len(kinds) != shape.num_hidden_layers:
-        return (
-            f"mlp_layer_types has {len(kinds)} entries {_in_config(plan)}, expected one for each "
-            f"of num_hidden_layers {shape.num_hidden_layers}"
-        )
-    if kinds is not None and dense is not None and kinds != _leading_dense(dense, len(kinds)):
-        return (
-            f"first_k_dense_replace {dense} and mlp_layer_types disagree {_in_config(plan)}, "
-            "expected the same dense layers; engine and trainer would build different models. "
-            "Remove one"
-        )
-
-
-def _leading_dense(dense: int, layers: int) -> tuple[str, ...]:
-    return tuple("dense" if layer < dense else "sparse" for layer in range(layers))
+@rule("model.router_bias_update_rate")
+def routers_have_a_bias(plan: Plan) -> str | None:
+    rate = plan.model.router_bias_update_rate
+    if rate and not plan.shape.has_router_bias:
+        return f"{rate:g}, expected 0; routers of {plan.model.family} have no bias to move"
 
 
 @rule("model.mtp")
@@ -177,14 +160,9 @@ def mtp_layers_exist(plan: Plan) -> str | None:
 
 
 @rule("parallel.pp")
-def layers_split_over_stages(plan: Plan) -> str | None:
-    layers, pp, vpp = plan.shape.num_hidden_layers, plan.parallel.pp, plan.parallel.vpp or 1
-    if layers % (pp * vpp):
-        chunks = f"pp {pp} * vpp {vpp} = {pp * vpp}" if vpp > 1 else f"{pp}"
-        return (
-            f"{chunks} does not divide num_hidden_layers {layers} {_in_config(plan)}, expected a "
-            f"divisor; every stage holds the same number of layers. Use {_divisors(layers)}"
-        )
+def a_split_needs_stages(plan: Plan) -> str | None:
+    if plan.parallel.pp == 1 and (keys := ", ".join(split_keys(plan.parallel))):
+        return f"1 with {keys}, expected pp above 1; there is nothing to split. Remove {keys}"
 
 
 @rule("parallel.vpp")
@@ -192,6 +170,51 @@ def chunks_need_stages(plan: Plan) -> str | None:
     if plan.parallel.vpp and plan.parallel.pp == 1:
         vpp = plan.parallel.vpp
         return f"{vpp} with pp 1, expected pp above 1; there is nothing to interleave. Use null"
+
+
+@rule("parallel")
+def one_way_to_split(plan: Plan) -> str | None:
+    keys = split_keys(plan.parallel)
+    if len({*keys.values()}) > 1:
+        return (
+            f"{', '.join(keys)} together, expected a layout, or layers of the first and last "
+            "stage, or what to account for; megatron-core splits in one of these ways"
+        )
+
+
+@rule("parallel.pp")
+def layers_split_over_stages(plan: Plan) -> str | None:
+    parallel, layers = plan.parallel, plan.shape.num_hidden_layers
+    pp, vpp = parallel.pp, parallel.vpp_size
+    counted = [key.split("_")[2] for key in split_keys(parallel)]
+    slots = layers + len(counted)
+    if is_split_by(parallel, "even") and slots % (pp * vpp):
+        chunks = f"pp {pp} * vpp {vpp} = {pp * vpp}" if vpp > 1 else f"{pp}"
+        total = f" + {' + '.join(counted)} = {slots}" if counted else ""
+        other = "" if counted else f", or {a_split_that_fits(parallel, layers)}"
+        return (
+            f"{chunks} does not divide num_hidden_layers {layers}{total} {_in_config(plan)}, "
+            "expected a divisor; every stage holds the same number of layers. Use "
+            f"{_divisors(slots)}{other}"
+        )
+
+
+@rule("parallel.pp")
+def stage_counts_leave_equal_stages(plan: Plan) -> str | None:
+    if is_split_by(plan.parallel, "counts"):
+        return counts_problem(plan.parallel, plan.shape.num_hidden_layers)
+
+
+@rule("parallel.vpp")
+def stage_counts_split_over_chunks(plan: Plan) -> str | None:
+    if is_split_by(plan.parallel, "counts"):
+        return chunks_problem(plan.parallel)
+
+
+@rule("parallel.pipeline_model_parallel_layout")
+def layout_places_the_model(plan: Plan) -> str | None:
+    if is_split_by(plan.parallel, "layout"):
+        return layout_problem(plan.parallel, plan.shape.num_hidden_layers, plan.num_mtp_layers)
 
 
 # Batch -----------------------------------------------------------------------------------------

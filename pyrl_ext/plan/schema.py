@@ -48,8 +48,8 @@ Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 class Model(Section):
     """Which network is trained, from which weights, in which precision."""
 
-    family: Literal["glm4_moe_lite"]
-    """code that maps the weights, a file of models/"""
+    family: Literal["glm4_moe_lite", "qwen3_moe"]
+    """architecture, HF's model_type; a file of models/"""
     config: Text
     """HF config.json, relative to this YAML file"""
     tokenizer: Text | None = None
@@ -85,6 +85,16 @@ class Parallel(Section):
     """expert-parallel size: ranks the experts are spread over [ranks]"""
     etp: Positive | None = None
     """tensor-parallel size inside an expert [ranks]; null: tp"""
+    num_layers_in_first_pipeline_stage: Positive | None = None
+    """decoder layers of the first pipeline stage; null: an equal share"""
+    num_layers_in_last_pipeline_stage: Positive | None = None
+    """decoder layers of the last pipeline stage; null: an equal share"""
+    account_for_embedding_in_pipeline_split: bool = False
+    """count the embedding as a layer when stages are made equal"""
+    account_for_loss_in_pipeline_split: bool = False
+    """count the output projection and loss as a layer when stages are made equal"""
+    pipeline_model_parallel_layout: Text | None = None
+    """every stage written out, such as Et*3|(tt|)*2,m|L; null: split by the keys above"""
 
     @property
     def world_size(self) -> int:
@@ -95,6 +105,11 @@ class Parallel(Section):
     def etp_size(self) -> int:
         """Tensor-parallel size inside an expert, with null resolved."""
         return self.tp if self.etp is None else self.etp
+
+    @property
+    def vpp_size(self) -> int:
+        """Model chunks per pipeline stage, with null resolved."""
+        return self.vpp or 1
 
 
 class Batching(Section):
@@ -170,6 +185,10 @@ class Objective(Section):
     """weight of the entropy bonus"""
     tis_cap: Rate | None = None
     """cap of the trainer/engine importance weight; null: no correction"""
+    mtp_coef: NonNegative = 0.1
+    """weight of the multi-token-prediction layers' cross entropy (with model.mtp)"""
+    mtp_detach: bool = True
+    """its gradient reaches those layers only, not what they share with the policy"""
 
 
 class Optimizer(Section):
@@ -189,6 +208,8 @@ class Optimizer(Section):
     """optimizer steps of linear warmup"""
     distributed: bool = False
     """spread the optimizer state over the dp ranks"""
+    overlap_grad_reduce: bool = False
+    """reduce gradients over the dp ranks while the last backward pass still runs"""
 
 
 class Data(Section):

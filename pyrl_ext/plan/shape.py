@@ -1,67 +1,15 @@
-"""The sizes that a family's HF config states, and the parameters that follow from them."""
+"""The sizes that an HF config states, and the parameters that follow from them."""
 
 from __future__ import annotations
 
+import importlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from pyrl_ext.plan.schema import Positive
-
-Count = Annotated[int, Field(ge=0)]
-
-
-class Shape(BaseModel):
-    """glm4_moe_lite: multi-latent attention, leading dense layers, sigmoid-routed experts.
-
-    Keys keep their HF names. What a checkpoint may leave out has transformers' default.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
-
-    vocab_size: Positive
-    hidden_size: Positive
-    intermediate_size: Positive
-    moe_intermediate_size: Positive
-    num_hidden_layers: Positive
-    num_attention_heads: Positive
-    n_routed_experts: Positive
-    n_shared_experts: Count
-    num_experts_per_tok: Positive
-    n_group: Positive
-    topk_group: Positive
-    routed_scaling_factor: Annotated[float, Field(gt=0)]
-    initializer_range: Annotated[float, Field(gt=0)]
-    q_lora_rank: Positive | None
-    kv_lora_rank: Positive
-    qk_nope_head_dim: Positive
-    qk_rope_head_dim: Positive
-    v_head_dim: Positive
-    max_position_embeddings: Positive
-    rms_norm_eps: Annotated[float, Field(gt=0)]
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    num_nextn_predict_layers: Count = 0
-    mlp_layer_types: Annotated[
-        tuple[Literal["dense", "sparse"], ...] | None, Field(strict=False)
-    ] = None
-    first_k_dense_replace: Count | None = None
-
-    @property
-    def router_layers(self) -> tuple[int, ...]:
-        """0-based global ids of the decoder layers that have a router."""
-        if self.mlp_layer_types is not None:
-            return tuple(i for i, kind in enumerate(self.mlp_layer_types) if kind == "sparse")
-        # transformers: without either key, every layer but the first is sparse
-        dense = 1 if self.first_k_dense_replace is None else self.first_k_dense_replace
-        return tuple(range(dense, self.num_hidden_layers))
-
-    @property
-    def route_bytes_per_token(self) -> int:
-        """Bytes of one token's routed experts: one id a router and chosen expert."""
-        id_bytes = 1 if self.n_routed_experts <= 256 else 2
-        return len(self.router_layers) * self.num_experts_per_tok * id_bytes
+from pyrl_ext.plan.schema import Count, Positive
 
 
 @dataclass(frozen=True)
@@ -96,42 +44,119 @@ class Parameters:
         return self.replicated + self.tensor + self.active_expert
 
 
+class Shape(BaseModel, ABC):
+    """What all families state; ``plan/families/<family>.py`` adds what one of them does.
+
+    Fields keep their HF names where the families agree on one; `key` gives the name a config uses.
+    What a checkpoint may leave out has transformers' default.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    vocab_size: Positive
+    hidden_size: Positive
+    intermediate_size: Positive
+    moe_intermediate_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_experts: Positive
+    topk: Positive = Field(alias="num_experts_per_tok")
+    initializer_range: Annotated[float, Field(gt=0)]
+    max_position_embeddings: Positive
+    rms_norm_eps: Annotated[float, Field(gt=0)]
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    hidden_act: str = "silu"
+    # configs written by transformers 4 have the base beside rope_scaling, not in it
+    rope_parameters: dict[str, Any] | None = Field(
+        None, validation_alias=AliasChoices("rope_parameters", "rope_scaling")
+    )
+    rope_theta: float = 10000.0
+    num_nextn_predict_layers: Count = 0
+
+    has_router_bias: ClassVar[bool] = False
+    """Whether routers have a bias that only chooses experts, and can be moved towards balance."""
+
+    @classmethod
+    def key(cls, field: str) -> str:
+        """The name of `field` in the HF config."""
+        return cls.model_fields[field].alias or field
+
+    @property
+    @abstractmethod
+    def router_layers(self) -> tuple[int, ...]:
+        """0-based global ids of the decoder layers that have a router."""
+
+    @property
+    @abstractmethod
+    def attention(self) -> Parameters:
+        """Parameters of one layer's attention."""
+
+    @property
+    @abstractmethod
+    def tp_widths(self) -> dict[str, int]:
+        """Name -> width of what tensor-parallel ranks split, besides the heads; 0: not there."""
+
+    @property
+    def query_groups(self) -> int | None:
+        """Key/value heads, each shared by a group of query heads; None: every head has its own."""
+        return None
+
+    @property
+    def shared_expert_width(self) -> int:
+        """Width of the expert that every token uses; 0: none."""
+        return 0
+
+    @property
+    def route_bytes_per_token(self) -> int:
+        """Bytes of one token's routed experts: one id a router and chosen expert."""
+        id_bytes = 1 if self.num_experts <= 256 else 2
+        return len(self.router_layers) * self.topk * id_bytes
+
+    @property
+    def rope_base(self) -> float:
+        """Base of the rotary embedding's wavelengths."""
+        return float((self.rope_parameters or {}).get("rope_theta", self.rope_theta))
+
+    def contradictions(self) -> tuple[str, ...]:
+        """What cannot be true of any model, each a message of a rule."""
+        if self.topk <= self.num_experts:
+            return ()
+        return (
+            f"num_experts_per_tok {self.topk}, expected at most {self.key('num_experts')} "
+            f"{self.num_experts}; a token uses distinct experts",
+        )
+
+    def unsupported(self) -> tuple[str, ...]:
+        """What transformers builds from such a config, and the trainer does not."""
+        found = []
+        rope = self.rope_parameters or {}
+        if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+            found.append(f"rope_type is {kind}; scaled rotary embeddings are not built")
+        if self.attention_bias:
+            found.append("attention_bias is true; attention is built without biases")
+        if self.hidden_act != "silu":
+            found.append(f"hidden_act is {self.hidden_act}; layers are built with silu")
+        return tuple(found)
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader may not expect of the family."""
+        return ()
+
+
 def layer_parameters(shape: Shape, layer: int) -> Parameters:
     """Parameters of decoder layer `layer` (0-based), without its router's bias buffer."""
     hidden = shape.hidden_size
-    norms = Parameters(replicated=2 * hidden)
+    common = Parameters(replicated=2 * hidden) + shape.attention
     if layer not in shape.router_layers:
-        ffn = Parameters(tensor=3 * hidden * shape.intermediate_size)
-        return norms + _attention(shape) + ffn
+        return common + Parameters(tensor=3 * hidden * shape.intermediate_size)
     one = 3 * hidden * shape.moe_intermediate_size
-    return (
-        norms
-        + _attention(shape)
-        + Parameters(
-            replicated=hidden * shape.n_routed_experts,
-            tensor=one * shape.n_shared_experts,
-            expert=one * shape.n_routed_experts,
-            active_expert=one * shape.num_experts_per_tok,
-        )
+    return common + Parameters(
+        replicated=hidden * shape.num_experts,
+        tensor=3 * hidden * shape.shared_expert_width,
+        expert=one * shape.num_experts,
+        active_expert=one * shape.topk,
     )
-
-
-def _attention(shape: Shape) -> Parameters:
-    hidden, heads = shape.hidden_size, shape.num_attention_heads
-    query = heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
-    latent = shape.kv_lora_rank + shape.qk_rope_head_dim
-    norms = shape.kv_lora_rank
-    split = hidden * latent + heads * shape.v_head_dim * hidden
-    split += shape.kv_lora_rank * heads * (shape.qk_nope_head_dim + shape.v_head_dim)
-    if shape.q_lora_rank is None:
-        split += hidden * query
-    else:
-        norms += shape.q_lora_rank
-        split += shape.q_lora_rank * (hidden + query)
-    if shape.attention_bias:
-        split += (shape.q_lora_rank or 0) + latent
-        norms += hidden
-    return Parameters(replicated=norms, tensor=split)
 
 
 def embedding_parameters(shape: Shape) -> Parameters:
@@ -157,4 +182,5 @@ def parameters(shape: Shape) -> Parameters:
 
 def read_shape(hf: dict[str, Any]) -> Shape:
     """The sizes in an HF config. Raises pydantic's `ValidationError`."""
-    return Shape.model_validate(hf)
+    family = importlib.import_module(f"pyrl_ext.plan.families.{hf['model_type']}")
+    return family.SHAPE.model_validate(hf)

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.memory import state_bytes
+from pyrl_ext.plan.memory import chunk_parameters, state_bytes
 from pyrl_ext.plan.problems import show
 from pyrl_ext.plan.schema import Section, Sections
 from pyrl_ext.plan.shape import parameters
@@ -21,6 +21,9 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(sections_table(plan))
     console.print("[cyan]follows[/]")
     console.print(facts_table(plan))
+    if plan.parallel.pp > 1:
+        console.print("[cyan]pipeline[/]")
+        console.print(stages_table(plan))
     for note in plan.notes:
         console.print(f"[yellow]note[/] {escape(note)}")
     for reason in plan.unsupported:
@@ -53,6 +56,29 @@ def facts_table(plan: Plan) -> Table:
     return table
 
 
+def stages_table(plan: Plan) -> Table:
+    """What each chunk of each pipeline stage holds; layers and routers are 0-based global ids."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("stage", "chunk", "layers", "routers", "besides", "parameters"):
+        table.add_column(column, justify="right" if column == "parameters" else "left")
+    for rank, stage in enumerate(plan.stages):
+        for number, chunk in enumerate(stage):
+            parts = {
+                "embedding": chunk.embedding,
+                f"{chunk.mtp} mtp": chunk.mtp,
+                "loss": chunk.loss,
+            }
+            table.add_row(
+                str(rank),
+                str(number),
+                _ranges(chunk.layers),
+                _ranges(tuple(layer for layer in chunk.layers if layer in plan.router_layers)),
+                ", ".join(name for name, held in parts.items() if held),
+                _count(chunk_parameters(plan, chunk).total),
+            )
+    return table
+
+
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """(name, text) of every derived fact."""
     parallel, shape = plan.parallel, plan.shape
@@ -65,7 +91,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("ranks", f"{plan.world_size} = {ranks}; of experts {experts}"),
         ("parameters", f"{_count(counts.total)}, of which {_count(counts.active)} serve a token"),
         ("routers", f"{len(routers)} of {shape.num_hidden_layers} layers ({_ranges(routers)}), "
-                    f"each picks {shape.num_experts_per_tok} of {shape.n_routed_experts} experts"),
+                    f"each picks {shape.topk} of {shape.num_experts} experts"),
         ("routes", _routes(plan)),
         ("rollout step", f"{plan.samples} samples in groups of {plan.batching.samples_per_prompt}"),
         ("minibatch", f"{plan.samples_per_minibatch} samples, {plan.batching.minibatches} a step"),

@@ -1,0 +1,103 @@
+"""Multi-token prediction on packed sequences, the same under every layout.
+
+megatron-core 0.19.2's own path derives inputs and labels by rolling each rank's part of the packed
+stream: wrong under context parallelism when sequences are padded (its roll goes by the unpadded
+``cu_seqlens_q``), with a loop over sequences that waits for the device. It weights the loss by the
+token counts of one microbatch on one rank, so that gradients depend on the split. Here the tokens
+ahead come from the batch, shifted before it is sharded, and the logits go to the caller, who counts
+over the whole minibatch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+    get_mtp_num_layers_to_build,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+
+class MultiTokenGPT(GPTModel):
+    """In training, returns the logits of every depth: [next token, the one after it, ...].
+
+    Each is [1, M, V / tp]. Outside of training the layers for multi-token prediction do not run,
+    and only the next token's logits are returned. Both hold on every pipeline stage, so that the
+    stages agree on what they exchange.
+    """
+
+    def _postprocess(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        packed_seq_params: Any = None,
+        rotary_pos_emb: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor | list[Tensor]:
+        if self.training and self.mtp_process:
+            hidden_states = self.mtp(
+                input_ids=None,  # the layers below take them from packed_seq_params
+                position_ids=None,
+                hidden_states=hidden_states,
+                attention_mask=None,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
+                embedding=self.embedding,
+            )
+        if not self.post_process:
+            return hidden_states
+        weight: Any = None
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        depths = (self.config.mtp_num_layers or 0) if self.training else 0
+        logits = []
+        for depth, hidden in enumerate(hidden_states.chunk(1 + depths)):
+            if depth == 1 and self.config.mtp_detach_heads:
+                shared: Any = self.output_layer.weight if weight is None else weight
+                weight = shared.detach()
+            logits.append(self.output_layer(hidden, weight=weight)[0].transpose(0, 1).contiguous())
+        return logits
+
+
+class PackedMTPLayer(MultiTokenPredictionLayer):
+    """Reads the tokens ahead from the packed microbatch instead of rolling this rank's part."""
+
+    def _get_embeddings(  # type: ignore[override]
+        self,
+        input_ids: Any,
+        position_ids: Any,
+        embedding: MegatronModule,
+        hidden_states: Tensor,
+        packed_seq_params: Any = None,
+        padding_mask: None = None,
+    ) -> tuple[None, None, None, Tensor, Tensor]:
+        tokens = packed_seq_params.tokens_ahead[self.layer_number - 1][None]
+        ahead = embedding(input_ids=tokens, position_ids=packed_seq_params.positions[None])
+        if self.config.mtp_detach_heads:
+            ahead = ahead.detach()
+        hidden = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+        if (
+            not hidden.requires_grad
+        ):  # detached: recomputation needs one input that wants a gradient
+            hidden.requires_grad_(True)
+        return None, None, None, ahead, hidden
+
+
+def layers_here(config: Any, vp_stage: int | None) -> int:
+    """Layers for multi-token prediction in this rank's model chunk ``vp_stage``."""
+    return get_mtp_num_layers_to_build(config, vp_stage=vp_stage) if config.mtp_num_layers else 0
+
+
+def block_spec(layer: ModuleSpec, num_layers: int, norm: Any, linear: Any) -> Any:
+    """``num_layers`` times norms, projection ``linear`` of [2h] to [h], and ``layer``."""
+    parts = MultiTokenPredictionLayerSubmodules(
+        enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=linear, mtp_model_layer=layer
+    )
+    spec = ModuleSpec(module=PackedMTPLayer, submodules=parts)
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * num_layers)

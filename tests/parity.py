@@ -1,0 +1,343 @@
+"""Every parallel layout against one process: `make parity` prints the table.
+
+Per layout three train steps (scores, forward with replayed routes, loss, backward, reduction,
+optimizer, export) on batches of very uneven lengths; then loss, every gradient gathered to its full
+shape, the gradient norm and what each parameter moved by are compared with the single process, and
+every router's experts with the samples'.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from probe import Probe
+from ranks import run_ranks
+
+from pyrl_ext import topology
+from pyrl_ext.batch import Batch
+from pyrl_ext.objective import build_loss
+from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.policy import Policy
+from pyrl_ext.schedule import plan_microbatches
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+# deviations allowed: loss absolute, gradients and changes by their norm, per parameter
+BOUNDS = {"loss": 1e-6, "grad": 2e-5, "grad norm": 2e-5, "change": 1e-3}
+COMMON = (
+    *("batching.tokens_per_microbatch=128", "objective.entropy_coef=0.01", "objective.tis_cap=2.0"),
+    *("optimizer.eps=1e-3", "optimizer.lr=1e-2"),
+)
+BIAS = "model.router_bias_update_rate=1e-3"  # where the routers have one
+
+
+@dataclass(frozen=True)
+class Model:
+    """A small model: the config file of its family, and what differs from it."""
+
+    config: str
+    changes: dict = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    mtp_routes: bool = False  # the samples have routes of the multi-token-prediction layers
+
+
+def _kinds(pattern: str) -> list[str]:
+    return [{"d": "dense", "m": "sparse"}[letter] for letter in pattern]
+
+
+MTP = ("model.mtp=true", "objective.mtp_coef=0.3")
+MODELS = {
+    "glm": Model("tiny", {}, (BIAS,)),
+    # dense layers before, between and behind those with experts
+    "glm mixed": Model(
+        "tiny",
+        {
+            "num_hidden_layers": 6,
+            "mlp_layer_types": _kinds("dmdmmd"),
+            "first_k_dense_replace": None,
+        },
+        (BIAS,),
+    ),
+    "glm 5 layers": Model(
+        "tiny", {"num_hidden_layers": 5, "mlp_layer_types": _kinds("dmmmm")}, (BIAS,)
+    ),
+    "glm mtp": Model("tiny", {"num_nextn_predict_layers": 1}, (BIAS, *MTP)),
+    "glm mtp 2": Model(
+        "tiny", {"num_nextn_predict_layers": 2}, (BIAS, *MTP, "objective.mtp_detach=false"), True
+    ),
+    "qwen": Model("tiny_qwen3"),
+    "qwen mixed": Model("tiny_qwen3", {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``parallel`` and what else a run is started with, on one of the models."""
+
+    name: str
+    overrides: tuple[str, ...]
+    model: str = "glm"
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.model}"
+
+
+def _layouts(names: str, *models: str) -> list[Layout]:
+    """``tp2 etp1 recompute:full`` and the like, one layout a line, on each of ``models``."""
+    found = []
+    for line in filter(None, map(str.strip, names.splitlines())):
+        found += [Layout(line, tuple(_override(w) for w in line.split()), m) for m in models]
+    return found
+
+
+def _override(word: str) -> str:
+    short = {
+        "first": "parallel.num_layers_in_first_pipeline_stage",
+        "last": "parallel.num_layers_in_last_pipeline_stage",
+        "embedding": "parallel.account_for_embedding_in_pipeline_split=true",
+        "loss": "parallel.account_for_loss_in_pipeline_split=true",
+        "layout": "parallel.pipeline_model_parallel_layout",
+        "recompute": "model.recompute",
+        "distributed": "optimizer.distributed=true",
+        "overlapped": "optimizer.overlap_grad_reduce=true",
+        "bias": "model.router_bias_update_rate",
+    }
+    name, _, value = word.partition(":")
+    if name in short:
+        return f"{short[name]}={value}" if value else short[name]
+    size = name.rstrip("0123456789")
+    return f"parallel.{size}={name[len(size) :]}"
+
+
+LAYOUTS = {
+    1: [
+        *_layouts("recompute:selective\nrecompute:full", "glm", "glm mtp"),
+    ],
+    2: [
+        *_layouts("dp2\ntp2\ncp2\npp2\ndp2 ep2\npp2 vpp2\ndp2 distributed", "glm", "qwen"),
+        *_layouts("dp2 overlapped\ndp2 distributed overlapped\ndp2 ep2 distributed", "glm"),
+        *_layouts("tp2 etp1\ntp2 ep2 etp1\ncp2 ep2\ncp2 distributed overlapped", "glm"),
+        *_layouts("pp2 recompute:selective\npp2 recompute:full\ntp2 recompute:full", "glm"),
+        *_layouts("pp2 vpp2 recompute:full\ncp2 recompute:full", "glm"),
+        *_layouts("pp2 first:1\npp2 last:1\npp2 layout:Et|tttL", "glm"),
+        *_layouts("pp2 layout:Et|t|t|tL vpp2", "glm"),
+        *_layouts("pp2 embedding\npp2 loss", "glm 5 layers"),
+        *_layouts("pp2 embedding loss\npp2 first:4\npp2 vpp3", "glm mixed", "qwen mixed"),
+        *_layouts("dp2\ntp2\ncp2\npp2\npp2 vpp2\ncp2 recompute:full", "glm mtp"),
+        *_layouts("tp2\ncp2\npp2 recompute:full\ndp2 ep2", "glm mtp 2"),
+    ],
+    4: [
+        *_layouts("dp4\ntp4\ncp4\npp4\ndp4 ep4\ntp2 pp2\ntp2 cp2\npp2 cp2", "glm", "qwen"),
+        *_layouts("dp2 pp2 ep2\ncp2 dp2 ep2\npp2 vpp2 cp2", "glm", "qwen"),
+        *_layouts("tp4 etp1\ntp4 etp1 ep4\ntp2 dp2 ep2\ntp2 dp2 etp1 ep4", "glm"),
+        *_layouts("dp4 distributed overlapped\ndp2 pp2 ep2 distributed overlapped", "glm"),
+        *_layouts("pp2 vpp2 cp2 recompute:full\npp2 vpp2 tp2 recompute:selective", "glm"),
+        *_layouts("pp4 first:1 last:1\npp4 layout:Ett|t|tt|tL", "glm mixed", "qwen mixed"),
+        *_layouts("tp2 cp2\npp2 cp2\npp4\ndp2 pp2 ep2", "glm mtp"),
+        *_layouts("pp4 layout:Et|tt|tm|L", "glm mtp"),
+        *_layouts("tp2 pp2", "glm mtp 2"),
+    ],
+    8: [
+        *_layouts(
+            "tp2 pp2 cp2 ep2 etp1\ntp2 pp2 dp2 ep4 etp1\ndp2 pp2 vpp2 cp2 ep4", "glm", "qwen"
+        ),
+        *_layouts("dp8 ep8\ntp2 cp2 dp2 ep8 etp1 distributed overlapped", "glm", "qwen"),
+        *_layouts("tp2 pp2 cp2 ep2 etp1 recompute:full", "glm mtp"),
+    ],
+}
+
+
+def compiled(model: str, folder: Path, overrides: tuple[str, ...] = ()) -> Plan:
+    """The plan of a layout, through the compiler; the model's config is written to ``folder``."""
+    chosen = MODELS[model]
+    path = folder / model.replace(" ", "_") / "config.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        hf = json.loads((CONFIGS / chosen.config / "config.json").read_text()) | chosen.changes
+        written = path.with_suffix(f".{id(path)}")
+        written.write_text(json.dumps({k: v for k, v in hf.items() if v is not None}))
+        written.rename(path)
+    all_overrides = (f"model.config={path}", *COMMON, *chosen.overrides, *overrides)
+    return compile_plan(CONFIGS / f"{chosen.config}.yaml", all_overrides)
+
+
+def batches(plan: Plan, mtp_routes: bool) -> list[Batch]:
+    """One a step: uneven lengths, some below any alignment; fewer samples than ranks; others."""
+    g = torch.Generator().manual_seed(0)
+    uneven = [1, 1, 2, 60, 3, 7, 31, 1, 12, 5, 2, 23, 1, 17, 4, 9, 44, 6, 1, 8, 3, 2, 15, 10]
+    lengths = [uneven, [40, 1, 2], torch.randint(1, 30, (20,), generator=g).tolist()]
+    extra = plan.num_mtp_layers if mtp_routes else 0
+    layers = plan.router_layers + tuple(plan.shape.num_hidden_layers + i for i in range(extra))
+    return [_batch(plan, seqlens, layers, g) for seqlens in lengths]
+
+
+def _batch(plan: Plan, seqlens: list[int], layers: tuple[int, ...], g: torch.Generator) -> Batch:
+    rows, shape = sum(seqlens), plan.shape
+    scores = torch.rand(rows, len(layers), shape.num_experts, generator=g)
+    tokens = torch.randint(3, shape.vocab_size, (rows + 1,), generator=g)
+    return Batch(
+        seqlens=tuple(seqlens),
+        tokens=tokens[:-1],
+        targets=tokens[1:],
+        positions=torch.cat([torch.arange(n) for n in seqlens]),
+        loss_mask=torch.rand(rows, generator=g) > 0.4,
+        rollout_logprobs=-4 - torch.rand(rows, generator=g),
+        advantages=torch.randn(rows, generator=g),
+        rewards=torch.zeros(len(seqlens)),
+        routes=scores.argsort(-1)[..., : shape.topk].to(torch.uint8),
+        layer_ids=layers,
+        route_mask=torch.rand(rows, generator=g) >= 0.1,
+    )
+
+
+@dataclass
+class Outcome:
+    """What one layout computed; tensors whole, by checkpoint name."""
+
+    losses: list[float]
+    norms: list[float]
+    metrics: list[dict[str, float]]
+    grads: list[dict[str, torch.Tensor]]
+    changes: dict[str, torch.Tensor]
+    checked: int = 0
+    seconds: float = 0.0
+
+
+def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
+    """Three steps on this rank, every router probed, nothing of the replay left after each pass."""
+    begun = time.perf_counter()
+    with topology.start(plan) as topo:
+        policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
+        probe = Probe(policy)
+        decoder = [i for i in policy.replay.layers if i < plan.shape.num_hidden_layers]
+        before = {name: tensor.clone() for name, tensor in policy.weights()}
+        out = Outcome([], [], [], [], {})
+        for batch in batches(plan, mtp_routes):
+            limit = plan.batching.tokens_per_microbatch * topo.cp_size
+            schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, plan.row_alignment)
+            probe.expect(batch, schedule, training=False)
+            batch = batch.with_(old_logprobs=policy.scores(batch, schedule).logprobs)
+            probe.finish(decoder)
+            assert policy.replay.is_clear
+            probe.expect(batch, schedule, training=True)
+            metrics = policy.accumulate(batch, schedule, loss)
+            probe.finish([i for i in policy.replay.layers if i in batch.layer_ids])
+            assert policy.replay.is_clear
+            out.grads.append({name: grad.clone() for name, grad in policy.gradients()})
+            metrics |= policy.step_optimizer()
+            out.metrics.append(metrics)
+            out.losses.append(metrics["loss"])
+            out.norms.append(metrics["grad_norm"])
+        out.changes = {name: tensor - before[name] for name, tensor in policy.weights()}
+        checked = torch.tensor(probe.checked)
+        torch.distributed.all_reduce(checked)
+        out.checked, out.seconds = int(checked), time.perf_counter() - begun
+    return out
+
+
+def apart(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what it should be; 0 of 0."""
+    off = float((got.double() - want.double()).norm())
+    return off / max(float(want.double().norm()), 1e-30) if off else 0.0
+
+
+def deviations(got: Outcome, want: Outcome) -> dict[str, tuple[float, str]]:
+    """Worst deviation a quantity, and where."""
+    grads = [
+        (apart(mine[name], whole[name]), f"{name}, step {step}")
+        for step, (mine, whole) in enumerate(zip(got.grads, want.grads, strict=True))
+        for name in whole.keys() | mine.keys()
+    ]
+    changes = [(apart(got.changes[n], want.changes[n]), n) for n in want.changes | got.changes]
+    metrics = [
+        (abs(mine[name] - whole[name]), f"{name}, step {step}")
+        for step, (mine, whole) in enumerate(zip(got.metrics, want.metrics, strict=True))
+        for name in whole.keys() | mine.keys()
+        if name not in ("grad_norm", "lr")
+    ]
+    norms = [(abs(a / b - 1), "") for a, b in zip(got.norms, want.norms, strict=True)]
+    worst = {"loss": metrics, "grad": grads, "grad norm": norms, "change": changes}
+    return {name: max(found) for name, found in worst.items()}
+
+
+def on_ranks(group, layouts: list[Layout], folder: Path) -> list[dict]:
+    """Every layout on these ranks, one after the other; rows of the table from the first rank."""
+    import os
+
+    os.environ["WORLD_SIZE"] = str(group.size())
+    rows = []
+    for layout in layouts:
+        plan = compiled(layout.model, folder, layout.overrides)
+        got = train_steps(plan, MODELS[layout.model].mtp_routes)
+        if group.rank():
+            continue
+        want = torch.load(folder / f"{layout.model}.pt", weights_only=False)
+        rows.append(
+            {
+                "layout": layout.name,
+                "model": layout.model,
+                "ranks": group.size(),
+                "off": deviations(got, want),
+                "checked": got.checked,
+                "seconds": got.seconds,
+            }
+        )
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
+def reference(group, models: list[str], folder: Path) -> None:
+    """The single process' outcome of each model, into ``folder``."""
+    for model in models:
+        outcome = train_steps(compiled(model, folder), MODELS[model].mtp_routes)
+        torch.save(outcome, folder / f"{model}.pt")
+
+
+def line(row: dict) -> str:
+    cells = [f"{row['off'][name][0]:9.1e}" for name in BOUNDS]
+    title = f"{row['layout']:38s} {row['model']:13s}"
+    text = f"{title} {row['ranks']:5d} {' '.join(cells)} {row['checked']:8d} {row['seconds']:6.1f}"
+    bad = [f"{name}: {where}" for name, (off, where) in row["off"].items() if off > BOUNDS[name]]
+    return text + (f"   TOO FAR {bad}" if bad else "")
+
+
+def too_far(rows: list[dict]) -> list[str]:
+    return [line(row) for row in rows if any(row["off"][n][0] > b for n, b in BOUNDS.items())]
+
+
+def run(layouts: dict[int, list[Layout]], timeout: float = 1800) -> list[dict]:
+    """Rows of the table: one spawn a world size."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        models = sorted({layout.model for some in layouts.values() for layout in some})
+        run_ranks(reference, 1, models, folder, timeout=timeout)
+        return [
+            row
+            for size, some in layouts.items()
+            for row in run_ranks(on_ranks, size, some, folder, timeout=timeout)[0]
+        ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="world sizes")
+    parser.add_argument("--only", default="", help="layouts whose title contains this")
+    options = parser.parse_args()
+    chosen = {n: [x for x in LAYOUTS[n] if options.only in x.title] for n in options.ranks}
+    cells = " ".join(f"{name:>9s}" for name in BOUNDS)
+    print(f"{'layout':38s} {'model':13s} ranks {cells}  experts  seconds", flush=True)
+    rows = run({n: some for n, some in chosen.items() if some})
+    bounds = " ".join(f"{bound:9.1e}" for bound in BOUNDS.values())
+    print(f"{'allowed':58s} {bounds}")
+    bad = too_far(rows)
+    print(f"{len(rows)} layouts, {len(bad)} too far from one process")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
