@@ -5,7 +5,8 @@ BIN    := $(VENV)/bin
 SEED   ?= 0
 RUN    ?= runs/tiny-$(SEED)
 
-.PHONY: help venv build demo test check bench replay-effect two-hosts clean
+.PHONY: help venv build demo test parity parity-large faults two-hosts check bench replay-effect \
+        clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,11 +36,20 @@ demo: build  ## train the tiny model on this CPU; ends with a table and a pictur
 replay-effect: build  ## what routing replay does in bf16, on the same samples
 	$(BIN)/python -m benchmarks.replay_effect
 
+test: build  ## the suite; the three targets below take longer and are apart
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --ignore tests/test_faults.py
+
+parity: build  ## every parallel layout of 1, 2 and 4 ranks against one process: a table
+	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py
+
+parity-large: build  ## the same on 8 ranks; 12 GiB of memory
+	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py --ranks 8
+
+faults: build  ## ranks that are killed, hang or fail under torchrun; two hosts and a pulled cable
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_faults.py
+
 two-hosts: build  ## two hosts on this machine (root, iproute2): equal numbers, a pulled cable
 	$(BIN)/python tests/two_hosts.py
-
-test: build  ## the whole suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q  # tests of several ranks share the cores
 
 check: build  ## formatter, linter, types
 	$(BIN)/ruff format --check .

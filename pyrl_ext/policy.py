@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from pyrl_ext.logprob import vocab_parallel_logprob
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.megatron.attention import PackedSequences
 from pyrl_ext.megatron.gradients import gather_shards
-from pyrl_ext.megatron.model import build_chunks, unwrap, wrap_ddp
+from pyrl_ext.megatron.model import build_chunks, release, unwrap, wrap_ddp
 from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, warmed_up
 from pyrl_ext.microbatch import Microbatch
 from pyrl_ext.models import family, weights
@@ -77,6 +78,8 @@ class Policy:
         if trainable:
             chunks = wrap_ddp(plan, chunks, topo.groups)
         policy = cls(plan, topo, chunks, optimizer, Replay(chunks, topo.device))
+        if trainable:
+            weakref.finalize(policy, release, chunks)
         policy._check_stages()
         policy.load_initial_weights()
         if trainable:  # after the weights: mixed precision copies them to fp32 masters

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,7 @@ import torch.distributed as dist
 warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
 warnings.filterwarnings("ignore", message=".*without the NVRx async checkpointing.*")
 warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CUDA runtime"
 
 
@@ -108,6 +110,8 @@ def start(plan: Any, timeout: timedelta = timedelta(minutes=30)) -> Iterator[Top
     ours = not dist.is_initialized()
     if ours:
         _start_processes(device, plan.world_size, timeout)
+    else:
+        gc.collect()  # a model of an earlier topology holds its groups in reference cycles
     try:
         yield _groups(plan, device)
         if not ours:
@@ -119,8 +123,8 @@ def start(plan: Any, timeout: timedelta = timedelta(minutes=30)) -> Iterator[Top
 
 
 def _leave_groups() -> None:
-    """megatron forgets its groups and leaves them open, each with its threads and sockets: a
-    process that builds several topologies would drown in them."""
+    """megatron forgets its groups and leaves them open, each with sockets and threads (three, over
+    gloo): a process that builds several topologies would drown in them."""
     from megatron.core import parallel_state
 
     groups = parallel_state._global_process_group_list or []
@@ -129,10 +133,12 @@ def _leave_groups() -> None:
         dist.destroy_process_group(group)
 
 
-def _embedding_ranks(stages: Sequence, pp_ranks: list[int]) -> list[int]:
-    """Ranks of a pipeline that hold the embedding, or an output tied to it: the first, the last,
-    and where a layout string put the layers for multi-token prediction."""
-    holders = (any(s.embedding or s.mtp or s.loss for s in chunks) for chunks in stages)
+def _embedding_ranks(plan: Any, pp_ranks: list[int]) -> list[int]:
+    """Ranks of a pipeline whose embedding gradients are one: of the first stage, of that with the
+    layers for multi-token prediction, and of the last if its output is tied. (megatron's default is
+    the first and the last; it would add up an embedding's and an output's gradients.)"""
+    tied = plan.shape.tie_word_embeddings
+    holders = (any(s.embedding or s.mtp or (s.loss and tied) for s in c) for c in plan.stages)
     return [rank for rank, holds in zip(pp_ranks, holders, strict=True) if holds]
 
 
@@ -141,7 +147,7 @@ def _groups(plan: Any, device: torch.device) -> Topology:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     sizes = plan.parallel
-    embedding_ranks: Any = partial(_embedding_ranks, plan.stages)
+    embedding_ranks: Any = partial(_embedding_ranks, plan)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,

@@ -7,7 +7,9 @@ every router's experts with the samples'.
 """
 
 import argparse
+import gc
 import json
+import os
 import sys
 import tempfile
 import time
@@ -267,13 +269,12 @@ def deviations(got: Outcome, want: Outcome) -> dict[str, tuple[float, str]]:
 
 def on_ranks(group, layouts: list[Layout], folder: Path) -> list[dict]:
     """Every layout on these ranks, one after the other; rows of the table from the first rank."""
-    import os
-
     os.environ["WORLD_SIZE"] = str(group.size())
     rows = []
     for layout in layouts:
         plan = compiled(layout.model, folder, layout.overrides)
         got = train_steps(plan, MODELS[layout.model].mtp_routes)
+        gc.collect()  # the policy's process groups, with their threads
         if group.rank():
             continue
         want = torch.load(folder / f"{layout.model}.pt", weights_only=False)
@@ -323,15 +324,30 @@ def run(layouts: dict[int, list[Layout]], timeout: float = 1800) -> list[dict]:
         ]
 
 
+def markdown(rows: list[dict]) -> str:
+    """The table for the documentation."""
+    head = ["layout", "model", "ranks", *BOUNDS, "experts checked"]
+    lines = [head, ["---"] * 3 + ["---:"] * (len(BOUNDS) + 1)]
+    lines.append(["*allowed*", "", "", *(f"{bound:.0e}" for bound in BOUNDS.values()), ""])
+    for row in rows:
+        off = [f"{row['off'][name][0]:.1e}" for name in BOUNDS]
+        title = [f"`{row['layout']}`".replace("|", "\\|"), row["model"], str(row["ranks"])]
+        lines.append([*title, *off, str(row["checked"])])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="world sizes")
     parser.add_argument("--only", default="", help="layouts whose title contains this")
+    parser.add_argument("--write", type=Path, help="put the rows into this file, as a table")
     options = parser.parse_args()
     chosen = {n: [x for x in LAYOUTS[n] if options.only in x.title] for n in options.ranks}
     cells = " ".join(f"{name:>9s}" for name in BOUNDS)
     print(f"{'layout':38s} {'model':13s} ranks {cells}  experts  seconds", flush=True)
     rows = run({n: some for n, some in chosen.items() if some})
+    if options.write:
+        options.write.write_text(markdown(rows))
     bounds = " ".join(f"{bound:9.1e}" for bound in BOUNDS.values())
     print(f"{'allowed':58s} {bounds}")
     bad = too_far(rows)

@@ -5,7 +5,6 @@ import os
 from collections import deque
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -173,91 +172,6 @@ def test_an_exception_leaves_nothing_behind(ranks):
     for clear, off in [ranks[1]["exception"], *ranks[2]["exception"]]:
         assert clear
         assert off == 0
-
-
-# multi-token prediction ----------------------------------------------------------------------
-
-
-def test_tokens_ahead_are_those_of_a_plain_loop(folder):
-    plan = compiled(SPLIT_MODEL, folder)
-    batch = parity.batches(plan, mtp_routes=True)[0]
-    ids = [3, 0, 7, 2]
-    for cp_size, cp_rank in [(1, 0), (2, 1)]:
-        topo: Any = SimpleNamespace(
-            cp_size=cp_size, cp_rank=cp_rank, tp_size=1, tp_rank=0, device=torch.device("cpu")
-        )
-        micro = Microbatch.of(batch, ids, topo, depths=2)
-        rows = local_rows(batch, ids, topo)
-        assert micro.rows.tolist() == rows
-        sample = [i for i, n in enumerate(batch.seqlens) for _ in range(n)]
-        for depth, ahead in enumerate(micro.ahead, start=1):
-            for m, row in enumerate(rows):
-                there = row + depth
-                inside = row >= 0 and there < len(sample) and sample[there] == sample[row]
-                want = (int(batch.targets[there]), bool(batch.loss_mask[there]))
-                assert (int(ahead.targets[m]), bool(ahead.loss_mask[m])) == (
-                    want if inside else (0, False)
-                )
-                if inside:
-                    assert ahead.tokens[m] == batch.tokens[there]
-
-
-def test_multi_token_prediction_equals_megatrons_own(folder):
-    """On one unpadded sequence on one rank, where megatron's own path is right."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
-
-    from pyrl_ext.megatron.attention import PackedSequences
-    from pyrl_ext.megatron.mtp import MultiTokenGPT, PackedMTPLayer
-
-    plan = compiled("glm mtp", folder, ("objective.mtp_detach=false",))
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
-        batch = parity.batches(plan, mtp_routes=False)[0].select([3])
-        batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
-        rows, layers = len(batch.tokens), plan.num_mtp_layers
-        model: Any = policy._models[0]
-        model.train()
-        micro = Microbatch.of(batch, [0], topo, layers)
-        packed = PackedSequences.of(micro.layout, 0, topo.device)
-        packed.tokens_ahead = tuple(ahead.tokens for ahead in micro.ahead)
-        inputs = micro.tokens[None], packed.positions[None], None
-        _, ahead = model(*inputs, packed_seq_params=packed)
-        ours = -policy._logprobs(ahead, micro.ahead[0].targets)[0]
-
-        # megatron derives inputs and labels by rolling, and keeps the loss to itself
-        theirs = []
-        packed.cu_seqlens_q = torch.tensor([0, rows], dtype=torch.int32)
-        stock = PackedMTPLayer, "_get_embeddings", MultiTokenPredictionLayer._get_embeddings
-        whole = MultiTokenGPT, "_postprocess", GPTModel._postprocess
-        compute = model.compute_language_model_loss
-
-        def keep(labels, logits):
-            theirs.append(compute(labels, logits))
-            return theirs[-1]
-
-        positions_without_loop = patch.object(
-            type(packed), "positions", property(lambda self: inputs[1][0])
-        )
-        rotary = megatron_rope_by_position()
-        with patch.object(*stock), patch.object(*whole), positions_without_loop, rotary:
-            model.compute_language_model_loss = keep
-            model(*inputs, labels=micro.targets[None], packed_seq_params=packed)
-    # what megatron keeps: the loss of the layer ahead, then of the model itself
-    assert len(theirs) == 2
-    torch.testing.assert_close(theirs[0][0, :-1], ours[:-1], atol=1e-5, rtol=0)
-
-
-def megatron_rope_by_position():
-    """With ``cu_seqlens_q`` megatron rotates by sequence; one sequence needs no such loop."""
-    from megatron.core.transformer import multi_latent_attention
-
-    apply = multi_latent_attention.apply_rotary_pos_emb
-
-    def by_position(*args, cu_seqlens=None, **kwargs):
-        return apply(*args, cu_seqlens=None, **kwargs)
-
-    return patch.object(multi_latent_attention, "apply_rotary_pos_emb", by_position)
 
 
 # mends ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import warnings
 from typing import Any
 
 import torch
@@ -62,10 +63,12 @@ def _on_cpu(factory: Any) -> Any:
 @functools.cache
 def install() -> None:
     """Answer megatron-core's CUDA calls on this machine's CPU, once per process."""
+    warnings.filterwarnings("ignore", ".*CUDA_DEVICE_MAX_CONNECTIONS")
     _answer_torch_cuda()
     _answer_random_state()
     _answer_cuda_literals()
     _answer_split_sizes()
+    _answer_uneven_shards()
     _leave_fusers_uncompiled()
 
 
@@ -114,6 +117,41 @@ def _answer_split_sizes() -> None:
         return value.numpy() if as_numpy and torch.is_tensor(value) else value
 
     token_dispatcher.maybe_move_tensor_to_cpu = as_host
+
+
+def _answer_uneven_shards() -> None:
+    """With ep and etp above 1, expert-tensor ranks exchange unlike numbers of tokens; gloo gathers
+    and scatters equal shapes only, so they are padded to the longest."""
+    from megatron.core.tensor_parallel import mappings
+
+    equal_gather, equal_scatter = (
+        mappings._gather_along_first_dim,
+        mappings._reduce_scatter_along_first_dim,
+    )
+
+    def padded(part: torch.Tensor, rows: int) -> torch.Tensor:
+        return torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])
+
+    def gather(
+        x: Any, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        sizes = output_split_sizes
+        if sizes is None or group.size() == 1 or not any(sizes):
+            return equal_gather(x, group, None, *args, **kwargs)
+        parts = equal_gather(padded(x, max(sizes)), group).split(max(sizes))
+        return torch.cat([part[:rows] for part, rows in zip(parts, sizes, strict=True)])
+
+    def scatter(
+        x: Any, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        sizes = input_split_sizes
+        if sizes is None or group.size() == 1 or not any(sizes):
+            return equal_scatter(x, group, None, *args, **kwargs)
+        parts = [padded(part, max(sizes)) for part in x.split(sizes)]
+        return equal_scatter(torch.cat(parts), group)[: sizes[group.rank()]]
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = scatter
 
 
 def _leave_fusers_uncompiled() -> None:

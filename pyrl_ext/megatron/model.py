@@ -211,20 +211,33 @@ def wrap_ddp(plan: Any, chunks: Sequence[Module], groups: Any) -> list[Module]:
         use_distributed_optimizer=plan.optimizer.distributed,
         check_for_nan_in_grad=False,  # the optimizer's norm says it once, for all ranks
     )
-    wrapped: list[Any] = [
-        DistributedDataParallel(
-            config=get_model_config(chunk),
-            ddp_config=ddp,
-            module=chunk,
-            disable_bucketing=i > 0,
-            pg_collection=groups,
-        )
-        for i, chunk in enumerate(chunks)
-    ]
+    with quiet():
+        wrapped: list[Any] = [
+            DistributedDataParallel(
+                config=get_model_config(chunk),
+                ddp_config=ddp,
+                module=chunk,
+                disable_bucketing=i > 0,
+                pg_collection=groups,
+            )
+            for i, chunk in enumerate(chunks)
+        ]
     if ddp.overlap_grad_reduce:  # only the last microbatch's backward passes may reduce
         pauses = [chunk.no_sync for chunk in wrapped]
         get_model_config(chunks[0]).no_sync_func = pauses if len(pauses) > 1 else pauses[0]
     return wrapped
+
+
+def release(chunks: Sequence[Any]) -> None:
+    """Let go of wrapped chunks that nobody needs any more. megatron's wrapper and its hooks hold
+    each other through autograd's nodes, where Python's collector does not look, and dispatchers
+    keep the graph of their last microbatch: a process that builds several models would keep them
+    all, with their process groups."""
+    for chunk in chunks:
+        chunk.grad_accs.clear()
+        for module in chunk.modules():
+            if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
+                dispatcher.probs = None
 
 
 def unwrap(module: Module) -> Module:

@@ -66,6 +66,11 @@ _METRICS = (
     Metric("loss/policy", "1", "Part of loss from the clipped policy objective."),
     Metric("loss/ref_kl", "1", "Part of loss from the reference: kl_coef * policy/ref_kl."),
     Metric("loss/entropy", "1", "Part of loss from the bonus: -entropy_coef * policy/entropy."),
+    Metric(
+        "mtp_loss",
+        "nat",
+        "Mean of -log p over the loss tokens that layers for multi-token prediction see ahead.",
+    ),
     Metric("grad_norm", "1", "L2 norm of the whole gradient before clipping."),
     Metric("lr", "1", "Learning rate of the step's last update."),
     # rollout and trainer disagree

@@ -10,6 +10,7 @@ from pyrl_ext.plan.shape import (
     embedding_parameters,
     head_parameters,
     layer_parameters,
+    mtp_parameters,
 )
 from pyrl_ext.plan.stages import Stage
 
@@ -41,15 +42,17 @@ def stage_parameters(plan: Plan) -> list[Parameters]:
 
 
 def chunk_parameters(plan: Plan, chunk: Stage) -> Parameters:
-    """Parameters of one model chunk, multi-token-prediction layers apart."""
+    """Parameters of one model chunk, with its copies of what other stages hold as well."""
     shape, total = plan.shape, Parameters()
     for layer in chunk.layers:
         total += layer_parameters(shape, layer)
-    if chunk.embedding:
+    for _ in range(chunk.mtp):
+        total += mtp_parameters(shape)
+    if chunk.embedding or chunk.mtp:
         total += embedding_parameters(shape)
     if chunk.loss:
         total += head_parameters(shape)
-        if shape.tie_word_embeddings and not chunk.embedding:
+        if shape.tie_word_embeddings and not (chunk.embedding or chunk.mtp):
             total += embedding_parameters(shape)  # tied weights on two stages are two copies
     return total
 

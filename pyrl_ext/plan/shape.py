@@ -147,16 +147,28 @@ class Shape(BaseModel, ABC):
 def layer_parameters(shape: Shape, layer: int) -> Parameters:
     """Parameters of decoder layer `layer` (0-based), without its router's bias buffer."""
     hidden = shape.hidden_size
-    common = Parameters(replicated=2 * hidden) + shape.attention
-    if layer not in shape.router_layers:
-        return common + Parameters(tensor=3 * hidden * shape.intermediate_size)
+    if layer in shape.router_layers:
+        return _sparse_layer(shape)
+    norms, ffn = 2 * hidden, 3 * hidden * shape.intermediate_size
+    return Parameters(replicated=norms, tensor=ffn) + shape.attention
+
+
+def _sparse_layer(shape: Shape) -> Parameters:
+    hidden = shape.hidden_size
     one = 3 * hidden * shape.moe_intermediate_size
-    return common + Parameters(
-        replicated=hidden * shape.num_experts,
+    return shape.attention + Parameters(
+        replicated=2 * hidden + hidden * shape.num_experts,
         tensor=3 * hidden * shape.shared_expert_width,
         expert=one * shape.num_experts,
         active_expert=one * shape.topk,
     )
+
+
+def mtp_parameters(shape: Shape) -> Parameters:
+    """Parameters of a layer for multi-token prediction: a decoder layer with experts, behind a
+    projection of two normed inputs and before a norm of its own."""
+    hidden = shape.hidden_size
+    return _sparse_layer(shape) + Parameters(replicated=3 * hidden, tensor=2 * hidden * hidden)
 
 
 def embedding_parameters(shape: Shape) -> Parameters:
@@ -173,7 +185,7 @@ def head_parameters(shape: Shape) -> Parameters:
 
 
 def parameters(shape: Shape) -> Parameters:
-    """Parameters of the whole model, multi-token-prediction layers apart."""
+    """Parameters of the whole model, layers for multi-token prediction apart."""
     total = embedding_parameters(shape) + head_parameters(shape)
     for layer in range(shape.num_hidden_layers):
         total += layer_parameters(shape, layer)
