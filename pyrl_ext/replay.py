@@ -155,6 +155,8 @@ class Replay:
 
         Raises: RuntimeError when a completed pass recomputed less than it kept routes for.
         """
+        from megatron.core.tensor_parallel import random
+
         for hook in self._all():
             hook.clear()
             hook.counting = counting
@@ -167,6 +169,8 @@ class Replay:
                     f"replay: routes kept for a recomputation that did not come, by layer {left}"
                 )
         finally:
+            # megatron leaves this set when a checkpointed forward or its recomputation raises
+            random._unset_checkpointing()
             for hook in self._all():
                 hook.clear()
 

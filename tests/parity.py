@@ -72,6 +72,7 @@ MODELS = {
         "tiny", {"num_nextn_predict_layers": 2}, (BIAS, *MTP, "objective.mtp_detach=false"), True
     ),
     "qwen": Model("tiny_qwen3"),
+    "qwen 5 layers": Model("tiny_qwen3", {"num_hidden_layers": 5}),
     "qwen mixed": Model("tiny_qwen3", {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}),
 }
 
@@ -116,30 +117,31 @@ def _override(word: str) -> str:
     return f"parallel.{size}={name[len(size) :]}"
 
 
+BOTH, MIXED = ("glm", "qwen"), ("glm mixed", "qwen mixed")
 LAYOUTS = {
     1: [
-        *_layouts("recompute:selective\nrecompute:full", "glm", "glm mtp"),
+        *_layouts("recompute:selective\nrecompute:full", *BOTH, "glm mtp"),
     ],
     2: [
-        *_layouts("dp2\ntp2\ncp2\npp2\ndp2 ep2\npp2 vpp2\ndp2 distributed", "glm", "qwen"),
-        *_layouts("dp2 overlapped\ndp2 distributed overlapped\ndp2 ep2 distributed", "glm"),
-        *_layouts("tp2 etp1\ntp2 ep2 etp1\ncp2 ep2\ncp2 distributed overlapped", "glm"),
-        *_layouts("pp2 recompute:selective\npp2 recompute:full\ntp2 recompute:full", "glm"),
-        *_layouts("pp2 vpp2 recompute:full\ncp2 recompute:full", "glm"),
-        *_layouts("pp2 first:1\npp2 last:1\npp2 layout:Et|tttL", "glm"),
-        *_layouts("pp2 layout:Et|t|t|tL vpp2", "glm"),
-        *_layouts("pp2 embedding\npp2 loss", "glm 5 layers"),
-        *_layouts("pp2 embedding loss\npp2 first:4\npp2 vpp3", "glm mixed", "qwen mixed"),
+        *_layouts("dp2\ntp2\ncp2\npp2\ndp2 ep2\npp2 vpp2\ndp2 distributed", *BOTH),
+        *_layouts("dp2 overlapped\ndp2 distributed overlapped\ndp2 ep2 distributed", *BOTH),
+        *_layouts("tp2 etp1\ntp2 ep2 etp1\ncp2 ep2\ncp2 distributed overlapped", *BOTH),
+        *_layouts("pp2 recompute:selective\npp2 recompute:full\ntp2 recompute:full", *BOTH),
+        *_layouts("pp2 vpp2 recompute:full\ncp2 recompute:full", *BOTH),
+        *_layouts("pp2 first:1\npp2 last:1\npp2 layout:Et|tttL", *BOTH),
+        *_layouts("pp2 layout:Et|t|t|tL vpp2", *BOTH),
+        *_layouts("pp2 embedding\npp2 loss", "glm 5 layers", "qwen 5 layers"),
+        *_layouts("pp2 embedding loss\npp2 first:4\npp2 vpp3", *MIXED),
         *_layouts("dp2\ntp2\ncp2\npp2\npp2 vpp2\ncp2 recompute:full", "glm mtp"),
         *_layouts("tp2\ncp2\npp2 recompute:full\ndp2 ep2", "glm mtp 2"),
     ],
     4: [
-        *_layouts("dp4\ntp4\ncp4\npp4\ndp4 ep4\ntp2 pp2\ntp2 cp2\npp2 cp2", "glm", "qwen"),
-        *_layouts("dp2 pp2 ep2\ncp2 dp2 ep2\npp2 vpp2 cp2", "glm", "qwen"),
-        *_layouts("tp4 etp1\ntp4 etp1 ep4\ntp2 dp2 ep2\ntp2 dp2 etp1 ep4", "glm"),
-        *_layouts("dp4 distributed overlapped\ndp2 pp2 ep2 distributed overlapped", "glm"),
-        *_layouts("pp2 vpp2 cp2 recompute:full\npp2 vpp2 tp2 recompute:selective", "glm"),
-        *_layouts("pp4 first:1 last:1\npp4 layout:Ett|t|tt|tL", "glm mixed", "qwen mixed"),
+        *_layouts("dp4\ntp4\ncp4\npp4\ndp4 ep4\ntp2 pp2\ntp2 cp2\npp2 cp2", *BOTH),
+        *_layouts("dp2 pp2 ep2\ncp2 dp2 ep2\npp2 vpp2 cp2", *BOTH),
+        *_layouts("tp4 etp1\ntp4 etp1 ep4\ntp2 dp2 ep2\ntp2 dp2 etp1 ep4", *BOTH),
+        *_layouts("dp4 distributed overlapped\ndp2 pp2 ep2 distributed overlapped", *BOTH),
+        *_layouts("pp2 vpp2 cp2 recompute:full\npp2 vpp2 tp2 recompute:selective", *BOTH),
+        *_layouts("pp4 first:1 last:1\npp4 layout:Ett|t|tt|tL", *MIXED),
         *_layouts("tp2 cp2\npp2 cp2\npp4\ndp2 pp2 ep2", "glm mtp"),
         *_layouts("pp4 layout:Et|tt|tm|L", "glm mtp"),
         *_layouts("tp2 pp2", "glm mtp 2"),
@@ -148,7 +150,7 @@ LAYOUTS = {
         *_layouts(
             "tp2 pp2 cp2 ep2 etp1\ntp2 pp2 dp2 ep4 etp1\ndp2 pp2 vpp2 cp2 ep4", "glm", "qwen"
         ),
-        *_layouts("dp8 ep8\ntp2 cp2 dp2 ep8 etp1 distributed overlapped", "glm", "qwen"),
+        *_layouts("dp8 ep8\ntp2 cp2 dp2 ep8 etp1 distributed overlapped", *BOTH),
         *_layouts("tp2 pp2 cp2 ep2 etp1 recompute:full", "glm mtp"),
     ],
 }

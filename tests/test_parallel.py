@@ -264,6 +264,8 @@ class Forgetful(deque):
 @pytest.mark.parametrize("memory", [deque, Forgetful])
 def test_recomputation_needs_the_routes_of_its_own_microbatch(folder, memory):
     """Two forward passes, then two backward passes, as in a pipeline."""
+    from megatron.core.tensor_parallel.random import is_checkpointing
+
     plan = compiled("glm", folder, ("model.recompute=full",))
     with topology.start(plan) as topo, patch.object(replay, "deque", memory):
         policy = Policy.build(plan, topo)
@@ -291,6 +293,8 @@ def test_recomputation_needs_the_routes_of_its_own_microbatch(folder, memory):
             else:
                 with pytest.raises((AssertionError, RuntimeError)):  # the probe, or a wrong length
                     backwards()
+                assert is_checkpointing()  # what megatron leaves behind
+        assert policy.replay.is_clear and not is_checkpointing()
 
 
 def test_bounds_are_those_promised():
