@@ -84,13 +84,14 @@ class Microbatch:
             advantages=local(batch.advantages),
             loss_mask=local(batch.loss_mask),
         )
+        shifted = [batch.ahead(rows, depth) for depth in range(depths + 1)] if depths else []
         ahead = tuple(
             Ahead(
                 tokens=local(batch.targets, before),
                 targets=local(batch.targets, at),
                 loss_mask=local(batch.loss_mask, at),
             )
-            for before, at in pairwise(batch.ahead(rows, depth) for depth in range(depths + 1))
+            for before, at in pairwise(shifted)
         )
         return cls(layout, rows, local(batch.tokens), local(batch.targets), inputs, ahead)
 

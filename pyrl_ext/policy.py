@@ -287,14 +287,11 @@ class Policy:
             optional = [i for i in ids if i >= shape.num_hidden_layers and i not in batch.layer_ids]
             native = ids if not replay else optional
             wanted = [i for i in ids if i not in native]
-            routes = dict(
-                zip(
-                    native,
-                    native_routes(rows, len(native), shape.topk, shape.num_experts, device),
-                    strict=True,
-                )
-            )
-            if batch.routes is not None and wanted:
+            routes: dict[int, Forced] = {}
+            if native:
+                none = native_routes(rows, len(native), shape.topk, shape.num_experts, device)
+                routes |= zip(native, none, strict=True)
+            if wanted and batch.routes is not None:
                 forced = forced_routes(
                     batch.routes,
                     batch.route_mask,

@@ -10,14 +10,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from pyrl_ext.plan.stages import SPLIT_WAYS
 from pyrl_ext.topology import Topology
 
-# keys of the plan's `parallel` that megatron's config has under the same names
-PIPELINE_SPLIT = (
-    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-    "pipeline_model_parallel_layout",
-)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -34,7 +29,7 @@ def transformer_config(plan: Any, topo: Topology, family_config: Mapping[str, An
         tensor_model_parallel_size=topo.tp_size,
         pipeline_model_parallel_size=topo.pp_size,
         virtual_pipeline_model_parallel_size=topo.vpp_size,
-        **{name: getattr(plan.parallel, name) for name in PIPELINE_SPLIT},
+        **{name: getattr(plan.parallel, name) for name in SPLIT_WAYS},
         mtp_num_layers=plan.num_mtp_layers or None,
         mtp_detach_heads=plan.objective.mtp_detach,
         context_parallel_size=topo.cp_size,

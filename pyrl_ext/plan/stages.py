@@ -17,8 +17,9 @@ _REPEATED_LETTER = re.compile(r"([EtmL|])\*([0-9]{1,3})")
 _REPEATED_GROUP = re.compile(r"\(([EtmL|]+)\)\*([0-9]{1,3})")
 
 
-# The keys that say how layers are split, and which of the ways of splitting each belongs to.
-_WAYS = {
+# The keys that say how layers are split (megatron's config has the same), and the way of splitting
+# that each belongs to.
+SPLIT_WAYS = {
     "pipeline_model_parallel_layout": "layout",
     "num_layers_in_first_pipeline_stage": "counts",
     "num_layers_in_last_pipeline_stage": "counts",
@@ -106,7 +107,7 @@ def spell_out(layout: str) -> str:
 
 def split_keys(parallel: Parallel) -> dict[str, str]:
     """The keys that are set to split layers, each with its way: layout, counts or even."""
-    return {key: way for key, way in _WAYS.items() if getattr(parallel, key)}
+    return {key: way for key, way in SPLIT_WAYS.items() if getattr(parallel, key)}
 
 
 def is_split_by(parallel: Parallel, way: str) -> bool:
