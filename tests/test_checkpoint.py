@@ -279,3 +279,12 @@ def test_megatrons_distributed_optimizer_does_not_load_what_it_saved(
         monkeypatch.undo()
         policy.load(folder / "one")  # our form, into the same optimizer
         assert len({id(entry["step"]) for entry in inner.state.values()}) == len(inner.state)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
+    with topology.start(plan := tiny_plan()) as topo:
+        policy = Policy.build(plan, topo)
+        policy.save(tmp_path / "step-0")
+        (tmp_path / "step-0" / "counters.json").write_text('{"step": 0, "updates": 0}')
+        with pytest.raises(ValueError, match="names no layout in counters"):
+            policy.load(tmp_path / "step-0")

@@ -76,9 +76,18 @@ def _on_all_ranks(stage: Callable[[], None], writing: Path, topo: Topology) -> N
 
 
 def load(folder: Path, models: Sequence[Module], optimizer: Any, topo: Topology) -> dict:
-    """Fill models and optimizer from ``folder``, whatever layout wrote it; returns its counters."""
+    """Fill models and optimizer from ``folder``, whatever layout wrote it; returns its counters.
+
+    Raises: ValueError when an earlier version of this package wrote it, in a form of its layout.
+    """
     from megatron.core import dist_checkpointing
 
+    counters = json.loads((folder / COUNTERS).read_text())
+    if "layout" not in counters:
+        raise ValueError(
+            f"checkpoint: {folder} names no layout in {COUNTERS}, expected one of this version, "
+            "whose checkpoints load under any layout. Start afresh in another run folder"
+        )
     with quiet():
         state: Any = dist_checkpointing.load(
             _state(models, optimizer, topo, loading=True), str(folder)
@@ -87,7 +96,7 @@ def load(folder: Path, models: Sequence[Module], optimizer: Any, topo: Topology)
         model.load_state_dict(state["models"][i])
     if optimizer is not None:
         load_state(optimizer, state["optimizer"])
-    return json.loads((folder / COUNTERS).read_text())
+    return counters
 
 
 def layout(topo: Topology) -> str:
