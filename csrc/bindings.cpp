@@ -6,6 +6,7 @@
 
 #include "gather_routes.hpp"
 #include "gather_rows.hpp"
+#include "isa.hpp"
 #include "token_logprob.hpp"
 
 namespace py = pybind11;
@@ -58,7 +59,6 @@ void bind_token_logprob(py::module_& m) {
         return Shard{at<const void>(logits), pyrl::Float(dtype),         tokens, columns, width,
                      at<const int64_t>(targets), first, at<const float>(scale)};
       }));
-  m.def("has_isa", [](const std::string& isa) { return pyrl::has_isa(isa.c_str()); });
   m.def("token_logprob_stats_cpu",
         [](const Shard& shard, Address stats, const std::string& isa, int threads) {
           py::gil_scoped_release nogil;
@@ -79,6 +79,7 @@ void bind_token_logprob(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+  m.def("has_isa", [](const std::string& isa) { return pyrl::has_isa(isa); });
   bind_gather_rows(m);
   bind_gather_routes(m);
   bind_token_logprob(m);

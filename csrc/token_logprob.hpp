@@ -42,9 +42,6 @@ struct RowGrad {
 void token_logprob_grad_cpu(const Shard& shard, const RowGrad& row, void* out, const char* isa,
                             int threads);
 
-// Whether this processor and this build can run "avx512", "avx2" or "portable".
-bool has_isa(const char* isa);
-
 // The kernels of one instruction set, for the tokens in [begin, end).
 struct TokenLogprobKernels {
   void (*stats)(const Shard& shard, float* stats, int64_t begin, int64_t end);

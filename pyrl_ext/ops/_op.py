@@ -25,7 +25,7 @@ class Backend:
     """One implementation; ``refuse`` says why it cannot take the arguments, or None."""
 
     name: str
-    run: Callable[..., torch.Tensor]
+    run: Callable[..., Any]
     refuse: Callable[..., str | None] = _accept
 
 
@@ -37,7 +37,7 @@ class Op:
         fake:   output metadata without data, for ``torch.compile`` and ``meta`` tensors.
     """
 
-    def __init__(self, schema: str, *, fake: Callable[..., torch.Tensor]):
+    def __init__(self, schema: str, *, fake: Callable[..., Any]):
         name = schema.partition("(")[0]
         self.qualname = f"pyrl_ext::{name}"
         self.backends: list[Backend] = []
@@ -54,10 +54,10 @@ class Op:
         """Add the derivative (``setup_context`` and ``backward`` of ``torch.library``)."""
         torch.library.register_autograd(self.qualname, backward, setup_context=save)
 
-    def __call__(self, *args: Any) -> torch.Tensor:
+    def __call__(self, *args: Any) -> Any:
         return self.overload(*args)
 
-    def _run(self, *args: Any) -> torch.Tensor:
+    def _run(self, *args: Any) -> Any:
         wanted = _named.get() or os.environ.get("PYRL_BACKEND", "auto")
         refusals = []
         for backend in self.backends:
