@@ -24,6 +24,8 @@ Advantage = Callable[[Tensor, Tensor], Tensor]
 _PER_ROW = ("tokens", "targets", "positions", "loss_mask", "rollout_logprobs", "advantages")
 _PER_ROW += ("routes", "route_mask", "old_logprobs", "ref_logprobs")
 
+_ROWS_AT_ONCE = 1 << 14  # the copies of a route check stay small
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -115,8 +117,12 @@ class Batch:
             if not np.isfinite(sample.reward):
                 _refuse(sample, f"reward {sample.reward}", "a finite number; score it first")
             _check_routes_shape(sample, first.routes, layer_ids, topk)
-            if sample.routes is not None:
-                _check_route_ids(sample, num_experts)
+        routes = None
+        if first.routes is not None:
+            routes = torch.cat([s.routes[:-1] for s in samples if s.routes is not None])
+        route_mask = torch.cat([s.route_mask[:-1] for s in samples])
+        if routes is not None:
+            _check_route_ids(samples, routes, route_mask, num_experts)
         rewards = torch.tensor([s.reward for s in samples], dtype=torch.float32)
         groups = torch.tensor([s.prompt_id for s in samples])
         seqlens = tuple(s.tokens.numel() - 1 for s in samples)
@@ -131,13 +137,9 @@ class Batch:
             rollout_logprobs=torch.cat([s.rollout_logprobs[1:] for s in samples]),
             advantages=per_sample.repeat_interleave(counts),
             rewards=rewards,
-            routes=(
-                None
-                if first.routes is None
-                else torch.cat([s.routes[:-1] for s in samples if s.routes is not None])
-            ),
+            routes=routes,
             layer_ids=layer_ids or () if first.routes is not None else (),
-            route_mask=torch.cat([s.route_mask[:-1] for s in samples]),
+            route_mask=route_mask,
             groups=tuple(s.prompt_id for s in samples),
             prompt_lens=tuple(s.prompt_len for s in samples),
             truncated=tuple(s.finish_reason == "length" for s in samples),
@@ -290,28 +292,36 @@ def _check_routes_shape(
         _refuse(sample, f"routes are {routes.dtype}", f"{first.dtype} as in the first sample")
 
 
-def _check_route_ids(sample: Sample, num_experts: int | None) -> None:
-    """Refuse expert ids out of range, or twice in one (token, layer), where there is a route."""
-    assert sample.routes is not None
-    tokens = sample.route_mask.nonzero().squeeze(1)
-    if not tokens.numel():
-        return
-    slots = sample.routes[tokens].flatten(0, 1).T.contiguous().cpu().numpy()  # [K, tokens * L]
+def _check_route_ids(
+    samples: Sequence[Sample], routes: Tensor, route_mask: Tensor, num_experts: int | None
+) -> None:
+    """Refuse expert ids out of range, or twice in one (row, layer), where there is a route."""
+    starts = np.cumsum([0, *(s.tokens.numel() - 1 for s in samples)])
+    for first in range(0, len(routes), _ROWS_AT_ONCE):
+        rows = route_mask[first : first + _ROWS_AT_ONCE].nonzero().squeeze(1) + first
+        slots = routes[rows].permute(2, 0, 1).contiguous().cpu().numpy()  # [K, rows, L]
+        wrong = {
+            "are out of range": slots.max(0) >= num_experts if num_experts is not None else None,
+            "repeat": _repeated(slots),
+        }
+        for what, where in wrong.items():
+            if where is None or not where.any():
+                continue
+            row, layer = np.argwhere(where)[0]
+            sample = int(np.searchsorted(starts, int(rows[row]), side="right")) - 1
+            token = int(rows[row]) - starts[sample]
+            at = f", token {token}, layer {samples[sample].layer_ids[layer]}"
+            rule = f"ids from 0 to {(num_experts or 0) - 1}"
+            expected = f"{len(slots)} distinct ids" if what == "repeat" else rule
+            _refuse(samples[sample], f"experts {slots[:, row, layer].tolist()} {what}", expected, at)
 
-    def refuse_where(wrong: np.ndarray, what: str, expected: str) -> None:
-        column = int(wrong.argmax())
-        token, layer = divmod(column, len(sample.layer_ids))
-        at = f", token {int(tokens[token])}, layer {sample.layer_ids[layer]}"
-        _refuse(sample, f"experts {slots[:, column].tolist()} {what}", expected, at)
 
-    if num_experts is not None and slots.max() >= num_experts:
-        wrong = (slots >= num_experts).any(0)
-        refuse_where(wrong, "are out of range", f"ids from 0 to {num_experts - 1}")
-    repeated = np.zeros(slots.shape[1], dtype=bool)
-    for k in range(1, slots.shape[0]):
+def _repeated(slots: np.ndarray) -> np.ndarray:
+    """[K, ...] -> [...] bool, whether two of the K are equal."""
+    repeated = np.zeros(slots.shape[1:], dtype=bool)
+    for k in range(1, len(slots)):
         repeated |= (slots[:k] == slots[k]).any(0)
-    if repeated.any():
-        refuse_where(repeated, "repeat", f"{slots.shape[0]} distinct ids")
+    return repeated
 
 
 def _checked_advantages(advantage: Advantage, rewards: Tensor, groups: Tensor) -> Tensor:
