@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "expand_runs.hpp"
 #include "gather_routes.hpp"
 #include "gather_rows.hpp"
 #include "isa.hpp"
@@ -17,6 +18,15 @@ namespace {
 template <class T>
 T* at(Address address) {
   return reinterpret_cast<T*>(address);
+}
+
+void bind_expand_runs(py::module_& m) {
+  m.def("expand_runs_cpu", [](Address starts, Address lengths, int64_t num_runs, Address out,
+                              int64_t size, const std::string& isa, int threads) {
+    py::gil_scoped_release nogil;
+    pyrl::expand_runs_cpu(at<const int64_t>(starts), at<const int64_t>(lengths), num_runs,
+                          at<int64_t>(out), size, isa.c_str(), threads);
+  });
 }
 
 void bind_gather_rows(py::module_& m) {
@@ -80,6 +90,7 @@ void bind_token_logprob(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   m.def("has_isa", [](const std::string& isa) { return pyrl::has_isa(isa); });
+  bind_expand_runs(m);
   bind_gather_rows(m);
   bind_gather_routes(m);
   bind_token_logprob(m);
