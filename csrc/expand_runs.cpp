@@ -8,6 +8,10 @@
 #include "isa.hpp"
 #include "parallel.hpp"
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 namespace pyrl {
 namespace {
 
@@ -34,6 +38,18 @@ std::vector<Run> table(const int64_t* starts, const int64_t* lengths, int64_t nu
   return runs;
 }
 
+// Memory that the process has not touched yet costs far more in page faults than in writing it, so
+// ask for large pages; memory that it has is left as it is.
+void ask_for_large_pages([[maybe_unused]] int64_t* out, [[maybe_unused]] int64_t size) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kPage = 2 << 20;
+  const auto address = reinterpret_cast<uintptr_t>(out);
+  const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (address + 8 * size) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 }  // namespace
 
 void expand_runs_cpu(const int64_t* starts, const int64_t* lengths, int64_t num_runs, int64_t* out,
@@ -41,6 +57,7 @@ void expand_runs_cpu(const int64_t* starts, const int64_t* lengths, int64_t num_
   const auto expand = pick(isa, expand_runs_portable, PYRL_X86(expand_runs_avx2),
                            PYRL_X86(expand_runs_avx512));
   const std::vector<Run> runs = table(starts, lengths, num_runs, size);
+  ask_for_large_pages(out, size);
   parallel_for(size, kPerThread, threads, [&](int64_t begin, int64_t end) {
     const auto past = [](int64_t row, const Run& run) { return row < run.end; };
     if (begin < end)

@@ -11,6 +11,10 @@ Three orders of the same tokens:
 
 Moving between them is :func:`~pyrl_ext.ops.gather_rows` with one of the vectors below. No other
 file knows the zigzag.
+
+Every vector is a few runs of consecutive numbers a sequence: the tables of runs are made here, and
+:func:`~pyrl_ext.ops.expand_runs` writes them out. With a ``capacity`` a vector is longer than its
+batch needs, so that one CUDA graph, whose shapes are fixed, serves every batch.
 """
 
 from collections.abc import Callable
@@ -22,6 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from pyrl_ext.ops import expand_runs
 
 
 class Segment(NamedTuple):
@@ -36,12 +42,9 @@ class Segment(NamedTuple):
     k_len: int
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """``concatenate([arange(s, s + n) for s, n in zip(starts, lengths)])``."""
-    before = np.cumsum(lengths) - lengths
-    out = np.repeat(starts - before, lengths)
-    out += np.arange(out.size)
-    return out
+def _expand(starts: np.ndarray, lengths: np.ndarray, size: int) -> Tensor:
+    first, count = (torch.from_numpy(table.reshape(-1)) for table in (starts, lengths))
+    return expand_runs(first, count, size)
 
 
 def _interleave(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -77,7 +80,7 @@ class TokenLayout:
         starts:  [S] row of the source stream where each sequence begins; None: ragged order.
 
     Raises:
-        ValueError: a length is negative, a size below 1, or ``starts`` does not match.
+        ValueError: a length or start is negative, a size below 1, or ``starts`` does not match.
     """
 
     seqlens: tuple[int, ...]
@@ -99,6 +102,11 @@ class TokenLayout:
             raise ValueError(
                 f"TokenLayout: starts has {len(self.starts)} entries, expected one for each of "
                 f"the {len(self.seqlens)} sequences"
+            )
+        if min(self.starts or (), default=0) < 0:  # as a row, -1 would mean padding
+            index = next(i for i, start in enumerate(self.starts or ()) if start < 0)
+            raise ValueError(
+                f"TokenLayout: starts[{index}] is {(self.starts or ())[index]}, expected >= 0"
             )
 
     @classmethod
@@ -158,10 +166,19 @@ class TokenLayout:
         return max(self.padded_seqlens, default=0)
 
     @_kept
-    def cu_seqlens(self, padded: bool) -> Tensor:
-        """[S + 1] int32 first row of each sequence, and the end, in ragged or packed order."""
+    def cu_seqlens(self, padded: bool, capacity: int | None = None) -> Tensor:
+        """[S + 1] int32 first row of each sequence, and the end, in ragged or packed order.
+
+        With ``capacity`` [capacity + 1], the end repeated: sequences without rows follow.
+
+        Raises:
+            ValueError: more than 2**31 - 1 rows, or more than ``capacity`` sequences.
+        """
         lengths = self._padded if padded else self._lengths
-        ends = np.concatenate([[0], np.cumsum(lengths)])
+        size = self._capacity("cu_seqlens", len(lengths), "sequences", capacity)
+        ends = np.zeros(size + 1, dtype=np.int64)
+        np.cumsum(lengths, out=ends[1 : len(lengths) + 1])
+        ends[len(lengths) + 1 :] = ends[len(lengths)]
         if ends[-1] > np.iinfo(np.int32).max:
             raise ValueError(f"TokenLayout.cu_seqlens: {ends[-1]} rows, expected at most 2**31 - 1")
         return torch.from_numpy(ends.astype(np.int32))
@@ -169,38 +186,69 @@ class TokenLayout:
     # index vectors ------------------------------------------------------------------------------
 
     @_kept
-    def rows(self, cp_rank: int, tp_rank: int | None = None) -> Tensor:
+    def rows(self, cp_rank: int, tp_rank: int | None = None, capacity: int | None = None) -> Tensor:
         """[num_local] int64 row of the source stream held in each local row, -1 in padding.
 
         With ``tp_rank`` the contiguous ``1 / tp_size`` of it that sequence parallelism keeps.
+        With ``capacity``, a multiple of ``tp_size``, [capacity] before that part is taken: -1 in
+        the rows that this batch leaves over.
+
+        Raises:
+            ValueError: a rank or ``capacity`` does not fit.
         """
-        if tp_rank is not None:
-            self._check_rank("tp", tp_rank)
-            part = self.num_local // self.tp_size
-            return self.rows(cp_rank)[tp_rank * part : (tp_rank + 1) * part]
-        at, size = self._chunks(cp_rank)
-        lengths = np.repeat(self._lengths, len(size) // max(len(self.seqlens), 1))
-        sources = np.repeat(self._sources, len(size) // max(len(self.seqlens), 1))
-        real = np.clip(lengths - at, 0, size)
-        out = _ranges(sources + at, size)
-        ends = np.cumsum(size)
-        out[_ranges(ends - size + real, size - real)] = -1
-        return torch.from_numpy(out)
+        size = self._capacity("rows", self.num_local, "rows", capacity)
+        if tp_rank is None:
+            return _expand(*self._runs(cp_rank, self._sources), size)
+        self._check_rank("tp", tp_rank)
+        if size % self.tp_size:
+            raise ValueError(
+                f"TokenLayout.rows: capacity is {size}, expected a multiple of tp_size "
+                f"{self.tp_size}"
+            )
+        part = size // self.tp_size
+        whole = self.rows(cp_rank) if capacity is None else self.rows(cp_rank, None, capacity)
+        return whole[tp_rank * part : (tp_rank + 1) * part]
 
     @_kept
-    def positions(self, cp_rank: int) -> Tensor:
-        """[num_local] int64 position of each local row in its sequence, padding counted on."""
-        return torch.from_numpy(_ranges(*self._chunks(cp_rank)))
+    def positions(self, cp_rank: int, capacity: int | None = None) -> Tensor:
+        """[num_local] int64 position of each local row in its sequence, padding counted on.
+
+        With ``capacity`` [capacity], -1 in the rows that this batch leaves over; more local rows
+        than that are a ValueError.
+        """
+        size = self._capacity("positions", self.num_local, "rows", capacity)
+        return _expand(*self._chunks(cp_rank), size)
 
     @_kept
     def inverse(self) -> Tensor:
         """[T] int64 row of the gathered order that holds each real token, in ragged order."""
-        return torch.from_numpy(self._gathered(self._lengths))
+        return self._gathered(self._lengths)
+
+    @_kept
+    def inverse_rows(self, cp_rank: int) -> Tensor:
+        """[T] int64 local row of a rank that holds each real token, in ragged order, or -1.
+
+        By it one gather puts what a rank computed back into the ragged stream, with the fill
+        where another rank holds the token.
+        """
+        self._check_rank("cp", cp_rank)
+        return self._gathered(self._lengths, of=cp_rank)
+
+    @_kept
+    def gathered_rows(self) -> Tensor:
+        """[cp_size * num_local] int64 ragged row in each row of the gathered order, -1 in padding.
+
+        What :meth:`inverse` undoes, and the way its gradient goes back.
+        """
+        ragged = np.cumsum(self._lengths) - self._lengths
+        tables = zip(*(self._runs(r, ragged) for r in range(self.cp_size)), strict=True)
+        starts, lengths = map(np.concatenate, tables)
+        return _expand(starts, lengths, self.cp_size * self.num_local)
 
     @_kept
     def global_order(self) -> Tensor:
         """[cp_size * num_local] int64 row of the gathered order that holds each packed row."""
-        return torch.from_numpy(self._gathered(self._padded))
+        return self._gathered(self._padded)
 
     @_kept
     def segments(self, cp_rank: int) -> tuple[Segment, ...]:
@@ -210,7 +258,7 @@ class TokenLayout:
         """
         at, size = self._chunks(cp_rank)
         starts = np.cumsum(self._padded) - self._padded
-        starts = np.repeat(starts, len(size) // max(len(self.seqlens), 1))
+        starts = np.repeat(starts, 1 if self.cp_size == 1 else 2)
         pieces = zip(np.cumsum(size) - size, size, starts, at + size, strict=True)
         return tuple(Segment(*map(int, piece)) for piece in pieces if piece[1])
 
@@ -246,14 +294,36 @@ class TokenLayout:
         mirrored = 2 * self.cp_size - 1 - cp_rank
         return _interleave(cp_rank * chunk, mirrored * chunk), _interleave(chunk, chunk)
 
-    def _gathered(self, lengths: np.ndarray) -> np.ndarray:
-        """Gathered row of the first ``lengths[s]`` rows of each packed sequence s."""
+    def _runs(self, cp_rank: int, sources: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Start and length of every run of a rank's rows; sequence s begins at ``sources[s]``."""
+        at, size = self._chunks(cp_rank)
+        chunks = 1 if self.cp_size == 1 else 2
+        real = np.clip(np.repeat(self._lengths, chunks) - at, 0, size)
+        starts = np.repeat(sources, chunks) + at
+        return _interleave(starts, np.full_like(starts, -1)), _interleave(real, size - real)
+
+    def _gathered(self, lengths: np.ndarray, of: int | None = None) -> Tensor:
+        """Gathered row of the first ``lengths[s]`` rows of each packed sequence s.
+
+        With ``of`` the local row of that rank, -1 where another holds it.
+        """
+        first = (np.cumsum(self._padded) - self._padded)[:, None] // self.cp_size
         if self.cp_size == 1:
-            return _ranges(np.cumsum(self._padded) - self._padded, lengths)
+            return _expand(first, lengths, int(lengths.sum()))
         chunk = self._padded[:, None] // (2 * self.cp_size)
         k = np.arange(2 * self.cp_size)
         rank = np.minimum(k, 2 * self.cp_size - 1 - k)
-        first = (np.cumsum(self._padded) - self._padded)[:, None] // self.cp_size
-        starts = rank * self.num_local + first + np.where(k < self.cp_size, 0, chunk)
+        local = first + np.where(k < self.cp_size, 0, chunk)
+        starts = rank * self.num_local + local if of is None else np.where(rank == of, local, -1)
         kept = np.clip(lengths[:, None] - k * chunk, 0, chunk)
-        return _ranges(starts.reshape(-1), kept.reshape(-1))
+        return _expand(starts, kept, int(lengths.sum()))
+
+    def _capacity(self, function: str, used: int, what: str, capacity: int | None) -> int:
+        if capacity is None:
+            return used
+        if used > capacity:
+            raise ValueError(
+                f"TokenLayout.{function}: {used} {what}, expected at most the capacity of "
+                f"{capacity}. Raise the capacity, or put fewer samples in a microbatch"
+            )
+        return capacity

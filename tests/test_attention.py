@@ -26,7 +26,7 @@ def one_row_at_a_time(q, k, v, starts, ends, scale):
 def ragged_attention(q, k, v, sizes, scale):
     """What ``varlen_attn`` computes: per segment, causal, the last query sees the last key."""
     if (rows := sizes["key_rows"]) is not None:
-        k, v = k[rows], v[rows]
+        k, v = rows.take(k), rows.take(v)
     starts, ends = [], []
     for s in range(len(sizes["cu_seq_q"]) - 1):
         q0, q1 = sizes["cu_seq_q"][s : s + 2].tolist()

@@ -17,7 +17,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A room imports rooms to its left. `plan` is a world of its own that everyone may read.
 ORDER: list[str] = [
-    *("plan", "named", "ops", "layout", "logprob", "replay", "schedule", "objective", "topology"),
+    *("plan", "named", "ops", "layout", "unshard", "logprob", "replay", "schedule", "objective"),
+    "topology",
     *("rollout", "batch", "microbatch", "megatron", "models", "policy", "metrics", "peers", "run"),
     "train",
 ]

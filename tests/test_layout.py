@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from pyrl_ext.layout import TokenLayout
 from pyrl_ext.ops import gather_rows
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
 layouts = st.builds(
     TokenLayout,
     seqlens=st.lists(st.integers(0, 40), max_size=5).map(tuple),
@@ -61,6 +63,74 @@ def test_every_index_equals_the_oracle(layout):
     at = {token: row for row, token in enumerate(oracle.gathered)}
     assert layout.inverse().tolist() == [at[token] for token in oracle.ragged]
     assert layout.global_order().tolist() == [at[token] for token in oracle.packed]
+    assert layout.gathered_rows().tolist() == [oracle.ragged.get(t, -1) for t in oracle.gathered]
+    for rank, held in enumerate(oracle.local):
+        at = {token: row for row, token in enumerate(held)}
+        assert layout.inverse_rows(rank).tolist() == [at.get(token, -1) for token in oracle.ragged]
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts, st.integers(0, 20))
+def test_capacity_only_adds_a_tail(layout, spare):
+    capacity = layout.num_local + spare * layout.tp_size
+    for rank in range(layout.cp_size):
+        for short, long in (
+            (layout.rows(rank), layout.rows(rank, capacity=capacity)),
+            (layout.positions(rank), layout.positions(rank, capacity=capacity)),
+        ):
+            assert long.shape == (capacity,) and torch.equal(long[: len(short)], short)
+            assert (long[len(short) :] == -1).all()
+        parts = [layout.rows(rank, part, capacity) for part in range(layout.tp_size)]
+        assert torch.equal(torch.cat(parts), layout.rows(rank, capacity=capacity))
+    for padded in (False, True):
+        ends = layout.cu_seqlens(padded).tolist()
+        longer = layout.cu_seqlens(padded, capacity=len(layout.seqlens) + spare)
+        assert longer.tolist() == ends + ends[-1:] * spare and longer.dtype == torch.int32
+
+
+def in_fixed_shapes(tokens, hidden, rows, cu_seqlens):
+    """Work that a CUDA graph can hold: two gathers, and the sequence each row belongs to."""
+    of_row = torch.searchsorted(cu_seqlens, rows.int(), right=True)
+    return (
+        gather_rows(tokens, rows, tokens.new_full((), -9)),
+        gather_rows(hidden, rows, hidden.new_zeros(hidden.shape[1:])),
+        of_row.masked_fill(rows < 0, 0),
+    )
+
+
+BATCHES = [TokenLayout(n, cp_size=2) for n in [(7, 3, 20), (31,), (1, 1, 1, 1, 9), (), (0, 16)]]
+
+
+def fixed_arguments(layout, device):
+    rows, ends = layout.rows(1, capacity=24), layout.cu_seqlens(False, capacity=6)
+    return rows.to(device), ends.to(device)
+
+
+def test_fixed_shapes_compute_what_the_batch_needs():
+    tokens, hidden = torch.arange(40), torch.randn(40, 12)
+    for layout in BATCHES:
+        found = in_fixed_shapes(tokens, hidden, *fixed_arguments(layout, "cpu"))
+        wanted = in_fixed_shapes(tokens, hidden, layout.rows(1), layout.cu_seqlens(False))
+        for got, want, fill in zip(found, wanted, (-9, 0, 0), strict=True):
+            assert torch.equal(got[: layout.num_local], want)
+            assert (got[layout.num_local :] == fill).all()
+
+
+@needs_gpu
+def test_one_cuda_graph_serves_every_batch():
+    tokens, hidden = torch.arange(40).cuda(), torch.randn(40, 12).cuda()
+    rows, ends = fixed_arguments(BATCHES[0], "cuda")
+    in_fixed_shapes(tokens, hidden, rows, ends)  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = in_fixed_shapes(tokens, hidden, rows, ends)
+    for layout in BATCHES[1:] + BATCHES[:1]:
+        others = fixed_arguments(layout, "cuda")
+        rows.copy_(others[0])
+        ends.copy_(others[1])
+        graph.replay()
+        for got, want in zip(found, in_fixed_shapes(tokens, hidden, *others), strict=True):
+            assert torch.equal(got, want)
 
 
 @settings(max_examples=100, deadline=None)
@@ -90,6 +160,13 @@ def test_shard_then_gather_is_the_identity(layout):
     shards = [gather_rows(tokens, layout.rows(r), pad) for r in range(layout.cp_size)]
     gathered = torch.cat(shards)
     assert torch.equal(gather_rows(gathered, layout.inverse(), pad), tokens)
+    assert torch.equal(gather_rows(tokens, layout.gathered_rows(), pad), gathered)
+    merged = torch.stack(
+        [gather_rows(shard, layout.inverse_rows(r), pad) for r, shard in enumerate(shards)]
+    )
+    assert (merged >= 0).sum(0).tolist() == [1] * layout.num_tokens
+    if layout.num_tokens:
+        assert torch.equal(merged.amax(0), tokens)
     packed = gather_rows(gathered, layout.global_order(), pad)
     starts = layout.cu_seqlens(padded=True).tolist()
     ragged = layout.cu_seqlens(padded=False).tolist()
@@ -168,6 +245,18 @@ def test_values_are_kept_and_the_layout_compares_and_pickles():
         (lambda: TokenLayout((3, -1)), "seqlens[1] is -1, expected >= 0"),
         (lambda: TokenLayout((3,), cp_size=0), "cp_size is 0, expected >= 1"),
         (lambda: TokenLayout((3,), starts=(0, 1)), "starts has 2 entries"),
+        (lambda: TokenLayout((3, 2), starts=(0, -1)), "starts[1] is -1, expected >= 0"),
+        (
+            lambda: TokenLayout((3, 5)).rows(0, capacity=7),
+            "TokenLayout.rows: 8 rows, expected at most the capacity of 7. Raise the capacity",
+        ),
+        (lambda: TokenLayout((3,)).positions(0, capacity=2), "TokenLayout.positions: 3 rows"),
+        (lambda: TokenLayout((3, 5)).cu_seqlens(True, capacity=1), "cu_seqlens: 2 sequences"),
+        (
+            lambda: TokenLayout((3,), tp_size=2).rows(0, 1, capacity=5),
+            "capacity is 5, expected a multiple of tp_size 2",
+        ),
+        (lambda: TokenLayout((3,), cp_size=2).inverse_rows(2), "cp_rank is 2"),
         (lambda: TokenLayout((3,), cp_size=2).rows(2), "cp_rank is 2, expected one in [0, 2)"),
         (lambda: TokenLayout((3,)).rows(0, 1), "tp_rank is 1, expected one in [0, 1)"),
         (lambda: TokenLayout((2**31,)).cu_seqlens(False), "2147483648 rows"),

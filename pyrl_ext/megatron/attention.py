@@ -24,6 +24,18 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from pyrl_ext.layout import TokenLayout
+from pyrl_ext.ops import expand_runs, gather_rows
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """The rows of a stream in the order that a kernel wants; a row may be wanted more than once."""
+
+    rows: Tensor  # [M] int64
+
+    def take(self, stream: Tensor) -> Tensor:
+        """[N, ...] -> [M, ...]; the gradient of a row adds up where it went."""
+        return gather_rows(stream, self.rows, stream.new_zeros(stream.shape[1:]))
 
 
 @dataclass
@@ -41,8 +53,15 @@ class PackedSequences(PackedSeqParams):
     tokens_ahead: tuple[Tensor, ...] = ()  # [T_local] each, input of every depth of prediction
 
     @classmethod
-    def of(cls, layout: TokenLayout, cp_rank: int, device: torch.device) -> PackedSequences:
-        return cls(
+    def of(
+        cls,
+        layout: TokenLayout,
+        cp_rank: int,
+        device: torch.device,
+        positions: Tensor | None = None,
+    ) -> PackedSequences:
+        """``positions``: those of `positions` that are on the device already."""
+        packed = cls(
             qkv_format="thd",
             max_seqlen_q=layout.max_padded_seqlen,
             max_seqlen_kv=layout.max_padded_seqlen,
@@ -50,6 +69,9 @@ class PackedSequences(PackedSeqParams):
             cp_rank=cp_rank,
             device=device,
         )
+        if positions is not None:
+            packed.positions = positions
+        return packed
 
     @cached_property
     def positions(self) -> Tensor:
@@ -64,10 +86,10 @@ class PackedSequences(PackedSeqParams):
         return [c for c in map(tuple, self.layout.segments(self.cp_rank)) if c[1] > 0]
 
     @cached_property
-    def global_order(self) -> Tensor:
-        """[cp * T_local] int64, where row i of the packed stream lies in the all-gathered one."""
+    def packed_order(self) -> RowMap:
+        """[cp * T_local] rows, from the all-gathered stream to the packed one."""
         assert self.layout is not None
-        return self.layout.global_order().to(self.device, non_blocking=True)
+        return RowMap(self.layout.global_order().to(self.device, non_blocking=True))
 
     @cached_property
     def by_shape(self) -> list[_SameShape]:
@@ -85,13 +107,15 @@ class PackedSequences(PackedSeqParams):
         q_lens, k_lens = ([c[i] for c in self.chunks] for i in (1, 3))
         key_rows = None
         if q_lens != k_lens:
-            key_rows = torch.cat([torch.arange(c[2], c[2] + c[3]) for c in self.chunks])
+            starts = torch.tensor([c[2] for c in self.chunks])
+            rows = expand_runs(starts, torch.tensor(k_lens), sum(k_lens))
+            key_rows = RowMap(rows.to(self.device, non_blocking=True))
         return {
             "cu_seq_q": _cumulative(q_lens).to(self.device, non_blocking=True),
             "cu_seq_k": _cumulative(k_lens).to(self.device, non_blocking=True),
             "max_q": max(q_lens),
             "max_k": max(k_lens),
-            "key_rows": key_rows if key_rows is None else key_rows.to(self.device),
+            "key_rows": key_rows,
         }
 
 
@@ -165,8 +189,8 @@ class PackedAttention(MegatronModule):
                 "expected PackedSequences; unpacked batches are not computed here"
             )
         if self.cp_group.size() > 1:
-            order = packed_seq_params.global_order
-            key, value = (self._over_cp(x).index_select(0, order) for x in (key, value))
+            order = packed_seq_params.packed_order
+            key, value = (order.take(self._over_cp(x)) for x in (key, value))
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             return self._varlen(query, key, value, packed_seq_params)
         return self._by_shape(query, key, value, packed_seq_params)
@@ -208,7 +232,7 @@ class PackedAttention(MegatronModule):
             return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
         sizes = packed.varlen
         if (rows := sizes["key_rows"]) is not None:
-            key, value = key.index_select(0, rows), value.index_select(0, rows)
+            key, value = rows.take(key), rows.take(value)
         # from torch 2.12 on, fewer key/value heads than query heads must be meant
         grouped: dict[str, Any] = {}
         if query.shape[1] != key.shape[1] and "enable_gqa" in signature(varlen_attn).parameters:

@@ -1,0 +1,138 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrl_ext.ops import expand_runs, use_backend
+from pyrl_ext.ops._native import C
+from pyrl_ext.ops.expand_runs import native, op, reference
+
+ISAS = [
+    pytest.param(isa, marks=pytest.mark.skipif(not C.has_isa(isa), reason=f"no {isa} here"))
+    for isa in ("avx512", "avx2", "portable")
+]
+RUNS = st.lists(st.tuples(st.integers(-2, 2**40), st.integers(0, 25)), max_size=20)
+
+
+def table(runs):
+    starts, lengths = zip(*runs, strict=True) if runs else ((), ())
+    return torch.tensor(starts, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
+
+
+def loop(runs, size):
+    out = [s + i if s >= 0 else -1 for s, n in runs for i in range(n)]
+    return out + [-1] * (size - len(out))
+
+
+@settings(max_examples=200, deadline=None)
+@given(RUNS, st.integers(0, 40))
+def test_equals_a_python_loop(runs, spare):
+    size = sum(n for _, n in runs) + spare
+    for backend in ("native", "reference"):
+        with use_backend(backend):
+            assert expand_runs(*table(runs), size).tolist() == loop(runs, size)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("longest", [0, 3, 40, 60_000])
+def test_native_equals_reference(isa, threads, longest):
+    """Parts of different threads begin and end inside runs; nothing past the end is written."""
+    g = torch.Generator().manual_seed(longest)
+    count = 400_000 // (longest + 20)
+    lengths = torch.randint(0, longest + 1, (count,), generator=g)
+    starts = torch.randint(-1, 2**33, (count,), generator=g)
+    starts[::5] = -1
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for spare in (0, 1, 100_001):
+            size = int(lengths.sum()) + spare
+            wanted = reference.expand_runs(starts, lengths, size)
+            assert torch.equal(native.expand_runs(starts, lengths, size, isa), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_writes_its_part_of_memory_only(isa):
+    starts, lengths = table([(5, 3), (-1, 2), (100, 9), (7, 0), (1, 1)])
+    for size in range(15, 40):
+        memory = torch.full((size + 32,), -77)
+        for offset in (8, 9, 11):
+            address = memory[offset:].data_ptr()
+            C.expand_runs_cpu(starts.data_ptr(), lengths.data_ptr(), 5, address, size, isa, 1)
+            written = memory[offset : offset + size]
+            assert torch.equal(written, reference.expand_runs(starts, lengths, size))
+            assert (memory[:offset] == -77).all() and (memory[offset + size :] == -77).all()
+            memory.fill_(-77)
+
+
+def test_tables_with_strides():
+    columns = torch.tensor([[3, 2], [-1, 1], [10, 4]])
+    assert expand_runs(columns[:, 0], columns[:, 1], 8).tolist() == [3, 4, -1, 10, 11, 12, 13, -1]
+
+
+def test_opcheck():
+    for runs, size in (([], 0), ([], 3), ([(2, 3), (-1, 2)], 7)):
+        torch.library.opcheck(op.overload, (*table(runs), size))
+
+
+def test_compiles_without_a_graph_break():
+    args = table([(2, 3), (-1, 2)])
+    compiled = torch.compile(
+        lambda s, n: expand_runs(s, n, 6) + 1, fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(*args), expand_runs(*args, 6) + 1)
+
+
+def test_meta_gives_the_shape():
+    table = torch.empty(3, dtype=torch.int64, device="meta")
+    out = expand_runs(table, table, 11)
+    assert (out.shape, out.dtype, out.device.type) == ((11,), torch.int64, "meta")
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([3, -1], "lengths[1] is -1, expected one in [0, 7], what is left of size 10"),
+        ([3, 5, 3, -1], "lengths[2] is 3, expected one in [0, 2], what is left of size 10"),
+        ([2**63 - 1, 2], f"lengths[0] is {2**63 - 1}, expected one in [0, 10]"),
+        ([4, 2**63 - 1], f"lengths[1] is {2**63 - 1}, expected one in [0, 6]"),
+    ],
+)
+def test_runs_that_do_not_fit(backend, lengths, message):
+    starts = torch.zeros(len(lengths), dtype=torch.int64)
+    with use_backend(backend), pytest.raises(ValueError) as error:
+        expand_runs(starts, torch.tensor(lengths), 10)
+    assert str(error.value).startswith("expand_runs: ") and message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ((torch.zeros(2).long(), torch.zeros(3).long(), 1), ValueError, "starts [2] on cpu"),
+        ((torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), 1), ValueError, "expected [R]"),
+        ((torch.zeros(2).int(), torch.zeros(2).long(), 1), TypeError, "starts is torch.int32"),
+        ((torch.zeros(2).long(), torch.zeros(2).long(), -1), ValueError, "size is -1"),
+    ],
+)
+def test_arguments_that_do_not_fit(args, error, message):
+    with pytest.raises(error) as raised:
+        expand_runs(*args)
+    assert message in str(raised.value)
+
+
+def test_every_backend_declines_a_device():
+    table = torch.empty(3, dtype=torch.int64, device="meta")
+    for backend in op.backends:
+        reason = backend.refuse(table, table, 5)
+        assert reason == "starts is on meta, expected cpu; copy what it returns", backend.name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_is_declined_by_name():
+    table = torch.zeros(3, dtype=torch.int64, device="cuda")
+    with pytest.raises(NotImplementedError, match="starts is on cuda:0, expected cpu"):
+        expand_runs(table, table, 5)
