@@ -89,6 +89,30 @@ def test_kernel_on_a_gpu_equals_the_plain_one(kv_heads):
         assert (got.float() - exact).norm() < 2e-2 * exact.norm()
 
 
+def test_rows_taken_and_their_gradient_equal_indexing():
+    """Of the two maps: a permutation, and one that repeats rows."""
+    packed = PackedSequences.of(TokenLayout((5, 1, 9), cp_size=2), 1, torch.device("cpu"))
+    once, often = packed.packed_order, packed.varlen["key_rows"]
+    assert sorted(once.rows.tolist()) == list(range(24))
+    assert len(often.rows.unique()) < len(often.rows)
+    for rows in (once, often):
+        ours = torch.randn(24, 2, 3, requires_grad=True)
+        plain = ours.detach().requires_grad_()
+        out, want = rows.take(ours), plain[rows.rows]
+        assert torch.equal(out, want)
+        out.square().sum().backward()
+        want.square().sum().backward()
+        torch.testing.assert_close(ours.grad, plain.grad)
+
+
+def test_positions_that_are_on_the_device_are_taken_as_they_are():
+    layout, device = TokenLayout((5, 9), cp_size=2), torch.device("cpu")
+    assert torch.equal(PackedSequences.of(layout, 1, device).positions, layout.positions(1))
+    copied = layout.positions(1, capacity=20).clone()
+    packed = PackedSequences.of(layout, 1, device, positions=copied)
+    assert packed.positions is copied
+
+
 def test_rotary_angles_are_position_times_frequency():
     rotary = PackedRotary(8, 100.0, torch.device("cpu"))
     angles = rotary(torch.tensor([0, 7, 3]))
