@@ -92,9 +92,10 @@ class TokenLayout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seqlens", tuple(int(n) for n in self.seqlens))
-        for index, length in enumerate(self.seqlens):
-            if length < 0:
-                raise ValueError(f"TokenLayout: seqlens[{index}] is {length}, expected >= 0")
+        for name in ("seqlens", "starts"):
+            for index, entry in enumerate(getattr(self, name) or ()):
+                if entry < 0:
+                    raise ValueError(f"TokenLayout: {name}[{index}] is {entry}, expected >= 0")
         for name in ("cp_size", "tp_size", "align"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TokenLayout: {name} is {getattr(self, name)}, expected >= 1")
@@ -102,11 +103,6 @@ class TokenLayout:
             raise ValueError(
                 f"TokenLayout: starts has {len(self.starts)} entries, expected one for each of "
                 f"the {len(self.seqlens)} sequences"
-            )
-        if min(self.starts or (), default=0) < 0:  # as a row, -1 would mean padding
-            index = next(i for i, start in enumerate(self.starts or ()) if start < 0)
-            raise ValueError(
-                f"TokenLayout: starts[{index}] is {(self.starts or ())[index]}, expected >= 0"
             )
 
     @classmethod
