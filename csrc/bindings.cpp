@@ -1,13 +1,17 @@
 // The only file that includes pybind11; no file includes torch. Tensors cross the boundary as
 // addresses, so one binary serves every torch version. Arguments are checked in pyrl_ext/ops.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <array>
 #include <string>
+#include <vector>
 
 #include "expand_runs.hpp"
 #include "gather_routes.hpp"
 #include "gather_rows.hpp"
 #include "isa.hpp"
+#include "sum_rows.hpp"
 #include "token_logprob.hpp"
 
 namespace py = pybind11;
@@ -29,20 +33,33 @@ void bind_expand_runs(py::module_& m) {
   });
 }
 
+// Fields cross as rows of integers: src, stride, out, row_bytes, fill, pattern.
+std::vector<pyrl::Field> fields_of(const std::vector<std::array<int64_t, 6>>& rows) {
+  std::vector<pyrl::Field> fields;
+  for (const auto& [src, stride, out, row_bytes, fill, pattern] : rows)
+    fields.push_back({at<const std::byte>(src), stride, at<std::byte>(out), row_bytes,
+                      at<const std::byte>(fill), uint64_t(pattern)});
+  return fields;
+}
+
 void bind_gather_rows(py::module_& m) {
-  m.def("gather_rows_cpu", [](Address src, int64_t num_src, Address rows, Address fill,
-                              Address out, int64_t num_out, int64_t row_bytes, int threads) {
+  using Rows = std::vector<std::array<int64_t, 6>>;
+  m.def("gather_rows_cpu", [](const Rows& table, int64_t num_src, Address rows, int64_t num_out,
+                              int threads) {
+    const auto fields = fields_of(table);
     py::gil_scoped_release nogil;
-    pyrl::gather_rows_cpu(at<const std::byte>(src), num_src, at<const int64_t>(rows),
-                          at<const std::byte>(fill), at<std::byte>(out), num_out, row_bytes,
-                          threads);
+    return pyrl::gather_rows_cpu(fields.data(), int(fields.size()), num_src,
+                                 at<const int64_t>(rows), num_out, threads);
+  });
+  m.def("gather_rows_emulated", [](const Rows& table, Address rows, int64_t num_out) {
+    const auto fields = fields_of(table);
+    pyrl::gather_rows_emulated(fields.data(), int(fields.size()), at<const int64_t>(rows), num_out);
   });
 #ifdef PYRL_CUDA
-  m.def("gather_rows_cuda", [](Address src, Address rows, Address fill, Address out,
-                               int64_t num_out, int64_t row_bytes, Address stream) {
+  m.def("gather_rows_cuda", [](const Rows& table, Address rows, int64_t num_out, Address stream) {
+    const auto fields = fields_of(table);
     py::gil_scoped_release nogil;
-    pyrl::gather_rows_cuda(at<const std::byte>(src), at<const int64_t>(rows),
-                           at<const std::byte>(fill), at<std::byte>(out), num_out, row_bytes,
+    pyrl::gather_rows_cuda(fields.data(), int(fields.size()), at<const int64_t>(rows), num_out,
                            at<void>(stream));
   });
 #endif
@@ -58,6 +75,33 @@ void bind_gather_routes(py::module_& m) {
                              at<const int64_t>(rows), num_out, at<const int64_t>(layers),
                              num_layers, num_experts, at<void>(out), pyrl::Int(to)},
                             threads);
+  });
+}
+
+void bind_sum_rows(py::module_& m) {
+  using pyrl::Sum;
+  py::class_<Sum>(m, "Sum").def(
+      py::init([](Address src, int type, int64_t num_in, int64_t columns, int64_t stride,
+                  Address starts, Address order, int64_t num_out, Address out) {
+        return Sum{at<const void>(src),       pyrl::Number(type),       num_in,  columns, stride,
+                   at<const int64_t>(starts), at<const int64_t>(order), num_out, at<void>(out)};
+      }));
+  m.def("sum_rows_cpu", [](const Sum& sum, const std::string& isa, int threads) {
+    py::gil_scoped_release nogil;
+    return pyrl::sum_rows_cpu(sum, isa.c_str(), threads);
+  });
+  m.def("sum_rows_emulated", [](const Sum& sum) { pyrl::sum_rows_emulated(sum); });
+#ifdef PYRL_CUDA
+  m.def("sum_rows_cuda", [](const Sum& sum, Address stream) {
+    py::gil_scoped_release nogil;
+    pyrl::sum_rows_cuda(sum, at<void>(stream));
+  });
+#endif
+  m.def("invert_rows_cpu", [](Address rows, int64_t num_in, int64_t num_out, Address starts,
+                              Address order) {
+    py::gil_scoped_release nogil;
+    return pyrl::invert_rows_cpu(at<const int64_t>(rows), num_in, num_out, at<int64_t>(starts),
+                                 at<int64_t>(order));
   });
 }
 
@@ -93,5 +137,6 @@ PYBIND11_MODULE(_C, m) {
   bind_expand_runs(m);
   bind_gather_rows(m);
   bind_gather_routes(m);
+  bind_sum_rows(m);
   bind_token_logprob(m);
 }

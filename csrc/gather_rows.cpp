@@ -1,87 +1,122 @@
 #include "gather_rows.hpp"
 
-#include <atomic>
+#include <algorithm>
 #include <cstring>
-#include <limits>
-#include <stdexcept>
-#include <string>
+#include <vector>
 
-#include "parallel.hpp"
+#include "gather_rows_find.hpp"
 
 namespace pyrl {
 namespace {
 
 constexpr int64_t kBytesPerThread = 1 << 16;  // below this a second thread costs more than it saves
-constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+constexpr int64_t kBlock = 1024;  // entries that stay in the first-level cache for all fields
+constexpr int64_t kStep = 32;     // entries compared at a time
 
-struct Rows {
-  const std::byte* src;
-  int64_t num_src;
-  const int64_t* rows;
-  const std::byte* fill;
-  std::byte* out;
-  int64_t bytes;
+typedef int64_t Entries __attribute__((vector_size(64)));
 
-  bool outside(int64_t i) const { return rows[i] < -1 || rows[i] >= num_src; }
+// Consecutive rows, as an index of a packed layout mostly has them: one memcpy a field.
+struct Run {
+  int64_t first, count, row;  // output rows from `first` hold source rows from `row`, or the fill
 };
 
-// Rows of a few bytes (token ids, masks): one load and one store each.
-// Returns the first entry outside the range, or kNone.
-template <int64_t Bytes>
-int64_t copy_words(const Rows& r, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) {
-    if (r.outside(i)) return i;
-    const int64_t row = r.rows[i];
-    std::memcpy(r.out + i * Bytes, row < 0 ? r.fill : r.src + row * Bytes, Bytes);
+// Whether kStep entries from `rows` on are row, row + step, ...
+bool continues(const int64_t* rows, int64_t row, int64_t step) {
+  Entries expected = row + step * Entries{0, 1, 2, 3, 4, 5, 6, 7}, differs = {};
+  for (int64_t j = 0; j < kStep; j += 8, expected += 8 * step) {
+    Entries entries;
+    std::memcpy(&entries, rows + j, sizeof entries);
+    differs |= entries ^ expected;
   }
-  return kNone;
+  int64_t any = 0;
+  for (int j = 0; j < 8; ++j) any |= differs[j];
+  return any == 0;
 }
 
-// Wider rows: an index of a packed layout is mostly runs of consecutive rows, one memcpy a run.
-int64_t copy_runs(const Rows& r, int64_t begin, int64_t end) {
+// Splits entries [begin, end) into runs. Returns the first entry outside [-1, num_src), or -1.
+int64_t find_runs(const int64_t* rows, int64_t begin, int64_t end, int64_t num_src, Run* runs,
+                  int64_t& num_runs) {
+  num_runs = 0;
   for (int64_t i = begin, stop; i < end; i = stop) {
-    if (r.outside(i)) return i;
-    const int64_t row = r.rows[i];
+    const int64_t row = rows[i], step = row >= 0;
+    if (row < -1 || row >= num_src) return i;
+    const int64_t limit = row < 0 ? end : std::min(end, i + num_src - row);
     stop = i + 1;
-    if (row < 0) {
-      std::memcpy(r.out + i * r.bytes, r.fill, r.bytes);
-      continue;
-    }
-    while (stop < end && r.rows[stop] == row + (stop - i) && r.rows[stop] < r.num_src) ++stop;
-    std::memcpy(r.out + i * r.bytes, r.src + row * r.bytes, (stop - i) * r.bytes);
+    while (stop + kStep <= limit && rows[stop] == row + (stop - i) * step &&
+           continues(rows + stop, row + (stop - i) * step, step))
+      stop += kStep;
+    while (stop < limit && rows[stop] == row + (stop - i) * step) ++stop;
+    runs[num_runs++] = {i, stop - i, row};
   }
-  return kNone;
+  return -1;
 }
 
-int64_t copy(const Rows& r, int64_t begin, int64_t end) {
-  switch (r.bytes) {
-    case 1: return copy_words<1>(r, begin, end);
-    case 2: return copy_words<2>(r, begin, end);
-    case 4: return copy_words<4>(r, begin, end);
-    case 8: return copy_words<8>(r, begin, end);
-    case 16: return copy_words<16>(r, begin, end);
-    default: return copy_runs(r, begin, end);
+void repeat(uint64_t pattern, std::byte* out, int64_t bytes) {
+  int64_t b = 0;
+  for (; b + 8 <= bytes; b += 8) std::memcpy(out + b, &pattern, 8);
+  std::memcpy(out + b, &pattern, bytes - b);
+}
+
+void copy_runs(const Field& f, const Run* runs, int64_t num_runs) {
+  for (int64_t k = 0; k < num_runs; ++k) {
+    const auto [first, count, row] = runs[k];
+    std::byte* out = f.out + first * f.row_bytes;
+    if (row < 0 && !f.fill) {
+      repeat(f.pattern, out, count * f.row_bytes);
+    } else if (row >= 0 && f.stride == f.row_bytes) {
+      std::memcpy(out, f.src + row * f.stride, count * f.row_bytes);
+    } else {
+      const std::byte* from = row < 0 ? f.fill : f.src + row * f.stride;
+      const int64_t stride = row < 0 ? 0 : f.stride;
+      for (int64_t i = 0; i < count; ++i)
+        std::memcpy(out + i * f.row_bytes, from + i * stride, f.row_bytes);
+    }
   }
+}
+
+// Scattered rows of a few bytes: one load and one store each.
+template <int64_t Bytes>
+void copy_words(const Field& f, const int64_t* rows, int64_t begin, int64_t end) {
+  std::byte padding[Bytes];
+  if (f.fill)
+    std::memcpy(padding, f.fill, Bytes);
+  else
+    repeat(f.pattern, padding, Bytes);
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t row = rows[i];
+    std::memcpy(f.out + i * Bytes, row < 0 ? padding : f.src + row * f.stride, Bytes);
+  }
+}
+
+void copy_block(const Field& f, const int64_t* rows, int64_t begin, int64_t end, const Run* runs,
+                int64_t num_runs) {
+  if (num_runs * 8 > end - begin) switch (f.row_bytes) {
+      case 1: return copy_words<1>(f, rows, begin, end);
+      case 2: return copy_words<2>(f, rows, begin, end);
+      case 4: return copy_words<4>(f, rows, begin, end);
+      case 8: return copy_words<8>(f, rows, begin, end);
+      case 16: return copy_words<16>(f, rows, begin, end);
+      default: break;
+    }
+  copy_runs(f, runs, num_runs);
 }
 
 }  // namespace
 
-void gather_rows_cpu(const std::byte* src, int64_t num_src, const int64_t* rows,
-                     const std::byte* fill, std::byte* out, int64_t num_out, int64_t row_bytes,
-                     int threads) {
-  const Rows r{src, num_src, rows, fill, out, row_bytes};
-  std::atomic<int64_t> bad{kNone};
-  const int64_t grain = kBytesPerThread / (row_bytes + 8) + 1;
-  parallel_for(num_out, grain, threads, [&](int64_t begin, int64_t end) {
-    const int64_t found = copy(r, begin, end);
-    int64_t first = bad.load();
-    while (found < first && !bad.compare_exchange_weak(first, found)) {
+int64_t gather_rows_cpu(const Field* fields, int count, int64_t num_src, const int64_t* rows,
+                        int64_t num_out, int threads) {
+  int64_t bytes = sizeof(int64_t);
+  for (int f = 0; f < count; ++f) bytes += fields[f].row_bytes;
+  return parallel_find(num_out, kBytesPerThread / bytes + 1, threads, [&](int64_t from, int64_t to) {
+    Run runs[kBlock];
+    for (int64_t begin = from, num_runs; begin < to; begin += kBlock) {
+      const int64_t end = std::min(begin + kBlock, to);
+      const int64_t bad = find_runs(rows, begin, end, num_src, runs, num_runs);
+      if (bad >= 0) return bad;
+      for (int f = 0; f < count; ++f) copy_block(fields[f], rows, begin, end, runs, num_runs);
     }
+    return int64_t{-1};
   });
-  if (const int64_t i = bad.load(); i != kNone)
-    throw std::out_of_range("gather_rows: rows[" + std::to_string(i) + "] is " +
-                            std::to_string(rows[i]) + ", expected -1 (fill) or a row of src in [0, " +
-                            std::to_string(num_src) + ")");
 }
 
 }  // namespace pyrl

@@ -1,7 +1,8 @@
 """gather_rows: the one data movement behind padding, packing, CP sharding and their inverses.
 
-Backends: triton and native (C++ threads on CPU, CUDA), reference (torch).
-Gradient: to ``src`` (rows gathered more than once add up) and to ``fill``.
+Backends: native (C++ threads on CPU, CUDA), triton, reference (torch).
+Gradient: to ``src`` through the inverse map (rows gathered more than once add up, always in the
+same order) and to ``fill``; of any order.
 """
 
 import torch
@@ -10,46 +11,62 @@ from torch import Tensor
 from pyrl_ext.ops._op import Op
 
 from . import native, reference, triton
+from .inverse import Inverse, invert_rows
 
 
-def _fake(src: Tensor, rows: Tensor, fill: Tensor) -> Tensor:
-    return src.new_empty(rows.shape[0], src.shape[1])
+def _fake(
+    src: Tensor,
+    rows: Tensor,
+    fill: Tensor,
+    starts: Tensor | None = None,
+    order: Tensor | None = None,
+) -> Tensor:
+    return src.new_empty(rows.shape[0], *src.shape[1:])
 
 
-op = Op("gather_rows(Tensor src, Tensor rows, Tensor fill) -> Tensor", fake=_fake)
+op = Op(
+    "gather_rows(Tensor src, Tensor rows, Tensor fill, Tensor? starts=None, Tensor? order=None)"
+    " -> Tensor",
+    fake=_fake,
+)
 op.backend("native", native.gather_rows, refuse=native.refuse)
 op.backend("triton", triton.gather_rows, refuse=triton.refuse)
 op.backend("reference", reference.gather_rows)
 
 
 def _save(ctx, inputs, output):
-    src, rows, _fill = inputs
-    ctx.save_for_backward(rows)
+    src, rows, _fill, starts, order = inputs
+    ctx.save_for_backward(rows, starts, order)
     ctx.num_src = src.shape[0]
 
 
 def _backward(ctx, grad):
-    (rows,) = ctx.saved_tensors
-    missing = (rows < 0)[:, None]
+    rows, starts, order = ctx.saved_tensors
     grad_src = grad_fill = None
     if ctx.needs_input_grad[0]:
-        grad_src = grad.new_zeros(ctx.num_src + 1, grad.shape[1])  # the last row takes the fill's
-        grad_src = grad_src.index_add(0, rows.where(rows >= 0, ctx.num_src), grad)[:-1]
+        if starts is None:
+            starts, order = invert_rows(rows, ctx.num_src)
+        # by name: sum_rows, whose gradient is gather_rows, imports this module
+        grad_src = torch.ops.pyrl_ext.sum_rows(grad, rows, starts, order)
     if ctx.needs_input_grad[2]:
-        grad_fill = grad.masked_fill(~missing, 0).sum(0)
-    return grad_src, None, grad_fill
+        there = (rows >= 0).view(-1, *[1] * (grad.ndim - 1))
+        grad_fill = grad.masked_fill(there, 0).sum(0)
+    return grad_src, None, grad_fill, None, None
 
 
 op.gradient(_backward, _save)
 
 
-def gather_rows(src: Tensor, rows: Tensor, fill: Tensor) -> Tensor:
+def gather_rows(src: Tensor, rows: Tensor, fill: Tensor, inverse: Inverse | None = None) -> Tensor:
     """``out[i] = src[rows[i]]``, or ``fill`` where ``rows[i]`` is -1.
 
     Args:
-        src:  [N, ...] any dtype, a row is everything behind the first dimension.
+        src:  [N, ...] any dtype, a row is everything behind the first dimension. Rows may lie any
+            stride apart (``routes[:, a:b]``); a tensor strided within its rows is copied first.
         rows: [M] int64, entries in [-1, N). Repeated entries are allowed.
         fill: [...] the shape of one row, dtype and device of ``src``.
+        inverse: ``invert_rows(rows, N)``, which the gradient of ``src`` needs. None: the backward
+            makes it, in every call.
 
     Returns:
         [M, ...] dtype and device of ``src``.
@@ -74,6 +91,7 @@ def gather_rows(src: Tensor, rows: Tensor, fill: Tensor) -> Tensor:
             f"gather_rows: src is on {src.device}, rows on {rows.device}, fill on {fill.device}, "
             "expected one device"
         )
-    width = fill.numel()
-    out = op(src.reshape(src.shape[0], width), rows, fill.reshape(width))
-    return out.reshape(rows.shape[0], *src.shape[1:])
+    if inverse is None:
+        return op(src, rows, fill)
+    inverse.check("gather_rows", rows, src.shape[0])
+    return op(src, rows, fill, *inverse)

@@ -1,26 +1,66 @@
 import os
 from importlib.util import find_spec
+from math import prod
 
+import torch
 from torch import Tensor
 
+from .native import rows_of
 
-def refuse(src: Tensor, rows: Tensor, fill: Tensor) -> str | None:
+TILE = 2048  # elements a program moves
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def refuse(src: Tensor, rows: Tensor, fill: Tensor, *inverse: Tensor | None) -> str | None:
+    if src.dtype.is_complex:
+        return f"src is {src.dtype}, expected a real dtype"
+    return refuse_device(src)
+
+
+def refuse_device(tensor: Tensor) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
-    if not src.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"src is on {src.device}, expected cuda"
+    if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"src is on {tensor.device}, expected cuda"
     return None
 
 
-def gather_rows(src: Tensor, rows: Tensor, fill: Tensor) -> Tensor:
+def gather_rows(src: Tensor, rows: Tensor, fill: Tensor, *inverse: Tensor | None) -> Tensor:
+    src, rows, fill = rows_of(src), rows.contiguous(), fill.contiguous()
+    out = src.new_empty(rows.shape[0], *src.shape[1:])
+    launch([src], rows, [fill.view(-1).view(WORDS[src.element_size()])], [out])
+    return out
+
+
+def launch(fields: list[Tensor], rows: Tensor, fills: list, outs: list[Tensor]) -> None:
+    """Gather ``rows`` of every field; ``fills`` are all rows (tensors) or all numbers."""
     from .triton_kernel import gather_rows_kernel  # triton takes a while to import
 
-    src, rows, fill = src.contiguous(), rows.contiguous(), fill.contiguous()
-    out = src.new_empty(rows.numel(), src.shape[1])
-    if out.numel() == 0:
-        return out
-    columns = src.shape[1]
-    block = min(1024, 1 << (columns - 1).bit_length())
-    grid = (rows.numel(), -(-columns // block))
-    gather_rows_kernel[grid](src, rows, fill, out, columns, BLOCK=block)  # type: ignore[arg-type]
-    return out
+    widths, tall, wide, firsts = [], [], [], [0]
+    for out in outs:
+        width = prod(out.shape[1:])
+        columns = min(1024, 1 << max(width - 1, 0).bit_length())
+        widths.append(width)
+        wide.append(columns)
+        tall.append(TILE // columns)
+        firsts.append(firsts[-1] + -(-len(rows) // tall[-1]) * -(-width // columns))
+    if firsts[-1] == 0:
+        return
+    gather_rows_kernel[(firsts[-1],)](
+        tuple(words(field) for field in fields),
+        tuple(field.stride(0) for field in fields),
+        rows,
+        tuple(fills),
+        tuple(words(out) for out in outs),
+        tuple(firsts),
+        len(rows),
+        WIDTHS=tuple(widths),  # type: ignore[arg-type]
+        TALL=tuple(tall),  # type: ignore[arg-type]
+        WIDE=tuple(wide),  # type: ignore[arg-type]
+        FILL_ROWS=isinstance(fills[0], Tensor),  # type: ignore[arg-type]
+    )
+
+
+def words(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the element's width."""
+    return tensor.view(WORDS[tensor.element_size()])

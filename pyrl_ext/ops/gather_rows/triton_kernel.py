@@ -1,20 +1,65 @@
+"""Every tensor comes as integers of its element's width, so a kernel serves all dtypes."""
+
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def gather_rows_kernel(
-    src,  # [N, C] read
-    rows,  # [M] int64, -1 or a row of src
-    fill,  # [C] read
-    out,  # [M, C] written
-    C,
-    BLOCK: tl.constexpr,
+    srcs,  # each [N, WIDTHS] read, rows `strides` apart
+    strides,
+    rows,  # [M] int64, -1 or a row of the sources
+    fills,  # FILL_ROWS: each [WIDTHS] read; else an element of each
+    outs,  # each [M, WIDTHS] written
+    firsts,  # of the programs, those that begin a field, and their number
+    M,
+    WIDTHS: tl.constexpr,
+    TALL: tl.constexpr,  # rows of a tile
+    WIDE: tl.constexpr,  # columns of a tile
+    FILL_ROWS: tl.constexpr,
 ):
-    i = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + i)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < C
-    value = tl.load(src + row * C + c, inside & (row >= 0), other=0)
-    padding = tl.load(fill + c, inside & (row < 0), other=0)
-    tl.store(out + i * C + c, tl.where(row >= 0, value, padding), inside)
+    program = tl.program_id(0)
+    for f in tl.static_range(len(WIDTHS)):
+        if program >= firsts[f] and program < firsts[f + 1]:
+            across: tl.constexpr = (WIDTHS[f] + WIDE[f] - 1) // WIDE[f]
+            tile = program - firsts[f]
+            m = (tile // across).to(tl.int64) * TALL[f] + tl.arange(0, TALL[f])
+            c = tile % across * WIDE[f] + tl.arange(0, WIDE[f])
+            row = tl.load(rows + m, m < M, other=-1)[:, None]
+            inside = (m < M)[:, None] & (c < WIDTHS[f])[None, :]
+            value = tl.load(srcs[f] + row * strides[f] + c[None, :], inside & (row >= 0), other=0)
+            if FILL_ROWS:
+                padding = tl.load(fills[f] + c[None, :], inside & (row < 0), other=0)
+            else:
+                padding = fills[f].to(value.dtype)
+            tl.store(
+                outs[f] + m[:, None] * WIDTHS[f] + c[None, :],
+                tl.where(row >= 0, value, padding),
+                inside,
+            )
+
+
+def _build(width: int, pointer: str, fill: str, tall: int, wide: int):
+    signature = {
+        "srcs": (pointer,),
+        "strides": ("i64",),
+        "rows": "*i64",
+        "fills": (fill,),
+        "outs": (pointer,),
+        "firsts": ("i32", "i32"),
+        "M": "i64",
+    }
+    constexprs = {
+        "WIDTHS": (width,),
+        "TALL": (tall,),
+        "WIDE": (wide,),
+        "FILL_ROWS": fill.startswith("*"),
+    }
+    return gather_rows_kernel, {**signature, **dict.fromkeys(constexprs, "constexpr")}, constexprs
+
+
+BUILDS = {
+    "gather_rows hidden 2048 bf16": _build(2048, "*i16", "*i16", 2, 1024),
+    "gather_rows token ids": _build(1, "*i64", "i64", 1024, 1),
+    "gather_rows routes 188 B": _build(188, "*i8", "*i8", 8, 256),
+}

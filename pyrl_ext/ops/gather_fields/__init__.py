@@ -1,0 +1,115 @@
+"""gather_fields: the same rows of many tensors, in one launch, into one buffer.
+
+Backends: native (C++ threads on CPU, CUDA), triton, reference (torch).
+Gradient: none, fields are data; gather_rows has one.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._op import Op
+
+from . import native, reference, triton
+from .flat import plan
+
+
+class Fields(NamedTuple):
+    """Fields gathered by :func:`gather_fields`.
+
+    Args:
+        flat:  [bytes] uint8, all fields, each from a multiple of 256 bytes on; what lies between
+            them is unspecified.
+        views: the fields in ``flat``, in the order they were given: [M, ...] each of its dtype.
+    """
+
+    flat: Tensor
+    views: list[Tensor]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Fields":
+        """The same on ``device``, by one copy.
+
+        Syncs: unless ``non_blocking`` from pinned memory to a device.
+        """
+        flat = self.flat.to(device, non_blocking=non_blocking)
+        return Fields(flat, _views(flat, self.views, len(self.views[0])))
+
+
+def _views(flat: Tensor, like: Sequence[Tensor], num_out: int) -> list[Tensor]:
+    starts, row_bytes = plan(like, num_out)
+    views = []
+    for field, start, each in zip(like, starts, row_bytes):
+        view = flat[start : start + num_out * each].view(field.dtype)
+        views.append(view if field.ndim == 1 else view.view(num_out, *field.shape[1:]))
+    return views
+
+
+def _fake(fields: list[Tensor], rows: Tensor, fills: list[float], pin: bool) -> Tensor:
+    return rows.new_empty(plan(fields, rows.shape[0])[0][-1], dtype=torch.uint8)
+
+
+op = Op(
+    "gather_fields(Tensor[] fields, Tensor rows, float[] fills, bool pin) -> Tensor", fake=_fake
+)
+op.backend("native", native.gather_fields, refuse=native.refuse)
+op.backend("triton", triton.gather_fields, refuse=triton.refuse)
+op.backend("reference", reference.gather_fields)
+
+
+def gather_fields(
+    fields: Sequence[Tensor], rows: Tensor, fills: Sequence[float], *, pin: bool = False
+) -> Fields:
+    """``views[f][i] = fields[f][rows[i]]``, or ``fills[f]`` where ``rows[i]`` is -1.
+
+    Args:
+        fields: [N, ...] each, at least one, of any real dtypes. Rows may lie any stride apart.
+        rows:   [M] int64, entries in [-1, N). Repeated entries are allowed.
+        fills:  the number in every element of a padding row, one a field, held by its dtype.
+        pin:    the result is in pinned memory, from which a copy to a device need not be waited
+            for. Only on the CPU.
+
+    Returns:
+        Fields: ``flat`` and its ``views``, on the device of ``rows``.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices or fills do not fit; a field
+            requires a gradient.
+        IndexError: an entry of ``rows`` is out of range (on CPU; see
+            :func:`~pyrl_ext.ops.gather_rows`).
+    """
+    if rows.ndim != 1 or rows.dtype != torch.int64:
+        raise TypeError(
+            f"gather_fields: rows is {rows.dtype} {list(rows.shape)}, expected torch.int64 [M]"
+        )
+    if not len(fields) == len(fills) > 0:
+        raise ValueError(
+            f"gather_fields: {len(fields)} fields, {len(fills)} fills, expected one fill a field, "
+            "and a field"
+        )
+    if pin and rows.is_cuda:
+        raise ValueError(f"gather_fields: pin with rows on {rows.device}, expected them on cpu")
+    for f, field in enumerate(fields):
+        _check(f, field, fields[0], rows)
+    flat = op(fields, rows, fills, pin)
+    return Fields(flat, _views(flat, fields, rows.shape[0]))
+
+
+def _check(f: int, field: Tensor, first: Tensor, rows: Tensor) -> None:
+    if field.ndim < 1 or field.shape[0] != first.shape[0]:
+        raise ValueError(
+            f"gather_fields: fields[{f}] is {list(field.shape)}, fields[0] {list(first.shape)}, "
+            "expected [N, ...] of one N"
+        )
+    if field.device != rows.device:
+        raise ValueError(
+            f"gather_fields: fields[{f}] is on {field.device}, rows on {rows.device}, expected "
+            "one device"
+        )
+    if field.dtype.is_complex:
+        raise TypeError(f"gather_fields: fields[{f}] is {field.dtype}, expected a real dtype")
+    if field.requires_grad:
+        raise ValueError(
+            f"gather_fields: fields[{f}] requires a gradient, expected data. Use gather_rows"
+        )

@@ -1,0 +1,43 @@
+"""How fields share one flat tensor, and the bytes of a padding element."""
+
+import struct
+from functools import lru_cache
+from math import copysign, prod
+
+import torch
+from torch import Tensor
+
+ALIGN = 256  # bytes: what a device's own allocations begin at
+
+
+def plan(fields: list[Tensor], num_out: int) -> tuple[list[int], list[int]]:
+    """Where each field begins in the flat tensor, and the end; the bytes of each field's row."""
+    starts, row_bytes = [0], []
+    for field in fields:
+        row_bytes.append(field.element_size() * prod(field.shape[1:]))
+        starts.append(starts[-1] + -(-num_out * row_bytes[-1] // ALIGN) * ALIGN)
+    return starts, row_bytes
+
+
+def pattern(dtype: torch.dtype, fill: float) -> int:
+    """The bytes of ``fill`` in ``dtype``, repeated to 8, as a signed integer.
+
+    Raises:
+        ValueError: ``dtype`` does not hold ``fill``.
+    """
+    return _pattern(dtype, fill, copysign(1, fill))  # -0.0 and 0.0 are one key
+
+
+@lru_cache(maxsize=256)
+def _pattern(dtype: torch.dtype, fill: float, _sign: float) -> int:
+    if not dtype.is_floating_point:
+        top = 1 if dtype == torch.bool else torch.iinfo(dtype).max
+        lowest = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+        # a double holds whole numbers below 2^53
+        if not (fill == fill // 1 and lowest <= fill <= top and abs(fill) < 2**53):
+            raise ValueError(
+                f"gather_fields: a fill is {fill}, expected a number that {dtype} holds"
+            )
+        fill = int(fill)
+    element = torch.tensor([fill], dtype=dtype).view(torch.uint8).tolist()
+    return struct.unpack("<q", bytes(element * (8 // len(element))))[0]

@@ -1,0 +1,86 @@
+"""invert_rows: where each source row went.
+
+Backends: native (C++, CPU), reference (torch: a stable sort; what runs on cuda).
+Gradient: none, rows are integers.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._op import Op
+
+from . import native, reference
+
+
+class Inverse(NamedTuple):
+    """The map from source rows to the places they were gathered to, as compressed rows.
+
+    ``order[starts[n] : starts[n + 1]]`` are the m with ``rows[m] == n``, ascending; ``order`` is -1
+    from ``starts[N]`` on.
+
+    Args:
+        starts: [N + 1] int64.
+        order:  [M] int64.
+    """
+
+    starts: Tensor
+    order: Tensor
+
+    def check(self, function: str, rows: Tensor, num_src: int | None = None) -> None:
+        """Raise where this cannot be the inverse of ``rows``, as far as sizes tell."""
+        starts, order = self
+        if (
+            starts.ndim != 1
+            or starts.shape[0] < 1
+            or order.shape != rows.shape
+            or (num_src is not None and starts.shape[0] != num_src + 1)
+        ):
+            size = "N" if num_src is None else num_src
+            raise ValueError(
+                f"{function}: inverse has starts {list(starts.shape)}, order {list(order.shape)}, "
+                f"expected [{size} + 1] and {list(rows.shape)}, as invert_rows(rows, {size}) gives"
+            )
+        if not (starts.dtype == order.dtype == torch.int64):
+            raise TypeError(
+                f"{function}: inverse is {starts.dtype}, {order.dtype}, expected torch.int64"
+            )
+        if not (starts.device == order.device == rows.device):
+            raise ValueError(
+                f"{function}: inverse is on {starts.device}, {order.device}, rows on "
+                f"{rows.device}, expected one device"
+            )
+
+
+def _fake(rows: Tensor, num_src: int) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(num_src + 1), rows.new_empty(rows.shape[0])
+
+
+op = Op("invert_rows(Tensor rows, SymInt num_src) -> (Tensor, Tensor)", fake=_fake)
+op.backend("native", native.invert_rows, refuse=native.refuse_invert)
+op.backend("reference", reference.invert_rows)
+
+
+def invert_rows(rows: Tensor, num_src: int) -> Inverse:
+    """The m with ``rows[m] == n``, for every n in [0, num_src).
+
+    Args:
+        rows: [M] int64, entries in [-1, num_src); -1 goes nowhere.
+        num_src: N, the rows gathered from.
+
+    Returns:
+        Inverse: starts [N + 1], order [M], int64 on the device of ``rows``.
+
+    Raises:
+        ValueError, TypeError: shape, dtype or size do not fit.
+        IndexError: an entry of ``rows`` is out of range (on CPU; on a GPU it is not checked, since
+            that would wait for the device).
+    """
+    if rows.ndim != 1 or rows.dtype != torch.int64:
+        raise TypeError(
+            f"invert_rows: rows is {rows.dtype} {list(rows.shape)}, expected torch.int64 [M]"
+        )
+    if num_src < 0:
+        raise ValueError(f"invert_rows: num_src is {num_src}, expected >= 0")
+    return Inverse(*op(rows, num_src))
