@@ -1,6 +1,7 @@
 """How fields share one flat tensor, and the bytes of a padding element."""
 
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from math import copysign, prod
 
@@ -10,7 +11,7 @@ from torch import Tensor
 ALIGN = 256  # bytes: what a device's own allocations begin at
 
 
-def plan(fields: list[Tensor], num_out: int) -> tuple[list[int], list[int]]:
+def plan(fields: Sequence[Tensor], num_out: int) -> tuple[list[int], list[int]]:
     """Where each field begins in the flat tensor, and the end; the bytes of each field's row."""
     starts, row_bytes = [0], []
     for field in fields:

@@ -12,7 +12,8 @@ def gather_fields(fields: list[Tensor], rows: Tensor, fills: list[float], pin: b
     starts, row_bytes = plan(fields, rows.shape[0])
     flat = torch.empty(starts[-1], dtype=torch.uint8, device=rows.device, pin_memory=pin)
     for field, start, each, fill in zip(fields, starts, row_bytes, fills):
-        data = field.contiguous().view(-1).view(torch.uint8).view(len(field), each)
+        data = field.clone(memory_format=torch.contiguous_format).view(-1)
+        data = data.view(torch.uint8).view(len(field), each)
         element = torch.tensor([pattern(field.dtype, fill)], device=rows.device).view(torch.uint8)
         padding = element.repeat(-(-each // 8))[:each]
         gathered = torch.cat([data, padding[None]])[rows]  # -1 is the last row

@@ -19,7 +19,7 @@ def gather_rows_kernel(
     FILL_ROWS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    for f in tl.static_range(len(WIDTHS)):
+    for f in tl.static_range(len(WIDTHS)):  # type: ignore
         if program >= firsts[f] and program < firsts[f + 1]:
             across: tl.constexpr = (WIDTHS[f] + WIDE[f] - 1) // WIDE[f]
             tile = program - firsts[f]
