@@ -66,15 +66,19 @@ void bind_gather_rows(py::module_& m) {
 }
 
 void bind_gather_routes(py::module_& m) {
-  m.def("gather_routes_cpu", [](Address routes, int in, int64_t num_src, int64_t num_slots,
-                                int64_t top_k, Address rows, int64_t num_out, Address layers,
-                                int64_t num_layers, int64_t num_experts, Address out, int to,
-                                int threads) {
+  using pyrl::Routes;
+  py::class_<Routes>(m, "Routes")
+      .def(py::init([](Address routes, int in, int64_t row_bytes, int64_t num_src,
+                       int64_t num_slots, int64_t top_k, Address rows, int64_t num_out,
+                       Address layers, int64_t num_layers, int64_t num_experts, Address out,
+                       int to) {
+        return Routes{at<const void>(routes), pyrl::Int(in), row_bytes, num_src, num_slots, top_k,
+                      at<const int64_t>(rows), num_out, at<const int64_t>(layers), num_layers,
+                      num_experts, at<void>(out), pyrl::Int(to)};
+      }));
+  m.def("gather_routes_cpu", [](const Routes& routes, const std::string& isa, int threads) {
     py::gil_scoped_release nogil;
-    pyrl::gather_routes_cpu({at<const void>(routes), pyrl::Int(in), num_src, num_slots, top_k,
-                             at<const int64_t>(rows), num_out, at<const int64_t>(layers),
-                             num_layers, num_experts, at<void>(out), pyrl::Int(to)},
-                            threads);
+    pyrl::gather_routes_cpu(routes, isa.c_str(), threads);
   });
 }
 

@@ -11,10 +11,11 @@ enum class Int { u8, u16, i16, i32, i64 };
 struct Routes {
   const void* routes;  // [num_src, num_slots, top_k] of type `in`, read
   Int in;              // u8, u16, i16 or i32
+  int64_t row_bytes;   // from one row of routes to the next; within a row it is contiguous
   int64_t num_src, num_slots, top_k;
   const int64_t* rows;  // [num_out], entries in [-1, num_src)
   int64_t num_out;
-  const int64_t* layers;  // [num_layers], entries in [0, num_slots)
+  const int64_t* layers;  // [num_layers] on the host, entries in [0, num_slots)
   int64_t num_layers;
   int64_t num_experts;  // at least top_k
   void* out;            // [num_layers, num_out, top_k] of type `to`, written; must not alias
@@ -22,6 +23,13 @@ struct Routes {
 };
 
 // Throws std::out_of_range naming the first bad entry of layers or rows; `out` is then undefined.
-void gather_routes_cpu(const Routes& routes, int threads);
+void gather_routes_cpu(const Routes& routes, const char* isa, int threads);
+
+// The kernel of one instruction set, for the output rows in [begin, end); `stream` writes past the
+// caches.
+struct GatherRoutesKernels {
+  void (*run)(const Routes& routes, bool stream, int64_t begin, int64_t end);
+};
+extern const GatherRoutesKernels gather_routes_avx512, gather_routes_avx2, gather_routes_portable;
 
 }  // namespace pyrl

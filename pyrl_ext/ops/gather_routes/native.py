@@ -18,15 +18,31 @@ def refuse(
     return refuse_device(routes, "gather_routes")
 
 
-def gather_routes(
-    routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int, out_dtype: torch.dtype
-) -> Tensor:
-    routes, rows, layers = routes.contiguous(), rows.contiguous(), layers.contiguous()
+def describe(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int, out: Tensor):
+    """The arguments of ``_C.Routes``."""
     T, L, K = routes.shape
-    out = routes.new_empty((len(layers), len(rows), K), dtype=out_dtype)
-    C.gather_routes_cpu(
-        *(routes.data_ptr(), CODES[routes.dtype], T, L, K),
-        *(rows.data_ptr(), len(rows), layers.data_ptr(), len(layers), num_experts),
-        *(out.data_ptr(), CODES[out_dtype], threads()),
+    return (
+        *(routes.data_ptr(), CODES[routes.dtype], routes.stride(0) * routes.element_size()),
+        *(T, L, K, rows.data_ptr(), len(rows), layers.data_ptr(), len(layers), num_experts),
+        *(out.data_ptr(), CODES[out.dtype]),
     )
+
+
+def rows_apart(routes: Tensor) -> Tensor:
+    """``routes`` itself where only whole rows are apart in memory (``x[:, a:b]``), else a copy."""
+    return routes if routes[:1].is_contiguous() else routes.contiguous()
+
+
+def gather_routes(
+    routes: Tensor,
+    rows: Tensor,
+    layers: Tensor,
+    num_experts: int,
+    out_dtype: torch.dtype,
+    isa: str = "auto",
+) -> Tensor:
+    routes, rows, layers = rows_apart(routes), rows.contiguous(), layers.contiguous()
+    out = routes.new_empty((len(layers), len(rows), routes.shape[2]), dtype=out_dtype)
+    described = C.Routes(*describe(routes, rows, layers, num_experts, out))
+    C.gather_routes_cpu(described, isa, threads())
     return out
