@@ -80,6 +80,16 @@ void bind_gather_routes(py::module_& m) {
     py::gil_scoped_release nogil;
     pyrl::gather_routes_cpu(routes, isa.c_str(), threads);
   });
+  m.def("gather_routes_emulated", [](const Routes& routes) {
+    py::gil_scoped_release nogil;
+    pyrl::gather_routes_emulated(routes);
+  });
+#ifdef PYRL_CUDA
+  m.def("gather_routes_cuda", [](const Routes& routes, Address stream) {
+    py::gil_scoped_release nogil;
+    pyrl::gather_routes_cuda(routes, at<void>(stream));
+  });
+#endif
 }
 
 void bind_sum_rows(py::module_& m) {

@@ -27,11 +27,15 @@ int64_t size_of(Int type) {
 
 }  // namespace
 
-void gather_routes_cpu(const Routes& r, const char* isa, int threads) {
+void check_routes(const Routes& r) {
   if (r.in == Int::i64) throw std::invalid_argument("gather_routes: routes must not be i64");
   if (r.to != r.in && r.to != Int::i32 && r.to != Int::i64)
     throw std::invalid_argument("gather_routes: out must be i32, i64 or the type of routes");
   check("layers", r.layers, r.num_layers, 0, r.num_slots, "a slot of routes");
+}
+
+void gather_routes_cpu(const Routes& r, const char* isa, int threads) {
+  check_routes(r);
   check("rows", r.rows, r.num_out, -1, r.num_src, "-1 (padding) or a token of routes");
   const auto& chosen = pick(isa, gather_routes_portable, PYRL_X86(gather_routes_avx2),
                             PYRL_X86(gather_routes_avx512));

@@ -22,8 +22,19 @@ struct Routes {
   Int to;               // i32, i64 or the same as `in`
 };
 
+// Throws std::out_of_range naming the first bad entry of `layers`, std::invalid_argument for types.
+void check_routes(const Routes& routes);
+
 // Throws std::out_of_range naming the first bad entry of layers or rows; `out` is then undefined.
 void gather_routes_cpu(const Routes& routes, const char* isa, int threads);
+
+// Enqueued on `stream`: one launch for every 256 layers. Slots are below 2^15, a tuple of top_k has
+// at most 16 KB. `rows` is not checked; it and `out` are on the device, `routes` is there or in
+// pinned host memory.
+void gather_routes_cuda(const Routes& routes, void* stream);
+
+// The same grid walked on the host, all of it in host memory.
+void gather_routes_emulated(const Routes& routes);
 
 // The kernel of one instruction set, for the output rows in [begin, end); `stream` writes past the
 // caches.
