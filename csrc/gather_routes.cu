@@ -6,8 +6,15 @@
 namespace pyrl {
 namespace {
 
+// Blocks of one multiprocessor: the registers are shared out so that those of 2048 threads are full.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+#define PYRL_BLOCKS (2048 / kRoutesThreads)
+#else
+#define PYRL_BLOCKS 1
+#endif
+
 template <class In, class Out>
-__global__ void __launch_bounds__(kRoutesThreads)
+__global__ void __launch_bounds__(kRoutesThreads, PYRL_BLOCKS)
     gather_routes_kernel(const __grid_constant__ RoutesTask task) {
   __shared__ RoutesShared shared;
   const Place at = place();

@@ -88,7 +88,7 @@ struct alignas(Bytes) RoutesWord {
 template <int Bytes>
 PYRL_DEVICE void routes_load(const RoutesTask& r, const Place& at, RoutesShared& shared) {
   using Word = RoutesWord<Bytes>;
-  constexpr int kBatch = 4;  // loads under way
+  constexpr int kBatch = Bytes == 16 ? 2 : 4;  // loads under way
   const RoutesTile tile(r, at);
   const uint32_t each = r.tuple / Bytes;  // words of a tuple
   Walk walk(at, tile.layers * each);      // tokens, words of all layers

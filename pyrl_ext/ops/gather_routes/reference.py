@@ -7,19 +7,21 @@ def gather_routes(
 ) -> Tensor:
     """Index tokens and layers, bring layers to the front, put the spread fill under padding."""
     T, L, K = routes.shape
-    _check("layers", layers, 0, L, "a slot of routes")
+    check("layers", layers, 0, L, "a slot of routes")
     if rows.device.type == "cpu":
-        _check("rows", rows, -1, T, "-1 (padding) or a token of routes")
+        check("rows", rows, -1, T, "-1 (padding) or a token of routes")
     padding = (rows < 0)[None, :, None]
     fill = (torch.arange(len(rows) * K, device=rows.device) % num_experts).view(1, len(rows), K)
     if T == 0:  # padding only
         return fill.expand(len(layers), -1, -1).to(out_dtype)
-    slots = layers.to(routes.device, non_blocking=True)
-    picked = routes.to(torch.int64)[rows.clamp(min=0)].index_select(1, slots)
+    slots = layers.to(rows.device, non_blocking=True)
+    routes = routes.to(rows.device, torch.int64, non_blocking=True)
+    picked = routes[rows.clamp(min=0)].index_select(1, slots)
     return torch.where(padding, fill, picked.transpose(0, 1)).to(out_dtype).contiguous()
 
 
-def _check(name: str, entries: Tensor, lowest: int, end: int, rule: str) -> None:
+def check(name: str, entries: Tensor, lowest: int, end: int, rule: str) -> None:
+    """Raise IndexError where an entry is not in [lowest, end)."""
     outside = (entries < lowest) | (entries >= end)
     if outside.any():
         i = int(outside.nonzero()[0])

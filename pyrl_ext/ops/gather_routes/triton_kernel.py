@@ -1,0 +1,42 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gather_routes_kernel(
+    routes,  # [T, L, K] read, rows row_stride elements apart
+    rows,  # [M] int64, -1 or a row of routes
+    slots,  # [l] int64
+    out,  # [l, M, K] written
+    row_stride,
+    M,
+    num_experts,
+    K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    m = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    j = tl.arange(0, PADDED_K)[None, :]
+    layer = tl.program_id(1).to(tl.int64)
+    inside = (m < M) & (j < K)
+    row = tl.load(rows + m, m < M, other=-1)
+    slot = tl.load(slots + layer)
+    expert = tl.load(routes + row * row_stride + slot * K + j, inside & (row >= 0), other=0)
+    fill = (m * K + j) % num_experts
+    value = tl.where(row >= 0, expert.to(tl.int64), fill)
+    tl.store(out + (layer * M + m) * K + j, value.to(out.dtype.element_ty), inside)
+
+
+def _build(source: str, to: str, K: int, padded: int):
+    pointers = dict(routes=source, rows="*i64", slots="*i64", out=to)
+    sizes = dict(row_stride="i64", M="i64", num_experts="i32")
+    constants = dict(K=K, PADDED_K=padded, BLOCK=1024 // padded)
+    signature = {**pointers, **sizes, **dict.fromkeys(constants, "constexpr")}
+    return gather_routes_kernel, signature, constants
+
+
+BUILDS = {
+    "u8 to i32, K=4": _build("*u8", "*i32", 4, 4),
+    "u8 to i64, K=8": _build("*u8", "*i64", 8, 8),
+    "u16 to u16, K=6": _build("*u16", "*u16", 6, 8),
+}
