@@ -25,7 +25,7 @@ def gather_routes(
     """Uploads ``layers``, so a CUDA graph cannot capture it."""
     from .triton_kernel import gather_routes_kernel  # triton takes a while to import
 
-    T, L, K = routes.shape
+    _, L, K = routes.shape
     check("layers", layers, 0, L, "a slot of routes")
     routes = routes if routes[:1].is_contiguous() else routes.contiguous()
     rows = rows.contiguous()

@@ -1,3 +1,5 @@
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -27,7 +29,7 @@ def gather_routes_kernel(
     tl.store(out + (layer * M + m) * K + j, value.to(out.dtype.element_ty), inside)
 
 
-def _build(source: str, to: str, K: int, padded: int):
+def _build(source: str, to: str, K: int, padded: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
     pointers = dict(routes=source, rows="*i64", slots="*i64", out=to)
     sizes = dict(row_stride="i64", M="i64", num_experts="i32")
     constants = dict(K=K, PADDED_K=padded, BLOCK=1024 // padded)
