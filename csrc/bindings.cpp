@@ -12,6 +12,7 @@
 #include "gather_rows.hpp"
 #include "isa.hpp"
 #include "sum_rows.hpp"
+#include "replay_probs.hpp"
 #include "token_logprob.hpp"
 
 namespace py = pybind11;
@@ -119,6 +120,33 @@ void bind_sum_rows(py::module_& m) {
   });
 }
 
+void bind_replay_probs(py::module_& m) {
+  using pyrl::Replay;
+  py::class_<Replay>(m, "Replay")
+      .def(py::init([](Address scores, int in, Address ids, int id, int64_t rows, int64_t experts,
+                       int64_t top_k, int norm, double scale, Address grad, int from, Address out,
+                       int to, Address map) {
+        return Replay{at<const void>(scores), pyrl::Real(in),   at<const void>(ids), pyrl::Int(id),
+                      rows,                   experts,          top_k,               pyrl::Norm(norm),
+                      scale,                  at<const void>(grad), pyrl::Real(from),
+                      at<void>(out),          pyrl::Real(to),   at<uint8_t>(map)};
+      }));
+  m.def("replay_probs_cpu", [](const Replay& replay, int threads) {
+    py::gil_scoped_release nogil;
+    pyrl::replay_probs_cpu(replay, threads);
+  });
+  m.def("replay_probs_emulated", [](const Replay& replay, int64_t first) {
+    py::gil_scoped_release nogil;
+    pyrl::replay_probs_emulated(replay, first);
+  });
+#ifdef PYRL_CUDA
+  m.def("replay_probs_cuda", [](const Replay& replay, Address stream) {
+    py::gil_scoped_release nogil;
+    pyrl::replay_probs_cuda(replay, at<void>(stream));
+  });
+#endif
+}
+
 void bind_token_logprob(py::module_& m) {
   using pyrl::Shard;
   py::class_<Shard>(m, "Shard")
@@ -152,5 +180,6 @@ PYBIND11_MODULE(_C, m) {
   bind_gather_rows(m);
   bind_gather_routes(m);
   bind_sum_rows(m);
+  bind_replay_probs(m);
   bind_token_logprob(m);
 }

@@ -6,6 +6,8 @@ from .gather_fields import Fields, gather_fields
 from .gather_routes import gather_routes
 from .gather_rows import Inverse, gather_rows, invert_rows
 from .sum_rows import sum_rows
+from .gather_rows import gather_rows
+from .replay_probs import replay_probs
 from .token_logprob import token_logprob_grad, token_logprob_stats
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "gather_rows",
     "invert_rows",
     "sum_rows",
+    "replay_probs",
     "token_logprob_grad",
     "token_logprob_stats",
     "use_backend",

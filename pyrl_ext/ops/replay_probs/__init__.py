@@ -1,0 +1,118 @@
+"""replay_probs: a router's probabilities of experts that are given, and the map of who goes where.
+
+What megatron-core computes behind a router's scores once the experts are known: gather, normalise,
+scale, cast, and two dense tensors, here in one kernel that writes every element once.
+
+Backends: native (C++ threads on CPU, CUDA), triton, reference (torch, megatron-core's operations).
+In float32 the native one has the bits of megatron-core's, on CPU and on cuda.
+Gradient: to ``scores``, from the gradient of the probabilities at ``ids``; one kernel,
+deterministic. It has no derivative of its own.
+"""
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._op import Op
+
+from . import native, reference, triton
+
+ID_DTYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NORMS = ("none", "sum", "softmax")
+
+
+def _fake(
+    scores: Tensor, ids: Tensor, norm: str, scale: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    shape = scores.shape
+    return scores.new_empty(shape, dtype=out_dtype), scores.new_empty(shape, dtype=torch.bool)
+
+
+def _grad_fake(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float) -> Tensor:
+    return scores.new_empty(scores.shape)
+
+
+op = Op(
+    "replay_probs(Tensor scores, Tensor ids, str norm, float scale, ScalarType out_dtype)"
+    " -> (Tensor, Tensor)",
+    fake=_fake,
+)
+op.backend("native", native.replay_probs, refuse=native.refuse)
+op.backend("triton", triton.replay_probs, refuse=triton.refuse)
+op.backend("reference", reference.replay_probs)
+
+grad_op = Op(
+    "replay_probs_grad(Tensor grad, Tensor scores, Tensor ids, str norm, float scale) -> Tensor",
+    fake=_grad_fake,
+)
+grad_op.backend("native", native.replay_probs_grad, refuse=native.refuse_grad)
+grad_op.backend("triton", triton.replay_probs_grad, refuse=triton.refuse_grad)
+grad_op.backend("reference", reference.replay_probs_grad)
+
+
+def _save(ctx, inputs, output):
+    scores, ids, ctx.norm, ctx.scale, _ = inputs
+    ctx.save_for_backward(scores, ids)
+
+
+def _backward(ctx, grad_probs, _grad_map):
+    return grad_op(grad_probs, *ctx.saved_tensors, ctx.norm, ctx.scale), None, None, None, None
+
+
+op.gradient(_backward, _save)
+
+
+def replay_probs(
+    scores: Tensor,
+    ids: Tensor,
+    norm: str = "none",
+    scale: float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``probs[m, ids[m, j]] = scale * norm(scores[m, ids[m]])[j]``, 0 elsewhere, and where it is.
+
+    With ``v`` the K scores of a token, in float32 (float64 for float64 scores)::
+
+        "none"     v
+        "sum"      v / (sum(v) + 1e-20), v if K is 1
+        "softmax"  softmax(v)
+
+    Args:
+        scores: [M, E] float32, bfloat16, float16 or float64.
+        ids:    [M, K] uint8, uint16, int16, int32 or int64, experts in [0, E). The K of a token are
+            distinct: this is not checked, and what a duplicate gives is undefined.
+        norm:   "none", "sum" or "softmax".
+        scale:  factor of the probabilities; None or 0: none.
+        out_dtype: of the probabilities, one of those of ``scores``, which None takes.
+
+    Returns:
+        probs [M, E] ``out_dtype``, routing_map [M, E] bool.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices or ``norm`` do not fit.
+        IndexError: an entry of ``ids`` is out of range (on CPU). On a GPU no kernel checks, since
+            that would wait for the device, and the native and Triton ones read out of bounds.
+    """
+    out_dtype = scores.dtype if out_dtype is None else out_dtype
+    if scores.ndim != 2 or ids.ndim != 2 or scores.shape[0] != ids.shape[0]:
+        raise ValueError(
+            f"replay_probs: scores {list(scores.shape)}, ids {list(ids.shape)}, expected [M, E], "
+            "[M, K]"
+        )
+    if ids.shape[1] > scores.shape[1]:
+        raise ValueError(
+            f"replay_probs: {ids.shape[1]} ids a token, expected at most the {scores.shape[1]} "
+            "experts; the experts of a token are distinct"
+        )
+    if ids.dtype not in ID_DTYPES:
+        raise TypeError(f"replay_probs: ids is {ids.dtype}, expected one of {list(ID_DTYPES)}")
+    for name, dtype in (("scores", scores.dtype), ("out_dtype", out_dtype)):
+        if dtype not in DTYPES:
+            raise TypeError(f"replay_probs: {name} is {dtype}, expected one of {list(DTYPES)}")
+    if norm not in NORMS:
+        raise ValueError(f"replay_probs: norm is {norm!r}, expected one of {list(NORMS)}")
+    if scores.device != ids.device:
+        raise ValueError(
+            f"replay_probs: scores is on {scores.device}, ids on {ids.device}, expected one device"
+        )
+    return op(scores, ids, norm, scale or 0.0, out_dtype)

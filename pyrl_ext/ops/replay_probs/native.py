@@ -1,0 +1,72 @@
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._native import C, refuse_device, threads
+
+REALS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # enum class Real
+INTS = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)  # enum class Int
+NORMS = ("none", "sum", "softmax")  # enum class Norm
+MAX_TOPK, MAX_EXPERTS = 32, 1 << 16
+
+
+def refuse(scores: Tensor, ids: Tensor, norm: str, *rest: Any) -> str | None:
+    if ids.shape[1] > MAX_TOPK or scores.shape[1] > MAX_EXPERTS:
+        return (
+            f"{ids.shape[1]} of {scores.shape[1]} experts, expected at most {MAX_TOPK} of "
+            f"{MAX_EXPERTS}"
+        )
+    if norm == "softmax" and scores.device.type == "cpu":
+        return "torch's exp on the CPU has other bits than ours"
+    return refuse_device(scores, "replay_probs")
+
+
+def refuse_grad(grad: Tensor, *call: Any) -> str | None:
+    return refuse(*call)
+
+
+def replay_probs(
+    scores: Tensor, ids: Tensor, norm: str, scale: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    scores, ids = scores.contiguous(), ids.contiguous()
+    probs = scores.new_empty(scores.shape, dtype=out_dtype)
+    routing_map = scores.new_empty(scores.shape, dtype=torch.bool)
+    _run(describe(scores, ids, norm, scale, None, probs, routing_map), scores)
+    return probs, routing_map
+
+
+def replay_probs_grad(
+    grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float
+) -> Tensor:
+    grad, scores, ids = grad.contiguous(), scores.contiguous(), ids.contiguous()
+    out = scores.new_empty(scores.shape)
+    _run(describe(scores, ids, norm, scale, grad, out, None), scores)
+    return out
+
+
+def describe(
+    scores: Tensor,
+    ids: Tensor,
+    norm: str,
+    scale: float,
+    grad: Tensor | None,
+    out: Tensor,
+    routing_map: Tensor | None,
+) -> Any:
+    """The call as csrc/replay_probs.hpp has it; of contiguous tensors, which it does not keep."""
+    return C.Replay(
+        *(scores.data_ptr(), REALS.index(scores.dtype), ids.data_ptr(), INTS.index(ids.dtype)),
+        *(*scores.shape, ids.shape[1], NORMS.index(norm), scale),
+        *(0, 0) if grad is None else (grad.data_ptr(), REALS.index(grad.dtype)),
+        *(out.data_ptr(), REALS.index(out.dtype)),
+        0 if routing_map is None else routing_map.data_ptr(),
+    )
+
+
+def _run(replay: Any, scores: Tensor) -> None:
+    if scores.is_cuda:
+        with torch.cuda.device(scores.device):
+            C.replay_probs_cuda(replay, torch.cuda.current_stream().cuda_stream)
+    else:
+        C.replay_probs_cpu(replay, threads())

@@ -1,0 +1,95 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _sum_of_threads(x, ROWS: tl.constexpr, SLOTS: tl.constexpr, THREADS: tl.constexpr):
+    """[ROWS, SLOTS] -> [ROWS, 1], in the order of a reduction of torch's on CUDA.
+
+    THREADS of a row take its elements in turn, then neighbours are added. A sum of two has one
+    order, so what layout Triton chooses does not matter.
+    """
+    if SLOTS > THREADS:
+        x = tl.sum(tl.reshape(x, (ROWS, 2, THREADS)), 1)
+    for level in tl.static_range(5):
+        if THREADS >> level > 1:
+            x = tl.sum(tl.reshape(x, (ROWS, THREADS >> (level + 1), 2)), 2)
+    return tl.reshape(x, (ROWS, 1))
+
+
+@triton.jit
+def _divide(x, y):
+    if x.dtype == tl.float64:
+        return x / y
+    else:
+        return tl.div_rn(x, y)  # `/` of float32 is approximate
+
+
+@triton.jit
+def replay_probs_kernel(
+    scores,  # [M, E] read at ids
+    ids,  # [M, K] integers in [0, E), distinct in a row
+    grad,  # [M, E] read at ids; None: the forward pass
+    out,  # [M, E] written: probabilities, or the gradient of scores
+    routing_map,  # [M, E] bool, written; None with grad
+    M,
+    E,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,  # powers of two: from K up,
+    THREADS: tl.constexpr,  # up to K,
+    WIDTH: tl.constexpr,  # from E up
+    ROWS: tl.constexpr,
+    SUM: tl.constexpr,  # divide by the sum
+    SCALE: tl.constexpr,  # 0: none
+):
+    m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, SLOTS)[None, :]
+    inside = (m < M) & (j < K)
+    expert = tl.load(ids + m * K + j, inside, other=0).to(tl.int64)
+    value = tl.load(scores + m * E + expert, inside, other=0)
+    value = value if value.dtype == tl.float64 else value.to(tl.float32)
+    if SUM:
+        total = _sum_of_threads(value, ROWS, SLOTS, THREADS) + 1e-20
+        share = _divide(value, tl.broadcast_to(total, value.shape))
+    else:
+        share = value
+    if grad is not None:
+        g = tl.load(grad + m * E + expert, inside, other=0).to(value.dtype)
+        if SCALE:
+            g = g * SCALE
+        if SUM:
+            total = tl.broadcast_to(total, value.shape)
+            common = _sum_of_threads(-g * _divide(share, total), ROWS, SLOTS, THREADS)
+            g = _divide(g, total) + common
+        share = g
+    elif SCALE:
+        share = share * SCALE
+    e = tl.arange(0, WIDTH)[None, :]
+    dense = tl.zeros((ROWS, WIDTH), share.dtype)
+    chosen = tl.zeros((ROWS, WIDTH), tl.int1)
+    for i in tl.static_range(K):
+        hit = e == tl.sum(tl.where(j == i, expert, 0), 1)[:, None]
+        dense = tl.where(hit, tl.sum(tl.where(j == i, share, 0), 1)[:, None], dense)
+        chosen = chosen | hit
+    here = (m < M) & (e < E)
+    tl.store(out + m * E + e, dense.to(out.dtype.element_ty), here)
+    if routing_map is not None:
+        tl.store(routing_map + m * E + e, chosen, here)
+
+
+def _build(K: int, WIDTH: int, real: str, grad: bool) -> tuple:
+    pointers = {"scores": "*fp32", "ids": "*u8", "out": f"*{'fp32' if grad else real}"}
+    pointers |= {"grad": f"*{real}"} if grad else {"routing_map": "*i1"}
+    constants: dict[str, object] = {"routing_map" if grad else "grad": None, "K": K}
+    constants |= {"SLOTS": K, "THREADS": K, "WIDTH": WIDTH, "ROWS": 2048 // WIDTH}
+    constants |= {"SUM": True, "SCALE": 1.8}
+    signature = {**pointers, "M": "i32", "E": "i32", **dict.fromkeys(constants, "constexpr")}
+    order = replay_probs_kernel.arg_names
+    return replay_probs_kernel, {name: signature[name] for name in order}, constants
+
+
+BUILDS = {
+    f"{'grad' if grad else 'probs'} {K} of {WIDTH}, {real}": _build(K, WIDTH, real, grad)
+    for K, WIDTH, real in ((4, 64, "fp32"), (8, 256, "bf16"))
+    for grad in (False, True)
+}
