@@ -5,6 +5,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "parallel.hpp"
 #include "replay_probs_device.hpp"
@@ -12,56 +13,123 @@
 namespace pyrl {
 namespace {
 
-constexpr int64_t kTileBytes = 1 << 14;     // zeroed together, written into while in the cache
-constexpr int64_t kBytesPerThread = 1 << 17;
+constexpr int64_t kBytesPerThread = 1 << 17;  // below, a second thread costs more than it saves
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 
 // torch adds the columns of a row in 32-byte vectors, and those, or the elements of a shorter row,
-// in four partial sums.
+// in four partial sums. A is a vector of several rows' elements.
 struct CpuOrder {
-  template <class A>
-  static A partial(const A* terms, int count, int step) {
+  static constexpr bool kSoftmax = false;
+
+  template <class A, class Scalar>
+  static A partial(const Slots<A, Scalar>& s, int first, int count, int step) {
     A sums[4] = {};
     const int grouped = count / 4 * 4;
-    for (int i = 0; i < grouped; ++i) sums[i % 4] += terms[i * step];
-    for (int i = grouped; i < count; ++i) sums[0] += terms[i * step];
+    for (int i = 0; i < grouped; ++i) sums[i % 4] += s.term(first + i * step);
+    for (int i = grouped; i < count; ++i) sums[0] += s.term(first + i * step);
     return sums[0] + sums[1] + sums[2] + sums[3];
   }
 
-  template <class A>
-  static A sum(const Slots<A>& s, int count) {
-    constexpr int kLanes = 32 / sizeof(A);
-    if (count < kLanes) return partial(s.terms, count, 1);
-    A sum = 0;
-    for (int i = count / kLanes * kLanes; i < count; ++i) sum += s.terms[i];
-    for (int lane = 0; lane < kLanes; ++lane)
-      sum += partial(s.terms + lane, count / kLanes, kLanes);
+  template <class A, class Scalar>
+  static A sum(const Slots<A, Scalar>& s, int count) {
+    constexpr int kLanes = 32 / sizeof(Scalar);
+    if (count < kLanes) return partial(s, 0, count, 1);
+    A sum{};
+    for (int i = count / kLanes * kLanes; i < count; ++i) sum += s.term(i);
+    for (int lane = 0; lane < kLanes; ++lane) sum += partial(s, lane, count / kLanes, kLanes);
     return sum;
   }
 };
 
+// ids[j][row] of `count` rows from `first` on. Returns the first entry outside the experts, or kNone.
+template <class From>
+int64_t load_ids(const Replay& r, int64_t first, int count, int32_t* ids) {
+  const From* from = static_cast<const From*>(r.ids) + first * r.top_k;
+  for (int row = 0; row < count; ++row)
+    for (int j = 0; j < int(r.top_k); ++j) {
+      const int64_t id = *from++;
+      if (uint64_t(id) >= uint64_t(r.experts)) return first * r.top_k + row * r.top_k + j;
+      ids[j * kTileRows + row] = int32_t(id);
+    }
+  return kNone;
+}
+
+int64_t load_ids(const Replay& r, int64_t first, int count, int32_t* ids) {
+  switch (r.id) {
+    case Int::u8: return load_ids<uint8_t>(r, first, count, ids);
+    case Int::u16: return load_ids<uint16_t>(r, first, count, ids);
+    case Int::i16: return load_ids<int16_t>(r, first, count, ids);
+    case Int::i32: return load_ids<int32_t>(r, first, count, ids);
+    default: return load_ids<int64_t>(r, first, count, ids);
+  }
+}
+
+// to[j][row] = from[row, ids[j][row]] of `count` rows from `first` on.
+template <Real Type, class A>
+void load_at_as(const Replay& r, const void* from, int64_t first, int count, const int32_t* ids,
+                A* to) {
+  for (int row = 0; row < count; ++row)
+    for (int j = 0, at = row; j < int(r.top_k); ++j, at += kTileRows)
+      to[at] = load<A>(from, Type, (first + row) * r.experts + ids[at]);
+}
+
+template <class A>
+void load_at(const Replay& r, const void* from, Real type, int64_t first, int count,
+             const int32_t* ids, A* to) {
+  const auto run = type == Real::f32    ? load_at_as<Real::f32, A>
+                   : type == Real::f64  ? load_at_as<Real::f64, A>
+                   : type == Real::bf16 ? load_at_as<Real::bf16, A>
+                                        : load_at_as<Real::f16, A>;
+  run(r, from, first, count, ids, to);
+}
+
+typedef float Floats __attribute__((vector_size(16)));
+typedef double Doubles __attribute__((vector_size(16)));
+
+// What becomes of the values of a tile, some rows at a time: a vector holds one element of each.
+template <class A>
+void compute(const Replay& r, Tile<A>& tile, A* grads) {
+  using Rows = std::conditional_t<std::is_same_v<A, float>, Floats, Doubles>;
+  constexpr int kStep = kTileRows * sizeof(A) / sizeof(Rows);
+  const Rows scale = Slots<Rows, A>::all(r.scale != 0 ? r.scale : 1);
+  for (int i = 0; i < kStep; ++i) {
+    const Slots<Rows, A> s{reinterpret_cast<Rows*>(tile.values) + i,
+                           reinterpret_cast<Rows*>(tile.terms) + i, kStep};
+    const Rows* grad = reinterpret_cast<Rows*>(grads) + i;
+    if (r.grad)
+      grad_row<CpuOrder>(r, s, [=](int j) { return grad[j * kStep] * scale; });
+    else
+      probs_row<CpuOrder>(r, s);
+  }
+}
+
+template <class A, class Word>
+void write(const Replay& r, int64_t first, int count, const Tile<A>& tile) {
+  auto* out = static_cast<Word*>(r.out) + first * r.experts;
+  std::memset(out, 0, count * r.experts * sizeof(Word));
+  for (int row = 0; row < count; ++row, out += r.experts)
+    for (int j = 0, at = row; j < int(r.top_k); ++j, at += kTileRows)
+      out[tile.ids[at]] = word_of<Word>(tile.values[at], r.to);
+  if (!r.map) return;
+  uint8_t* map = r.map + first * r.experts;
+  std::memset(map, 0, count * r.experts);
+  for (int row = 0; row < count; ++row, map += r.experts)
+    for (int j = 0, at = row; j < int(r.top_k); ++j, at += kTileRows) map[tile.ids[at]] = 1;
+}
+
 // Returns the first entry of ids outside the experts, or kNone.
 template <class A, class Word>
 int64_t replay(const Replay& r, int64_t begin, int64_t end) {
-  A values[kMaxTopK], terms[kMaxTopK];
-  int32_t ids[kMaxTopK];
-  const Slots<A> slots{values, terms, ids, 1};
-  const int64_t tile = kTileBytes / (r.experts * int64_t(sizeof(Word)) + 1) + 1;
-  for (int64_t m = begin; m < end; m += tile) {
-    const int64_t stop = std::min(m + tile, end);
-    auto* out = static_cast<Word*>(r.out) + m * r.experts;
-    uint8_t* map = r.map ? r.map + m * r.experts : nullptr;
-    std::memset(out, 0, (stop - m) * r.experts * sizeof(Word));
-    if (map) std::memset(map, 0, (stop - m) * r.experts);
-    for (int64_t row = m; row < stop; ++row, out += r.experts) {
-      for (int64_t i = row * r.top_k; i < (row + 1) * r.top_k; ++i)
-        if (uint64_t(load(r.ids, r.id, i)) >= uint64_t(r.experts)) return i;
-      replay_row<CpuOrder>(r, row, slots);
-      for (int j = 0; j < int(r.top_k); ++j) out[ids[j]] = word_of<Word>(values[j], r.to);
-      if (!map) continue;
-      for (int j = 0; j < int(r.top_k); ++j) map[ids[j]] = 1;
-      map += r.experts;
-    }
+  Tile<A> tile{};
+  alignas(16) A grads[kTileRows * kMaxTopK] = {};
+  for (int64_t first = begin; first < end; first += kTileRows) {
+    const int count = int(std::min<int64_t>(kTileRows, end - first));
+    const int64_t bad = load_ids(r, first, count, tile.ids);
+    if (bad != kNone) return bad;
+    load_at(r, r.scores, r.in, first, count, tile.ids, tile.values);
+    if (r.grad) load_at(r, r.grad, r.from, first, count, tile.ids, grads);
+    compute(r, tile, grads);
+    write<A, Word>(r, first, count, tile);
   }
   return kNone;
 }

@@ -7,8 +7,10 @@
 namespace pyrl {
 namespace {
 
+constexpr int kBlocksPerSm = 8;  // left to itself, ptxas saves registers and spills
+
 template <class A, class Word, int Count>
-__global__ void __launch_bounds__(kBlockThreads) replay_probs_kernel(Replay r) {
+__global__ void __launch_bounds__(kBlockThreads, kBlocksPerSm) replay_probs_kernel(Replay r) {
   __shared__ Tile<A> shared;
   const Place at = place();
   for (int64_t tile = at.block; tile < num_tiles(r); tile += at.blocks) {

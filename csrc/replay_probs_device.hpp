@@ -87,22 +87,24 @@ PYRL_DEVICE Word word_of(A value, Real to) {
     return to == Real::f16 ? to_f16(float(value)) : to_bf16(float(value));
 }
 
-// A row's values, one every `step` elements: on a GPU those of neighbouring rows are neighbours.
-template <class A>
+// A row's values, one every `step` elements: those of neighbouring rows are neighbours. A may be a
+// vector of Scalar, with a row in each lane.
+template <class A, class Scalar = A>
 struct Slots {
-  A *values, *terms;  // kMaxTopK each
-  int32_t* ids;
+  A *values, *terms;
   int step;
 
   PYRL_DEVICE A& value(int j) const { return values[j * step]; }
   PYRL_DEVICE A& term(int j) const { return terms[j * step]; }
-  PYRL_DEVICE int32_t& id(int j) const { return ids[j * step]; }
+  PYRL_DEVICE static A all(double value) { return A{} + Scalar(value); }
 };
 
-// The sum of the first `count` terms, which it overwrites, in the order of a reduction of torch's on
-// CUDA: as many threads as the largest power of two up to count take the terms in turn, then
-// neighbours are added.
+// How torch adds the columns of a row on CUDA; both overwrite the terms.
 struct CudaOrder {
+  static constexpr bool kSoftmax = true;
+
+  // A reduction: as many threads as the largest power of two up to count take the terms in turn,
+  // then neighbours are added.
   template <class A>
   PYRL_DEVICE static A sum(const Slots<A>& s, int count) {
     int threads = 1;
@@ -112,54 +114,56 @@ struct CudaOrder {
       for (int i = 0; i < threads; i += 2 * apart) s.term(i) += s.term(i + apart);
     return s.term(0);
   }
+
+  // values := softmax(values): every lane of a power of two has a term or 0, those half of the
+  // lanes apart are added first.
+  template <class A>
+  PYRL_DEVICE static void softmax(const Slots<A>& s, int count) {
+    int lanes = 1;
+    while (lanes < count) lanes *= 2;
+    A top = s.value(0);
+    for (int j = 1; j < count; ++j) top = s.value(j) > top ? s.value(j) : top;
+    for (int j = 0; j < lanes; ++j)
+      s.term(j) = j < count ? s.value(j) = std::exp(s.value(j) - top) : A(0);
+    for (int apart = lanes / 2; apart > 0; apart /= 2)
+      for (int i = 0; i < apart; ++i) s.term(i) += s.term(i + apart);
+    const A sum = s.term(0);
+    for (int j = 0; j < count; ++j) s.value(j) /= sum;
+  }
 };
 
-// values := softmax(values), added as torch's softmax of few columns on CUDA does: every lane of a
-// power of two has a term or 0, those half of the lanes apart are added first.
-template <class A>
-PYRL_DEVICE void softmax_row(const Slots<A>& s, int count) {
-  int lanes = 1;
-  while (lanes < count) lanes *= 2;
-  A top = s.value(0);
-  for (int j = 1; j < count; ++j) top = s.value(j) > top ? s.value(j) : top;
-  for (int j = 0; j < lanes; ++j)
-    s.term(j) = j < count ? s.value(j) = std::exp(s.value(j) - top) : A(0);
-  for (int apart = lanes / 2; apart > 0; apart /= 2)
-    for (int i = 0; i < apart; ++i) s.term(i) += s.term(i + apart);
-  const A sum = s.term(0);
-  for (int j = 0; j < count; ++j) s.value(j) /= sum;
-}
-
-template <class Order, class A>
-PYRL_DEVICE A sum_of_values(const Slots<A>& s, int count) {
+template <class Order, class A, class Scalar>
+PYRL_DEVICE A sum_of_values(const Slots<A, Scalar>& s, int count) {
   for (int j = 0; j < count; ++j) s.term(j) = s.value(j);
-  return Order::sum(s, count) + A(1e-20);
+  return Order::sum(s, count) + s.all(1e-20);
 }
 
-template <class Order, class A>
-PYRL_DEVICE void probs_row(const Replay& r, const Slots<A>& s, int count) {
+// values := the probabilities, of values that are scores.
+template <class Order, class A, class Scalar>
+PYRL_DEVICE void probs_row(const Replay& r, const Slots<A, Scalar>& s) {
+  const int count = int(r.top_k);
   if (r.norm == Norm::softmax) {
-    softmax_row(s, count);
+    if constexpr (Order::kSoftmax) Order::softmax(s, count);
   } else if (r.norm == Norm::sum && count > 1) {
     const A sum = sum_of_values<Order>(s, count);
     for (int j = 0; j < count; ++j) s.value(j) /= sum;
   }
-  if (r.scale != 0)
-    for (int j = 0; j < count; ++j) s.value(j) *= A(r.scale);
+  if (r.scale == 0) return;
+  const A scale = s.all(r.scale);
+  for (int j = 0; j < count; ++j) s.value(j) *= scale;
 }
 
-// values := the gradients of values.
-template <class Order, class A>
-PYRL_DEVICE void grad_row(const Replay& r, int64_t row, const Slots<A>& s, int count) {
-  const A scale = r.scale != 0 ? A(r.scale) : A(1);
-  const auto grad = [&](int j) {
-    return load<A>(r.grad, r.from, row * r.experts + s.id(j)) * scale;
-  };
+// values := the gradients of the scores, given grad(j), those of the probabilities.
+template <class Order, class A, class Scalar, class Grad>
+PYRL_DEVICE void grad_row(const Replay& r, const Slots<A, Scalar>& s, const Grad& grad) {
+  const int count = int(r.top_k);
   if (r.norm == Norm::softmax) {
-    softmax_row(s, count);
-    for (int j = 0; j < count; ++j) s.term(j) = grad(j) * s.value(j);
-    const A mean = Order::sum(s, count);
-    for (int j = 0; j < count; ++j) s.value(j) *= grad(j) - mean;
+    if constexpr (Order::kSoftmax) {
+      Order::softmax(s, count);
+      for (int j = 0; j < count; ++j) s.term(j) = grad(j) * s.value(j);
+      const A mean = Order::sum(s, count);
+      for (int j = 0; j < count; ++j) s.value(j) *= grad(j) - mean;
+    }
   } else if (r.norm == Norm::sum && count > 1) {
     const A sum = sum_of_values<Order>(s, count);
     for (int j = 0; j < count; ++j) s.term(j) = -grad(j) * (s.value(j) / sum / sum);
@@ -170,26 +174,11 @@ PYRL_DEVICE void grad_row(const Replay& r, int64_t row, const Slots<A>& s, int c
   }
 }
 
-// values and ids of one row: what is written at its experts.
-template <class Order, class A>
-PYRL_DEVICE void replay_row(const Replay& r, int64_t row, const Slots<A>& s) {
-  const int count = int(r.top_k);
-  for (int j = 0; j < count; ++j) {
-    s.id(j) = int32_t(load(r.ids, r.id, row * count + j));
-    s.value(j) = load<A>(r.scores, r.in, row * r.experts + s.id(j));
-  }
-  if (count == 0) return;
-  if (r.grad)
-    grad_row<Order>(r, row, s, count);
-  else
-    probs_row<Order>(r, s, count);
-}
-
 constexpr int kTileRows = 32, kBlockThreads = 128;
 
-// What the threads of a block share: the rows it writes at a time.
+// The rows that are written at a time; on a GPU the threads of a block share it.
 template <class A>
-struct Tile {
+struct alignas(16) Tile {
   A values[kTileRows * kMaxTopK], terms[kTileRows * kMaxTopK];
   int32_t ids[kTileRows * kMaxTopK];
 };
@@ -200,9 +189,20 @@ PYRL_DEVICE int64_t num_tiles(const Replay& r) { return (r.rows + kTileRows - 1)
 template <class A>
 PYRL_DEVICE void tile_values(const Replay& r, int64_t tile, Tile<A>& shared, Place at) {
   const int64_t row = tile * kTileRows + at.thread;
-  if (at.thread >= kTileRows || row >= r.rows) return;
-  replay_row<CudaOrder>(r, row, Slots<A>{shared.values + at.thread, shared.terms + at.thread,
-                                         shared.ids + at.thread, kTileRows});
+  const int count = int(r.top_k);
+  if (at.thread >= kTileRows || row >= r.rows || count == 0) return;
+  const Slots<A> s{shared.values + at.thread, shared.terms + at.thread, kTileRows};
+  int32_t* const ids = shared.ids + at.thread;
+  for (int j = 0; j < count; ++j) {
+    const int64_t id = load(r.ids, r.id, row * count + j);
+    ids[j * kTileRows] = int32_t(id);
+    s.value(j) = load<A>(r.scores, r.in, row * r.experts + id);
+  }
+  if (!r.grad) return probs_row<CudaOrder>(r, s);
+  const A scale = s.all(r.scale != 0 ? r.scale : 1);
+  grad_row<CudaOrder>(r, s, [&](int j) {
+    return load<A>(r.grad, r.from, row * r.experts + ids[j * kTileRows]) * scale;
+  });
 }
 
 struct alignas(16) Bits {
