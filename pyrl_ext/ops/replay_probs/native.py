@@ -36,9 +36,7 @@ def replay_probs(
     return probs, routing_map
 
 
-def replay_probs_grad(
-    grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float
-) -> Tensor:
+def replay_probs_grad(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float) -> Tensor:
     grad, scores, ids = grad.contiguous(), scores.contiguous(), ids.contiguous()
     out = scores.new_empty(scores.shape)
     _run(describe(scores, ids, norm, scale, grad, out, None), scores)

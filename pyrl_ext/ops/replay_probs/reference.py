@@ -18,9 +18,7 @@ def replay_probs(
     return probs.scatter_(1, ids, values.to(out_dtype)), chosen.scatter_(1, ids, True)
 
 
-def replay_probs_grad(
-    grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float
-) -> Tensor:
+def replay_probs_grad(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float) -> Tensor:
     ids = _checked(ids, scores.shape[1])
     values = _widened(scores.gather(1, ids))
     grads = grad.gather(1, ids).to(values.dtype)

@@ -31,9 +31,7 @@ def replay_probs(
     return probs, routing_map
 
 
-def replay_probs_grad(
-    grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float
-) -> Tensor:
+def replay_probs_grad(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float) -> Tensor:
     out = scores.new_empty(scores.shape)
     _launch(scores, ids, norm, scale, grad.contiguous(), out, None)
     return out

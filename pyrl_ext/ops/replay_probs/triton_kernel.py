@@ -55,14 +55,14 @@ def replay_probs_kernel(
         share = value
     if grad is not None:
         g = tl.load(grad + m * E + expert, inside, other=0).to(value.dtype)
-        if SCALE:
+        if SCALE != 0:
             g = g * SCALE
         if SUM:
             total = tl.broadcast_to(total, value.shape)
             common = _sum_of_threads(-g * _divide(share, total), ROWS, SLOTS, THREADS)
             g = _divide(g, total) + common
         share = g
-    elif SCALE:
+    elif SCALE != 0:
         share = share * SCALE
     e = tl.arange(0, WIDTH)[None, :]
     dense = tl.zeros((ROWS, WIDTH), share.dtype)
