@@ -41,17 +41,28 @@ struct CpuOrder {
   }
 };
 
+// The loops below go along the rows of a tile, which lie together, and have the constants of a call
+// in locals: the compiler would read them again after every byte that is written.
+
 // ids[j][row] of `count` rows from `first` on. Returns the first entry outside the experts, or kNone.
 template <class From>
 int64_t load_ids(const Replay& r, int64_t first, int count, int32_t* ids) {
-  const From* from = static_cast<const From*>(r.ids) + first * r.top_k;
-  for (int row = 0; row < count; ++row)
-    for (int j = 0; j < int(r.top_k); ++j) {
-      const int64_t id = *from++;
-      if (uint64_t(id) >= uint64_t(r.experts)) return first * r.top_k + row * r.top_k + j;
+  const int top_k = int(r.top_k);
+  const From* from = static_cast<const From*>(r.ids) + first * top_k;
+  const auto outside = [experts = uint64_t(r.experts)](From id) {
+    return uint64_t(int64_t(id)) >= experts;
+  };
+  bool bad = false;
+  for (int j = 0; j < top_k; ++j)
+    for (int row = 0; row < count; ++row) {
+      const From id = from[row * top_k + j];
+      bad |= outside(id);
       ids[j * kTileRows + row] = int32_t(id);
     }
-  return kNone;
+  if (!bad) return kNone;
+  int i = 0;
+  while (!outside(from[i])) ++i;
+  return first * top_k + i;
 }
 
 int64_t load_ids(const Replay& r, int64_t first, int count, int32_t* ids) {
@@ -68,9 +79,10 @@ int64_t load_ids(const Replay& r, int64_t first, int count, int32_t* ids) {
 template <Real Type, class A>
 void load_at_as(const Replay& r, const void* from, int64_t first, int count, const int32_t* ids,
                 A* to) {
-  for (int row = 0; row < count; ++row)
-    for (int j = 0, at = row; j < int(r.top_k); ++j, at += kTileRows)
-      to[at] = load<A>(from, Type, (first + row) * r.experts + ids[at]);
+  const int64_t experts = r.experts;
+  for (int at = 0, end = int(r.top_k) * kTileRows; at < end; at += kTileRows)
+    for (int row = 0; row < count; ++row)
+      to[at + row] = load<A>(from, Type, (first + row) * experts + ids[at + row]);
 }
 
 template <class A>
@@ -105,16 +117,19 @@ void compute(const Replay& r, Tile<A>& tile, A* grads) {
 
 template <class A, class Word>
 void write(const Replay& r, int64_t first, int count, const Tile<A>& tile) {
-  auto* out = static_cast<Word*>(r.out) + first * r.experts;
-  std::memset(out, 0, count * r.experts * sizeof(Word));
-  for (int row = 0; row < count; ++row, out += r.experts)
-    for (int j = 0, at = row; j < int(r.top_k); ++j, at += kTileRows)
-      out[tile.ids[at]] = word_of<Word>(tile.values[at], r.to);
+  const int64_t experts = r.experts;
+  const int end = int(r.top_k) * kTileRows;
+  const Real to = r.to;
+  auto* const out = static_cast<Word*>(r.out) + first * experts;
+  std::memset(out, 0, count * experts * sizeof(Word));
+  for (int at = 0; at < end; at += kTileRows)
+    for (int row = 0; row < count; ++row)
+      out[row * experts + tile.ids[at + row]] = word_of<Word>(tile.values[at + row], to);
   if (!r.map) return;
-  uint8_t* map = r.map + first * r.experts;
-  std::memset(map, 0, count * r.experts);
-  for (int row = 0; row < count; ++row, map += r.experts)
-    for (int j = 0, at = row; j < int(r.top_k); ++j, at += kTileRows) map[tile.ids[at]] = 1;
+  uint8_t* const map = r.map + first * experts;
+  std::memset(map, 0, count * experts);
+  for (int at = 0; at < end; at += kTileRows)
+    for (int row = 0; row < count; ++row) map[row * experts + tile.ids[at + row]] = 1;
 }
 
 // Returns the first entry of ids outside the experts, or kNone.

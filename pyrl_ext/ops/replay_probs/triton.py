@@ -55,7 +55,7 @@ def _launch(
         return
     (M, E), K = scores.shape, ids.shape[1]
     width = _power_of_two_from(E)
-    rows = max(1, min(32, 2048 // width))
+    rows = max(1, min(32, 1024 // width))
     replay_probs_kernel[(-(-M // rows),)](  # type: ignore[arg-type]
         *(scores.contiguous(), ids.contiguous(), grad, out, routing_map, M, E),
         K=K,

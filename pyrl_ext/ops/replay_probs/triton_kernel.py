@@ -81,7 +81,7 @@ def _build(K: int, WIDTH: int, real: str, grad: bool) -> tuple:
     pointers = {"scores": "*fp32", "ids": "*u8", "out": f"*{'fp32' if grad else real}"}
     pointers |= {"grad": f"*{real}"} if grad else {"routing_map": "*i1"}
     constants: dict[str, object] = {"routing_map" if grad else "grad": None, "K": K}
-    constants |= {"SLOTS": K, "THREADS": K, "WIDTH": WIDTH, "ROWS": 2048 // WIDTH}
+    constants |= {"SLOTS": K, "THREADS": K, "WIDTH": WIDTH, "ROWS": 1024 // WIDTH}
     constants |= {"SUM": True, "SCALE": 1.8}
     signature = {**pointers, "M": "i32", "E": "i32", **dict.fromkeys(constants, "constexpr")}
     order = replay_probs_kernel.arg_names
