@@ -1,31 +1,60 @@
-"""How a case is timed: repeated calls, against a memcpy of as many bytes and plain torch.
+"""How a case is timed: repeated calls, beside copies of as many bytes and other ways to do it.
 
 The median says what to expect on this machine as it is; rates and ratios compare the fastest
-calls, which other processes disturb least.
+calls, which other processes disturb least. What is compared takes turns, so that a slow minute
+touches all of it.
 """
 
 import ctypes
+import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+ROUNDS = 3
+FLUSH_BYTES = 256 << 20  # above every L2
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Equal bits of integers and bools, floats within a few rounding steps of their dtype."""
+    if isinstance(ours, Tensor):
+        if not ours.is_floating_point():
+            return torch.equal(ours, theirs)
+        step = torch.finfo(ours.dtype).eps
+        return torch.allclose(ours, theirs, rtol=8 * step, atol=8 * step, equal_nan=True)
+    return len(ours) == len(theirs) and all(map(same, ours, theirs))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One row of a table.
 
-    ``moved`` [bytes] is what the operation must at least read and write. ``baseline`` computes
-    the same in plain torch.
+    Args:
+        name:      what is measured, with its size.
+        run:       the operation as its users call it.
+        baselines: other ways to the same result, by name.
+        moved:     bytes that the operation must at least read and write.
+        written:   bytes of its result.
+        at_most:   bars, upper bounds of columns: ``ms`` (the fastest call), ``x written``.
+        at_least:  bars, lower bounds: how many times as fast as the baseline of that name, or,
+            for ``2 threads``, as itself on one thread.
+        agree:     whether a baseline's result (second) is ours (first).
     """
 
     name: str
     run: Callable[[], Any]
-    baseline: Callable[[], Any]
+    baselines: Mapping[str, Callable[[], Any]]
     moved: int
+    written: int
+    at_most: Mapping[str, float] = field(default_factory=dict)
+    at_least: Mapping[str, float] = field(default_factory=dict)
+    agree: Callable[[Any, Any], bool] = same
 
 
 def keep_memory() -> None:
@@ -37,32 +66,148 @@ def keep_memory() -> None:
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def call_seconds(run: Callable[[], Any], device: str, budget: float = 1.0) -> list[float]:
-    """Times of single calls [s]; a few calls at least, then as many as ``budget`` [s] allows."""
+def call_seconds(
+    run: Callable[[], Any], device: str, budget: float = 1.0, least: int = 5
+) -> list[float]:
+    """Times of single calls [s]: ``least`` at least, then as many as ``budget`` [s] allows.
+
+    One call before them warms up. On cuda the times are the device's, between events, and what
+    an earlier call left in its L2 is flushed before each.
+    """
+    run()
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if device == "cuda" else None
     times: list[float] = []
     end = time.perf_counter() + budget
-    while len(times) < 7 or (time.perf_counter() < end and len(times) < 1000):
-        start = time.perf_counter()
+    while len(times) < least or (time.perf_counter() < end and len(times) < 1000):
+        times.append(_seconds(run) if flush is None else _device_seconds(run, flush))
+    return times
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _device_seconds(run: Callable[[], Any], flush: Tensor) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()  # long enough that the launches behind it are queued when it ends
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def host_seconds(run: Callable[[], Any]) -> float:
+    """Fastest time until the call returns [s], whatever the device still has to do."""
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        times.append(_seconds(run))
+    return min(times)
+
+
+def extra_bytes(run: Callable[[], Any], device: str) -> int:
+    """Peak memory of one call beyond what was there, its result included [bytes].
+
+    On cuda the allocator's peak; on the CPU the process's resident memory (Linux), numpy's and
+    our kernels' included.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return times[2:]  # the first two warm up
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)  # else what malloc keeps is used again and not seen
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    before = _resident("VmRSS")
+    run()
+    return max(_resident("VmHWM") - before, 0)
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def copy_of(num_bytes: int, device: str) -> Callable[[], Any]:
+    """A copy of ``num_bytes`` between tensors that are there already."""
+    source, target = torch.zeros(2, max(num_bytes, 1), dtype=torch.uint8, device=device)
+    return lambda: target.copy_(source)
+
+
+def check(case: Case) -> None:
+    """Raises ValueError where a baseline's result is not the operation's."""
+    ours = case.run()
+    for name, baseline in case.baselines.items():
+        if not case.agree(ours, baseline()):
+            raise ValueError(f"{case.name}: the result differs from {name}'s, expected the same")
 
 
 def measure(case: Case, device: str) -> dict[str, Any]:
-    """Time a case, its baseline and a copy of as many bytes, read and written."""
-    source = torch.zeros(max(case.moved // 2, 1), dtype=torch.uint8, device=device)
-    times = call_seconds(case.run, device)
-    fastest = min(times)
-    copy = min(call_seconds(source.clone, device))
-    baseline = min(call_seconds(case.baseline, device))
-    return {
+    """Time a case, its baselines, a copy of the bytes it must move and one of those it writes."""
+    check(case)
+    extra = extra_bytes(case.run, device)
+    both = _in_turns(
+        [case.run, copy_of(case.moved // 2, device), copy_of(case.written, device)], device
+    )
+    fastest, floor, written = map(min, both)
+    row: dict[str, Any] = {
         "case": case.name,
-        "median ms": statistics.median(times) * 1e3,
+        "median ms": statistics.median(both[0]) * 1e3,
         "fastest ms": fastest * 1e3,
         "GB/s": case.moved / fastest / 1e9,
-        "% of memcpy": 100 * copy / fastest,
-        "torch ms": baseline * 1e3,
-        "times torch": baseline / fastest,
+        "% of floor": 100 * floor / fastest,
+        "x written": fastest / written,
+        "extra MB": extra / 1e6,
     }
+    if device == "cuda":
+        row["host ms"] = host_seconds(case.run) * 1e3
+    elif "2 threads" in case.at_least and (os.cpu_count() or 1) > 1:
+        row["2 threads"] = _two_threads(case.run)
+    baselines = {n: min(call_seconds(b, device, 0.5, 2)) for n, b in case.baselines.items()}
+    row["baselines"] = {
+        n: {"ms": seconds * 1e3, "times": seconds / fastest} for n, seconds in baselines.items()
+    }
+    return {**row, "bars": _bars(case, row)}
+
+
+def _in_turns(runs: Sequence[Callable[[], Any]], device: str) -> list[list[float]]:
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(ROUNDS):
+        for run, own in zip(runs, times, strict=True):
+            own += call_seconds(run, device, 1.0 / ROUNDS)
+    return times
+
+
+def _two_threads(run: Callable[[], Any]) -> float:
+    before, fastest = torch.get_num_threads(), {}
+    try:
+        for threads in (1, 2) * (2 * ROUNDS):  # many: both cores must be free at once
+            torch.set_num_threads(threads)
+            own = min(call_seconds(run, "cpu", 0.5 / ROUNDS))
+            fastest[threads] = min(own, fastest.get(threads, own))
+    finally:
+        torch.set_num_threads(before)
+    return fastest[1] / fastest[2]
+
+
+def _bars(case: Case, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each bar with the value found; a machine without a second core has none for two threads."""
+    found = {"ms": row["fastest ms"], "x written": row["x written"]}
+    found |= {name: of["times"] for name, of in row["baselines"].items()}
+    if "2 threads" in row:
+        found["2 threads"] = row["2 threads"]
+    sides = [("at most", case.at_most), ("at least", case.at_least)]
+    return [
+        {
+            "bar": f"{name} {side} {limit:g}",
+            "found": found[name],
+            "pass": found[name] <= limit if side == "at most" else found[name] >= limit,
+        }
+        for side, bars in sides
+        for name, limit in bars.items()
+        if name in found
+    ]

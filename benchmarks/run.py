@@ -1,45 +1,150 @@
-"""Microbenchmarks: ``python -m benchmarks.run KERNEL [--device cpu|cuda] [--json FILE]``."""
+"""Microbenchmarks: ``python -m benchmarks.run FAMILY [--device cpu|cuda] [--threads N]``.
+
+The family's tests run first, and each case is compared with its baselines: what is wrong is not
+timed. The floor is a copy of as many bytes as the operation must move, in the same run.
+"""
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import CASES
+from benchmarks.cases import FAMILIES, cases_of
 from benchmarks.measure import keep_memory, measure
+
+NOTE = (
+    "median: of all calls; GB/s, % of floor, x written and ratios: of the fastest calls. floor: a "
+    "copy that moves as many bytes as the operation must; x written: times a copy of the result. "
+    "extra: peak memory of a call, result included. A baseline: ms of its fastest call, and how "
+    "many times as fast ours is."
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    parser.add_argument("kernel", choices=CASES)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, help="CPU threads; torch's default otherwise")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU, expected one")
+    args = _arguments()
+    title = args.family
+    if args.tests:
+        _run_tests(args.family)
+    else:
+        title += ", NOT TESTED in this run"
     if args.threads:
         torch.set_num_threads(args.threads)
 
     keep_memory()
-    rows = [measure(case, args.device) for case in CASES[args.kernel](args.device)]
-    where = (
-        torch.cuda.get_device_name()
-        if args.device == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    )
-    table = Table(title=f"{args.kernel}: torch {torch.__version__}, {where}")
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "case" else "right")
-    for row in rows:
-        table.add_row(*(v if isinstance(v, str) else f"{v:.4g}" for v in row.values()))
-    Console(width=120).print(table)
+    rows = [measure(case, args.device) for case in cases_of(args.family)(args.device)]
+    where = device_name(args.device)
+    title = f"{title}: torch {torch.__version__}, {where}, {date.today()}"
+    columns, cells = table_of(rows)
+    if args.markdown:
+        print(markdown(title, columns, cells))
+    else:
+        show(title, columns, cells)
+    for line in bars(rows):
+        print(line)
+    report = dict(family=args.family, torch=torch.__version__, device=where, rows=rows)
     if args.json:
-        report = dict(kernel=args.kernel, torch=torch.__version__, device=where, rows=rows)
         args.json.write_text(json.dumps(report, indent=2) + "\n")
+    if args.plot:
+        from benchmarks.plot import plot
+
+        plot(report, args.plot)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, help="CPU threads; torch's default otherwise")
+    parser.add_argument("--no-tests", dest="tests", action="store_false", help="time at once")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="also draw the rows into this PNG")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU, expected one")
+    return args
+
+
+def _run_tests(family: str) -> None:
+    """Exits where the family's tests fail: a wrong kernel is not timed."""
+    command = [sys.executable, "-m", "pytest", "-q", f"tests/test_{family}.py"]
+    tests = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    lines = (tests.stdout + tests.stderr).strip().splitlines()
+    print(f"tests/test_{family}.py: {lines[-1] if lines else 'no output'}")
+    if tests.returncode:
+        print(f"{family}: its tests fail, so it is not timed. See: pytest tests/test_{family}.py")
+        sys.exit(1)
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells: the numbers of all rows, then a column for each baseline of any."""
+    numbers = list(dict.fromkeys(n for row in rows for n in row if n not in ("baselines", "bars")))
+    numbers.remove("fastest ms")  # what the ratios compare; in the JSON
+    names = list(dict.fromkeys(name for row in rows for name in row["baselines"]))
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        value = row.get(name, "")
+        return value if isinstance(value, str) else f"{value:.3g}"
+
+    def against(row: dict[str, Any], name: str) -> str:
+        of = row["baselines"].get(name)
+        return f"{_plain(of['ms'])} {_plain(of['times'])}x" if of else ""
+
+    cells = [[cell(r, n) for n in numbers] + [against(r, n) for n in names] for r in rows]
+    return numbers + names, cells
+
+
+def _plain(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def show(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    table = Table(title=title, caption=NOTE, caption_justify="left", padding=(0, 0), pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in cells:
+        table.add_row(*row)
+    Console(width=140).print(table)
+
+
+def markdown(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(columns) - 1)
+    lines = [f"| {' | '.join(row)} |" for row in (columns, rule, *cells)]
+    return "\n".join([f"### {title}", "", *lines, ""])
+
+
+def bars(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line a bar: what the cases that have it reached, in their order; ``!`` where one fails."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        for bar in row["bars"]:
+            found.setdefault(bar["bar"], []).append(bar)
+    return [
+        f"{'PASS' if all(b['pass'] for b in own) else 'FAIL'}  {text}:  "
+        + "  ".join(f"{b['found']:.3g}{'' if b['pass'] else '!'}" for b in own)
+        for text, own in found.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""layout: the index map of one context-parallel rank of two, and the pad removal it serves."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases_routes import pad
+from benchmarks.lengths import uniform
+from benchmarks.measure import Case
+from pyrl_ext.layout import TokenLayout
+from pyrl_ext.ops import gather_rows
+
+CP = 2
+
+
+def layout(device: str, shrink: int = 1) -> Iterator[Case]:
+    for sequences, longest in [(64, 4096), (512, 16384), (4096, 512)]:
+        lengths = uniform(sequences, max(longest // shrink, 16))
+        written = 8 * TokenLayout(lengths, cp_size=CP).num_local
+        yield Case(
+            f"index map, {sequences} seqs up to {longest // shrink}",
+            lambda n=lengths: TokenLayout(n, cp_size=CP).rows(0),
+            {"loop": lambda n=lengths: map_loop(n)},
+            moved=written,  # nothing is read
+            written=written,
+            at_most={"ms": 3},
+        )
+    yield from _pad_removal(device, 16384 // shrink)
+
+
+def _pad_removal(device: str, longest: int) -> Iterator[Case]:
+    """Token ids of 512 padded sequences to the rows of a rank, and those of all ranks back."""
+    lengths = uniform(512, longest)
+    total = sum(lengths)
+    batch, mask = pad(torch.arange(1, total + 1), lengths, longest)  # 0 is padding
+    flat, zero = batch.view(-1).to(device), torch.zeros((), dtype=torch.int64, device=device)
+    placed = TokenLayout.from_mask(mask, cp_size=CP)
+    rows, back = placed.rows(0).to(device), placed.inverse().to(device)
+    padded, on_device = batch.to(device), mask.to(device)
+
+    def with_map() -> Tensor:
+        fresh = TokenLayout.from_mask(mask, cp_size=CP).rows(0)
+        return gather_rows(flat, fresh.to(device, non_blocking=True), zero)
+
+    ids, size = f"ids 512 x {longest}", 8 * len(rows)
+    loop = {"loop": lambda: pad_removal_loop(padded, on_device)}
+    yield Case(
+        f"pad removal, {ids}, map made before",
+        lambda: gather_rows(flat, rows, zero),
+        loop,
+        moved=3 * size,
+        written=size,
+        at_most={"ms": 3},
+    )
+    yield Case(
+        f"pad removal, {ids}, mask to map included",
+        with_map,
+        loop,
+        moved=mask.numel() + 4 * size,
+        written=size,
+        at_most={"ms": 3},
+    )
+    gathered = torch.cat([gather_rows(flat, placed.rows(r).to(device), zero) for r in range(CP)])
+    yield Case(
+        f"inverse, {ids}, to ragged",
+        lambda: gather_rows(gathered, back, zero),
+        {"loop": lambda: inverse_loop(gathered, lengths)},
+        moved=3 * 8 * total,
+        written=8 * total,
+        at_most={"ms": 5},
+    )
+
+
+def map_loop(lengths: Sequence[int]) -> Tensor:
+    """Rows of rank 0, built a sequence at a time."""
+    parts, start = [], 0
+    for n in lengths:
+        chunk = -(-n // (2 * CP))
+        at = torch.arange(2 * CP * chunk)
+        at = torch.cat([at[:chunk], at[-chunk:]])
+        parts.append(torch.where(at < n, start + at, -1))
+        start += n
+    return torch.cat(parts)
+
+
+def pad_removal_loop(batch: Tensor, mask: Tensor) -> Tensor:
+    """Rank 0's ids, a boolean index a sequence."""
+    parts = []
+    for ids, real in zip(batch, mask, strict=True):
+        taken = ids[real]
+        chunk = -(-len(taken) // (2 * CP))
+        padded = taken.new_zeros(2 * CP * chunk)
+        padded[: len(taken)] = taken
+        parts += [padded[:chunk], padded[-chunk:]]
+    return torch.cat(parts)
+
+
+def inverse_loop(gathered: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The chunks of each sequence put in order, its padding cut off."""
+    parts, start = [], 0
+    ranks = gathered.view(CP, -1)
+    for n in lengths:
+        chunk = -(-n // (2 * CP))
+        own = ranks[:, start : start + 2 * chunk]
+        ends = [own[rank, chunk:] for rank in reversed(range(CP))]
+        parts.append(torch.cat([*own[:, :chunk], *ends])[:n])
+        start += 2 * chunk
+    return torch.cat(parts)
