@@ -56,11 +56,14 @@ check: build  ## formatter, linter, types
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: build  ## kernel microbenchmarks on the CPU, and a profile of one step
-	$(BIN)/python -m benchmarks.run gather_rows
-	$(BIN)/python -m benchmarks.run gather_routes
-	$(BIN)/python -m benchmarks.run token_logprob
-	$(BIN)/python -m benchmarks.run layout
+bench: build  ## kernels: what they compile to, then each against a copy and its peers on the CPU
+	$(BIN)/python -m benchmarks.binaries
+	$(BIN)/python -m benchmarks.run gather_rows --threads 1
+	$(BIN)/python -m benchmarks.run gather_fields --threads 1
+	$(BIN)/python -m benchmarks.run gather_routes --threads 1
+	$(BIN)/python -m benchmarks.run token_logprob --threads 1
+	$(BIN)/python -m benchmarks.run layout --threads 1
+	$(BIN)/python -m benchmarks.run replay_probs --threads 1
 	$(BIN)/python -m benchmarks.profile_step
 
 clean:  ## what was built, not the environment

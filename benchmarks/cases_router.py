@@ -1,6 +1,7 @@
 """replay_probs: what a router computes for experts that are given, against megatron-core's own."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
@@ -30,7 +31,7 @@ def replay_probs(device: str, shrink: int = 1) -> Iterator[Case]:
         def ours(x: Tensor, ids: Tensor = ids) -> tuple[Tensor, Tensor]:
             return ops.replay_probs(x.sigmoid(), ids, "sum", scale, x.dtype)
 
-        def megatron(x: Tensor, k: int = top_k, given: Given = given) -> tuple[Tensor, Tensor]:
+        def megatron(x: Tensor, k: int = top_k, given: Any = given) -> tuple[Tensor, Tensor]:
             return topk_routing_with_score_function(
                 x, k, scaling_factor=scale, score_function="sigmoid", router_replay=given
             )

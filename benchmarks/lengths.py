@@ -12,9 +12,12 @@ def uniform(count: int, longest: int) -> tuple[int, ...]:
 def lognormal(count: int, longest: int, total: int) -> tuple[int, ...]:
     """``count`` lengths with a long tail, cut off at ``longest``, which sum to about ``total``."""
     tail = np.exp(np.random.default_rng(0).normal(size=count))
+
+    def drawn(scale: float) -> np.ndarray:
+        return np.clip(np.round(scale * tail), 1, longest).astype(int)
+
     low, high = 0.0, float(longest)
     for _ in range(60):
         scale = (low + high) / 2
-        drawn = np.clip(np.round(scale * tail), 1, longest)
-        low, high = (scale, high) if drawn.sum() < total else (low, scale)
-    return tuple(drawn.astype(int).tolist())
+        low, high = (scale, high) if drawn(scale).sum() < total else (low, scale)
+    return tuple(drawn(high).tolist())

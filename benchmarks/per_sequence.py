@@ -92,4 +92,4 @@ def nemo_rl(batch: Tensor, mask: Tensor, dtype: torch.dtype, parts: Parts) -> Te
     return local.permute(1, 0, 2).contiguous().to(dtype)
 
 
-TRAINERS = {"SkyRL": skyrl, "verl": verl, "NeMo-RL": nemo_rl}
+TRAINERS = {"as SkyRL": skyrl, "as verl": verl, "as NeMo-RL": nemo_rl}

@@ -94,7 +94,8 @@ def _run_tests(family: str) -> None:
 def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    return f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    threads = torch.get_num_threads()
+    return f"cpu, {threads} thread{'s' * (threads > 1)}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

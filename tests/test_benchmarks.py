@@ -1,0 +1,120 @@
+"""The benchmarks measure what they say: equal results, right bytes, bars that can fail."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import run
+from benchmarks.cases import FAMILIES, cases_of
+from benchmarks.lengths import lognormal
+from benchmarks.measure import Case, check, extra_bytes, measure, same
+from benchmarks.per_sequence import TRAINERS
+from benchmarks.plot import plot
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_baseline_computes_the_same(family):
+    cases = list(cases_of(family)("cpu", 256))
+    assert len({case.name for case in cases}) == len(cases) > 0
+    for case in cases:
+        check(case)
+        assert case.baselines
+        assert 0 < case.written <= case.moved
+        assert case.at_least.keys() <= {*case.baselines, "2 threads"}
+
+
+def test_a_case_that_differs_from_a_baseline_is_not_timed():
+    case = _ones()
+    with pytest.raises(ValueError, match="ones: the result differs from wrong's"):
+        measure(replace(case, baselines={"wrong": lambda: torch.zeros(100_000)}), "cpu")
+
+
+def test_floats_agree_to_rounding_and_integers_exactly():
+    ones = torch.ones(3)
+    assert same((ones, [torch.tensor(2)]), (ones + 3e-7, [torch.tensor(2)]))
+    assert not same(ones, ones + 1e-5)
+    assert not same(torch.tensor([1, 2]), torch.tensor([1, 3]))
+
+
+def test_bars_pass_and_fail_by_what_was_measured():
+    row = measure(_ones(at_most={"ms": 1e4, "x written": 0}, at_least={"fill": 1e9}), "cpu")
+    assert row["GB/s"] == pytest.approx(400_000 / row["fastest ms"] / 1e6)
+    assert row["fastest ms"] <= row["median ms"]
+    lines = run.bars([row])
+    assert [line.split("  ")[:2] for line in lines] == [
+        ["PASS", "ms at most 10000:"],
+        ["FAIL", "x written at most 0:"],
+        ["FAIL", "fill at least 1e+09:"],
+    ]
+    assert lines[1].endswith("!") and not lines[0].endswith("!")
+
+
+def test_extra_memory_is_the_peak_not_the_result():
+    def run() -> torch.Tensor:
+        held = torch.ones(5_000_000)  # 20 MB, beside a second one while it is added
+        return (held + 1)[:10].clone()
+
+    assert extra_bytes(run, "cpu") == pytest.approx(40e6, rel=0.1)
+
+
+def test_lengths_sum_to_what_was_asked():
+    lengths = lognormal(512, 16384, 1_216_000)
+    assert len(lengths) == 512
+    assert min(lengths) >= 1
+    assert max(lengths) == 16384
+    assert sum(lengths) == pytest.approx(1_216_000, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_without_parallelism_a_trainer_model_takes_the_real_tokens(name):
+    batch = torch.arange(2 * 5 * 3 * 2, dtype=torch.uint8).view(2, 5, 3, 2)
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
+    out = TRAINERS[name](batch, mask, torch.int32, (1, 0, 1, 0))
+    assert out.dtype == torch.int32
+    assert torch.equal(out, batch[mask].permute(1, 0, 2).int())
+
+
+def test_tables_and_pictures_hold_every_row(tmp_path):
+    row = measure(_ones(), "cpu")
+    columns, cells = run.table_of([row, {**row, "case": "again", "baselines": {}}])
+    assert columns[0] == "case"
+    assert columns[-1] == "fill"
+    assert [len(c) for c in cells] == [len(columns)] * 2
+    assert cells[1][0] == "again"
+    assert cells[1][-1] == ""
+    assert run.markdown("t", columns, cells).count("\n| ") == 4
+    report = json.loads(json.dumps(dict(family="f", device="d", rows=[row])))
+    plot(report, tmp_path / "f.png")
+    assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_family_whose_tests_fail_is_not_timed(tmp_path):
+    env = {**os.environ, "PYTEST_ADDOPTS": "--maxfail=1 -k no_test_has_this_name"}
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", "gather_routes"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1, result.stderr
+    assert "gather_routes: its tests fail, so it is not timed" in result.stdout
+
+
+def _ones(**bars) -> Case:
+    return Case(
+        "ones",
+        lambda: torch.ones(100_000),
+        {"fill": lambda: torch.empty(100_000).fill_(1)},
+        moved=400_000,
+        written=400_000,
+        **bars,
+    )
