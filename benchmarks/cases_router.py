@@ -22,11 +22,14 @@ class Given:
 
 
 def replay_probs(device: str, shrink: int = 1) -> Iterator[Case]:
+    """The operator alone, against the same steps in torch; then a whole router from its logits,
+    forward and backward. Ours takes the ids as they are kept, uint8; megatron's need int64."""
     tokens, scale = 65536 // shrink, 1.8
     for experts, top_k in [(64, 4), (160, 8)]:
         logits = torch.randn(tokens, experts, device=device)
-        ids = torch.rand(tokens, experts, device=device).topk(top_k).indices
-        given = Given(ids)
+        scores, grad = logits.sigmoid(), torch.randn_like(logits)
+        wide = torch.rand_like(logits).topk(top_k).indices
+        ids, given = wide.to(torch.uint8), Given(wide)
 
         def ours(x: Tensor, ids: Tensor = ids) -> tuple[Tensor, Tensor]:
             return ops.replay_probs(x.sigmoid(), ids, "sum", scale, x.dtype)
@@ -36,23 +39,36 @@ def replay_probs(device: str, shrink: int = 1) -> Iterator[Case]:
                 x, k, scaling_factor=scale, score_function="sigmoid", router_replay=given
             )
 
-        dense = tokens * experts
+        dense, chosen = tokens * experts, tokens * top_k
         name = f"{tokens} x {experts}, top {top_k}"
         yield Case(
-            f"sigmoid and forward {name}",
-            lambda x=logits, f=ours: f(x),
-            {"megatron": lambda x=logits, f=megatron: f(x)},
-            moved=4 * dense + ids.nbytes + 5 * dense,
+            f"probs and map from scores, {name}",
+            lambda x=scores, i=ids: ops.replay_probs(x, i, "sum", scale, x.dtype),
+            {"torch": lambda x=scores, i=wide: in_torch(x, i, scale)},
+            moved=5 * dense + 5 * chosen,
             written=5 * dense,
         )
-        grad = torch.randn(tokens, experts, device=device)
         yield Case(
-            f"with its backward {name}",
+            f"router forward, {name}",
+            lambda x=logits, f=ours: f(x),
+            {"megatron": lambda x=logits, f=megatron: f(x)},
+            moved=9 * dense + chosen,
+            written=5 * dense,
+        )
+        yield Case(
+            f"router forward and backward, {name}",
             _both_ways(ours, logits, grad),
             {"megatron": _both_ways(megatron, logits, grad)},
-            moved=4 * dense + 2 * ids.nbytes + 5 * dense + 4 * dense,
+            moved=13 * dense + 6 * chosen,
             written=9 * dense,
         )
+
+
+def in_torch(scores: Tensor, ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    values = scores.gather(1, ids)
+    values = values / (values.sum(-1, keepdim=True) + 1e-20) * scale
+    chosen = torch.zeros_like(scores).int().scatter(1, ids, 1).bool()
+    return torch.zeros_like(scores).scatter(1, ids, values), chosen
 
 
 def _both_ways(
