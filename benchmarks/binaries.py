@@ -102,7 +102,7 @@ def readable(mangled: str) -> str:
     name = ctypes.string_at(address).decode().removeprefix("void ")
     ctypes.CDLL(None).free(ctypes.c_void_p(address))
     name = re.sub(r"pyrl::|\(anonymous namespace\)::", "", name)
-    return re.sub(r"\([^()]*\)$", "", name.replace("unsigned ", "u"))
+    return re.sub(r"\([^()]*\)$", "", name.replace("unsigned ", "u").replace("> >", ">>"))
 
 
 def all_binaries() -> Iterator[Binary]:
