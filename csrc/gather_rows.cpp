@@ -40,12 +40,13 @@ int64_t find_runs(const int64_t* rows, int64_t begin, int64_t end, int64_t num_s
   for (int64_t i = begin, stop; i < end; i = stop) {
     const int64_t row = rows[i], step = row >= 0;
     if (row < -1 || row >= num_src) return i;
-    const int64_t limit = row < 0 ? end : std::min(end, i + num_src - row);
     stop = i + 1;
-    while (stop + kStep <= limit && rows[stop] == row + (stop - i) * step &&
-           continues(rows + stop, row + (stop - i) * step, step))
-      stop += kStep;
-    while (stop < limit && rows[stop] == row + (stop - i) * step) ++stop;
+    if (stop < end && rows[stop] == row + step) {
+      const int64_t limit = row < 0 ? end : std::min(end, i + num_src - row);
+      while (stop + kStep <= limit && continues(rows + stop, row + (stop - i) * step, step))
+        stop += kStep;
+      while (stop < limit && rows[stop] == row + (stop - i) * step) ++stop;
+    }
     runs[num_runs++] = {i, stop - i, row};
   }
   return -1;

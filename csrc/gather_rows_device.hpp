@@ -4,6 +4,12 @@
 
 namespace pyrl {
 
+#ifdef __CUDA_ARCH__  // arrays that a loop walks live in registers only if it is unrolled
+#define PYRL_UNROLL _Pragma("unroll")
+#else
+#define PYRL_UNROLL
+#endif
+
 constexpr int kGatherFields = 32;    // of a launch: their descriptions are kernel parameters
 constexpr int kGatherThreads = 256;  // of a block
 constexpr int kGatherUnroll = 4;     // rows of a thread, all read before the first is written
@@ -59,10 +65,11 @@ inline Gather plan_gather(const Field* fields, int count, const int64_t* rows, i
   return g;
 }
 
-// Word `w` of a row without a source.
+// Word `w` of a row: from a source, or of the pattern where there is none.
 template <class Word>
-PYRL_DEVICE Word padding(const Field& f, int64_t w) {
-  if (f.fill) return reinterpret_cast<const Word*>(f.fill)[w];
+PYRL_DEVICE Word read_word(const Field& f, int64_t row, int64_t w) {
+  const std::byte* from = row < 0 ? f.fill : f.src + row * f.stride;
+  if (from) return reinterpret_cast<const Word*>(from)[w];
   if constexpr (sizeof(Word) == 16) {
     return {f.pattern, f.pattern};
   } else {
@@ -80,13 +87,15 @@ PYRL_DEVICE void gather_tile(const Gather& g, const GatherPart& p, uint32_t tile
   const int64_t first = int64_t(down) * kGatherUnroll * step + (thread >> p.lanes);
   int64_t row[kGatherUnroll];
   Word value[kGatherUnroll];
+  PYRL_UNROLL
   for (int u = 0; u < kGatherUnroll; ++u) {
     const int64_t m = first + u * step;
     row[u] = m < g.num_out ? g.rows[m] : -1;
   }
+  PYRL_UNROLL
   for (int u = 0; u < kGatherUnroll; ++u)
-    value[u] = row[u] < 0 ? padding<Word>(f, w)
-                          : reinterpret_cast<const Word*>(f.src + row[u] * f.stride)[w];
+    value[u] = read_word<Word>(f, row[u], w);
+  PYRL_UNROLL
   for (int u = 0; u < kGatherUnroll; ++u) {
     const int64_t m = first + u * step;
     if (m < g.num_out) reinterpret_cast<Word*>(f.out + m * f.row_bytes)[w] = value[u];

@@ -1,7 +1,7 @@
 #pragma once
 #include <cstring>
 
-#include "device.hpp"
+#include "gather_rows_device.hpp"
 #include "sum_rows.hpp"
 #include "sum_rows_types.hpp"
 
@@ -57,17 +57,20 @@ PYRL_DEVICE void sum_tile(const SumGrid& g, Place at) {
   const int64_t first = int64_t(down) * kSumUnroll * step + (at.thread >> g.lanes);
   int64_t from[kSumUnroll], to[kSumUnroll];
   SumVector<T, Width> value[kSumUnroll];
+  PYRL_UNROLL
   for (int u = 0; u < kSumUnroll; ++u) {
     const int64_t n = first + u * step;
     from[u] = n < s.num_out ? s.starts[n] : 0;
     to[u] = n < s.num_out ? s.starts[n + 1] : 0;
   }
+  PYRL_UNROLL
   for (int u = 0; u < kSumUnroll; ++u)
     value[u] = from[u] < to[u] ? sum_term<T, Width>(s, s.order[from[u]], v)
                                : SumVector<T, Width>{};
+  PYRL_UNROLL
   for (int u = 0; u < kSumUnroll; ++u) {
     const int64_t n = first + u * step;
-    if (n >= s.num_out) return;
+    if (n >= s.num_out) continue;
     if (to[u] - from[u] > 1) {
       typename T::Acc acc[Width];
       for (int i = 0; i < Width; ++i) acc[i] = T::widen(value[u].x[i]);

@@ -39,9 +39,11 @@ class Fields(NamedTuple):
 
 def _views(flat: Tensor, like: Sequence[Tensor], num_out: int) -> list[Tensor]:
     starts, row_bytes = plan(like, num_out)
+    typed = {dtype: flat.view(dtype) for dtype in {field.dtype for field in like}}
     views = []
     for field, start, each in zip(like, starts, row_bytes):
-        view = flat[start : start + num_out * each].view(field.dtype)
+        size = field.element_size()
+        view = typed[field.dtype][start // size : (start + num_out * each) // size]
         views.append(view if field.ndim == 1 else view.view(num_out, *field.shape[1:]))
     return views
 

@@ -15,7 +15,8 @@ def plan(fields: Sequence[Tensor], num_out: int) -> tuple[list[int], list[int]]:
     """Where each field begins in the flat tensor, and the end; the bytes of each field's row."""
     starts, row_bytes = [0], []
     for field in fields:
-        row_bytes.append(field.element_size() * prod(field.shape[1:]))
+        width = 1 if field.ndim == 1 else prod(field.shape[1:])
+        row_bytes.append(field.element_size() * width)
         starts.append(starts[-1] + -(-num_out * row_bytes[-1] // ALIGN) * ALIGN)
     return starts, row_bytes
 

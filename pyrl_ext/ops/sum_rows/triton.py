@@ -20,7 +20,7 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor
         return out
     columns = out[0].numel()
     wide = min(1024, 1 << (columns - 1).bit_length())
-    tall = TILE // wide
+    tall = min(256, TILE // wide)  # each with a start, an end and a place: registers
     sum_rows_kernel[(-(-len(out) // tall), -(-columns // wide))](
         *(src, src.stride(0), starts, order, out, len(out), columns),
         TALL=tall,  # type: ignore[arg-type]

@@ -39,6 +39,6 @@ def _build(dtype: str, acc: tl.dtype, tall: int, wide: int):
 BUILDS = {
     "sum_rows hidden bf16": _build("bf16", tl.float32, 2, 1024),
     "sum_rows hidden fp32": _build("fp32", tl.float32, 2, 1024),
-    "sum_rows scalars fp32": _build("fp32", tl.float32, 2048, 1),
+    "sum_rows scalars fp32": _build("fp32", tl.float32, 256, 1),
     "sum_rows hidden fp64": _build("fp64", tl.float64, 2, 1024),
 }
