@@ -126,10 +126,13 @@ void bind_replay_probs(py::module_& m) {
       .def(py::init([](Address scores, int in, Address ids, int id, int64_t rows, int64_t experts,
                        int64_t top_k, int norm, double scale, Address grad, int from, Address out,
                        int to, Address map) {
-        return Replay{at<const void>(scores), pyrl::Real(in),   at<const void>(ids), pyrl::Int(id),
-                      rows,                   experts,          top_k,               pyrl::Norm(norm),
-                      scale,                  at<const void>(grad), pyrl::Real(from),
-                      at<void>(out),          pyrl::Real(to),   at<uint8_t>(map)};
+        return Replay{at<const void>(scores), pyrl::Real(in),
+                      at<const void>(ids),    pyrl::Int(id),
+                      rows,                   experts,
+                      top_k,                  pyrl::Norm(norm),
+                      scale,                  at<const void>(grad),
+                      pyrl::Real(from),       at<void>(out),
+                      pyrl::Real(to),         at<uint8_t>(map)};
       }));
   m.def("replay_probs_cpu", [](const Replay& replay, int threads) {
     py::gil_scoped_release nogil;

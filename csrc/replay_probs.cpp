@@ -44,7 +44,7 @@ struct CpuOrder {
 // The loops below go along the rows of a tile, which lie together, and have the constants of a call
 // in locals: the compiler would read them again after every byte that is written.
 
-// ids[j][row] of `count` rows from `first` on. Returns the first entry outside the experts, or kNone.
+// ids[j][row] of `count` rows from `first` on. Returns the first entry outside, or kNone.
 template <class From>
 int64_t load_ids(const Replay& r, int64_t first, int count, int32_t* ids) {
   const int top_k = int(r.top_k);

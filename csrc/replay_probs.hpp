@@ -11,7 +11,7 @@ enum class Norm { none, sum, softmax };
 constexpr int64_t kMaxTopK = 32;  // torch adds longer rows in another order
 constexpr int64_t kMaxExperts = 1 << 16;
 
-// The probabilities of given experts, v[j] = scores[m, ids[m, j]] widened to float (double for f64):
+// The probabilities of given experts, v[j] = scores[m, ids[m, j]] as float (double for f64):
 //
 //   none     p = v
 //   sum      p = v / (sum(v) + 1e-20), p = v if top_k is 1
@@ -19,8 +19,8 @@ constexpr int64_t kMaxExperts = 1 << 16;
 //   out[m, ids[m, j]] = p[j] * scale, map[m, ids[m, j]] = 1, both 0 elsewhere
 //
 // With `grad`, the derivative instead: out = sum over p of grad * dp / dscores, 0 at other experts.
-// Every element of `out` and `map` is written once, and sums are in the order of torch's own kernels
-// of the same device, so that the results have the bits of the operations of torch in a row.
+// Sums are in the order of torch's own kernels of the same device, so that the probabilities have
+// the bits of these operations done one by one.
 struct Replay {
   const void* scores;  // [rows, experts] of type `in`, read at ids only
   Real in;

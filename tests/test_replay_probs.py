@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from pyrl_ext.ops import replay_probs, use_backend
 from pyrl_ext.ops._native import C
@@ -22,7 +24,8 @@ SHAPES = [  # (M, E, K)
 EMPTY = [(0, 8, 2), (3, 8, 0), (3, 0, 0), (0, 0, 0)]
 
 
-def case(M, E, K, dtype=torch.float32, ids=torch.int64, device="cpu", seed=0):
+def case(shape, dtype=torch.float32, ids=torch.int64, device="cpu", seed=0):
+    M, E, K = shape
     g = torch.Generator().manual_seed(seed)
     scores = torch.rand(M, E, generator=g, dtype=torch.float64).to(dtype)
     experts = torch.rand(M, E, generator=g).topk(K).indices.to(ids)
@@ -30,13 +33,20 @@ def case(M, E, K, dtype=torch.float32, ids=torch.int64, device="cpu", seed=0):
     return scores.to(device), experts.to(device), grad.to(device)
 
 
-def emulated(scores, ids, norm, scale, out_dtype, grad=None, first=0):
-    out = scores.new_empty(scores.shape, dtype=scores.dtype if grad is not None else out_dtype)
-    routing_map = scores.new_empty(scores.shape, dtype=torch.bool) if grad is None else None
-    C.replay_probs_emulated(
-        native.describe(scores, ids, norm, scale, grad, out, routing_map), first
-    )
-    return (out, routing_map) if grad is None else out
+def emulated(
+    scores: Tensor, ids: Tensor, norm: str, scale: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    out = scores.new_empty(scores.shape, dtype=out_dtype)
+    routing_map = scores.new_empty(scores.shape, dtype=torch.bool)
+    call = native.describe(scores, ids, norm, scale, None, out, routing_map)
+    C.replay_probs_emulated(call, 0)
+    return out, routing_map
+
+
+def emulated_grad(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float) -> Tensor:
+    out = scores.new_empty(scores.shape)
+    C.replay_probs_emulated(native.describe(scores, ids, norm, scale, grad, out, None), 0)
+    return out
 
 
 class Given:
@@ -61,7 +71,9 @@ ROUTERS = {  # megatron-core's arguments; scores of the logits, norm
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("E", [4, 8, 24, 64, 160, 256])
 def test_bits_of_megatron_core(router, E, device):
-    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+    from megatron.core.transformer.moe import moe_utils
+
+    route: Any = moe_utils.topk_routing_with_score_function
 
     options, score, norm = ROUTERS[router]
     if options.get("expert_bias"):
@@ -69,10 +81,10 @@ def test_bits_of_megatron_core(router, E, device):
     for K in range(1, min(E, 9) + 1):
         for M, scale, dtype in ((1, None, torch.float32), (67, 1.8, torch.float32),
                                 (50, 2.5, torch.bfloat16)):  # fmt: skip
-            logits, ids, grad = case(M, E, K, device=device, seed=K)
+            logits, ids, grad = case((M, E, K), device=device, seed=K)
             logits, grad = (8 * logits - 4).to(dtype), grad.to(dtype)
             theirs, ours = (logits.clone().requires_grad_() for _ in range(2))
-            probs, routing_map = topk_routing_with_score_function(
+            probs, routing_map = route(
                 theirs, K, scaling_factor=scale, router_replay=Given(ids), **options
             )
             scores = ours if norm == "softmax" else score(ours.float())
@@ -81,6 +93,7 @@ def test_bits_of_megatron_core(router, E, device):
             assert out[0].dtype == dtype and out[1].dtype == torch.bool
             probs.backward(grad)
             out[0].backward(grad)
+            assert ours.grad is not None and theirs.grad is not None
             error = (ours.grad.double() - theirs.grad.double()).abs().max()
             bound = 1e-6 if dtype == torch.float32 else 2**-8
             assert error <= bound * theirs.grad.double().abs().max() + 1e-12, (M, K)
@@ -91,7 +104,7 @@ def test_bits_of_megatron_core(router, E, device):
 def test_native_has_the_bits_of_torch(shape, norm):
     for dtype, out, ids in zip(DTYPES * 5, DTYPES[1:] * 7, ID_DTYPES * 4, strict=False):
         for scale in (0.0, 1.7):
-            scores, experts, grad = case(*shape, dtype, ids)
+            scores, experts, grad = case(shape, dtype, ids)
             grad = grad.to(out)
             call = (scores, experts, norm, scale)
             with use_backend("native"):
@@ -121,21 +134,21 @@ def cuda_order(v, apart_first):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gpu_threads_on_the_host(shape, norm):
     for dtype, out, ids in zip(DTYPES * 5, DTYPES[1:] * 7, ID_DTYPES * 4, strict=False):
-        scores, experts, grad = case(*shape, dtype, ids)
+        scores, experts, grad = case(shape, dtype, ids)
         grad, call = grad.to(out), (scores, experts, norm, 1.7)
         probs, routing_map = emulated(*call, out)
         expected, expected_map = reference.replay_probs(*call, out)
         assert torch.equal(routing_map, expected_map)
         close = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
         torch.testing.assert_close(probs, expected, rtol=close.get(out, 1e-6), atol=1e-7)
-        grads = emulated(*call, out, grad)
+        grads = emulated_grad(grad, *call)
         expected = reference.replay_probs_grad(grad, *call)
         torch.testing.assert_close(grads, expected, rtol=close.get(dtype, 1e-5), atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gpu_threads_add_as_torch_does_there(shape):
-    scores, experts, _ = case(*shape)
+    scores, experts, _ = case(shape)
     values = scores.gather(1, experts)
     if shape[2] > 1:
         values = values / (cuda_order(values, apart_first=False) + 1e-20)
@@ -169,7 +182,7 @@ def test_every_half_and_its_rounding(dtype):
 
 
 def test_rows_and_addresses_that_are_not_multiples_of_16_bytes():
-    scores, ids, _ = case(40, 64, 4, ids=torch.uint8)
+    scores, ids, _ = case((40, 64, 4), ids=torch.uint8)
     expected = reference.replay_probs(scores, ids, "sum", 1.7, torch.float32)
     odd = torch.empty(40 * 64 + 1)[1:].view(40, 64).copy_(scores)
     odd_ids = torch.empty(161, dtype=torch.uint8)[1:].view(40, 4).copy_(ids)
@@ -190,7 +203,7 @@ def test_rows_and_addresses_that_are_not_multiples_of_16_bytes():
 def test_gpu_threads_far_behind_the_start(E):
     """Rows behind element 2^33: the tensors' addresses are moved back, so that these are ours."""
     before, M = (1 << 33) // E // 32 * 32, 70
-    scores, ids, grad = case(M, E, 4)
+    scores, ids, grad = case((M, E, 4))
     out, routing_map = torch.empty(M, E), torch.empty(M, E, dtype=torch.bool)
 
     def moved(tensor):
@@ -208,7 +221,7 @@ def test_gpu_threads_far_behind_the_start(E):
         if gradient is None:
             expected = emulated(scores, ids, "sum", 1.7, torch.float32)
             assert torch.equal(out, expected[0]) and torch.equal(routing_map, expected[1])
-    assert torch.equal(out, emulated(scores, ids, "sum", 1.7, torch.float32, grad))
+    assert torch.equal(out, emulated_grad(grad, scores, ids, "sum", 1.7))
 
 
 @settings(max_examples=40, deadline=None)
@@ -216,7 +229,7 @@ def test_gpu_threads_far_behind_the_start(E):
 def test_equals_a_python_loop(data, threads, norm):
     E, M = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([0, 1, 31, 33, 700]))
     K = data.draw(st.integers(0, E))
-    scores, ids, _ = case(M, E, K, torch.float64, torch.int16, seed=E)
+    scores, ids, _ = case((M, E, K), torch.float64, torch.int16, seed=E)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -235,7 +248,7 @@ def test_equals_a_python_loop(data, threads, norm):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", [(3, 8, 1), (3, 8, 2), (2, 12, 9), (0, 8, 2), (2, 8, 0)], ids=str)
 def test_gradcheck(shape, norm):
-    scores, ids, _ = case(*shape, torch.float64)
+    scores, ids, _ = case(shape, torch.float64)
     for backend in ("native", "reference"):
         if backend == "native" and norm == "softmax":
             continue
@@ -246,7 +259,7 @@ def test_gradcheck(shape, norm):
 
 
 def test_the_gradient_reads_chosen_experts_only():
-    scores, ids, _ = case(5, 8, 2)
+    scores, ids, _ = case((5, 8, 2))
     probs, routing_map = replay_probs(scores.requires_grad_(), ids, "sum")
     grad = torch.where(routing_map, 1.0, torch.nan)
     probs.backward(grad)
@@ -256,14 +269,14 @@ def test_the_gradient_reads_chosen_experts_only():
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_opcheck(norm):
-    scores, ids, grad = case(9, 8, 3, ids=torch.int32)
+    scores, ids, grad = case((9, 8, 3), ids=torch.int32)
     call = (scores.requires_grad_(), ids, norm, 1.5)
     torch.library.opcheck(op.overload, (*call, torch.bfloat16))
     torch.library.opcheck(grad_op.overload, (grad, scores.detach(), *call[1:]))
 
 
 def test_compiles_without_a_graph_break():
-    scores, ids, grad = case(33, 16, 4)
+    scores, ids, grad = case((33, 16, 4))
 
     def run(s):
         probs, routing_map = replay_probs(s.sigmoid(), ids, "sum", 1.5)
@@ -275,7 +288,7 @@ def test_compiles_without_a_graph_break():
         assert torch.equal(ours, expected)
     compiled(a)[0].backward(grad)
     run(b)[0].backward(grad)
-    assert torch.equal(a.grad, b.grad)
+    assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
 
 
 def test_meta_tensors_have_shapes_and_dtypes():
@@ -288,7 +301,7 @@ def test_meta_tensors_have_shapes_and_dtypes():
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("bad", [8, -1])
 def test_an_expert_out_of_range_names_the_entry(backend, bad):
-    scores, ids, grad = case(9000, 8, 2)
+    scores, ids, grad = case((9000, 8, 2))
     ids[8001, 1] = ids[8500, 0] = bad
     message = f"replay_probs: ids[8001, 1] is {bad}, expected an expert in [0, 8)"
     with use_backend(backend):
@@ -321,7 +334,7 @@ def test_arguments_that_do_not_fit(change, message):
 
 
 def test_what_the_backends_decline():
-    scores, ids, _ = case(3, 40, 33)
+    scores, ids, _ = case((3, 40, 33))
     with use_backend("native"):
         with pytest.raises(NotImplementedError, match="33 of 40 experts, expected at most 32"):
             replay_probs(scores, ids)
@@ -345,7 +358,7 @@ IDS = [torch.uint8, torch.int16, torch.int32, torch.int64]
 for shape in SHAPES + EMPTY:
     for (dtype, out), ids in zip(DTYPES, IDS):
         for norm, scale in (("none", 0.0), ("sum", 1.7)):
-            scores, experts, grad = case(*shape, dtype, ids)
+            scores, experts, grad = case(shape, dtype, ids)
             grad, call = grad.to(out), (scores, experts, norm, scale)
             with use_backend("triton"):
                 probs, routing_map = op(*call, out)
@@ -367,7 +380,7 @@ for shape in SHAPES + EMPTY:
 @pytest.mark.parametrize("shape", SHAPES + EMPTY, ids=str)
 def test_on_a_gpu_the_bits_of_torch(shape, norm):
     for dtype, out, ids in zip(DTYPES * 5, DTYPES[1:] * 7, ID_DTYPES * 4, strict=False):
-        scores, experts, grad = case(*shape, dtype, ids, "cuda")
+        scores, experts, grad = case(shape, dtype, ids, "cuda")
         grad, call = grad.to(out), (scores, experts, norm, 1.7)
         expected = reference.replay_probs(*call, out)
         expected_grad = reference.replay_probs_grad(grad, *call)

@@ -4,7 +4,8 @@ What megatron-core computes behind a router's scores once the experts are known:
 scale, cast, and two dense tensors, here in one kernel that writes every element once.
 
 Backends: native (C++ threads on CPU, CUDA), triton, reference (torch, megatron-core's operations).
-In float32 the native one has the bits of megatron-core's, on CPU and on cuda.
+In float32 the native one has the bits of megatron-core's: it adds in the order of torch's kernels
+of the same device.
 Gradient: to ``scores``, from the gradient of the probabilities at ``ids``; one kernel,
 deterministic. It has no derivative of its own.
 """

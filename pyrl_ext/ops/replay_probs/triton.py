@@ -56,7 +56,8 @@ def _launch(
     (M, E), K = scores.shape, ids.shape[1]
     width = _power_of_two_from(E)
     rows = max(1, min(32, 1024 // width))
-    replay_probs_kernel[(-(-M // rows),)](  # type: ignore[arg-type]
+    kernel: Any = replay_probs_kernel
+    kernel[(-(-M // rows),)](
         *(scores.contiguous(), ids.contiguous(), grad, out, routing_map, M, E),
         K=K,
         SLOTS=_power_of_two_from(K),

@@ -11,7 +11,7 @@ def _sum_of_threads(x, ROWS: tl.constexpr, SLOTS: tl.constexpr, THREADS: tl.cons
     """
     if SLOTS > THREADS:
         x = tl.sum(tl.reshape(x, (ROWS, 2, THREADS)), 1)
-    for level in tl.static_range(5):
+    for level in tl.static_range(5):  # type: ignore[general]
         if THREADS >> level > 1:
             x = tl.sum(tl.reshape(x, (ROWS, THREADS >> (level + 1), 2)), 2)
     return tl.reshape(x, (ROWS, 1))
@@ -50,15 +50,16 @@ def replay_probs_kernel(
     value = value if value.dtype == tl.float64 else value.to(tl.float32)
     if SUM:
         total = _sum_of_threads(value, ROWS, SLOTS, THREADS) + 1e-20
-        share = _divide(value, tl.broadcast_to(total, value.shape))
+        total = tl.broadcast_to(total, value.shape)
+        share = _divide(value, total)
     else:
+        total = value
         share = value
     if grad is not None:
         g = tl.load(grad + m * E + expert, inside, other=0).to(value.dtype)
         if SCALE != 0:
             g = g * SCALE
         if SUM:
-            total = tl.broadcast_to(total, value.shape)
             common = _sum_of_threads(-g * _divide(share, total), ROWS, SLOTS, THREADS)
             g = _divide(g, total) + common
         share = g
