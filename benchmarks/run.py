@@ -42,7 +42,8 @@ def main() -> None:
     keep_memory()
     rows = [measure(case, args.device) for case in cases_of(args.family)(args.device)]
     where = device_name(args.device)
-    title = f"{title}: torch {torch.__version__}, {where}, {date.today()}"
+    load = os.getloadavg()[0]  # above the threads used, others took part of the processor
+    title = f"{title}: torch {torch.__version__}, {where}, load {load:.1f}, {date.today()}"
     columns, cells = table_of(rows)
     if args.markdown:
         print(markdown(title, columns, cells))
@@ -50,7 +51,7 @@ def main() -> None:
         show(title, columns, cells)
     for line in bars(rows):
         print(line)
-    report = dict(family=args.family, torch=torch.__version__, device=where, rows=rows)
+    report = dict(family=args.family, torch=torch.__version__, device=where, load=load, rows=rows)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     if args.plot:
