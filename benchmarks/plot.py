@@ -22,7 +22,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         for y, value in zip(at, ms, strict=True):
             if value:
                 axes.annotate(
-                    f"{value:.3g}",
+                    f"{value:.0f}" if value >= 100 else f"{value:.3g}",
                     (value, y),
                     (3, 0),
                     textcoords="offset points",
