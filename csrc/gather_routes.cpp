@@ -10,7 +10,7 @@ namespace pyrl {
 namespace {
 
 constexpr int64_t kTokensPerThread = 1024;
-constexpr int64_t kStreamed = 8 << 20;  // bytes of `out` from which it is written past the caches
+constexpr int64_t kStreamed = 1 << 20;  // bytes of `out` from which it is written past the caches
 
 void check(const char* what, const int64_t* entries, int64_t count, int64_t lowest, int64_t end,
            const char* rule) {

@@ -6,8 +6,10 @@
 namespace pyrl {
 namespace {
 
-// Blocks of one multiprocessor: the registers are shared out so that those of 2048 threads are full.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+// Blocks of a multiprocessor, for which registers are shared out: where it holds 2048 threads, all.
+#if !defined(__CUDA_ARCH__)
+#define PYRL_BLOCKS 1
+#elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
 #define PYRL_BLOCKS (2048 / kRoutesThreads)
 #else
 #define PYRL_BLOCKS 1
