@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +66,8 @@ def build_triton(name: str, target: int) -> Binary:
 
 def extension() -> Path | None:
     """The compiled extension, or None where it is not built."""
-    return next(iter(PACKAGE.glob("_C*.so")), None)
+    spec = find_spec("pyrl_ext._C")
+    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def read_usage(file: Path) -> list[Binary]:
