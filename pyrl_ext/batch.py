@@ -313,7 +313,8 @@ def _check_route_ids(
             at = f", token {token}, layer {samples[sample].layer_ids[layer]}"
             rule = f"ids from 0 to {(num_experts or 0) - 1}"
             expected = f"{len(slots)} distinct ids" if what == "repeat" else rule
-            _refuse(samples[sample], f"experts {slots[:, row, layer].tolist()} {what}", expected, at)
+            experts = slots[:, row, layer].tolist()
+            _refuse(samples[sample], f"experts {experts} {what}", expected, at)
 
 
 def _repeated(slots: np.ndarray) -> np.ndarray:

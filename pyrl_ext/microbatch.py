@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from torch import Tensor
 from pyrl_ext.batch import Batch
 from pyrl_ext.layout import TokenLayout
 from pyrl_ext.objective import LossInputs
-from pyrl_ext.ops import gather_rows
+from pyrl_ext.ops import gather_fields
 from pyrl_ext.topology import Topology
+from pyrl_ext.transfer import Upload
 
 
 class Ahead(NamedTuple):
@@ -38,28 +39,40 @@ class Microbatch:
     """M = rows of this context-parallel rank, padding included.
 
     Args:
-        layout:  where every row of the samples lies on every rank.
-        rows:    [M] int64 on the host, row of the batch's stream in each local row, -1 = padding.
-        tokens:  [M] int64, model input; padding holds 0.
-        targets: [M] int64, the token to score at each row; padding holds 0.
-        inputs:  [M] each, what the loss sees; zeros and a False mask in padding.
-        ahead:   one entry a layer for multi-token prediction.
+        layout:    where every row of the samples lies on every rank.
+        rows:      [M] int64 on the host, row of the batch's stream in each local row, -1 = padding.
+        tokens:    [M] int64, model input; padding holds 0.
+        targets:   [M] int64, the token to score at each row; padding holds 0.
+        positions: [M] int64, counting from 0 in each sample; padding holds 0.
+        inputs:    [M] each, what the loss sees; zeros and a False mask in padding.
+        ahead:     one entry a layer for multi-token prediction.
     """
 
     layout: TokenLayout
     rows: Tensor
     tokens: Tensor
     targets: Tensor
+    positions: Tensor
     inputs: LossInputs
     ahead: tuple[Ahead, ...] = ()
 
     @classmethod
-    def of(cls, batch: Batch, ids: Sequence[int], topo: Topology, depths: int = 0) -> Microbatch:
+    def of(
+        cls,
+        batch: Batch,
+        ids: Sequence[int],
+        topo: Topology,
+        depths: int = 0,
+        upload: Upload | None = None,
+    ) -> Microbatch:
         """Samples ``ids`` of ``batch`` as this rank sees them. Without samples: padding alone, so
         that the rank takes part in the collectives of the others.
 
         Args:
+            batch:  on the host.
             depths: layers for multi-token prediction.
+            upload: how the rows get to the device; its `arrive` is for the caller to say. None:
+                they may be used at once.
         """
         layout = TokenLayout(
             tuple(batch.seqlens[i] for i in ids),
@@ -71,29 +84,30 @@ class Microbatch:
         if not ids:
             layout = TokenLayout((1,), cp_size=topo.cp_size, tp_size=topo.tp_size)
             rows = torch.full_like(layout.rows(topo.cp_rank), -1)
+        there = upload or Upload(topo.device)
 
-        def local(field: Tensor, at: Tensor = rows) -> Tensor:
-            taken = gather_rows(field, at, field.new_zeros(()))
-            return taken.to(topo.device, non_blocking=True)
+        def local(fields: dict[str, Tensor], at: Tensor = rows) -> dict[str, Tensor]:
+            pin = topo.device.type != "cpu"
+            taken = gather_fields(list(fields.values()), at, [0.0] * len(fields), pin=pin)
+            return dict(zip(fields, taken.via(there).views, strict=True))
 
-        zeros = batch.rollout_logprobs.new_zeros(len(batch.rollout_logprobs))
-        inputs = LossInputs(
-            old_logprobs=local(zeros if batch.old_logprobs is None else batch.old_logprobs),
-            rollout_logprobs=local(batch.rollout_logprobs),
-            ref_logprobs=None if batch.ref_logprobs is None else local(batch.ref_logprobs),
-            advantages=local(batch.advantages),
-            loss_mask=local(batch.loss_mask),
-        )
+        names = ("tokens", "targets", "positions", "rollout_logprobs", "advantages", "loss_mask")
+        names += ("old_logprobs", "ref_logprobs")
+        found: dict[str, Any] = local({n: f for n in names if (f := getattr(batch, n)) is not None})
+        found.setdefault("old_logprobs", torch.zeros_like(found["rollout_logprobs"]))
+        found.setdefault("ref_logprobs", None)
         shifted = [batch.ahead(rows, depth) for depth in range(depths + 1)] if depths else []
         ahead = tuple(
             Ahead(
-                tokens=local(batch.targets, before),
-                targets=local(batch.targets, at),
-                loss_mask=local(batch.loss_mask, at),
+                **local({"tokens": batch.targets}, before),
+                **local({"targets": batch.targets, "loss_mask": batch.loss_mask}, at),
             )
             for before, at in pairwise(shifted)
         )
-        return cls(layout, rows, local(batch.tokens), local(batch.targets), inputs, ahead)
+        if upload is None:
+            there.arrive()
+        of_model = {name: found.pop(name) for name in ("tokens", "targets", "positions")}
+        return cls(layout, rows, **of_model, inputs=LossInputs(**found), ahead=ahead)
 
     def router_rows(self, topo: Topology) -> Tensor:
         """[M / tp] int64, `rows` of the sequence shard that this rank's routers see."""

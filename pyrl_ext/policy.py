@@ -17,17 +17,19 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pyrl_ext.batch import Batch
+from pyrl_ext.feed import Feed
 from pyrl_ext.logprob import vocab_parallel_logprob
 from pyrl_ext.megatron import checkpoint
-from pyrl_ext.megatron.attention import PackedSequences
 from pyrl_ext.megatron.gradients import gather_shards
 from pyrl_ext.megatron.model import build_chunks, release, unwrap, wrap_ddp
 from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, warmed_up
 from pyrl_ext.microbatch import Microbatch
 from pyrl_ext.models import family, weights
 from pyrl_ext.objective import LossFn
-from pyrl_ext.replay import Forced, Replay, forced_routes, native_routes
+from pyrl_ext.ops import Inverse, invert_rows, sum_rows
+from pyrl_ext.replay import Replay
 from pyrl_ext.topology import Topology
+from pyrl_ext.transfer import to_device
 
 Schedule = Sequence[Sequence[Sequence[int]]]  # [dp rank][microbatch] -> sample ids
 
@@ -156,7 +158,7 @@ class Policy:
         Communicates: two all-reduces of [T] fp32 over data and context ranks, a broadcast from the
         last stage. Syncs: reads the agreement counts.
         """
-        micros = self._microbatches(batch, schedule, replay)
+        feed = self._feed(batch, schedule, replay)
         found: list[tuple[Microbatch, Tensor, Tensor]] = []
 
         def keep(micro: Microbatch, logprobs: Tensor, entropy: Tensor, _ahead: list) -> tuple:
@@ -164,17 +166,24 @@ class Policy:
             return logprobs.sum(), _count(micro.inputs.loss_mask), {}
 
         with torch.no_grad(), self.replay.session(counting=replay), self._mode(training=False):
-            self._run(micros, keep, forward_only=True)
+            self._run(feed, keep, forward_only=True)
             layers = self.plan.shape.num_hidden_layers + self.mtp_layers
             agreement = self.replay.agreement(layers) if replay else {}
-        stream = torch.zeros(2, len(batch.tokens), device=self.topo.device)
-        for micro, logprobs, entropy in found:
-            real = (micro.rows >= 0).to(self.topo.device)
-            at = micro.rows.to(self.topo.device)[real]
-            stream[:, at] = torch.stack([logprobs[real], entropy[real]]).float()
+        stream = self._to_stream(found, len(batch.tokens))
         self._share(stream)
-        logprobs, entropy = stream.cpu()
+        logprobs, entropy = stream.T.contiguous().cpu()
         return Scores(logprobs, entropy, agreement)
+
+    def _to_stream(self, found: list[tuple[Microbatch, Tensor, Tensor]], num_rows: int) -> Tensor:
+        """[T, 2] log-prob and entropy of the rows that this rank has scored, zeros elsewhere."""
+        device = self.topo.device
+        if not found:  # not on the last pipeline stage
+            return torch.zeros(num_rows, 2, device=device)
+        rows = torch.cat([micro.rows for micro, *_ in found])
+        inverse = invert_rows(rows, num_rows)
+        there = Inverse(*(to_device(each, device) for each in inverse))
+        values = torch.cat([torch.stack(each, -1).float() for _, *each in found])
+        return sum_rows(values, to_device(rows, device), there)
 
     def update(self, minibatch: Batch, schedule: Schedule, loss: LossFn) -> dict[str, float]:
         """One optimizer step on ``minibatch``; token means are over the whole minibatch.
@@ -218,9 +227,7 @@ class Policy:
         """
         if not minibatch.num_loss_tokens:
             raise ValueError("Policy.update: the minibatch has no token under its loss mask")
-        micros = self._microbatches(
-            minibatch, schedule, self.plan.replay.train, depths=self.mtp_layers
-        )
+        feed = self._feed(minibatch, schedule, self.plan.replay.train, depths=self.mtp_layers)
         names: list[str] = []
 
         def score(
@@ -239,7 +246,7 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.replay.session(), self._mode(training=True):
-            parts = self._run(micros, score, forward_only=False)
+            parts = self._run(feed, score, forward_only=False)
         return self._means(parts, names)
 
     def _mtp_loss(
@@ -255,74 +262,30 @@ class Policy:
             missed, tokens = missed + lost.detach(), tokens + part.loss_mask.sum()
         return extra * (self.plan.objective.mtp_coef / len(ahead)), (missed, tokens)
 
-    def _microbatches(
-        self, batch: Batch, schedule: Schedule, replay: bool, depths: int = 0
-    ) -> list[tuple]:
-        """[(microbatch, packed sequences, routes a chunk)] of this data-parallel rank."""
-        if replay and batch.routes is None:
-            raise ValueError(
-                "replay: the samples carry no routes; the engine must return them, or the plan "
-                "must switch replay off (replay: {old: false, reference: false, train: false})"
-            )
-        mine = list(schedule[self.topo.dp_rank])
-        if self.topo.vpp_size is not None:  # interleaving wants whole rounds: fill up with padding
-            mine += [()] * (-len(mine) % self.topo.pp_size)
-        made = []
-        for ids in mine:
-            with record_function("pyrl: pack"):
-                micro = Microbatch.of(batch, ids, self.topo, depths)
-                packed = PackedSequences.of(micro.layout, self.topo.cp_rank, self.topo.device)
-                packed.tokens_ahead = tuple(ahead.tokens for ahead in micro.ahead)
-            with record_function("pyrl: routes"):
-                made.append((micro, packed, self._routes(batch, micro, replay)))
-        return made
+    def _feed(self, batch: Batch, schedule: Schedule, replayed: bool, depths: int = 0) -> Feed:
+        mine = schedule[self.topo.dp_rank]
+        return Feed(batch, mine, self.plan, self.topo, self.replay, replayed, depths)
 
-    def _routes(self, batch: Batch, micro: Microbatch, replay: bool) -> list[list[Forced]]:
-        """Routes a router of each chunk; layers for multi-token prediction choose for themselves
-        unless the samples have rows of their own for them."""
-        rows, device, shape = micro.router_rows(self.topo), self.topo.device, self.plan.shape
-        found = []
-        for chunk in range(len(self.chunks)):
-            ids = self.replay.layer_ids(chunk)
-            optional = [i for i in ids if i >= shape.num_hidden_layers and i not in batch.layer_ids]
-            native = ids if not replay else optional
-            wanted = [i for i in ids if i not in native]
-            routes: dict[int, Forced] = {}
-            if native:
-                none = native_routes(rows, len(native), shape.topk, shape.num_experts, device)
-                routes |= zip(native, none, strict=True)
-            if wanted and batch.routes is not None:
-                forced = forced_routes(
-                    batch.routes,
-                    batch.route_mask,
-                    batch.layer_ids,
-                    rows,
-                    wanted,
-                    shape.num_experts,
-                    device,
-                )
-                routes |= zip(wanted, forced, strict=True)
-            found.append([routes[i] for i in ids])
-        return found
-
-    def _run(self, micros: list[tuple], score: Callable[..., tuple], forward_only: bool) -> list:
-        """megatron's own schedule over ``micros``; ``score`` turns log-probs into a loss."""
+    def _run(self, feed: Feed, score: Callable[..., tuple], forward_only: bool) -> list:
+        """megatron's own schedule over ``feed``; ``score`` turns log-probs into a loss."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def step(iterator: Iterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
-            index, (micro, packed, routes) = next(iterator)
-            self.replay.force(index, routes[index])
+            index, ready, routes = next(iterator)
+            self.replay.force(index, routes)
+            micro, packed = ready.micro, ready.packed
             tokens, positions = micro.tokens[None], packed.positions[None]
             output = chunk(tokens, positions, None, packed_seq_params=packed)
+            feed.prepare_next()  # copied while a GPU computes what was launched above
             return output, partial(self._score, micro, score)
 
-        iterators = [iter([(i, m) for m in micros]) for i in range(len(self.chunks))]
+        iterators: list[Iterator] = [feed.of_chunk(i) for i in range(len(self.chunks))]
         single = len(self.chunks) == 1
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators[0] if single else iterators,
             model=self.chunks[0] if single else self.chunks,
-            num_microbatches=len(micros),
+            num_microbatches=len(feed),
             seq_length=0,  # ignored: variable_seq_lengths
             micro_batch_size=1,
             forward_only=forward_only,

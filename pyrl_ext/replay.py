@@ -10,10 +10,10 @@ decoder's, so that the first of them has id ``num_layers``.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,26 +22,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from pyrl_ext.ops import gather_routes
+from pyrl_ext.ops import replay_probs
+from pyrl_ext.routes import Forced
 
-TopK = tuple[Tensor, Tensor]  # (scores [T, K], expert ids [T, K] int64)
+
+class Stopwatch:
+    """Adds up the host's time inside ``with stopwatch:`` [s]; on a GPU that of launching."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+    def take(self) -> float:
+        """Seconds since it was last taken."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
 
-@dataclass(frozen=True)
-class Forced:
-    """One layer's routes for the rows of one microbatch that a rank's router sees.
-
-    Args:
-        ids:    [M, K] int64 expert ids; padding rows hold distinct experts spread over all of them.
-        forced: [M] bool, rows whose ids are used, the router chooses for the others; None: all.
-        routed: [M] bool, rows whose ids came from the engine (neither padding nor missing).
-        real:   [M] bool, rows that are tokens; None: all.
-    """
-
-    ids: Tensor
-    forced: Tensor | None
-    routed: Tensor
-    real: Tensor | None
+TopK = tuple[Tensor, Tensor]  # (scores [T, K], expert ids [T, K])
 
 
 class RouterHook:
@@ -53,8 +56,8 @@ class RouterHook:
     layer's backward passes come in the order of its forward passes, in every schedule megatron has.
     """
 
-    def __init__(self, layer_id: int, device: torch.device):
-        self.layer_id = layer_id
+    def __init__(self, layer_id: int, device: torch.device, stopwatch: Stopwatch):
+        self.layer_id, self.stopwatch = layer_id, stopwatch
         self.layer_number: int | None = None  # megatron sets it
         self.current: Forced | None = None
         self.used: Forced | None = None  # in the newest forward or recomputation
@@ -70,6 +73,22 @@ class RouterHook:
     def is_clear(self) -> bool:
         return self.current is None and self.used is None and not self.for_recompute
 
+    def take(self, rows: int, topk: int) -> Forced | None:
+        """What this forward or recomputation is to use, once for each; kept as ``used``."""
+        from megatron.core.tensor_parallel.random import is_checkpointing
+
+        recomputing = is_checkpointing() and torch.is_grad_enabled()
+        use = self.for_recompute.popleft() if recomputing and self.for_recompute else self.current
+        self.used = use
+        if use is not None and use.ids.shape != (rows, topk):
+            raise RuntimeError(
+                f"replay: layer {self.layer_id} got routes {list(use.ids.shape)}, its router sees "
+                f"{rows} rows with top-{topk}"
+            )
+        if use is not None and is_checkpointing() and not recomputing:
+            self.for_recompute.append(use)
+        return use
+
     def get_replay_topk(
         self,
         scores: Tensor,
@@ -78,34 +97,22 @@ class RouterHook:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., TopK] | None = None,
     ) -> TopK:
-        """megatron's hook: ``scores`` [M, E] -> the scores and ids of the experts to use."""
-        from megatron.core.tensor_parallel.random import is_checkpointing
-
+        """megatron's hook: ``scores`` [M, E] -> the scores and ids of the experts ``used``."""
         assert default_compute_topk is not None
         native_topk = partial(
             default_compute_topk, topk=topk, num_groups=num_groups, group_topk=group_topk
         )
-        recomputing = is_checkpointing() and torch.is_grad_enabled()
-        use = self.for_recompute.popleft() if recomputing and self.for_recompute else self.current
-        self.used = use
-        if use is None:
+        if self.used is None:
             return native_topk(scores)
-        if use.ids.shape != (scores.shape[0], topk):
-            raise RuntimeError(
-                f"replay: layer {self.layer_id} got routes {list(use.ids.shape)}, its router sees "
-                f"{scores.shape[0]} rows with top-{topk}"
-            )
-        if is_checkpointing() and not recomputing:
-            self.for_recompute.append(use)
-        with record_function("pyrl: replay"):
-            return self._forced(use, scores, self.counting and not recomputing, native_topk)
+        with record_function("pyrl: replay"), self.stopwatch:
+            return self._forced(self.used, scores, native_topk)
 
-    def _forced(self, use: Forced, scores: Tensor, count: bool, native_topk: Callable) -> TopK:
-        ids = use.ids
-        if count or use.forced is not None:
+    def _forced(self, use: Forced, scores: Tensor, native_topk: Callable) -> TopK:
+        ids = use.ids.long()
+        if self.counting or use.forced is not None:
             with torch.no_grad():
                 _, native = native_topk(scores.detach())
-            if count:
+            if self.counting:
                 self._count(ids, native, use.routed)
             if use.forced is not None:
                 ids = torch.where(use.forced[:, None], ids, native)
@@ -132,7 +139,10 @@ class Replay:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device):
         self.device = device
-        self.hooks: list[list[RouterHook]] = [_attach(chunk, device) for chunk in chunks]
+        self.stopwatch = Stopwatch()  # of all that replay adds to a step
+        self.hooks: list[list[RouterHook]] = [
+            _attach(chunk, device, self.stopwatch) for chunk in chunks
+        ]
         if len(set(self.layers)) < len(self.layers):
             raise RuntimeError(f"replay: router layers {self.layers}, expected each once")
 
@@ -179,16 +189,16 @@ class Replay:
         """Whether no router holds routes of any microbatch."""
         return all(hook.is_clear for hook in self._all())
 
-    def force(self, chunk: int, routes: Sequence[Forced] | None) -> None:
+    def force(self, chunk: int, routes: Sequence[Forced | None]) -> None:
         """Use ``routes``, one a layer of `layer_ids`, in the next forward; None: native."""
         hooks = self.hooks[chunk]
-        if routes is not None and len(routes) != len(hooks):
+        if len(routes) != len(hooks):
             raise RuntimeError(
                 f"replay: routes for {len(routes)} layers, chunk {chunk} has {len(hooks)} routers "
                 f"(layers {[h.layer_id for h in hooks]})"
             )
-        for i, hook in enumerate(hooks):
-            hook.current = None if routes is None else routes[i]
+        for hook, each in zip(hooks, routes, strict=True):
+            hook.current = each
 
     def agreement(self, num_layers: int) -> dict[int, tuple[float, float, float]]:
         """Layer id -> (sum of |A and B| / K, count of equal sets, count) over all ranks' rows.
@@ -206,7 +216,7 @@ class Replay:
         return {layer: (a, e, n) for layer, (a, e, n) in enumerate(rows) if n}
 
 
-def _attach(chunk: torch.nn.Module, device: torch.device) -> list[RouterHook]:
+def _attach(chunk: torch.nn.Module, device: torch.device, stopwatch: Stopwatch) -> list[RouterHook]:
     """Hook every router of a live model chunk."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
@@ -231,11 +241,47 @@ def _attach(chunk: torch.nn.Module, device: torch.device) -> list[RouterHook]:
         assert router.layer_number is not None
         # megatron numbers the layers for multi-token prediction from 1 again
         before = router.config.num_layers if router.is_mtp_layer else 0
-        hook: Any = RouterHook(before + router.layer_number - 1, device)
+        hook: Any = RouterHook(before + router.layer_number - 1, device, stopwatch)
         router.router_replay = hook
+        _route(router, hook)
         _leave_out_padding(router, hook)
         hooks.append(hook)
     return hooks
+
+
+def _route(router: Any, hook: RouterHook) -> None:
+    """Where all experts are given, one kernel makes the probabilities and the map. megatron's hook
+    stands in the middle of some ten operations on [M, E] that do the same, bit for bit in fp32, so
+    this stands one function further out; all else goes through the hook.
+
+    Routing of Megatron that adds to a loss or drops tokens is left to it as a whole.
+    """
+    config, routing = router.config, router.routing
+    plain = (
+        config.moe_z_loss_coeff is None
+        and config.moe_expert_capacity_factor is None
+        and not router.is_aux_loss_enabled()
+        and router.score_function in ("sigmoid", "softmax")
+    )
+
+    def route(logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        flat = logits.view(-1, config.num_moe_experts)
+        use = hook.take(len(flat), router.topk)
+        if not plain or use is None or use.forced is not None or hook.counting:
+            return routing(logits, padding_mask)
+        with record_function("pyrl: replay"), hook.stopwatch:
+            if router.score_function == "sigmoid":
+                scores, norm = torch.sigmoid(flat.float()), "sum"
+            elif config.moe_router_pre_softmax:
+                scores, norm = flat.softmax(-1, dtype=torch.float32), "none"
+            else:
+                scores, norm = flat, "softmax"
+            scale = config.moe_router_topk_scaling_factor
+            probs, routing_map = replay_probs(scores, use.ids, norm, scale, flat.dtype)
+        router._apply_expert_bias(routing_map, padding_mask=padding_mask)
+        return probs, routing_map
+
+    router.routing = route
 
 
 def _leave_out_padding(router: Any, hook: RouterHook) -> None:
@@ -249,56 +295,3 @@ def _leave_out_padding(router: Any, hook: RouterHook) -> None:
         count(routing_map if real is None else routing_map & real[:, None], padding_mask)
 
     router._apply_expert_bias = count_real
-
-
-def forced_routes(
-    routes: Tensor,
-    route_mask: Tensor,
-    layer_ids: Sequence[int],
-    rows: Tensor,
-    wanted: Sequence[int],
-    num_experts: int,
-    device: torch.device,
-) -> list[Forced]:
-    """The routes of this rank's rows and layers, ready for its routers.
-
-    Args:
-        routes:     [T, L, K] narrow integers, routes of the ragged stream, on the host.
-        route_mask: [T] bool, tokens that have one.
-        layer_ids:  [L] 0-based global ids of the layers in ``routes``.
-        rows:       [M] int64, rows of the stream in this rank's order, -1 = padding.
-        wanted:     global ids of the layers of one model chunk of this rank.
-
-    Raises: ValueError naming a wanted layer that the routes do not have.
-    """
-    if missing := [layer for layer in wanted if layer not in layer_ids]:
-        raise ValueError(
-            f"replay: layers {missing} have a router but no routes; the engine reported layers "
-            f"{list(layer_ids)}. Replay needs an engine that returns every router's choices"
-        )
-    slots = [layer_ids.index(layer) for layer in wanted]
-    ids = gather_routes(routes, rows, slots, num_experts, torch.int64).to(device, non_blocking=True)
-    real = rows >= 0
-    routed = route_mask[rows.clamp(min=0)] & real if len(route_mask) else real
-    return _forced(ids, routed, real, device)
-
-
-def native_routes(
-    rows: Tensor, layers: int, topk: int, num_experts: int, device: torch.device
-) -> list[Forced]:
-    """What stands for missing routes: tokens choose for themselves, padding rows are spread.
-
-    Args: as in `forced_routes`; ``layers`` routers that pick ``topk`` experts each.
-    """
-    none = torch.zeros(0, 1, topk, dtype=torch.int32)
-    padding = torch.full_like(rows, -1)
-    ids = gather_routes(none, padding, [0] * layers, num_experts, torch.int64).to(device)
-    return _forced(ids, torch.zeros_like(rows, dtype=torch.bool), rows >= 0, device)
-
-
-def _forced(ids: Tensor, routed: Tensor, real: Tensor, device: torch.device) -> list[Forced]:
-    forced = routed | ~real
-    forced_there = None if bool(forced.all()) else forced.to(device, non_blocking=True)
-    real_there = None if bool(real.all()) else real.to(device, non_blocking=True)
-    routed = routed.to(device, non_blocking=True)
-    return [Forced(each, forced_there, routed, real_there) for each in ids]

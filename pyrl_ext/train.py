@@ -68,6 +68,9 @@ def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
                     parts = batch.split(plan.batching.minibatches)
                     row |= mean([policy.update(p, schedule(plan, p), loss) for p in parts])
             policy.step = step + 1
+            if plan.replay.enabled:
+                models = [m for m in (policy, reference) if m is not None]
+                row["time/replay"] = sum(m.replay.stopwatch.take() for m in models)
             run.write(row | batch.stats() | compare(batch, old) | speed(clock, batch))
             stop = interrupt.agreed()
             if stop or run.due(policy):

@@ -17,15 +17,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A room imports rooms to its left. `plan` is a world of its own that everyone may read.
 ORDER: list[str] = [
-    *("plan", "named", "ops", "layout", "unshard", "logprob", "replay", "schedule", "objective"),
-    "topology",
-    *("rollout", "batch", "microbatch", "megatron", "models", "policy", "metrics", "peers", "run"),
-    "train",
+    *("plan", "named", "ops", "layout", "transfer", "unshard", "logprob", "routes", "replay"),
+    *("schedule", "objective", "topology", "rollout", "batch", "microbatch", "megatron", "models"),
+    *("feed", "policy", "metrics", "peers", "run", "train"),
 ]
 
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 450
-MAX_PACKAGE_CODE = 8000  # lines of code: docstrings, comments and blank lines are free
+# Lines of code: docstrings, comments and blank lines are free. Operators are read one at a time.
+MAX_CODE, MAX_OPS_CODE = 8000, 2000
 
 # Modules that only files whose name starts with one of these words may import.
 NAMED_AFTER = {
@@ -132,8 +132,10 @@ def test_importing_the_package_is_free():
 def test_functions_and_files_stay_short():
     functions = sorted(function_lengths(), reverse=True)
     files = sorted(((len(lines_of(f)), place(f)) for f in FILES), reverse=True)
-    total, code = sum(length for length, _ in files), sum(map(code_lines, FILES))
-    print(f"\n{code} lines of code, {total} lines in {len(files)} files")
+    total = sum(length for length, _ in files)
+    ops = sum(code_lines(f) for f in FILES if room_of(f) == "ops")
+    code = sum(map(code_lines, FILES)) - ops
+    print(f"\n{code} lines of code and {ops} in ops, {total} lines in {len(files)} files")
     for length, name in [*functions[:5], *files[:5]]:
         print(f"{length:5d}  {name}")
     long = [f for f in functions if f[0] > MAX_FUNCTION_LINES]
@@ -141,7 +143,8 @@ def test_functions_and_files_stay_short():
     assert not long, (
         f"longer than a screen ({MAX_FUNCTION_LINES}) or a file ({MAX_FILE_LINES}): {long}"
     )
-    assert code <= MAX_PACKAGE_CODE, f"{code} lines of code, expected at most {MAX_PACKAGE_CODE}"
+    assert code <= MAX_CODE, f"{code} lines of code, expected at most {MAX_CODE}"
+    assert ops <= MAX_OPS_CODE, f"{ops} lines of code in ops, expected at most {MAX_OPS_CODE}"
 
 
 @pytest.mark.parametrize(

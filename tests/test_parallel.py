@@ -274,15 +274,15 @@ def test_recomputation_needs_the_routes_of_its_own_microbatch(folder, memory):
         assert len(schedule[0]) == 2
         probe = Probe(policy)
         probe.expect(batch, schedule, training=True)
-        micros = policy._microbatches(batch, schedule, replay=True)
+        feed = policy._feed(batch, schedule, replayed=True)
         policy.chunks[0].train()
 
         def backwards():
             outputs = []
-            for micro, packed, routes in micros:
-                policy.replay.force(0, routes[0])
-                inputs = micro.tokens[None], packed.positions[None], None
-                outputs.append(policy.chunks[0](*inputs, packed_seq_params=packed))
+            for _, ready, routes in feed.of_chunk(0):
+                policy.replay.force(0, routes)
+                inputs = ready.micro.tokens[None], ready.packed.positions[None], None
+                outputs.append(policy.chunks[0](*inputs, packed_seq_params=ready.packed))
             for output in outputs:
                 output.sum().backward()
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from tiny import EXPERTS, LAYERS, TOPK, random_batch, tiny_plan
+from tiny import CONFIG, EXPERTS, LAYERS, QWEN3, TOPK, random_batch, tiny_plan
 
 from pyrl_ext import topology
 from pyrl_ext.microbatch import Microbatch
@@ -67,6 +67,33 @@ def test_ids_used_are_ids_given(recompute):
                 assert (used.sum(-1) == TOPK).all()
                 for got, want in zip(used.tolist(), expected_map(batch, micro, layer), strict=True):
                     assert want is None or got == want
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["sigmoid with bias", "softmax"])
+def test_given_experts_are_routed_as_megatron_does(config):
+    """Where one kernel takes the place of megatron's function: the same bits, the same gradient."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    plan, batch = tiny_plan(config=config), random_batch(6, unrouted=0.0)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        feed = policy._feed(batch, [[list(range(6))]], replayed=True)
+        _, ready, routes = next(feed.of_chunk(0))
+        policy.replay.force(0, routes)
+        routers = [m for m in policy.chunks[0].modules() if isinstance(m, TopKRouter)]
+        for router, forced in zip(routers, routes, strict=True):
+            assert forced is not None and forced.forced is None
+            logits = torch.randn(len(ready.micro.rows), 1, plan.shape.num_experts)
+            found = []
+            for routing in (router.routing, lambda x, r=router: TopKRouter.routing(r, x)):
+                leaf = logits.clone().requires_grad_()
+                probs, routing_map = routing(leaf)
+                (grad,) = torch.autograd.grad(probs.square().sum(), leaf)
+                found.append((probs, routing_map, grad))
+            (ours, our_map, our_grad), (theirs, their_map, their_grad) = found
+            assert torch.equal(ours, theirs) and torch.equal(our_map, their_map)
+            torch.testing.assert_close(our_grad, their_grad, rtol=1e-6, atol=1e-7)
+        policy.replay.force(0, [None] * len(routes))
 
 
 def test_tokens_without_a_route_are_routed_natively():

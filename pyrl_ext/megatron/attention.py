@@ -24,18 +24,38 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from pyrl_ext.layout import TokenLayout
-from pyrl_ext.ops import expand_runs, gather_rows
+from pyrl_ext.ops import Inverse, expand_runs, gather_rows, invert_rows
+from pyrl_ext.transfer import to_device
 
 
 @dataclass(frozen=True)
 class RowMap:
-    """The rows of a stream in the order that a kernel wants; a row may be wanted more than once."""
+    """The rows of a stream in the order that a kernel wants; a row may be wanted more than once.
 
-    rows: Tensor  # [M] int64
+    Args:
+        host: [M] int64 on the host.
+        num_src: N, rows of the stream.
+    """
+
+    host: Tensor
+    num_src: int
+    device: torch.device | None
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[M] int64 on the device."""
+        return to_device(self.host, self.device)
+
+    @cached_property
+    def inverse(self) -> Inverse:
+        """For the gradient, on the device."""
+        inverse = invert_rows(self.host, self.num_src)
+        return Inverse(*(to_device(each, self.device) for each in inverse))
 
     def take(self, stream: Tensor) -> Tensor:
         """[N, ...] -> [M, ...]; the gradient of a row adds up where it went."""
-        return gather_rows(stream, self.rows, stream.new_zeros(stream.shape[1:]))
+        inverse = self.inverse if stream.requires_grad else None
+        return gather_rows(stream, self.rows, stream.new_zeros(stream.shape[1:]), inverse)
 
 
 @dataclass
@@ -77,7 +97,7 @@ class PackedSequences(PackedSeqParams):
     def positions(self) -> Tensor:
         """[T_local] int64, position of each local row within its sequence."""
         assert self.layout is not None
-        return self.layout.positions(self.cp_rank).to(self.device, non_blocking=True)
+        return to_device(self.layout.positions(self.cp_rank), self.device)
 
     @cached_property
     def chunks(self) -> list[tuple[int, int, int, int]]:
@@ -89,7 +109,8 @@ class PackedSequences(PackedSeqParams):
     def packed_order(self) -> RowMap:
         """[cp * T_local] rows, from the all-gathered stream to the packed one."""
         assert self.layout is not None
-        return RowMap(self.layout.global_order().to(self.device, non_blocking=True))
+        order = self.layout.global_order()
+        return RowMap(order, len(order), self.device)
 
     @cached_property
     def by_shape(self) -> list[_SameShape]:
@@ -104,15 +125,16 @@ class PackedSequences(PackedSeqParams):
     @cached_property
     def varlen(self) -> dict[str, Any]:
         """``varlen_attn``'s sizes, and the key rows in the order it wants; None: as they are."""
+        assert self.layout is not None
         q_lens, k_lens = ([c[i] for c in self.chunks] for i in (1, 3))
         key_rows = None
         if q_lens != k_lens:
             starts = torch.tensor([c[2] for c in self.chunks])
             rows = expand_runs(starts, torch.tensor(k_lens), sum(k_lens))
-            key_rows = RowMap(rows.to(self.device, non_blocking=True))
+            key_rows = RowMap(rows, sum(self.layout.padded_seqlens), self.device)
         return {
-            "cu_seq_q": _cumulative(q_lens).to(self.device, non_blocking=True),
-            "cu_seq_k": _cumulative(k_lens).to(self.device, non_blocking=True),
+            "cu_seq_q": to_device(_cumulative(q_lens), self.device),
+            "cu_seq_k": to_device(_cumulative(k_lens), self.device),
             "max_q": max(q_lens),
             "max_k": max(k_lens),
             "key_rows": key_rows,

@@ -186,6 +186,11 @@ _METRICS = (
     Metric(
         "time/update", "s", "Wall time of forward, backward and optimizer over all minibatches."
     ),
+    Metric(
+        "time/replay",
+        "s",
+        "Host time of giving routes to the routers and of replaying them, in the phases above.",
+    ),
     Metric("time/publish", "s", "Wall time of handing the weights to the rollout engine."),
     Metric("time/eval", "s", "Wall time of the held-out evaluation."),
     Metric("time/checkpoint", "s", "Wall time of saving a checkpoint."),

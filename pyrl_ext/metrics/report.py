@@ -145,6 +145,13 @@ def time_table(runs: Sequence[Run]) -> Table:
         ]
         ratios = [_ratio(t.get(name), times[0].get(name)) for t in times]
         table.add_row(name, whose, *_interleave(cells, ratios))
+    replay = [float(run.series("time/replay")[1].sum()) for run in runs]
+    if any(replay):
+        steps = [float(run.series("time/step")[1].sum()) for run in runs]
+        cells = [f"{r:,.2f} s {r / (s or 1):6.2%}" for r, s in zip(replay, steps, strict=True)]
+        ratios = [_ratio(r, replay[0]) for r in replay]
+        table.add_section()
+        table.add_row("routing replay, of the steps", "ours", *_interleave(cells, ratios))
     return table
 
 

@@ -5,21 +5,20 @@ from .expand_runs import expand_runs
 from .gather_fields import Fields, gather_fields
 from .gather_routes import gather_routes
 from .gather_rows import Inverse, gather_rows, invert_rows
-from .sum_rows import sum_rows
-from .gather_rows import gather_rows
 from .replay_probs import replay_probs
+from .sum_rows import sum_rows
 from .token_logprob import token_logprob_grad, token_logprob_stats
 
 __all__ = [
-    "expand_runs",
     "Fields",
     "Inverse",
+    "expand_runs",
     "gather_fields",
     "gather_routes",
     "gather_rows",
     "invert_rows",
-    "sum_rows",
     "replay_probs",
+    "sum_rows",
     "token_logprob_grad",
     "token_logprob_stats",
     "use_backend",

@@ -4,7 +4,7 @@ Backends: native (C++ threads on CPU, CUDA), triton, reference (torch).
 Gradient: none, fields are data; gather_rows has one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,11 @@ class Fields(NamedTuple):
 
         Syncs: unless ``non_blocking`` from pinned memory to a device.
         """
-        flat = self.flat.to(device, non_blocking=non_blocking)
+        return self.via(lambda flat: flat.to(device, non_blocking=non_blocking))
+
+    def via(self, copy: Callable[[Tensor], Tensor]) -> "Fields":
+        """The same in what ``copy`` makes of ``flat``."""
+        flat = copy(self.flat)
         return Fields(flat, _views(flat, self.views, len(self.views[0])))
 
 
