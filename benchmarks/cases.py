@@ -10,6 +10,7 @@ FAMILIES = {
     "gather_fields": "benchmarks.cases_rows:gather_fields",
     "gather_routes": "benchmarks.cases_routes:gather_routes",
     "layout": "benchmarks.cases_layout:layout",
+    "feed": "benchmarks.cases_feed:feed",
     "replay_probs": "benchmarks.cases_router:replay_probs",
     "token_logprob": "benchmarks.cases_logprob:token_logprob",
 }

@@ -123,20 +123,17 @@ class TokenLayout:
                 f"TokenLayout.from_mask: mask is {mask.dtype} {list(mask.shape)}, expected bool "
                 "[B, S]"
             )
-        rows, width = mask.shape
-        real = np.zeros((rows, width + 2), dtype=np.int8)
-        real[:, 1:-1] = mask.numpy()
-        edges = np.diff(real, axis=1)
-        runs = (edges == 1).sum(axis=1)
-        if (runs > 1).any():
-            row = int((runs > 1).argmax())
-            raise ValueError(
-                f"TokenLayout.from_mask: row {row} has {runs[row]} runs of real tokens, expected "
-                "one; a hole cannot be packed"
-            )
-        first = (edges == 1).argmax(axis=1)
-        lengths = mask.numpy().sum(axis=1)
-        starts = tuple((np.arange(rows) * width + first).tolist())
+        width, flags = mask.shape[1], mask.numpy()
+        first = flags.argmax(axis=1) if width else np.zeros(len(flags), np.int64)
+        lengths = np.array([np.count_nonzero(row) for row in flags], np.int64)
+        for index, (row, at, length) in enumerate(zip(flags, first, lengths, strict=True)):
+            if not row[at : at + length].all():  # some lie further on
+                runs = np.count_nonzero(np.diff(row.astype(np.int8), prepend=0) == 1)
+                raise ValueError(
+                    f"TokenLayout.from_mask: row {index} has {runs} runs of real tokens, expected "
+                    "one; a hole cannot be packed"
+                )
+        starts = tuple((np.arange(len(flags)) * width + first).tolist())
         return cls(tuple(lengths.tolist()), cp_size, tp_size, align, starts)
 
     # lengths ------------------------------------------------------------------------------------

@@ -119,11 +119,10 @@ class RouterHook:
         return scores.gather(1, ids), ids  # gathered from live scores: the gate keeps its gradient
 
     def _count(self, ids: Tensor, native: Tensor, routed: Tensor) -> None:
-        same = (ids[:, :, None] == native[:, None, :]).any(-1).sum(-1)
-        share = same.double() / ids.shape[1]
-        exact = (same == ids.shape[1]).double()
-        each = torch.stack([share, exact, torch.ones_like(share)])
-        self.counts += (each * routed).sum(-1)
+        topk = ids.shape[1]
+        same = (ids[:, :, None] == native[:, None, :]).sum((1, 2)) * routed
+        share = same.sum().double() / topk
+        self.counts += torch.stack([share, (same == topk).sum(), routed.sum()])
 
 
 class Replay:

@@ -1,0 +1,91 @@
+"""feed: all that stands between samples on the host and a microbatch on the device of a rank."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.lengths import lognormal
+from benchmarks.measure import Case
+from pyrl_ext.batch import Batch
+from pyrl_ext.microbatch import Microbatch
+from pyrl_ext.routes import Routes
+from pyrl_ext.topology import Topology
+from pyrl_ext.transfer import Upload
+
+LAYERS, TOP_K, EXPERTS = 46, 4, 64
+TOKENS = 131_072
+FIELDS = ("tokens", "targets", "positions", "rollout_logprobs", "old_logprobs", "advantages")
+
+
+def feed(device: str, shrink: int = 1) -> Iterator[Case]:
+    """64k rows and routes of 46 layers, rank 0 of CP2. On cuda whatever waits for it raises."""
+    topo = Topology(torch.device(device), 2, 0, 1, 1, 1, 2, 1, 1, None, 0, 0, 0, 0, None)
+    batch = _batch(lognormal(64, 16384 // shrink, TOKENS // shrink))
+    ids, layers = range(len(batch.seqlens)), range(LAYERS)
+    narrow = batch.routes
+    assert narrow is not None
+
+    def set_up() -> list[Tensor]:
+        upload = Upload(topo.device)
+        micro = Microbatch.of(batch, ids, topo, upload=upload)
+        routes = Routes.of(
+            *(narrow, batch.layer_ids, batch.route_mask, micro.router_rows(topo)),
+            *(layers, EXPERTS, upload),
+        )
+        upload.arrive()
+        forced = [each for each in routes.of_layers(layers) if each is not None]
+        return [*(_field(micro, name) for name in FIELDS), *(each.ids for each in forced)]
+
+    def in_torch() -> list[Tensor]:
+        rows = Microbatch.of(batch, ids, topo).rows
+        real, at = rows >= 0, rows.clamp(min=0)
+        fields = [torch.where(real, getattr(batch, name)[at], 0) for name in FIELDS]
+        spread = torch.arange(len(rows) * TOP_K).remainder(EXPERTS).view(-1, 1, TOP_K)
+        routes = torch.where(real[:, None, None], narrow[at], spread)
+        moved = [x.to(device) for x in (*fields, routes.transpose(0, 1).to(torch.uint8))]
+        return [*moved[:-1], *moved[-1].contiguous()]
+
+    rows = len(Microbatch.of(batch, ids, topo).rows)
+    written = rows * (6 * 6 + 2 + LAYERS * TOP_K)
+    yield Case(
+        f"a microbatch of {rows} rows, {LAYERS} x {TOP_K} routes",
+        set_up if device == "cpu" else _never_waiting(set_up),
+        {"torch": in_torch},
+        moved=3 * written,  # routes are sliced on the host, then dealt to layers
+        written=written,
+    )
+
+
+def _never_waiting(run: Any) -> Any:
+    def strict() -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return strict
+
+
+def _field(micro: Microbatch, name: str) -> Tensor:
+    return getattr(micro if hasattr(micro, name) else micro.inputs, name)
+
+
+def _batch(lengths: tuple[int, ...]) -> Batch:
+    total, g = sum(lengths), torch.Generator().manual_seed(0)
+    return Batch(
+        seqlens=lengths,
+        tokens=torch.randint(154_880, (total,), generator=g),
+        targets=torch.randint(154_880, (total,), generator=g),
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        loss_mask=torch.rand(total, generator=g) > 0.5,
+        rollout_logprobs=torch.rand(total, generator=g),
+        old_logprobs=torch.rand(total, generator=g),
+        advantages=torch.rand(total, generator=g),
+        rewards=torch.zeros(len(lengths)),
+        routes=torch.randint(EXPERTS, (total, LAYERS, TOP_K), generator=g).to(torch.uint8),
+        layer_ids=tuple(range(LAYERS)),
+        route_mask=torch.ones(total, dtype=torch.bool),
+    )
