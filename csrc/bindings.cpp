@@ -154,9 +154,12 @@ void bind_token_logprob(py::module_& m) {
   using pyrl::Shard;
   py::class_<Shard>(m, "Shard")
       .def(py::init([](Address logits, int dtype, int64_t tokens, int64_t columns, int64_t width,
-                       Address targets, int64_t first, Address scale) {
-        return Shard{at<const void>(logits), pyrl::Float(dtype),         tokens, columns, width,
-                     at<const int64_t>(targets), first, at<const float>(scale)};
+                       Address targets, int64_t first, Address scale, Address keep) {
+        return Shard{at<const void>(logits),      pyrl::Float(dtype),
+                     tokens,                      columns,
+                     width,                       at<const int64_t>(targets),
+                     first,                       at<const float>(scale),
+                     at<const uint8_t>(keep)};
       }));
   m.def("token_logprob_stats_cpu",
         [](const Shard& shard, Address stats, const std::string& isa, int threads) {

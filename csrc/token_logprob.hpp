@@ -15,12 +15,13 @@ struct Shard {
   const int64_t* targets;  // [tokens] global column
   int64_t first;           // global column of logits[:, 0]
   const float* scale;      // [tokens], positive
+  const uint8_t* keep;     // [tokens, columns], a logit where 0 counts as -inf; null: all are kept
 };
 
 // stats[0] = m = max(logits)                 -inf in a shard of no columns or only -inf
 // stats[1] = sum(e),  e = exp((logits - m) * scale)
 // stats[2] = sum(e * (logits - m) * scale)   a logit of -inf adds 0
-// stats[3] = logits[target]                  0 if another shard holds it
+// stats[3] = logits[target]                  0 if another shard holds it, -inf if it is not kept
 //
 // stats [4, tokens] written. NaN or +inf among the logits makes stats[1] NaN.
 void token_logprob_stats_cpu(const Shard& shard, float* stats, const char* isa, int threads);
@@ -38,7 +39,8 @@ struct RowGrad {
 // with log p = (logits - max) * scale - log_sum.
 //
 // out [tokens, columns] of the logits' type, written, padding columns with 0; may be `logits`
-// itself. Rows whose two gradients are 0, and rows without a finite logit, are 0 and not read.
+// itself. Columns that are not kept are 0, the target's too. Rows whose two gradients are 0, and
+// rows without a finite logit, are 0 and not read.
 void token_logprob_grad_cpu(const Shard& shard, const RowGrad& row, void* out, const char* isa,
                             int threads);
 

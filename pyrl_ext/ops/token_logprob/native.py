@@ -26,7 +26,7 @@ def _shard(logits: Tensor, targets: Tensor, scale: Tensor, first: int, width: in
     tokens, columns = logits.shape
     return C.Shard(
         *(logits.data_ptr(), CODES[logits.dtype], tokens, columns, width),
-        *(targets.data_ptr(), first, scale.data_ptr()),
+        *(targets.data_ptr(), first, scale.data_ptr(), 0),
     )
 
 
