@@ -161,21 +161,43 @@ void bind_token_logprob(py::module_& m) {
                      first,                       at<const float>(scale),
                      at<const uint8_t>(keep)};
       }));
+  using pyrl::RowGrad;
+  py::class_<RowGrad>(m, "RowGrad")
+      .def(py::init([](Address max, Address log_sum, Address entropy, Address grad_logprob,
+                       Address grad_entropy) {
+        return RowGrad{at<const float>(max), at<const float>(log_sum), at<const float>(entropy),
+                       at<const float>(grad_logprob), at<const float>(grad_entropy)};
+      }));
   m.def("token_logprob_stats_cpu",
         [](const Shard& shard, Address stats, const std::string& isa, int threads) {
           py::gil_scoped_release nogil;
           pyrl::token_logprob_stats_cpu(shard, at<float>(stats), isa.c_str(), threads);
         });
-  m.def("token_logprob_grad_cpu",
-        [](const Shard& shard, Address max, Address log_sum, Address entropy, Address grad_logprob,
-           Address grad_entropy, Address out, const std::string& isa, int threads) {
+  m.def("token_logprob_grad_cpu", [](const Shard& shard, const RowGrad& row, Address out,
+                                     const std::string& isa, int threads) {
+    py::gil_scoped_release nogil;
+    pyrl::token_logprob_grad_cpu(shard, row, at<void>(out), isa.c_str(), threads);
+  });
+  m.def("token_logprob_scratch", &pyrl::token_logprob_scratch);
+  m.def("token_logprob_stats_emulated", [](const Shard& shard, Address stats, Address scratch) {
+    pyrl::token_logprob_stats_emulated(shard, at<float>(stats), at<float>(scratch));
+  });
+  m.def("token_logprob_grad_emulated", [](const Shard& shard, const RowGrad& row, Address out) {
+    pyrl::token_logprob_grad_emulated(shard, row, at<void>(out));
+  });
+#ifdef PYRL_CUDA
+  m.def("token_logprob_stats_cuda",
+        [](const Shard& shard, Address stats, Address scratch, Address stream) {
           py::gil_scoped_release nogil;
-          pyrl::token_logprob_grad_cpu(
-              shard,
-              {at<const float>(max), at<const float>(log_sum), at<const float>(entropy),
-               at<const float>(grad_logprob), at<const float>(grad_entropy)},
-              at<void>(out), isa.c_str(), threads);
+          pyrl::token_logprob_stats_cuda(shard, at<float>(stats), at<float>(scratch),
+                                         at<void>(stream));
         });
+  m.def("token_logprob_grad_cuda",
+        [](const Shard& shard, const RowGrad& row, Address out, Address stream) {
+          py::gil_scoped_release nogil;
+          pyrl::token_logprob_grad_cuda(shard, row, at<void>(out), at<void>(stream));
+        });
+#endif
 }
 
 }  // namespace

@@ -44,6 +44,16 @@ struct RowGrad {
 void token_logprob_grad_cpu(const Shard& shard, const RowGrad& row, void* out, const char* isa,
                             int threads);
 
+// The same on `stream` of the current device, for any alignment. `scratch` has room for
+// token_logprob_scratch(tokens, width) floats. Targets of no shard count as another's.
+int64_t token_logprob_scratch(int64_t tokens, int64_t width);
+void token_logprob_stats_cuda(const Shard& shard, float* stats, float* scratch, void* stream);
+void token_logprob_grad_cuda(const Shard& shard, const RowGrad& row, void* out, void* stream);
+
+// The same grid of threads walked on the host.
+void token_logprob_stats_emulated(const Shard& shard, float* stats, float* scratch);
+void token_logprob_grad_emulated(const Shard& shard, const RowGrad& row, void* out);
+
 // The kernels of one instruction set, for the tokens in [begin, end).
 struct TokenLogprobKernels {
   void (*stats)(const Shard& shard, float* stats, int64_t begin, int64_t end);

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyrl_ext.ops import token_logprob_grad, token_logprob_stats
+from pyrl_ext.ops import token_logprob_grad, token_logprob_grad_, token_logprob_stats
 
 
 def _combine(shards: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -40,12 +40,14 @@ class _VocabParallelLogprob(torch.autograd.Function):
         scale: Tensor,
         valid_vocab: int,
         group: dist.ProcessGroup | None,
+        keep_mask: Tensor | None,
+        inplace: bool,
     ) -> tuple[Tensor, Tensor]:
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         columns = logits.shape[1]
         first = rank * columns
         width = min(max(valid_vocab - first, 0), columns)
-        stats = token_logprob_stats(logits, targets, scale, first, width)
+        stats = token_logprob_stats(logits, targets, scale, first, width, keep_mask)
         if size == 1:
             shards = stats[None]
         else:
@@ -54,17 +56,19 @@ class _VocabParallelLogprob(torch.autograd.Function):
             shards = shards.view(size, 4, stats.shape[1])
         logprob, entropy, top, log_sum = _combine(shards, scale)
         logprob = torch.where((targets >= 0) & (targets < valid_vocab), logprob, torch.nan)
-        ctx.save_for_backward(logits, targets, scale, top, log_sum, entropy)
-        ctx.first, ctx.width = first, width
+        ctx.save_for_backward(logits, targets, scale, top, log_sum, entropy, keep_mask)
+        ctx.first, ctx.width, ctx.inplace = first, width, inplace
         return logprob, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        logits, targets, scale, top, log_sum, entropy = ctx.saved_tensors
-        of_rows = (top, log_sum, entropy, *grads)
-        grad = token_logprob_grad(logits, targets, scale, ctx.first, ctx.width, *of_rows)
-        return grad, None, None, None, None
+        # Raises in a second backward in place: the version of the logits is not the saved one.
+        logits, targets, scale, top, log_sum, entropy, keep_mask = ctx.saved_tensors
+        gradient = token_logprob_grad_ if ctx.inplace else token_logprob_grad
+        of_rows = (top, log_sum, entropy, *grads, keep_mask)
+        grad = gradient(logits.detach(), targets, scale, ctx.first, ctx.width, *of_rows)
+        return grad, *[None] * 6
 
 
 @overload
@@ -75,6 +79,8 @@ def vocab_parallel_logprob(
     *,
     temperature: float | Tensor = 1.0,
     valid_vocab: int | None = None,
+    keep_mask: Tensor | None = None,
+    inplace: bool = False,
     with_entropy: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -87,6 +93,8 @@ def vocab_parallel_logprob(
     *,
     temperature: float | Tensor = 1.0,
     valid_vocab: int | None = None,
+    keep_mask: Tensor | None = None,
+    inplace: bool = False,
     with_entropy: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -98,13 +106,16 @@ def vocab_parallel_logprob(
     *,
     temperature: float | Tensor = 1.0,
     valid_vocab: int | None = None,
+    keep_mask: Tensor | None = None,
+    inplace: bool = False,
     with_entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``log_softmax(logits / temperature)[t, targets[t]]`` over the columns of all ranks.
 
     Rank r of ``group`` holds columns ``[r * V_local, (r + 1) * V_local)``. The logits are kept for
-    the backward and never written; a second backward is right. A token without a finite logit
-    has log-prob -inf, entropy 0 and gradient 0. NaN and +inf among its logits give NaN.
+    the backward, with three numbers a token, and not written unless ``inplace``; a second backward
+    is right, or in place an error. A token without a finite logit has log-prob -inf, entropy 0
+    and gradient 0. NaN and +inf among its logits give NaN.
 
     Args:
         logits:  [T, V_local] float32, bfloat16, float16 or float64.
@@ -112,6 +123,10 @@ def vocab_parallel_logprob(
         group:   the ranks that hold the vocabulary; None: this one alone.
         temperature: positive, one number or [T]; not differentiated.
         valid_vocab: columns from here on are padding and have no part; None: all are valid.
+        keep_mask: [T, V_local] bool, the support that was sampled from (top-k, top-p): columns
+            outside it have probability 0 and gradient 0, a target outside it log-prob -inf.
+        inplace: the backward writes the gradient over the logits, which nothing may read after
+            it: who saved them too gets autograd's error. A leaf's data is written over as well.
         with_entropy: also return the entropy of each distribution, differentiable too.
 
     Returns:
@@ -122,7 +137,7 @@ def vocab_parallel_logprob(
 
     Raises:
         ValueError: shapes do not fit, a temperature is not positive, or a target lies outside
-            ``[0, valid_vocab)``. On cuda, as that would wait for the device, and in a compiled
+            ``[0, valid_vocab)``, or ``inplace`` with logits that are not contiguous. On cuda, as that would wait for the device, and in a compiled
             graph a tensor's entries are not looked at: such a target, or a temperature that is
             not positive, gives NaN.
     """
@@ -140,10 +155,17 @@ def vocab_parallel_logprob(
             f"vocab_parallel_logprob: valid_vocab is {valid_vocab}, expected one in [1, {vocab}], "
             f"the columns of {size} ranks"
         )
+    if inplace and not logits.is_contiguous():
+        raise ValueError(
+            f"vocab_parallel_logprob: inplace with logits of strides {list(logits.stride())}, "
+            "expected contiguous ones. Leave inplace out"
+        )
     outside = (targets < 0) | (targets >= valid_vocab)
     _check_entries("targets", targets, outside, f"[0, {valid_vocab})")
     scale = _scale(temperature, targets, wide)
-    logprob, entropy = _VocabParallelLogprob.apply(logits, targets, scale, valid_vocab, group)
+    logprob, entropy = _VocabParallelLogprob.apply(
+        logits, targets, scale, valid_vocab, group, keep_mask, inplace
+    )
     return (logprob, entropy) if with_entropy else logprob
 
 

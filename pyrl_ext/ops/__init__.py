@@ -8,6 +8,8 @@ from .gather_rows import Inverse, gather_rows, invert_rows
 from .replay_probs import replay_probs
 from .sum_rows import sum_rows
 from .token_logprob import token_logprob_grad, token_logprob_stats
+from .gather_rows import gather_rows
+from .token_logprob import token_logprob_grad, token_logprob_grad_, token_logprob_stats
 
 __all__ = [
     "Fields",
@@ -20,6 +22,7 @@ __all__ = [
     "replay_probs",
     "sum_rows",
     "token_logprob_grad",
+    "token_logprob_grad_",
     "token_logprob_stats",
     "use_backend",
 ]

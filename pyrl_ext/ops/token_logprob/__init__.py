@@ -10,65 +10,95 @@ With ``z = logits * scale`` (scale = 1 / temperature) over the columns of all sh
 are its local halves, each one pass over the logits. Differences to the maximum are formed before
 anything is scaled or rounded, so large common offsets cost no accuracy.
 
-Backends: native (C++ threads; AVX-512, AVX2 or portable chosen at run time), reference (torch;
-float64 too, and what runs on cuda).
+Backends: native (C++ threads with AVX-512, AVX2 or portable code chosen at run time; CUDA), triton,
+reference (torch; float64 too).
 Gradient: none of their own; ``token_logprob_grad`` is the derivative.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyrl_ext.ops._op import Op
 
-from . import native, reference
+from . import native, reference, triton
+
+_ROWS = (
+    "Tensor targets, Tensor scale, SymInt first, SymInt width, Tensor max, Tensor log_sum, "
+    "Tensor entropy, Tensor grad_logprob, Tensor grad_entropy, Tensor? keep_mask=None"
+)
 
 
-def _stats_fake(logits: Tensor, targets: Tensor, scale: Tensor, first: int, width: int) -> Tensor:
+def _stats_fake(logits: Tensor, targets: Tensor, scale: Tensor, *rest: Any) -> Tensor:
     return scale.new_empty(4, logits.shape[0])
 
 
-def _grad_fake(logits: Tensor, *rest: Tensor | int) -> Tensor:
+def _grad_fake(logits: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
+def _over(grad: Callable[..., Tensor]) -> Callable[..., None]:
+    def run(logits: Tensor, *rest: Any) -> None:
+        grad(logits, *rest, out=logits)
+        if not logits.is_inference():  # what is written by address is seen by nobody else
+            torch.autograd.graph.increment_version(logits)
+
+    return run
+
+
 stats_op = Op(
-    "token_logprob_stats(Tensor logits, Tensor targets, Tensor scale, SymInt first, SymInt width)"
-    " -> Tensor",
+    "token_logprob_stats(Tensor logits, Tensor targets, Tensor scale, SymInt first, SymInt width, "
+    "Tensor? keep_mask=None) -> Tensor",
     fake=_stats_fake,
 )
 stats_op.backend("native", native.stats, refuse=native.refuse_stats)
+stats_op.backend("triton", triton.stats, refuse=triton.refuse)
 stats_op.backend("reference", reference.stats)
 
-grad_op = Op(
-    "token_logprob_grad(Tensor logits, Tensor targets, Tensor scale, SymInt first, SymInt width, "
-    "Tensor max, Tensor log_sum, Tensor entropy, Tensor grad_logprob, Tensor grad_entropy)"
-    " -> Tensor",
-    fake=_grad_fake,
-)
+grad_op = Op(f"token_logprob_grad(Tensor logits, {_ROWS}) -> Tensor", fake=_grad_fake)
 grad_op.backend("native", native.grad, refuse=native.refuse_grad)
+grad_op.backend("triton", triton.grad, refuse=triton.refuse)
 grad_op.backend("reference", reference.grad)
+
+over_op = Op(f"token_logprob_grad_(Tensor(a!) logits, {_ROWS}) -> ()", fake=lambda *args: None)
+over_op.backend("native", _over(native.grad), refuse=native.refuse_grad)
+over_op.backend("triton", _over(triton.grad), refuse=triton.refuse)
+over_op.backend("reference", _over(reference.grad))
 
 
 def token_logprob_stats(
-    logits: Tensor, targets: Tensor, scale: Tensor, first: int, width: int
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    first: int,
+    width: int,
+    keep_mask: Tensor | None = None,
 ) -> Tensor:
     """One read of a shard's logits: ``[max, sum(e), sum(e * d), logits[target]]`` a token.
 
     ``d = (logits - max) * scale``, ``e = exp(d)``. A logit of -inf counts 0 in both sums; a shard
-    of nothing else has max -inf and sums 0. NaN or +inf in the logits makes the sums NaN.
+    of nothing else has max -inf and sums 0. NaN or +inf in the logits makes the sums NaN. The bits
+    of a token depend on its logits and on how its row is aligned in memory, on no other token.
 
     Args:
         logits:  [T, V_local] float32, bfloat16, float16 or float64.
-        targets: [T] int64, global column; 0 is reported for one that another shard holds.
+        targets: [T] int64, global column; 0 is reported for one that another shard holds. None is
+            out of range.
         scale:   [T] float32 (float64 for float64 logits), positive, 1 / temperature.
         first:   global column of ``logits[:, 0]``.
         width:   valid columns of this shard; those behind are padding and have no part.
+        keep_mask: [T, V_local] bool, False where a logit counts as -inf; None: all are kept.
 
     Returns:
         [4, T] dtype of ``scale``; max and target in units of ``logits``.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
     """
-    _check("token_logprob_stats", logits, width, targets=targets, scale=scale)
-    return stats_op(logits, targets, scale, first, width)
+    _check("token_logprob_stats", logits, width, keep_mask, targets=targets, scale=scale)
+    return stats_op(logits, targets, scale, first, width, keep_mask)
 
 
 def token_logprob_grad(
@@ -82,27 +112,69 @@ def token_logprob_grad(
     entropy: Tensor,
     grad_logprob: Tensor,
     grad_entropy: Tensor,
+    keep_mask: Tensor | None = None,
 ) -> Tensor:
     """``scale * (gl * ([j == target] - p) - ge * p * (log p + entropy))`` in one pass.
 
     ``log p = (logits - max) * scale - log_sum``, with ``gl, ge = grad_logprob, grad_entropy``.
 
     Args:
-        logits, targets, scale, first, width: as in :func:`token_logprob_stats`.
+        logits, targets, scale, first, width, keep_mask: as in :func:`token_logprob_stats`.
         max, log_sum, entropy: [T] dtype of ``scale``, of the whole row, over all shards.
         grad_logprob, grad_entropy: [T] dtype of ``scale``.
 
     Returns:
-        [T, V_local] dtype of ``logits``, a new tensor. 0 in padding columns, in tokens whose two
-        gradients are 0 (their logits are not read) and in tokens without a finite logit.
+        [T, V_local] dtype of ``logits``, a new tensor. 0 in padding columns, in columns that are
+        not kept, in tokens whose two gradients are 0 (their logits are not read) and in tokens
+        without a finite logit.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
     """
     vectors = dict(max=max, log_sum=log_sum, entropy=entropy)
-    grads = dict(grad_logprob=grad_logprob, grad_entropy=grad_entropy)
-    _check("token_logprob_grad", logits, width, targets=targets, scale=scale, **vectors, **grads)
-    return grad_op(logits, targets, scale, first, width, *vectors.values(), *grads.values())
+    vectors |= dict(grad_logprob=grad_logprob, grad_entropy=grad_entropy)
+    where = "token_logprob_grad"
+    _check(where, logits, width, keep_mask, targets=targets, scale=scale, **vectors)
+    return grad_op(logits, targets, scale, first, width, *vectors.values(), keep_mask)
 
 
-def _check(where: str, logits: Tensor, width: int, **vectors: Tensor) -> None:
+def token_logprob_grad_(
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    first: int,
+    width: int,
+    max: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor,
+    keep_mask: Tensor | None = None,
+) -> Tensor:
+    """:func:`token_logprob_grad` written over ``logits``, whose version counter it raises.
+
+    Returns:
+        ``logits``.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the logits are not contiguous.
+    """
+    vectors = dict(max=max, log_sum=log_sum, entropy=entropy)
+    vectors |= dict(grad_logprob=grad_logprob, grad_entropy=grad_entropy)
+    where = "token_logprob_grad_"
+    _check(where, logits, width, keep_mask, targets=targets, scale=scale, **vectors)
+    if not logits.is_contiguous():
+        raise ValueError(
+            f"{where}: logits {list(logits.shape)} has strides {list(logits.stride())}, expected "
+            "contiguous ones. Use token_logprob_grad"
+        )
+    over_op(logits, targets, scale, first, width, *vectors.values(), keep_mask)
+    return logits
+
+
+def _check(
+    where: str, logits: Tensor, width: int, keep_mask: Tensor | None, **vectors: Tensor
+) -> None:
     if logits.ndim != 2 or not logits.is_floating_point():
         raise ValueError(
             f"{where}: logits is {logits.dtype} {list(logits.shape)}, expected floating "
@@ -116,5 +188,18 @@ def _check(where: str, logits: Tensor, width: int, **vectors: Tensor) -> None:
                 f"{where}: {name} is {vector.dtype} {list(vector.shape)}, expected {dtype} "
                 f"[{logits.shape[0]}]"
             )
+    others = vectors if keep_mask is None else vectors | {"keep_mask": keep_mask}
+    for name, other in others.items():
+        if other.device != logits.device:
+            raise ValueError(
+                f"{where}: {name} is on {other.device}, expected {logits.device}, as logits"
+            )
+    if keep_mask is not None and (
+        keep_mask.shape != logits.shape or keep_mask.dtype != torch.bool
+    ):
+        raise ValueError(
+            f"{where}: keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, expected torch.bool "
+            f"{list(logits.shape)}"
+        )
     if not 0 <= width <= logits.shape[1]:
         raise ValueError(f"{where}: width is {width}, expected one in [0, {logits.shape[1]}]")

@@ -22,21 +22,43 @@ def refuse_grad(logits: Tensor, *rest: Any) -> str | None:
     return _refuse("token_logprob_grad", logits)
 
 
-def _shard(logits: Tensor, targets: Tensor, scale: Tensor, first: int, width: int) -> Any:
-    tokens, columns = logits.shape
-    return C.Shard(
-        *(logits.data_ptr(), CODES[logits.dtype], tokens, columns, width),
-        *(targets.data_ptr(), first, scale.data_ptr(), 0),
-    )
+class _Shard:
+    """``csrc``'s Shard of contiguous tensors, which live as long as it does."""
+
+    def __init__(self, logits: Tensor, targets: Tensor, scale: Tensor, keep: Tensor | None):
+        held = [t if t is None else t.contiguous() for t in (logits, targets, scale, keep)]
+        self.logits, self.targets, self.scale, self.keep = held
+
+    def columns(self, first: int, width: int) -> Any:
+        keep = 0 if self.keep is None else self.keep.data_ptr()
+        return C.Shard(
+            *(self.logits.data_ptr(), CODES[self.logits.dtype], *self.logits.shape, width),
+            *(self.targets.data_ptr(), first, self.scale.data_ptr(), keep),
+        )
 
 
 def stats(
-    logits: Tensor, targets: Tensor, scale: Tensor, first: int, width: int, isa: str = "auto"
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    first: int,
+    width: int,
+    keep_mask: Tensor | None = None,
+    isa: str = "auto",
 ) -> Tensor:
-    logits, targets, scale = logits.contiguous(), targets.contiguous(), scale.contiguous()
-    out = scale.new_empty(4, logits.shape[0])
-    shard = _shard(logits, targets, scale, first, width)
-    C.token_logprob_stats_cpu(shard, out.data_ptr(), isa, threads())
+    """``isa``: instruction set on a CPU; "emulated" walks the GPU's threads there."""
+    held = _Shard(logits, targets, scale, keep_mask)
+    shard, out = held.columns(first, width), scale.new_empty(4, logits.shape[0])
+    if not logits.is_cuda and isa != "emulated":
+        C.token_logprob_stats_cpu(shard, out.data_ptr(), isa, threads())
+        return out
+    scratch = scale.new_empty(C.token_logprob_scratch(logits.shape[0], width))
+    addresses = (shard, out.data_ptr(), scratch.data_ptr())
+    if logits.is_cuda:
+        with torch.cuda.device(logits.device):
+            C.token_logprob_stats_cuda(*addresses, torch.cuda.current_stream().cuda_stream)
+    else:
+        C.token_logprob_stats_emulated(*addresses)
     return out
 
 
@@ -46,13 +68,26 @@ def grad(
     scale: Tensor,
     first: int,
     width: int,
-    *rows: Tensor,
+    max: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor,
+    keep_mask: Tensor | None = None,
+    out: Tensor | None = None,
     isa: str = "auto",
 ) -> Tensor:
-    logits, targets, scale = logits.contiguous(), targets.contiguous(), scale.contiguous()
-    rows = tuple(row.contiguous() for row in rows)
-    out = torch.empty_like(logits)
-    shard = _shard(logits, targets, scale, first, width)
-    addresses = (row.data_ptr() for row in rows)
-    C.token_logprob_grad_cpu(shard, *addresses, out.data_ptr(), isa, threads())
+    held = _Shard(logits, targets, scale, keep_mask)
+    if out is None:
+        out = torch.empty_like(held.logits)
+    rows = [r.contiguous() for r in (max, log_sum, entropy, grad_logprob, grad_entropy)]
+    row = C.RowGrad(*(r.data_ptr() for r in rows))
+    addresses = (held.columns(first, width), row, out.data_ptr())
+    if logits.is_cuda:
+        with torch.cuda.device(logits.device):
+            C.token_logprob_grad_cuda(*addresses, torch.cuda.current_stream().cuda_stream)
+    elif isa == "emulated":
+        C.token_logprob_grad_emulated(*addresses)
+    else:
+        C.token_logprob_grad_cpu(*addresses, isa, threads())
     return out

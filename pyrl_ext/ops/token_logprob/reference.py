@@ -4,9 +4,16 @@ from torch import Tensor
 NEG_INF = -torch.inf
 
 
-def stats(logits: Tensor, targets: Tensor, scale: Tensor, first: int, width: int) -> Tensor:
+def stats(
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    first: int,
+    width: int,
+    keep_mask: Tensor | None = None,
+) -> Tensor:
     """Textbook softmax sums in the dtype of ``scale``."""
-    x = logits[:, :width].to(scale.dtype)
+    x = _valid(logits, width, keep_mask).to(scale.dtype)
     if width == 0:
         empty = scale.new_zeros(4, len(scale))
         empty[0] = NEG_INF
@@ -32,21 +39,30 @@ def grad(
     entropy: Tensor,
     grad_logprob: Tensor,
     grad_entropy: Tensor,
+    keep_mask: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    out = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+    whole = logits.new_zeros(logits.shape)
     if width == 0:
-        return out
+        return whole if out is None else out.copy_(whole)
     dead = (max == NEG_INF) | ((grad_logprob == 0) & (grad_entropy == 0))
-    x = (logits[:, :width].to(scale.dtype) - max[:, None]) * scale[:, None]
+    x = (_valid(logits, width, keep_mask).to(scale.dtype) - max[:, None]) * scale[:, None]
     log_p = x - log_sum[:, None]
     p = log_p.exp()
     spread = (p * (log_p + entropy[:, None])).masked_fill(log_p == NEG_INF, 0)
     local, mine = _local(targets, first, width)
+    if keep_mask is not None:
+        mine &= keep_mask.gather(1, local[:, None])[:, 0]
     g = -p * grad_logprob[:, None] - spread * grad_entropy[:, None]
     chosen = grad_logprob.masked_fill(~mine, 0)
     g = g.scatter_add(1, local[:, None], chosen[:, None]) * scale[:, None]
-    out[:, :width] = g.masked_fill(dead[:, None], 0).to(logits.dtype)
-    return out
+    whole[:, :width] = g.masked_fill(dead[:, None], 0).to(logits.dtype)
+    return whole if out is None else out.copy_(whole)
+
+
+def _valid(logits: Tensor, width: int, keep_mask: Tensor | None) -> Tensor:
+    x = logits[:, :width]
+    return x if keep_mask is None else x.masked_fill(~keep_mask[:, :width], NEG_INF)
 
 
 def _local(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:

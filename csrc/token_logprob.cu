@@ -1,0 +1,71 @@
+#include <stdexcept>
+#include <string>
+
+#include "token_logprob_device.hpp"
+
+namespace pyrl {
+namespace {
+
+using namespace token_logprob;
+
+template <class T, bool Masked>
+__global__ void __launch_bounds__(kThreads, 2)
+    token_logprob_stats_kernel(const Shard shard, State* parts) {
+  __shared__ State states[kThreads];
+  const Place at = place();
+  states[at.thread] = thread_state<T, Masked>(shard, at);
+  const float rate = shard.scale[at.block / num_parts(shard.width)] * kLog2e;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    join_half(states, half, rate, at.thread);
+  }
+  if (at.thread == 0) parts[at.block] = states[0];
+}
+
+template <class T>
+__global__ void token_logprob_finish_kernel(const Shard shard, const State* parts, float* stats) {
+  const Place at = place();
+  const int64_t t = at.block * at.threads + at.thread;
+  if (t < shard.tokens) finish<T>(shard, parts, stats, t);
+}
+
+template <class T, bool Masked>
+__global__ void __launch_bounds__(kThreads, 2)
+    token_logprob_grad_kernel(const Shard shard, const RowGrad row, void* out) {
+  thread_grad<T, Masked>(shard, row, out, place());
+}
+
+void check(cudaError_t error) {
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("token_logprob: ") + cudaGetErrorString(error));
+}
+
+}  // namespace
+
+void token_logprob_stats_cuda(const Shard& shard, float* stats, float* scratch, void* stream) {
+  if (shard.tokens == 0) return;
+  constexpr int kFinish = 128;
+  const auto blocks = static_cast<unsigned>(shard.tokens * num_parts(shard.width));
+  const auto finish_blocks = static_cast<unsigned>((shard.tokens + kFinish - 1) / kFinish);
+  auto* parts = reinterpret_cast<State*>(scratch);
+  const auto on = static_cast<cudaStream_t>(stream);
+  dispatch(shard, [&](auto type, auto masked) {
+    using T = decltype(type);
+    token_logprob_stats_kernel<T, decltype(masked)::value><<<blocks, kThreads, 0, on>>>(shard, parts);
+    token_logprob_finish_kernel<T><<<finish_blocks, kFinish, 0, on>>>(shard, parts, stats);
+  });
+  check(cudaGetLastError());
+}
+
+void token_logprob_grad_cuda(const Shard& shard, const RowGrad& row, void* out, void* stream) {
+  if (shard.tokens == 0 || shard.columns == 0) return;
+  const auto blocks = static_cast<unsigned>(shard.tokens * num_parts(shard.columns));
+  const auto on = static_cast<cudaStream_t>(stream);
+  dispatch(shard, [&](auto type, auto masked) {
+    token_logprob_grad_kernel<decltype(type), decltype(masked)::value>
+        <<<blocks, kThreads, 0, on>>>(shard, row, out);
+  });
+  check(cudaGetLastError());
+}
+
+}  // namespace pyrl

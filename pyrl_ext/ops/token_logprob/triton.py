@@ -1,0 +1,75 @@
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK = 4096
+
+
+def refuse(logits: Tensor, *rest: Any) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if not logits.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"logits is on {logits.device}, expected cuda"
+    if logits.dtype not in DTYPES:
+        return f"logits is {logits.dtype}, expected one of {list(DTYPES)}"
+    return None
+
+
+def stats(
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    first: int,
+    width: int,
+    keep_mask: Tensor | None = None,
+) -> Tensor:
+    from .triton_kernel import token_logprob_stats_kernel  # triton takes a while to import
+
+    tokens, columns = logits.shape
+    out = scale.new_empty(4, tokens)
+    if tokens == 0:
+        return out
+    logits, targets, scale = logits.contiguous(), targets.contiguous(), scale.contiguous()
+    keep = logits if keep_mask is None else keep_mask.contiguous().view(torch.uint8)
+    token_logprob_stats_kernel[(tokens,)](  # type: ignore[arg-type]
+        *(logits, targets, scale, keep, out, tokens, columns, first, width),
+        MASKED=keep_mask is not None,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+    return out
+
+
+def grad(
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    first: int,
+    width: int,
+    max: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor,
+    keep_mask: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    from .triton_kernel import token_logprob_grad_kernel  # triton takes a while to import
+
+    logits, tokens, columns = logits.contiguous(), *logits.shape
+    out = torch.empty_like(logits) if out is None else out
+    if out.numel() == 0:
+        return out
+    rows = (targets, scale, max, log_sum, entropy, grad_logprob, grad_entropy)
+    keep = logits if keep_mask is None else keep_mask.contiguous().view(torch.uint8)
+    token_logprob_grad_kernel[(tokens, -(-columns // BLOCK))](  # type: ignore[arg-type]
+        *(logits, *(row.contiguous() for row in rows), keep, out, columns, first, width),
+        MASKED=keep_mask is not None,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+    return out
