@@ -16,10 +16,13 @@
 namespace pyrl::token_logprob {
 
 constexpr int kThreads = 512;
-constexpr int kUnroll = 4;          // 16-byte loads a thread has in flight
 constexpr int64_t kPart = 1 << 15;  // most columns of a part
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 constexpr float kVanishes = -200.f;  // 2^z is 0 from here on; takes the place of -inf in products
+
+// 16-byte loads a thread has in flight; with a mask more would not fit the registers.
+template <bool Masked>
+constexpr int kUnroll = Masked ? 2 : 4;
 
 PYRL_DEVICE float power(float z) {  // 2^z
 #ifdef __CUDA_ARCH__
@@ -213,11 +216,11 @@ PYRL_DEVICE void drop(Vec& v, const uint8_t* keep) {
   }
 }
 
-// kUnroll Vecs of a thread, `threads` apart; those past the end of the part are -inf.
+// The kUnroll Vecs of a thread, `threads` apart; those past the end of the part are -inf.
 template <class T, bool Masked>
 PYRL_DEVICE void load_vecs(const typename T::Raw* middle, const uint8_t* keep, int64_t first,
-                           int64_t vectors, int threads, Vec (&v)[kUnroll]) {
-  for (int u = 0; u < kUnroll; ++u) {
+                           int64_t vectors, int threads, Vec (&v)[kUnroll<Masked>]) {
+  for (int u = 0; u < kUnroll<Masked>; ++u) {
     const int64_t i = first + int64_t(u) * threads;
     v[u] = Vec{{T::kNone, T::kNone, T::kNone, T::kNone}};
     if (i < vectors) {
@@ -266,18 +269,18 @@ PYRL_DEVICE State thread_state(const Shard& shard, const Place& at) {
   const uint8_t* keep = Masked ? shard.keep + part.t * shard.columns : nullptr;
   const float rate = shard.scale[part.t] * kLog2e;
   State state{-INFINITY, 0, 0};
-  for (int64_t i = at.thread; i < part.vectors; i += int64_t(kUnroll) * at.threads) {
-    Vec v[kUnroll];
+  for (int64_t i = at.thread; i < part.vectors; i += int64_t(kUnroll<Masked>) * at.threads) {
+    Vec v[kUnroll<Masked>];
     load_vecs<T, Masked>(row + part.middle, keep + (Masked ? part.middle : 0), i, part.vectors,
                          at.threads, v);
     float x[kVec<T>], top = state.max;
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kUnroll<Masked>; ++u) {
       widen<T>(v[u], x);
       for (int k = 0; k < kVec<T>; ++k) top = fmaxf(top, x[k]);
     }
     if (top > state.max) state.raise(top, rate);
     const float base = base_of(top);
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kUnroll<Masked>; ++u) {
       widen<T>(v[u], x);
       for (int k = 0; k < kVec<T>; ++k) state.add(x[k], base, rate);
     }
@@ -364,11 +367,11 @@ PYRL_DEVICE void thread_grad(const Shard& shard, const RowGrad& g, void* out, co
     for (int64_t i = at.thread; i < part.vectors; i += at.threads) words[i] = Vec{};
     return for_singles<T>(part, at, [&](int64_t c) { store_one<T>(0.f, to + c); });
   }
-  for (int64_t i = at.thread; i < part.vectors; i += int64_t(kUnroll) * at.threads) {
-    Vec v[kUnroll];
+  for (int64_t i = at.thread; i < part.vectors; i += int64_t(kUnroll<Masked>) * at.threads) {
+    Vec v[kUnroll<Masked>];
     load_vecs<T, Masked>(row + part.middle, keep + (Masked ? part.middle : 0), i, part.vectors,
                          at.threads, v);
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kUnroll<Masked>; ++u) {
       const int64_t vec = i + int64_t(u) * at.threads;
       if (vec >= part.vectors) continue;
       slope.apply<T>(v[u], part.middle + vec * kVec<T>, shard.width);

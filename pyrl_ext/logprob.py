@@ -66,8 +66,9 @@ class _VocabParallelLogprob(torch.autograd.Function):
         # Raises in a second backward in place: the version of the logits is not the saved one.
         logits, targets, scale, top, log_sum, entropy, keep_mask = ctx.saved_tensors
         gradient = token_logprob_grad_ if ctx.inplace else token_logprob_grad
-        of_rows = (top, log_sum, entropy, *grads, keep_mask)
-        grad = gradient(logits.detach(), targets, scale, ctx.first, ctx.width, *of_rows)
+        of_rows = (top, log_sum, entropy, *grads)
+        of_shard = (logits.detach(), targets, scale, ctx.first, ctx.width)
+        grad = gradient(*of_shard, *of_rows, keep_mask=keep_mask)
         return grad, *[None] * 6
 
 
@@ -136,10 +137,11 @@ def vocab_parallel_logprob(
     Communicates: one all-gather of [4, T] over ``group`` in the forward, nothing in the backward.
 
     Raises:
-        ValueError: shapes do not fit, a temperature is not positive, or a target lies outside
-            ``[0, valid_vocab)``, or ``inplace`` with logits that are not contiguous. On cuda, as that would wait for the device, and in a compiled
-            graph a tensor's entries are not looked at: such a target, or a temperature that is
-            not positive, gives NaN.
+        ValueError: shapes do not fit, a temperature is not positive, a target lies outside
+            ``[0, valid_vocab)``, or the logits are not contiguous with ``inplace``. On cuda, as
+            that would wait for the device, and in a compiled graph a tensor's entries are not
+            looked at: such a target, or a temperature that is not positive, gives NaN.
+        RuntimeError: a second backward with ``inplace``.
     """
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     size = 1 if group is None else group.size()
@@ -154,6 +156,11 @@ def vocab_parallel_logprob(
         raise ValueError(
             f"vocab_parallel_logprob: valid_vocab is {valid_vocab}, expected one in [1, {vocab}], "
             f"the columns of {size} ranks"
+        )
+    if keep_mask is not None and (keep_mask.shape, keep_mask.dtype) != (logits.shape, torch.bool):
+        raise ValueError(
+            f"vocab_parallel_logprob: keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, "
+            f"expected torch.bool {list(logits.shape)}"
         )
     if inplace and not logits.is_contiguous():
         raise ValueError(

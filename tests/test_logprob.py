@@ -25,15 +25,23 @@ def problem(dtype=torch.float64, spread=6.0, offset=0.0):
     return logits, targets, temperature, weights
 
 
-def exact(dtype, **change):
+def kept(targets):
+    """A sampler's support: a third of the columns, and the targets but one."""
+    keep = torch.rand(T, VOCAB, generator=torch.Generator().manual_seed(1)) < 0.3
+    return keep.index_put_((torch.arange(T), targets), torch.arange(T) != 2)
+
+
+def exact(dtype, masked=False, **change):
     """Log-probs, entropies and the gradient of their weighted sum, by torch in float64."""
     logits, targets, temperature, weights = problem(dtype, **change)
     leaf = logits.double().requires_grad_()
-    log_p = (leaf[:, :VALID] / temperature[:, None]).log_softmax(-1)
+    x = leaf.masked_fill(~kept(targets), -INF) if masked else leaf
+    log_p = (x[:, :VALID] / temperature[:, None]).log_softmax(-1)
     logprob = log_p.gather(1, targets[:, None])[:, 0]
     finite = log_p.masked_fill(log_p == -INF, 0)
     entropy = -(finite.exp() * finite * (log_p != -INF)).sum(-1)
-    (grad,) = torch.autograd.grad((weights * torch.stack([logprob, entropy])).sum(), leaf)
+    finite = torch.stack([logprob.masked_fill(logprob == -INF, 0), entropy])
+    (grad,) = torch.autograd.grad((weights * finite).sum(), leaf)
     return logprob.detach(), entropy.detach(), grad.nan_to_num()
 
 
@@ -44,20 +52,32 @@ def shard_of(group, dtype, **change):
     return logits.requires_grad_(), targets, temperature, weights
 
 
-def solve(group, dtype, **change):
+def solve(group, dtype, masked=False, **change):
     """What ``exact`` gives, on this rank; the logits must stay, a second backward must agree."""
     logits, targets, temperature, weights = shard_of(group, dtype, **change)
     before = logits.detach().clone()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    logprob, entropy = vocab_parallel_logprob(
-        logits, targets, group, temperature=temperature, valid_vocab=VALID, with_entropy=True
-    )
-    assert logprob.dtype == entropy.dtype == wide
-    total = (weights.to(wide) * torch.stack([logprob, entropy])).sum()
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    keep = kept(targets).chunk(size, 1)[rank] if masked else None
+
+    def weighted(x, **how):
+        logprob, entropy = vocab_parallel_logprob(
+            *(x, targets, group),
+            **dict(temperature=temperature, valid_vocab=VALID, keep_mask=keep, with_entropy=True),
+            **how,
+        )
+        assert logprob.dtype == entropy.dtype == wide
+        values = torch.stack([logprob.masked_fill(logprob == -INF, 0), entropy])
+        return logprob, entropy, (weights.to(wide) * values).sum()
+
+    logprob, entropy, total = weighted(logits)
     (grad,) = torch.autograd.grad(total, logits, retain_graph=True)
     (again,) = torch.autograd.grad(total, logits)
     assert torch.equal(logits, before), "forward or backward wrote into the logits"
     assert torch.equal(grad, again), "the second backward differs from the first"
+    over = logits * 1
+    (again,) = torch.autograd.grad(weighted(over, inplace=True)[2], over)
+    assert torch.equal(grad, again) and again.data_ptr() == over.data_ptr()
     return logprob.detach(), entropy.detach(), grad
 
 
@@ -69,6 +89,7 @@ CASES = {
     "far below": dict(dtype=torch.float32, offset=-1e4),
     "certain": dict(dtype=torch.float32, spread=2e3),
     "flat": dict(dtype=torch.bfloat16, spread=1e-3),
+    "support": dict(dtype=torch.float32, masked=True),
 }
 
 
@@ -92,7 +113,7 @@ def on_rank(world):
         collectives.clear()
         mine = groups[world.rank() // size]
         results[size] = {name: solve(mine, **change) for name, change in CASES.items()}
-        assert len(collectives) == (len(CASES) if size > 1 else 0), collectives
+        assert len(collectives) == (2 * len(CASES) if size > 1 else 0), collectives
     return results
 
 
@@ -115,7 +136,8 @@ def test_values_and_gradients_against_float64(results, name):
     logprob, entropy, grad = exact(**CASES[name])
     bound = 1e-12 if name == "float64" else 2e-5
     for rank in results:
-        assert relative(rank[name][0], logprob) <= bound
+        assert torch.equal(rank[name][0] == -INF, logprob == -INF)
+        assert relative(rank[name][0][logprob > -INF], logprob[logprob > -INF]) <= bound
         assert relative(rank[name][1], entropy) <= bound
     ours = torch.cat([rank[name][2] for rank in results], 1)
     assert torch.equal(ours[:, VALID:], torch.zeros_like(ours[:, VALID:]))
@@ -130,15 +152,22 @@ def test_all_ranks_hold_the_same_bits(results, name):
         assert torch.equal(rank[name][1], results[0][name][1])
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_gradcheck(with_entropy):
+def test_gradcheck(with_entropy, masked):
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 7, generator=g, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([0, 5, 2])
+    keep = logits > -0.5
+    keep[torch.arange(3), targets] = True
 
     def function(logits):
         return vocab_parallel_logprob(
-            logits, targets, temperature=0.7, valid_vocab=6, with_entropy=with_entropy
+            *(logits, targets),
+            temperature=0.7,
+            valid_vocab=6,
+            keep_mask=keep if masked else None,
+            with_entropy=with_entropy,
         )
 
     assert torch.autograd.gradcheck(function, logits)
@@ -148,6 +177,28 @@ def test_the_default_is_log_softmax():
     logits, targets, _, _ = problem(torch.float32)
     expected = logits.double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert relative(vocab_parallel_logprob(logits, targets), expected) <= 2e-5
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_a_second_backward_in_place_is_an_error(backend):
+    logits, targets, _, _ = problem(torch.bfloat16)
+    weight = torch.ones((), requires_grad=True)
+    over = logits * weight
+    also = over.exp()  # keeps its own output; the logits are read by nobody else
+    with use_backend(backend):
+        logprob = vocab_parallel_logprob(over, targets, inplace=True)
+        (logprob.sum() + also.mean()).backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            logprob.sum().backward()
+
+
+def test_who_else_saved_the_logits_gets_an_error():
+    logits, targets, _, _ = problem(torch.float32)
+    over = logits.requires_grad_() * 1
+    squares = (over * over).sum()
+    vocab_parallel_logprob(over, targets, inplace=True).sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
 
 
 def test_rows_without_a_finite_logit():
@@ -163,14 +214,15 @@ def test_rows_without_a_finite_logit():
         assert grad[:2].count_nonzero() == 0 and grad.isfinite().all()
 
 
-def test_compiles_without_a_graph_break():
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compiles_without_a_graph_break(inplace):
     logits, targets, temperature, _ = problem(torch.float32)
     logits.requires_grad_()
     temperature = temperature.float()
 
     def function(logits):
         logprob, entropy = vocab_parallel_logprob(
-            logits, targets, temperature=temperature, with_entropy=True
+            logits * 1, targets, temperature=temperature, with_entropy=True, inplace=inplace
         )
         return (logprob + entropy).sum()
 
@@ -201,6 +253,10 @@ def test_on_a_gpu_a_bad_target_is_nan_and_the_rest_is_right():
         (dict(valid_vocab=9), "valid_vocab is 9, expected one in [1, 8]"),
         (dict(temperature=0.0), "temperature is 0.0, expected a positive number"),
         (dict(temperature=torch.tensor([1.0, torch.nan])), "temperature[1] is nan"),
+        (
+            dict(keep_mask=torch.ones(2, 7, dtype=torch.bool)),
+            "keep_mask is torch.bool [2, 7], expected torch.bool [2, 8]",
+        ),
         (dict(temperature=torch.ones(3)), "temperature [3], expected one number or [2]"),
     ],
 )
@@ -209,6 +265,11 @@ def test_what_is_refused(change, message):
     with pytest.raises(ValueError) as error:
         vocab_parallel_logprob(torch.zeros(2, 8), **args)
     assert str(error.value).startswith("vocab_parallel_logprob: ") and message in str(error.value)
+
+
+def test_in_place_wants_contiguous_logits():
+    with pytest.raises(ValueError, match=r"strides \[1, 2\], expected contiguous"):
+        vocab_parallel_logprob(torch.zeros(8, 2).t(), torch.tensor([0, 1]), inplace=True)
 
 
 def fails(group):

@@ -1,17 +1,25 @@
 """The local halves of the log-prob: accuracy against float64 and the cases that make NaN."""
 
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pyrl_ext.ops import token_logprob_grad, token_logprob_stats, use_backend
+from pyrl_ext.ops import token_logprob_grad, token_logprob_grad_, token_logprob_stats, use_backend
 from pyrl_ext.ops._native import C
-from pyrl_ext.ops.token_logprob import grad_op, native, reference, stats_op
+from pyrl_ext.ops.token_logprob import grad_op, native, over_op, reference, stats_op
 
 INF = torch.inf
 ISAS = [
     pytest.param(isa, marks=pytest.mark.skipif(not C.has_isa(isa), reason=f"no {isa} here"))
     for isa in ("avx512", "avx2", "portable")
-]
+] + ["emulated"]  # what the threads of a GPU do
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -193,3 +201,193 @@ def test_named_backend_and_arguments_that_do_not_fit():
         token_logprob_stats(logits, targets, scale.double(), 0, 10)
     with pytest.raises(ValueError, match=r"logits is torch.int64"):
         token_logprob_stats(targets[:, None], targets, scale, 0, 1)
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"keep_mask is torch.bool \[9, 9\], expected torch.bool"):
+        token_logprob_stats(logits, targets, scale, 0, 10, mask)
+    rows = [row.float() for row in rows_of(logits, scale, 10)]
+    with pytest.raises(ValueError, match=r"token_logprob_grad_: .* expected contiguous ones"):
+        token_logprob_grad_(logits.t().contiguous().t(), targets, scale, 0, 10, *rows)
+
+
+def ranges(V=5000, dtype=torch.float32):
+    """Rows of any range, and which of their columns are kept."""
+    g = torch.Generator().manual_seed(5)
+    normal = torch.randn(V, generator=g)
+    rows = {
+        "far below": normal - 1e4,
+        "far above": normal + 1e4,
+        "leading block": normal.clone().index_fill_(0, torch.arange(V * 4 // 5), -INF),
+        "one hot": torch.full((V,), -1e4).index_fill_(0, torch.tensor([V - 1]), 1e4),
+        "equal": torch.full((V,), 3.0),
+        "rising": torch.linspace(-300, 300, V),
+        "steep": 2e3 * normal,
+        "every second": torch.where(torch.arange(V) % 2 == 0, -INF, normal),
+    }
+    logits = torch.stack(list(rows.values())).to(dtype)
+    keep = torch.rand(logits.shape, generator=g) < 0.3
+    keep[:, V - 1] = True
+    targets = torch.full((len(rows),), V - 1)
+    return logits, targets, 0.5 + torch.rand(len(rows), generator=g), keep
+
+
+def values(stats, scale):
+    """Log-prob and entropy of one shard's statistics."""
+    top, total, weighted, target = stats
+    return torch.stack([(target - top) * scale - total.log(), total.log() - weighted / total])
+
+
+def check_ranges(stats, grad, dtype, device="cpu"):
+    """``stats`` and ``grad`` of a backend against float64, with a mask and without."""
+    *args, keep = (t.to(device) for t in ranges(dtype=dtype))
+    logits, targets, scale = args
+    V = logits.shape[1]
+    for mask in (None, keep):
+        wide = logits.double(), targets, scale.double(), 0, V
+        exact = values(reference.stats(*wide, mask), scale.double())
+        ours = stats(*args, 0, V, mask)
+        assert relative(values(ours, scale), exact) <= 2e-5
+        kept = logits if mask is None else logits.masked_fill(~mask, -INF)
+        rows = [row.to(device) for row in rows_of(kept.cpu(), scale.cpu(), V)]
+        wanted = reference.grad(*wide, *rows, keep_mask=mask)
+        given = grad(*args, 0, V, *(row.float() for row in rows), mask)
+        step = torch.finfo(dtype).eps
+        torch.testing.assert_close(given.double(), wanted, rtol=step, atol=2e-5)
+        if mask is not None:
+            assert given[~mask].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_any_range_with_a_mask_and_without(isa, dtype):
+    check_ranges(
+        lambda *args: native.stats(*args, isa=isa),
+        lambda *args: native.grad(*args, isa=isa),
+        dtype,
+    )
+
+
+def test_a_target_that_is_not_kept():
+    logits, targets, scale = case(T=4, V=70)
+    keep = torch.ones(4, 70, dtype=torch.bool)
+    keep[1, targets[1]] = keep[2] = False
+    args = (logits, targets, scale, 0, 70)
+    for backend in ("native", "reference"):
+        with use_backend(backend):
+            stats = token_logprob_stats(*args, keep)
+            rows = [row.float() for row in rows_of(logits.masked_fill(~keep, -INF), scale, 70)]
+            rows[0][2] = -INF
+            grad = token_logprob_grad(*args, *rows, keep_mask=keep)
+        assert stats[3, 1] == stats[3, 2] == -INF and stats[:, 2].tolist() == [-INF, 0, 0, -INF]
+        assert grad[1, targets[1]] == 0 and grad[1].count_nonzero() == 69
+        assert grad[2].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_that_starts_anywhere(isa, dtype):
+    T, V = 3, 301
+    logits, targets, scale = case(T, V, dtype)
+    keep = torch.rand(T, V) < 0.7
+    rows = [row.float() for row in rows_of(logits.masked_fill(~keep, -INF), scale, V)]
+    args = (targets, scale, 0, V)
+    wanted = native.grad(logits, *args, *rows, keep_mask=keep, isa=isa)
+    for offset in (0, 1, 3, 8):
+        view = torch.empty(offset + T * V, dtype=dtype)[offset:].view(T, V).copy_(logits)
+        mask = torch.ones(offset + T * V, dtype=torch.bool)[offset:].view(T, V).copy_(keep)
+        stats = native.stats(view, *args, mask, isa=isa)
+        torch.testing.assert_close(stats, reference.stats(logits, *args, keep))
+        assert torch.equal(native.grad(view, *args, *rows, keep_mask=mask, isa=isa), wanted)
+        assert torch.equal(
+            native.grad(view, *args, *rows, keep_mask=mask, out=view, isa=isa), wanted
+        )
+
+
+def test_a_token_has_the_same_bits_alone_and_in_several_parts_of_a_row():
+    args = case(T=3, V=70_400, dtype=torch.bfloat16)
+    together = native.stats(*args, 0, 70_001, isa="emulated")
+    torch.testing.assert_close(together, reference.stats(*args, 0, 70_001))
+    for t in range(3):
+        logits, targets, scale = (a[t : t + 1] for a in args)
+        alone = native.stats(logits, targets, scale, 0, 70_001, isa="emulated")
+        assert torch.equal(alone[:, 0], together[:, t])
+
+
+@pytest.mark.parametrize("isa", ["auto", "emulated"])
+def test_elements_beyond_2_31(isa):
+    columns, width = (1 << 31) + 8, 40
+    memory = mmap.mmap(-1, 4 * columns, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    logits = torch.frombuffer(memory, dtype=torch.bfloat16).view(2, columns)  # pages on demand
+    logits[1, :width] = torch.arange(width)
+    targets, scale = torch.tensor([0, 7]), torch.ones(2)
+    stats = native.stats(logits, targets, scale, 0, width, isa=isa)
+    assert stats[0].tolist() == [0, 39] and stats[3].tolist() == [0, 7]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    T=st.integers(0, 4),
+    V=st.integers(0, 70),
+    cut=st.integers(0, 70),
+    first=st.integers(-3, 40),
+    isa=st.sampled_from(["auto", "portable", "emulated"]),
+    masked=st.booleans(),
+)
+def test_equals_a_python_loop(T, V, cut, first, isa, masked):
+    logits, scale = case(T, 71)[0][:, :V].contiguous(), torch.rand(T) + 0.5
+    width, targets = max(V - cut, 0), torch.arange(T) * 9
+    keep = torch.rand(T, V) < 0.6 if masked else None
+    ours = native.stats(logits, targets, scale, first, width, keep, isa=isa)
+    for t in range(T):
+        x = [
+            -INF if keep is not None and not keep[t, c] else logits[t, c].item()
+            for c in range(width)
+        ]
+        top, c = max(x, default=-INF), int(targets[t]) - first
+        d = torch.tensor([(v - top) * scale[t].item() for v in x if v > -INF], dtype=torch.float64)
+        row = [top, d.exp().sum(), (d.exp() * d).sum(), x[c] if 0 <= c < width else 0]
+        torch.testing.assert_close(ours[:, t], torch.tensor(row).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_the_gradient_over_the_logits(backend):
+    logits, targets, scale = case(T=5, V=333, dtype=torch.bfloat16)
+    keep = torch.rand(5, 333) < 0.7
+    rows = [row.float() for row in rows_of(logits.masked_fill(~keep, -INF), scale, 300)]
+    args = (targets, scale, 0, 300, *rows)
+    with use_backend(backend):
+        wanted = token_logprob_grad(logits, *args, keep_mask=keep)
+        before, version = logits.clone(), logits._version
+        assert token_logprob_grad_(logits, *args, keep_mask=keep) is logits
+    assert torch.equal(logits, wanted) and logits._version > version
+    torch.library.opcheck(over_op.overload, (before, *args, keep))
+
+
+def on_device(device):
+    """Triton, and where the device is a GPU the CUDA kernels too."""
+    for dtype in DTYPES:
+        for backend in ("triton", "native") if device == "cuda" else ("triton",):
+            with use_backend(backend):
+                check_ranges(token_logprob_stats, token_logprob_grad, dtype, device)
+                logits, targets, scale = (a.to(device) for a in case(T=3, V=77, dtype=dtype))
+                rows = [r.float().to(device) for r in rows_of(logits.cpu(), scale.cpu(), 70)]
+                for width in (0, 70):
+                    stats = token_logprob_stats(logits, targets, scale, 3, width)
+                    peer = reference.stats(logits, targets, scale, 3, width)
+                    torch.testing.assert_close(stats, peer)
+                grad = token_logprob_grad(logits, targets, scale, 3, 70, *rows)
+                assert grad[:, 70:].count_nonzero() == 0
+                assert token_logprob_grad_(logits, targets, scale, 3, 70, *rows) is logits
+                assert torch.equal(logits, grad)
+
+
+def test_triton_interpreted_on_the_cpu():
+    pytest.importorskip("triton")
+    here = Path(__file__).parent
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here}:{here.parent}"}
+    script = "import test_token_logprob as t; t.on_device('cpu')"
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu():
+    on_device("cuda")

@@ -194,9 +194,7 @@ def _check(
             raise ValueError(
                 f"{where}: {name} is on {other.device}, expected {logits.device}, as logits"
             )
-    if keep_mask is not None and (
-        keep_mask.shape != logits.shape or keep_mask.dtype != torch.bool
-    ):
+    if keep_mask is not None and (keep_mask.shape != logits.shape or keep_mask.dtype != torch.bool):
         raise ValueError(
             f"{where}: keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, expected torch.bool "
             f"{list(logits.shape)}"

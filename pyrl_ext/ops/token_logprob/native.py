@@ -26,8 +26,8 @@ class _Shard:
     """``csrc``'s Shard of contiguous tensors, which live as long as it does."""
 
     def __init__(self, logits: Tensor, targets: Tensor, scale: Tensor, keep: Tensor | None):
-        held = [t if t is None else t.contiguous() for t in (logits, targets, scale, keep)]
-        self.logits, self.targets, self.scale, self.keep = held
+        self.logits, self.targets = logits.contiguous(), targets.contiguous()
+        self.scale, self.keep = scale.contiguous(), None if keep is None else keep.contiguous()
 
     def columns(self, first: int, width: int) -> Any:
         keep = 0 if self.keep is None else self.keep.data_ptr()

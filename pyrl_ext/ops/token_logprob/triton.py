@@ -39,7 +39,7 @@ def stats(
         *(logits, targets, scale, keep, out, tokens, columns, first, width),
         MASKED=keep_mask is not None,
         BLOCK=BLOCK,
-        num_warps=8,
+        num_warps=8,  # type: ignore[call-arg]
     )
     return out
 
@@ -70,6 +70,6 @@ def grad(
         *(logits, *(row.contiguous() for row in rows), keep, out, columns, first, width),
         MASKED=keep_mask is not None,
         BLOCK=BLOCK,
-        num_warps=8,
+        num_warps=8,  # type: ignore[call-arg]
     )
     return out
