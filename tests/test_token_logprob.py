@@ -168,6 +168,17 @@ def test_a_payload_does_not_hide_a_nan():
             assert native.stats(logits, zero, one, 0, 2, isa=isa)[1].isnan()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("where", range(5))
+def test_a_payload_does_not_hide_a_nan_of_a_row(isa, dtype, where):
+    logits, targets, scale = case(T=2, V=70, dtype=dtype)
+    rows = [row.float() for row in rows_of(logits, scale, 70)]
+    rows[where][1] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    grad = native.grad(logits, targets, scale, 0, 70, *rows, isa=isa)
+    assert grad.isnan().all(1).tolist() == [False, True]
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_change_no_bit(threads):
     args = (*case(T=37, V=3000, dtype=torch.bfloat16), 0, 3000)
