@@ -7,8 +7,6 @@ from .gather_routes import gather_routes
 from .gather_rows import Inverse, gather_rows, invert_rows
 from .replay_probs import replay_probs
 from .sum_rows import sum_rows
-from .token_logprob import token_logprob_grad, token_logprob_stats
-from .gather_rows import gather_rows
 from .token_logprob import token_logprob_grad, token_logprob_grad_, token_logprob_stats
 
 __all__ = [
