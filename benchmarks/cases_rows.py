@@ -34,7 +34,7 @@ def gather_rows(device: str, shrink: int = 1) -> Iterator[Case]:
             {"index_select": lambda src=src: index_select(src, rows)},
             moved=2 * written + 8 * len(rows),
             written=written,
-            at_least={"2 threads": 1.6} if written > 10e6 else {},
+            at_least={"2 threads": 1.6} if width == 188 else {},
         )
     yield _backward(layout.num_tokens, rows, device)
 
@@ -60,7 +60,6 @@ def _backward(num_src: int, rows: Tensor, device: str) -> Case:
         },
         moved=grad.nbytes + src.nbytes + 8 * (len(rows) + num_src),
         written=src.nbytes,
-        at_least={"2 threads": 1.6},
     )
 
 
