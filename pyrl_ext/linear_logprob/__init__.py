@@ -171,16 +171,19 @@ class _LinearLogprob(torch.autograd.Function):
         vectors = (targets, scale, top, log_sum, entropy, *grads)
         job, head = ctx.job, Head(weight, ctx.job)
         cached = list(zip(flat[::2], flat[1::2], strict=True))
-        total = HiddenGrad(hidden, job)
-        to_weight = ctx.to
-        if to_weight is None and ctx.needs_input_grad[1]:
+        of_hidden, to_weight, wanted = HiddenGrad(hidden, job), ctx.to, ctx.needs_input_grad[1]
+        if wanted and to_weight is None:
             to_weight = torch.zeros_like(weight, dtype=scale.dtype)
         for i, (chunk, x) in enumerate(hidden_chunks(hidden, job)):
             of_chunk = [vector[chunk.at] for vector in vectors]
             kept = cached if i < ctx.num_cached else None
-            total.add(chunk, head.gradients(x, of_chunk, to_weight, kept))
-        of_weight = _weight_grad(weight, to_weight, ctx.to)
-        return total.wait(), of_weight, None, None, None
+            of_hidden.add(chunk, head.gradients(x, of_chunk, to_weight, kept))
+        of_weight = None
+        if wanted and ctx.to is not None:
+            of_weight = _stand_in(weight)
+        elif wanted:
+            of_weight = to_weight.to(weight.dtype)
+        return of_hidden.wait(), of_weight, None, None, None
 
 
 class _LinearLogprobLoss(torch.autograd.Function):
@@ -215,13 +218,14 @@ class _LinearLogprobLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        of_hidden, to_weight, weight = ctx.saved_tensors
-        if to_weight is not None and ctx.to is not None:
-            ctx.to.addcmul_(to_weight, grad.to(to_weight.dtype))
-        elif to_weight is not None:
-            to_weight = to_weight * grad
-        of_weight = _weight_grad(weight, to_weight, ctx.to)
-        return (of_hidden * grad).to(of_hidden.dtype), of_weight, *[None] * 5
+        of_hidden, total, weight = ctx.saved_tensors
+        of_weight = None
+        if total is not None and ctx.to is not None:
+            ctx.to.addcmul_(total, grad)
+            of_weight = _stand_in(weight)
+        elif total is not None:
+            of_weight = torch.mul(total, grad, out=torch.empty_like(weight))
+        return of_hidden * grad, of_weight, *[None] * 5
 
 
 def _loss_and_gradients(
@@ -249,10 +253,8 @@ def _main_grad(weight: Tensor, job: Job) -> Tensor | None:
     return weight.main_grad if job.main_grad and weight.requires_grad else None  # type: ignore
 
 
-def _weight_grad(weight: Tensor, total: Tensor | None, main_grad: Tensor | None) -> Tensor | None:
-    """What autograd gets: the gradient, or what stands for one that is in ``main_grad``."""
-    if main_grad is None or total is None:
-        return None if total is None else total.to(weight.dtype)
+def _stand_in(weight: Tensor) -> Tensor | None:
+    """What autograd gets for a gradient that was added to ``weight.main_grad``."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     # megatron's DistributedDataParallel counts a parameter as ready when it gets a gradient, and
