@@ -122,7 +122,7 @@ def test_a_loss_inside_the_chunk_gives_the_same_bits(dtype):
 # Ranks --------------------------------------------------------------------------------------------
 
 SIZES = (1, 2, 4)
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[tuple, dict[str, Any]]] = {
     f"{mode}{', sequence' * sequence}{', rows' * some} {dtype}": (
         (dtype, mode),
         dict(sequence_parallel=sequence, rows=ROWS if some else None),
@@ -230,9 +230,9 @@ def test_a_loss_without_a_gradient():
 def test_main_grad(inside, tied):
     hidden, weight, targets, *_ = problem(torch.bfloat16)
     hidden.requires_grad_()
-    weight = torch.nn.Parameter(weight)
-    grads: Any = weight  # carries what megatron hangs on parameters
-    grads.main_grad = torch.ones(weight.shape)
+    weight: Any = torch.nn.Parameter(weight)
+
+    weight.main_grad = torch.ones(weight.shape)
     weight.grad_added_to_main_grad = False
     if tied:
         weight.zero_out_wgrad = True
@@ -405,7 +405,7 @@ def test_hidden_and_weight_in_any_layout():
 
 def test_the_precision_of_products_is_put_back():
     hidden, weight, targets, *_ = problem(torch.bfloat16)
-    matmul = torch.backends.mkldnn.matmul
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, seen = matmul.fp32_precision, []
 
     def loss_fn(logprob, entropy, tokens):
