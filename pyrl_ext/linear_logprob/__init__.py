@@ -6,7 +6,7 @@ read once for the statistics of each token and, for the gradient, once more; the
 ``linear_logprob`` returns values that any loss can be made of. Its backward needs the logits a
 second time: it recomputes them (8 T V H floating-point operations in all), or takes them from a
 cache of ``cache_bytes`` (6 T V H). ``linear_logprob_loss`` runs a token-wise loss inside the chunk,
-so that forward and backward are one pass over the chunks (6 T V H) and nothing of size V is kept.
+so that forward and backward are one pass over the chunks (6 T V H) and no logits are kept.
 """
 
 from collections.abc import Callable
@@ -55,15 +55,16 @@ def linear_logprob(
         group:   the ranks that hold the vocabulary; None: this one alone.
         temperature: positive, one number or [T]; not differentiated.
         valid_vocab: columns from here on are padding and have no part; None: all are valid.
-        rows:    [N] int64 on the host, ascending: only these tokens are computed, forward and
-            backward; the others are NaN, their targets are not looked at and their gradient is 0.
-            None: all. A gradient that is 0 otherwise costs as much as any other.
-        chunk_bytes: of a chunk's logits and their gradients. A CPU takes fewer tokens at most.
+        rows:    [N] int64 on the host: only these tokens are computed, forward and backward; the
+            others are NaN, their targets are not looked at and their gradient is 0. None: all. A
+            token whose gradient turns out to be 0 costs as much as any other: to leave it out, its
+            number would have to be waited for.
+        chunk_bytes: of a chunk's logits and their gradients; a CPU takes 512 tokens at most.
         cache_bytes: of logits, in bfloat16, kept for the backward; it recomputes the rest, and all
             of them with 0. Kept ones err by 2^-9 of their distance from the largest.
         sequence_parallel: ``hidden`` is a shard of the tokens; it is gathered chunk by chunk.
-        main_grad: the gradient of ``weight`` is added to ``weight.main_grad`` (float32), as with
-            megatron's gradient accumulation fusion.
+        main_grad: every backward adds the gradient of ``weight`` to ``weight.main_grad`` (float32),
+            as with megatron's gradient accumulation fusion.
 
     Returns:
         (log-probs [T], entropies [T]) float32, float64 of float64. All ranks hold the same bits.
