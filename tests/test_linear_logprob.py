@@ -423,8 +423,7 @@ def test_the_precision_of_products_is_put_back():
 @pytest.mark.parametrize("mode", [*CACHES, "loss"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_a_gpu(dtype, mode):
-    with torch.device("cuda"):
-        hidden, weight, targets, temperature, coefficients = (x.cuda() for x in problem(dtype))
+    hidden, weight, targets, temperature, coefficients = (x.cuda() for x in problem(dtype))
     hidden.requires_grad_()
     weight.requires_grad_()
     settings: dict[str, Any] = dict(
