@@ -4,9 +4,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SEED   ?= 0
 RUN    ?= runs/tiny-$(SEED)
+KERNEL_TESTS := $(patsubst %,tests/test_%.py,gather_rows gather_fields gather_routes sum_rows \
+                replay_probs token_logprob logprob unshard)
 
 .PHONY: help venv build demo test parity parity-large faults two-hosts check bench replay-effect \
-        clean
+        gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +68,15 @@ bench: build  ## kernels: what they compile to, then each against a copy and its
 	$(BIN)/python -m benchmarks.run layout --threads 1
 	$(BIN)/python -m benchmarks.run replay_probs --threads 1
 	$(BIN)/python -m benchmarks.profile_step
+
+gpu: build  ## needs a GPU: the kernels' tests, compute-sanitizer where there is one, benchmarks
+	$(BIN)/python -m pytest -q -rs $(KERNEL_TESTS) tests/test_attention.py tests/test_feed.py
+	@command -v compute-sanitizer > /dev/null || echo "gpu: no compute-sanitizer here, not run"
+	@command -v compute-sanitizer > /dev/null || exit 0; for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest -q $(KERNEL_TESTS) \
+	    -k "gpu or cuda" || exit 1; done
+	for family in gather_rows gather_fields gather_routes feed replay_probs token_logprob; do \
+	  $(BIN)/python -m benchmarks.run $$family --device cuda || exit 1; done
 
 clean:  ## what was built, not the environment
 	rm -rf build dist pyrl_ext/_C*.so $(VENV)/.built
