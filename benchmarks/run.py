@@ -53,6 +53,7 @@ def main() -> None:
         print(line)
     report = dict(family=args.family, torch=torch.__version__, device=where, load=load, rows=rows)
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     if args.plot:
         from benchmarks.plot import plot
