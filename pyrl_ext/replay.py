@@ -59,15 +59,25 @@ class RouterHook:
     def __init__(self, layer_id: int, device: torch.device, stopwatch: Stopwatch):
         self.layer_id, self.stopwatch = layer_id, stopwatch
         self.layer_number: int | None = None  # megatron sets it
+        self.topk = 1  # of the newest forward
         self.current: Forced | None = None
         self.used: Forced | None = None  # in the newest forward or recomputation
         self.for_recompute: deque[Forced] = deque()
         self.counting = False
-        self.counts = torch.zeros(3, dtype=torch.float64, device=device)
+        self.shared = torch.zeros((), dtype=torch.int64, device=device)  # experts of both choices
+        self.equal = torch.zeros_like(self.shared)  # rows with equal choices
+        self.counted = 0  # rows
 
     def clear(self) -> None:
         self.current = self.used = None
         self.for_recompute.clear()
+
+    def start(self, counting: bool) -> None:
+        """Before a pass."""
+        self.clear()
+        self.counting, self.counted = counting, 0
+        self.shared.zero_()
+        self.equal.zero_()
 
     @property
     def is_clear(self) -> bool:
@@ -79,7 +89,7 @@ class RouterHook:
 
         recomputing = is_checkpointing() and torch.is_grad_enabled()
         use = self.for_recompute.popleft() if recomputing and self.for_recompute else self.current
-        self.used = use
+        self.used, self.topk = use, topk
         if use is not None and use.ids.shape != (rows, topk):
             raise RuntimeError(
                 f"replay: layer {self.layer_id} got routes {list(use.ids.shape)}, its router sees "
@@ -113,16 +123,18 @@ class RouterHook:
             with torch.no_grad():
                 _, native = native_topk(scores.detach())
             if self.counting:
-                self._count(ids, native, use.routed)
+                self._count(use, ids, native)
             if use.forced is not None:
                 ids = torch.where(use.forced[:, None], ids, native)
         return scores.gather(1, ids), ids  # gathered from live scores: the gate keeps its gradient
 
-    def _count(self, ids: Tensor, native: Tensor, routed: Tensor) -> None:
-        topk = ids.shape[1]
-        same = (ids[:, :, None] == native[:, None, :]).sum((1, 2)) * routed
-        share = same.sum().double() / topk
-        self.counts += torch.stack([share, (same == topk).sum(), routed.sum()])
+    def _count(self, use: Forced, ids: Tensor, native: Tensor) -> None:
+        same = (ids[:, :, None] == native[:, None, :]).sum((1, 2))
+        if use.num_routed < len(same):
+            same *= use.routed
+        self.shared += same.sum()
+        self.equal += (same == ids.shape[1]).sum()
+        self.counted += use.num_routed
 
 
 class Replay:
@@ -138,7 +150,7 @@ class Replay:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device):
         self.device = device
-        self.stopwatch = Stopwatch()  # of all that replay adds to a step
+        self.stopwatch = Stopwatch()  # of what replay adds to a step
         self.hooks: list[list[RouterHook]] = [
             _attach(chunk, device, self.stopwatch) for chunk in chunks
         ]
@@ -167,9 +179,7 @@ class Replay:
         from megatron.core.tensor_parallel import random
 
         for hook in self._all():
-            hook.clear()
-            hook.counting = counting
-            hook.counts.zero_()
+            hook.start(counting)
         try:
             yield
             left = {h.layer_id: len(h.for_recompute) for h in self._all() if h.for_recompute}
@@ -205,14 +215,19 @@ class Replay:
         Args:
             num_layers: layers of the whole model, those for multi-token prediction included.
 
-        Communicates: one all-reduce of 3 doubles a layer over the world. Syncs: reads it.
+        Communicates: one all-reduce of 4 integers a layer over the world. Syncs: reads it.
         """
-        total = torch.zeros(num_layers, 3, dtype=torch.float64, device=self.device)
+        total = torch.zeros(num_layers, 4, dtype=torch.int64, device=self.device)
         for hook in self._all():
-            total[hook.layer_id] = hook.counts
+            experts = hook.counted * hook.topk
+            counted = torch.tensor([hook.counted, experts]).to(self.device)
+            total[hook.layer_id] = torch.cat([torch.stack([hook.shared, hook.equal]), counted])
         dist.all_reduce(total)
-        rows = total.tolist()
-        return {layer: (a, e, n) for layer, (a, e, n) in enumerate(rows) if n}
+        return {
+            layer: (rows * shared / experts, equal, rows)
+            for layer, (shared, equal, rows, experts) in enumerate(total.tolist())
+            if rows
+        }
 
 
 def _attach(chunk: torch.nn.Module, device: torch.device, stopwatch: Stopwatch) -> list[RouterHook]:
@@ -268,7 +283,7 @@ def _route(router: Any, hook: RouterHook) -> None:
         use = hook.take(len(flat), router.topk)
         if not plain or use is None or use.forced is not None or hook.counting:
             return routing(logits, padding_mask)
-        with record_function("pyrl: replay"), hook.stopwatch:
+        with record_function("pyrl: router"):  # no addition of replay: a router does no less
             if router.score_function == "sigmoid":
                 scores, norm = torch.sigmoid(flat.float()), "sum"
             elif config.moe_router_pre_softmax:

@@ -23,12 +23,14 @@ class Forced:
         forced: [M] bool, rows whose ids are used, the router chooses for the others; None: all.
         routed: [M] bool, rows whose ids came from the engine (neither padding nor missing).
         real:   [M] bool, rows that are tokens; None: all.
+        num_routed: how many of ``routed`` are True.
     """
 
     ids: Tensor
     forced: Tensor | None
     routed: Tensor
     real: Tensor | None
+    num_routed: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Routes:
         routed:    [M] bool, rows whose ids came from the engine.
         forced:    [M] bool, those and padding; None: all.
         real:      [M] bool, rows that are tokens; None: all.
+        num_routed: how many of ``routed`` are True.
         num_experts: experts of a layer.
     """
 
@@ -51,6 +54,7 @@ class Routes:
     routed: Tensor
     forced: Tensor | None
     real: Tensor | None
+    num_routed: int
     num_experts: int
 
     @classmethod
@@ -84,7 +88,9 @@ class Routes:
         part = slice(min(slots, default=0), max(slots, default=-1) + 1)
         sources = [ids[:, part], route_mask, route_mask]
         fields = gather_fields(sources, rows, [0, 0, 1], pin=upload.device.type != "cpu")
-        all_forced, real = bool(fields.views[2].all()), rows >= 0  # looked at on the host
+        # looked at on the host
+        num_routed, all_forced = int(fields.views[1].sum()), bool(fields.views[2].all())
+        real = rows >= 0
         mine, routed, forced = fields.via(upload).views
         return cls(
             ids=mine,
@@ -93,6 +99,7 @@ class Routes:
             routed=routed,
             forced=None if all_forced else forced,
             real=None if bool(real.all()) else upload(real),
+            num_routed=num_routed,
             num_experts=num_experts,
         )
 
@@ -103,7 +110,7 @@ class Routes:
         slots, dtype = [self.layer_ids.index(layer) for layer in known], self.ids.dtype
         ids = gather_routes(self.ids, self.rows, slots, self.num_experts, dtype) if slots else ()
         found = {
-            layer: Forced(each, self.forced, self.routed, self.real)
+            layer: Forced(each, self.forced, self.routed, self.real, self.num_routed)
             for layer, each in zip(known, ids, strict=True)
         }
         return [found.get(layer, self._native) for layer in layers]
@@ -115,4 +122,4 @@ class Routes:
             return None
         none, padding = self.ids.new_empty(0, 1, self.ids.shape[2]), torch.full_like(self.rows, -1)
         (ids,) = gather_routes(none, padding, [0], self.num_experts, none.dtype)
-        return Forced(ids, ~self.real, torch.zeros_like(self.real), self.real)
+        return Forced(ids, ~self.real, torch.zeros_like(self.real), self.real, 0)

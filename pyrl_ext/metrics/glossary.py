@@ -189,7 +189,7 @@ _METRICS = (
     Metric(
         "time/replay",
         "s",
-        "Host time of giving routes to the routers and of replaying them, in the phases above.",
+        "Host time that routes, forcing and agreement counts add to the phases above.",
     ),
     Metric("time/publish", "s", "Wall time of handing the weights to the rollout engine."),
     Metric("time/eval", "s", "Wall time of the held-out evaluation."),
