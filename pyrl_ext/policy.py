@@ -18,9 +18,9 @@ from torch.profiler import record_function
 
 from pyrl_ext.batch import Batch
 from pyrl_ext.feed import Feed
-from pyrl_ext.logprob import vocab_parallel_logprob
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.megatron.gradients import gather_shards
+from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.megatron.model import build_chunks, release, unwrap, wrap_ddp
 from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, warmed_up
 from pyrl_ext.microbatch import Microbatch
@@ -267,7 +267,10 @@ class Policy:
         return Feed(batch, mine, self.plan, self.topo, self.replay, replayed, depths)
 
     def _run(self, feed: Feed, score: Callable[..., tuple], forward_only: bool) -> list:
-        """megatron's own schedule over ``feed``; ``score`` turns log-probs into a loss."""
+        """megatron's own schedule over ``feed``; ``score`` turns log-probs into a loss.
+
+        A pass that trains scores loss tokens only; the log-probs of others may be NaN.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def step(iterator: Iterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
@@ -275,9 +278,20 @@ class Policy:
             self.replay.force(index, routes)
             micro, packed = ready.micro, ready.packed
             tokens, positions = micro.tokens[None], packed.positions[None]
-            output = chunk(tokens, positions, None, packed_seq_params=packed)
+            batch = None if forward_only else feed.batch
+            scored = partial(score_tokens, self.plan, self.topo.groups.tp, micro, batch)
+            output = chunk(
+                tokens, positions, None, packed_seq_params=packed, output_processor=scored
+            )
             feed.prepare_next()  # copied while a GPU computes what was launched above
-            return output, partial(self._score, micro, score)
+
+            def of_output(output: Any) -> tuple:
+                """On the last stage: of each depth, log-probs and entropies [M]."""
+                first, *others = output if isinstance(output, list) else [output]
+                with record_function("pyrl: loss"):
+                    return score(micro, *first, [logprobs for logprobs, _ in others])
+
+            return output, of_output
 
         iterators: list[Iterator] = [feed.of_chunk(i) for i in range(len(self.chunks))]
         single = len(self.chunks) == 1
@@ -289,29 +303,6 @@ class Policy:
             seq_length=0,  # ignored: variable_seq_lengths
             micro_batch_size=1,
             forward_only=forward_only,
-        )
-
-    def _score(self, micro: Microbatch, score: Callable[..., tuple], logits: Any) -> tuple:
-        """On the last stage: logits [1, M, V / tp], a list of them by depth with multi-token
-        prediction -> what ``score`` makes of their rows."""
-        first, *others = logits if isinstance(logits, list) else [logits]
-        with record_function("pyrl: logprob"):
-            logprobs, entropy = self._logprobs(first, micro.targets)
-            ahead = [
-                self._logprobs(each, part.targets)[0]
-                for each, part in zip(others, micro.ahead, strict=True)
-            ]
-        with record_function("pyrl: loss"):
-            return score(micro, logprobs, entropy, ahead)
-
-    def _logprobs(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_logprob(
-            logits[0],
-            targets,
-            self.topo.groups.tp,
-            temperature=self.plan.rollout.temperature,
-            valid_vocab=self.plan.shape.vocab_size,
-            with_entropy=True,
         )
 
     @contextmanager

@@ -4,6 +4,7 @@ That every layout computes the same with them is shown in parity.py and test_par
 """
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from parity import compiled
 from probe import local_rows
 
 from pyrl_ext import topology, train
+from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.microbatch import Microbatch
 from pyrl_ext.models.weights import save_safetensors
@@ -79,8 +81,9 @@ def test_multi_token_prediction_equals_megatrons_own(folder):
         packed = PackedSequences.of(micro.layout, 0, topo.device)
         packed.tokens_ahead = tuple(ahead.tokens for ahead in micro.ahead)
         inputs = micro.tokens[None], packed.positions[None], None
-        _, ahead = model(*inputs, packed_seq_params=packed)
-        ours = -policy._logprobs(ahead, micro.ahead[0].targets)[0]
+        scored = partial(score_tokens, plan, topo.groups.tp, micro, None)
+        _, (ahead, _entropy) = model(*inputs, packed_seq_params=packed, output_processor=scored)
+        ours = -ahead
 
         # megatron derives inputs and labels by rolling, and keeps the loss to itself
         theirs = []

@@ -4,12 +4,13 @@ megatron-core 0.19.2's own path derives inputs and labels by rolling each rank's
 stream: wrong under context parallelism when sequences are padded (its roll goes by the unpadded
 ``cu_seqlens_q``), with a loop over sequences that waits for the device. It weights the loss by the
 token counts of one microbatch on one rank, so that gradients depend on the split. Here the tokens
-ahead come from the batch, shifted before it is sharded, and the logits go to the caller, who counts
-over the whole minibatch.
+ahead come from the batch, shifted before it is sharded, and what is made of the hidden states goes
+to the caller, who counts over the whole minibatch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -26,11 +27,13 @@ from torch import Tensor
 
 
 class MultiTokenGPT(GPTModel):
-    """In training, returns the logits of every depth: [next token, the one after it, ...].
+    """In training, returns what ``output_processor`` makes of every depth: [next token, the one
+    after it, ...].
 
-    Each is [1, M, V / tp]. Outside of training the layers for multi-token prediction do not run,
-    and only the next token's logits are returned. Both hold on every pipeline stage, so that the
-    stages agree on what they exchange.
+    It is called once a depth, with hidden states [M, 1, H] (a shard of the rows with sequence
+    parallelism), the output layer, its weight and the depth. Outside of training the layers for
+    multi-token prediction do not run, and the next token is the only depth. Both hold on every
+    pipeline stage, so that the stages agree on what they exchange.
     """
 
     def _postprocess(  # type: ignore[override]
@@ -38,8 +41,9 @@ class MultiTokenGPT(GPTModel):
         hidden_states: Tensor,
         packed_seq_params: Any = None,
         rotary_pos_emb: Tensor | None = None,
+        output_processor: Callable[..., Any] | None = None,
         **_: Any,
-    ) -> Tensor | list[Tensor]:
+    ) -> Tensor | list[Any]:
         if self.training and self.mtp_process:
             hidden_states = self.mtp(
                 input_ids=None,  # the layers below take them from packed_seq_params
@@ -52,17 +56,29 @@ class MultiTokenGPT(GPTModel):
             )
         if not self.post_process:
             return hidden_states
+        if output_processor is None:
+            raise TypeError(
+                "MultiTokenGPT: output_processor is None, expected a function of the hidden states "
+                "of each depth"
+            )
         weight: Any = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
         depths = (self.config.mtp_num_layers or 0) if self.training else 0
-        logits = []
+        found = []
         for depth, hidden in enumerate(hidden_states.chunk(1 + depths)):
             if depth == 1 and self.config.mtp_detach_heads:
                 shared: Any = self.output_layer.weight if weight is None else weight
                 weight = shared.detach()
-            logits.append(self.output_layer(hidden, weight=weight)[0].transpose(0, 1).contiguous())
-        return logits
+            found.append(
+                output_processor(
+                    hidden_states=hidden,
+                    output_layer=self.output_layer,
+                    output_weight=weight,
+                    depth=depth,
+                )
+            )
+        return found
 
 
 class PackedMTPLayer(MultiTokenPredictionLayer):

@@ -21,7 +21,7 @@ from pyrl_ext.plan.stages import Stage, plan_stages
 FREE_ON_RESUME = (
     *("threads", "steps", "run", "log", "checkpoint", "evaluate"),
     *("device", "parallel", "optimizer.distributed"),
-    *("batching.tokens_per_microbatch", "model.recompute"),
+    *("batching.tokens_per_microbatch", "model.recompute", "logprob"),
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "world_size")

@@ -1,4 +1,4 @@
-"""Bytes that the weights and the optimizer take on a rank."""
+"""Bytes that weights, optimizer and logits take on a rank."""
 
 from __future__ import annotations
 
@@ -65,6 +65,18 @@ def state_bytes(plan: Plan) -> StateBytes:
     over the ranks that hold the same weights.
     """
     return max((_stage_bytes(plan, stage) for stage in stage_parameters(plan)), key=_total)
+
+
+def logits_bytes(plan: Plan) -> int:
+    """Most bytes that logits and their gradients take on a rank of the last stage, in an update."""
+    how, depths = plan.logprob, 1 + plan.num_mtp_layers
+    weight = DTYPE_BYTES[plan.model.dtype]
+    columns = -(-plan.shape.vocab_size // plan.parallel.tp)
+    logits = plan.batching.tokens_per_microbatch * columns
+    if how.head == "logits":
+        return depths * logits * weight  # the gradient is written over them
+    each = 8 if weight == 4 else 8 + weight  # float32 both, and the gradient as products take it
+    return min(how.chunk_bytes, logits * each) + min(how.cache_bytes, depths * logits * 2)
 
 
 def _total(state: StateBytes) -> int:

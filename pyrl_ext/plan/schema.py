@@ -125,6 +125,17 @@ class Batching(Section):
     """most tokens one forward pass of a data-parallel rank holds; bounds activations"""
 
 
+class Logprob(Section):
+    """How the trainer scores tokens with the LM head."""
+
+    head: Literal["fused", "logits"] = "fused"
+    """fused: chunk by chunk, only loss tokens in the update; logits: of a whole microbatch"""
+    chunk_bytes: Positive = 2**30
+    """of a chunk's logits and their gradients (fused)"""
+    cache_bytes: Count = 0
+    """of a microbatch's logits kept for the backward pass, others are computed again (fused)"""
+
+
 class Rollout(Section):
     """The engine that generates responses."""
 
@@ -274,6 +285,7 @@ class Sections(Section):
     model: Model
     parallel: Parallel = Parallel()
     batching: Batching
+    logprob: Logprob = Logprob()
     rollout: Rollout
     replay: Replay = Replay()
     objective: Objective = Objective()

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.memory import chunk_parameters, state_bytes
+from pyrl_ext.plan.memory import chunk_parameters, logits_bytes, state_bytes
 from pyrl_ext.plan.problems import show
 from pyrl_ext.plan.schema import Section, Sections
 from pyrl_ext.plan.shape import parameters
@@ -103,7 +103,9 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     ]  # fmt: skip
     if state.reference:
         rows.append(("reference", f"{size(state.reference)} a rank"))
-    together = f"{size(state.total)} a rank, without activations and the rollout engine"
+    how = "in chunks" if plan.logprob.head == "fused" else "of a microbatch"
+    rows.append(("logits", f"at most {size(logits_bytes(plan))} on the last stage, {how}"))
+    together = f"{size(state.total)} a rank, without logits, activations and the rollout engine"
     rows.append(("together", together))
     return rows
 
