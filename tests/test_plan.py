@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
-from pyrl_ext.plan.memory import stage_parameters, state_bytes
+from pyrl_ext.plan.memory import logits_bytes, stage_parameters, state_bytes
 from pyrl_ext.plan.rules import RULES
 from pyrl_ext.plan.schema import Section, Sections
 from pyrl_ext.plan.shape import parameters, read_shape
@@ -429,6 +429,28 @@ def test_stages_hold_every_parameter_once(small: Path, layout: list[str]):
     stages = stage_parameters(plan)
     assert sum(stage.total for stage in stages) == parameters(plan.shape).total
     assert len(stages) == plan.parallel.pp
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("logprob.head=logits",), 128 * 4),
+        (("logprob.head=logits", "model.dtype=bfloat16"), 128 * 2),
+        (("logprob.head=logits", "parallel.tp=2"), 64 * 4),
+        ((), 128 * 8),
+        (("model.dtype=bfloat16",), 128 * 10),
+        (("logprob.cache_bytes=1000000000",), 128 * (8 + 2)),
+    ],
+)
+def test_logits_of_a_microbatch(small: Path, overrides: tuple[str, ...], expected: int):
+    plan = compile_plan(small, overrides)
+    assert plan.shape.vocab_size == 128
+    assert logits_bytes(plan) == expected * plan.batching.tokens_per_microbatch
+
+
+def test_logits_take_no_more_than_their_chunk_and_cache(small: Path):
+    chosen = ["logprob.chunk_bytes=1000", "logprob.cache_bytes=300"]
+    assert logits_bytes(compile_plan(small, chosen)) == 1300
 
 
 # The command -------------------------------------------------------------------------------------

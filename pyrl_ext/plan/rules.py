@@ -272,6 +272,16 @@ def positions_suffice(plan: Plan) -> str | None:
         )
 
 
+@rule("logprob.cache_bytes")
+def a_cache_is_used(plan: Plan) -> str | None:
+    logprob = plan.logprob
+    if logprob.head == "logits" and logprob.cache_bytes:
+        return (
+            f"{logprob.cache_bytes} with head logits, expected 0; all logits are kept, and nothing "
+            "is cached"
+        )
+
+
 # Rollout and replay ----------------------------------------------------------------------------
 
 
