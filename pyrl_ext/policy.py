@@ -161,7 +161,8 @@ class Policy:
         feed = self._feed(batch, schedule, replay)
         found: list[tuple[Microbatch, Tensor, Tensor]] = []
 
-        def keep(micro: Microbatch, logprobs: Tensor, entropy: Tensor, _ahead: list) -> tuple:
+        def keep(micro: Microbatch, scored: tuple[Tensor, Tensor], _ahead: list) -> tuple:
+            logprobs, entropy = scored
             found.append((micro, logprobs, entropy))
             return logprobs.sum(), _count(micro.inputs.loss_mask), {}
 
@@ -229,11 +230,10 @@ class Policy:
             raise ValueError("Policy.update: the minibatch has no token under its loss mask")
         feed = self._feed(minibatch, schedule, self.plan.replay.train, depths=self.mtp_layers)
         names: list[str] = []
+        in_chunk = loss if self.plan.logprob.loss_in_chunk else None
 
-        def score(
-            micro: Microbatch, logprobs: Tensor, entropy: Tensor, ahead: list[Tensor]
-        ) -> tuple:
-            total, count, sums = loss(logprobs, entropy, micro.inputs)
+        def score(micro: Microbatch, scored: tuple, ahead: list[Tensor]) -> tuple:
+            total, count, sums = scored if in_chunk else loss(scored[0], scored[1], micro.inputs)
             sums = {"loss": (total.detach(), count), **sums}
             if ahead:
                 extra, sums["mtp_loss"] = self._mtp_loss(micro, ahead, minibatch)
@@ -246,7 +246,7 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.replay.session(), self._mode(training=True):
-            parts = self._run(feed, score, forward_only=False)
+            parts = self._run(feed, score, forward_only=False, in_chunk=in_chunk)
         return self._means(parts, names)
 
     def _mtp_loss(
@@ -266,10 +266,17 @@ class Policy:
         mine = schedule[self.topo.dp_rank]
         return Feed(batch, mine, self.plan, self.topo, self.replay, replayed, depths)
 
-    def _run(self, feed: Feed, score: Callable[..., tuple], forward_only: bool) -> list:
+    def _run(
+        self,
+        feed: Feed,
+        score: Callable[..., tuple],
+        forward_only: bool,
+        in_chunk: LossFn | None = None,
+    ) -> list:
         """megatron's own schedule over ``feed``; ``score`` turns log-probs into a loss.
 
-        A pass that trains scores loss tokens only; the log-probs of others may be NaN.
+        A pass that trains scores loss tokens only; the log-probs of others may be NaN. With
+        ``in_chunk`` this loss is taken where they are made, and ``score`` gets its results.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -279,17 +286,15 @@ class Policy:
             micro, packed = ready.micro, ready.packed
             tokens, positions = micro.tokens[None], packed.positions[None]
             batch = None if forward_only else feed.batch
-            scored = partial(score_tokens, self.plan, self.topo.groups.tp, micro, batch)
-            output = chunk(
-                tokens, positions, None, packed_seq_params=packed, output_processor=scored
-            )
+            head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, batch, in_chunk)
+            output = chunk(tokens, positions, None, packed_seq_params=packed, output_processor=head)
             feed.prepare_next()  # copied while a GPU computes what was launched above
 
             def of_output(output: Any) -> tuple:
-                """On the last stage: of each depth, log-probs and entropies [M]."""
+                """On the last stage: what `score_tokens` made of each depth."""
                 first, *others = output if isinstance(output, list) else [output]
                 with record_function("pyrl: loss"):
-                    return score(micro, *first, [logprobs for logprobs, _ in others])
+                    return score(micro, first, [logprobs for logprobs, _ in others])
 
             return output, of_output
 

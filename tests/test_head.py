@@ -26,14 +26,17 @@ from pyrl_ext.policy import Policy
 from pyrl_ext.schedule import plan_microbatches
 
 OVERLAPPED = ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true")
+LOGITS = "logprob.head=logits"
 CHUNKS = "logprob.chunk_bytes=8192"  # 8 tokens of the tiny vocabulary, 16 at tp 2
 CACHE = "logprob.cache_bytes=20000"  # some of them, in bfloat16
+INSIDE = "logprob.loss_in_chunk=true"
 RUNS = {
     1: [
         ("glm mtp", (CHUNKS,)),
         ("glm mtp 2", (CHUNKS, CACHE)),
         ("tied", (CHUNKS,)),
         ("tied", ("model.recompute=full",)),
+        ("glm mtp 2", (CHUNKS, INSIDE)),
     ],
     2: [
         ("glm mtp 2", (CHUNKS, "parallel.tp=2")),
@@ -41,6 +44,8 @@ RUNS = {
         ("tied", (CHUNKS, CACHE, "parallel.tp=2")),
         ("glm mtp", (CHUNKS, "parallel.pp=2")),
         ("qwen", ("parallel.pp=2", "parallel.vpp=2")),
+        ("qwen", (CHUNKS, INSIDE, "parallel.pp=2", "parallel.vpp=2")),  # one is padding alone
+        ("tied", (CHUNKS, INSIDE, "parallel.tp=2")),
         ("glm mtp 2", ("parallel.dp=2", *OVERLAPPED)),
     ],
 }
@@ -82,7 +87,9 @@ def compared(group, folder):
     found = []
     for model, overrides in RUNS[group.size()]:
         scores, metrics, grads = one_pass(plan_of(model, folder, *overrides))
-        logits = one_pass(plan_of(model, folder, *overrides, "logprob.head=logits"))
+        logits = one_pass(
+            plan_of(model, folder, *(o for o in overrides if "logprob" not in o), LOGITS)
+        )
         found.append(
             {
                 "run": (model, overrides),
@@ -138,7 +145,8 @@ def test_who_computes_logits_and_of_which_rows(folder, head):
 
     with topology.start(plan) as topo:
         policy, batch = Policy.build(plan, topo), random_batch()
-        unwrap(policy.chunks[0]).output_layer.register_forward_hook(lambda *_: layer_runs.append(1))
+        layer = unwrap(policy.chunks[0]).get_submodule("output_layer")
+        layer.register_forward_hook(lambda *_: layer_runs.append(1))
         schedule = plan_microbatches(batch.seqlens, 1, 64)
         scores = policy.scores(batch, schedule)
         assert scores.logprobs.isfinite().all() and scores.entropy.isfinite().all()

@@ -6,6 +6,7 @@ megatron-core's GPTModel hands its hidden states and output layer to an ``output
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pyrl_ext.batch import Batch
-from pyrl_ext.linear_logprob import linear_logprob
+from pyrl_ext.linear_logprob import linear_logprob, linear_logprob_loss
 from pyrl_ext.logprob import vocab_parallel_logprob
 from pyrl_ext.microbatch import Microbatch
+from pyrl_ext.objective import LossFn, LossInputs, Sums
 from pyrl_ext.plan import Plan
 
 
@@ -36,13 +38,14 @@ def score_tokens(
     group: dist.ProcessGroup,
     micro: Microbatch,
     batch: Batch | None,
+    loss: LossFn | None = None,
     *,
     hidden_states: Tensor,
     output_layer: Any,
     output_weight: Tensor | None,
     depth: int = 0,
     **_: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Sums]:
     """Log-probs of the targets of ``micro`` at ``depth``, and entropies, [M] fp32 each.
 
     With ``logprob.head: fused`` no logits outlive their chunk, but for the cache.
@@ -50,6 +53,7 @@ def score_tokens(
     Args:
         batch: on the host, what ``micro`` was taken from: with ``fused``, only rows of loss tokens
             are scored and the others are NaN. None: all rows are scored.
+        loss: with ``fused``, what it makes of the next token's is returned instead.
         hidden_states: [M / tp, 1, H], the shard of the rows that sequence parallelism leaves here;
             [M, 1, H] without.
         output_layer, output_weight: megatron's; the weight is given where it is the embedding's, or
@@ -59,24 +63,48 @@ def score_tokens(
     `vocab_parallel_logprob`.
     """
     how, depths = plan.logprob, [micro.targets, *(ahead.targets for ahead in micro.ahead)]
+    common: dict[str, Any] = {
+        "temperature": plan.rollout.temperature,
+        "valid_vocab": plan.shape.vocab_size,
+    }
     with record_function("pyrl: logprob"):
         if how.head == "logits":
-            logits, _bias = output_layer(hidden_states, weight=output_weight)
+            logits = output_layer(hidden_states, weight=output_weight)[0].flatten(0, 1)
             return vocab_parallel_logprob(
-                *(logits.flatten(0, 1), depths[depth], group),
-                temperature=plan.rollout.temperature,
-                valid_vocab=plan.shape.vocab_size,
+                *(logits, depths[depth], group),
                 inplace=True,  # nobody else reads them
                 with_entropy=True,
+                **common,
             )
         weight = output_layer.weight if output_weight is None else output_weight
-        return linear_logprob(
-            *(hidden_states.flatten(0, 1), weight, depths[depth], group),
-            temperature=plan.rollout.temperature,
-            valid_vocab=plan.shape.vocab_size,
-            rows=None if batch is None else loss_rows(micro, batch, depth),
-            chunk_bytes=how.chunk_bytes,
-            cache_bytes=how.cache_bytes // len(depths),
-            sequence_parallel=output_layer.sequence_parallel,
-            main_grad=torch.is_grad_enabled() and hasattr(weight, "main_grad"),
-        )
+        common |= {
+            "rows": None if batch is None else loss_rows(micro, batch, depth),
+            "chunk_bytes": how.chunk_bytes,
+            "sequence_parallel": output_layer.sequence_parallel,
+            "main_grad": torch.is_grad_enabled() and hasattr(weight, "main_grad"),
+        }
+        of_head = (hidden_states.flatten(0, 1), weight, depths[depth])
+        if loss is None or depth:
+            cache = how.cache_bytes // len(depths)
+            return linear_logprob(*of_head, group, cache_bytes=cache, **common)
+        parts = _Parts(loss, micro.inputs)
+        return linear_logprob_loss(*of_head, parts, group, **common), parts.count, parts.sums
+
+
+class _Parts:
+    """A loss of chunks of tokens, with the sums of their counts and metrics."""
+
+    def __init__(self, loss: LossFn, inputs: LossInputs):
+        self.loss, self.inputs = loss, inputs
+        self.count: Any = 0
+        self.sums: Sums = {}
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: Tensor) -> Tensor:
+        given = ((f.name, getattr(self.inputs, f.name)) for f in fields(self.inputs))
+        taken: dict[str, Any] = {n: None if x is None else x[tokens] for n, x in given}
+        total, count, sums = self.loss(logprobs, entropy, LossInputs(**taken))
+        self.count = self.count + count
+        for name, (value, number) in sums.items():
+            before = self.sums.get(name, (0, 0))
+            self.sums[name] = (value.detach() + before[0], number + before[1])
+        return total

@@ -280,6 +280,21 @@ def a_cache_is_used(plan: Plan) -> str | None:
             f"{logprob.cache_bytes} with head logits, expected 0; all logits are kept, and nothing "
             "is cached"
         )
+    if logprob.loss_in_chunk and logprob.cache_bytes and not plan.num_mtp_layers:
+        return (
+            f"{logprob.cache_bytes} with loss_in_chunk, expected 0; no backward pass would read it"
+        )
+
+
+@rule("logprob.loss_in_chunk")
+def a_loss_in_chunks_is_token_wise(plan: Plan) -> str | None:
+    if plan.logprob.loss_in_chunk and plan.logprob.head == "logits":
+        return "true with head logits, expected false; it has no chunks. Use head: fused"
+    if plan.logprob.loss_in_chunk and ":" in plan.objective.loss:
+        return (
+            f"true with objective.loss {plan.objective.loss}, expected a built-in loss; it would "
+            "see some tokens at a time, and may need all of a microbatch"
+        )
 
 
 # Rollout and replay ----------------------------------------------------------------------------

@@ -134,6 +134,8 @@ class Logprob(Section):
     """of a chunk's logits and their gradients (fused)"""
     cache_bytes: Count = 0
     """of a microbatch's logits kept for the backward pass, others are computed again (fused)"""
+    loss_in_chunk: bool = False
+    """backward in the forward pass: logits once, one more float32 gradient of the head (fused)"""
 
 
 class Rollout(Section):
