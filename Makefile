@@ -65,6 +65,7 @@ bench: build  ## kernels: what they compile to, then each against a copy and its
 	$(BIN)/python -m benchmarks.run gather_routes --threads 1
 	$(BIN)/python -m benchmarks.run feed --threads 1
 	$(BIN)/python -m benchmarks.run token_logprob --threads 1
+	$(BIN)/python -m benchmarks.run linear_logprob --threads 1
 	$(BIN)/python -m benchmarks.run layout --threads 1
 	$(BIN)/python -m benchmarks.run replay_probs --threads 1
 	$(BIN)/python -m benchmarks.profile_step

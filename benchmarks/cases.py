@@ -13,6 +13,7 @@ FAMILIES = {
     "feed": "benchmarks.cases_feed:feed",
     "replay_probs": "benchmarks.cases_router:replay_probs",
     "token_logprob": "benchmarks.cases_logprob:token_logprob",
+    "linear_logprob": "benchmarks.cases_linear:linear_logprob",
 }
 
 

@@ -5,58 +5,163 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from benchmarks import peers_logprob as peers
 from benchmarks.measure import Case
-from pyrl_ext.ops import token_logprob_grad, token_logprob_stats
+from pyrl_ext.logprob import vocab_parallel_logprob
+
+VOCAB = 154880
+SHAPES = [(VOCAB, torch.bfloat16), (VOCAB // 8, torch.bfloat16), (VOCAB // 8, torch.float32)]
+EXACT_ROWS = 64
+
+Values = tuple[Tensor | None, ...]  # log-probs, entropies and gradients; None: not what ours is
+Method = Callable[[Tensor, Tensor], peers.Pair]
 
 
 def token_logprob(device: str, shrink: int = 1) -> Iterator[Case]:
     tokens = max((128 if device == "cpu" else 8192) // shrink, 2)
-    for vocab, dtype in [
-        (154880, torch.bfloat16),
-        (19360, torch.bfloat16),
-        (19360, torch.float32),
-    ]:
-        logits = torch.randn(tokens, vocab, device=device).to(dtype)
-        targets = torch.randint(vocab, (tokens,), device=device)
-        scale = torch.ones(tokens, device=device)
-        top, total, weighted, _ = token_logprob_stats(logits, targets, scale, 0, vocab)
-        log_sum = total.log()
-        of_rows = (top, log_sum, log_sum - weighted / total, scale, scale)
-        size, name = logits.nbytes, f"{tokens} x {vocab} {str(dtype)[6:]}"
-        yield Case(
-            f"forward {name}",
-            lambda x=logits, y=targets, s=scale: token_logprob_stats(x, y, s, 0, x.shape[1]),
-            {"torch": lambda x=logits, y=targets: logprob_entropy(x, y)},
-            moved=size,
-            written=4 * 4 * tokens,
-            agree=_stats_agree,
+    # a package writes over the logits that it is given
+    packages = peers.packages(peers.PACKAGES) if device == "cuda" else {}
+    for vocab, dtype in SHAPES:
+        g = torch.Generator().manual_seed(0)
+        rows = torch.randn(min(tokens, 256), vocab, generator=g).to(device, dtype)
+        logits = rows.repeat(-(-tokens // len(rows)), 1)[:tokens]
+        targets = torch.randint(vocab, (tokens,), generator=g).to(device)
+        grads = torch.randn(2, tokens, generator=g).to(device)
+        methods: dict[str, Method] = {
+            "eager": peers.eager,
+            "several passes": peers.several_passes,
+            "torch.compile": peers.compiled("inductor" if shrink == 1 else "eager"),
+            "megatron, log-prob only": peers.megatron,
+        }
+        if dtype != torch.float32:
+            methods["eager, bf16"] = peers.eager_as_is
+        problem = (logits, targets, grads)
+        ours = {n: _inplace(*problem, peers.of_package(n, f)) for n, f in packages.items()}
+        writing = {f"{name}, log-prob only": run for name, run in ours.items()}
+        yield from _cases(problem, methods, writing, device)
+
+
+def _cases(
+    problem: tuple[Tensor, Tensor, Tensor],
+    methods: dict[str, Method],
+    writing: dict[str, Callable[[], Values]],
+    device: str,
+) -> Iterator[Case]:
+    logits, targets, _ = problem
+    size, of_rows = logits.nbytes, 8 * len(logits)
+    name = f"{len(logits)} x {logits.shape[1]} {str(logits.dtype)[6:]}"
+    exact = exact_error(peers.eager_as_is(logits[:EXACT_ROWS].double(), targets[:EXACT_ROWS]))
+    yield Case(
+        f"forward {name}",
+        _forward(logits, targets, _ours),
+        {n: _forward(logits, targets, method) for n, method in methods.items()},
+        moved=size,
+        written=of_rows,
+        at_least={} if device == "cpu" else {"% of floor": 85},
+        agree=agree,
+        error=exact,
+    )
+    held = {n: methods[n] for n in ("eager", "several passes")}  # others free what they keep
+    yield Case(
+        f"backward {name}",
+        _backward(*problem, _ours),
+        {n: _backward(*problem, method) for n, method in held.items()},
+        moved=2 * size,
+        written=size,
+        agree=agree,
+    )
+    cpu = {"torch.compile": 20, "several passes": 10}
+    yield Case(
+        f"both in place {name}",
+        _inplace(*problem, _ours_inplace),
+        {n: _both(*problem, method) for n, method in methods.items()} | writing,
+        moved=3 * size,
+        written=size,
+        at_least=cpu if device == "cpu" else {"% of floor": 80},
+        agree=agree,
+        error=exact,
+    )
+
+
+def exact_error(exact: peers.Pair) -> Callable[[Values], float]:
+    """The largest error of the first log-probs and entropies."""
+
+    def error(found: Values) -> float:
+        pairs = [(a, b) for a, b in zip(found[:2], exact, strict=True) if a is not None and a.ndim]
+        return max(
+            ((a[: len(b)].double() - b).abs().max().item() for a, b in pairs),  # type: ignore
+            default=torch.nan,
         )
-        yield Case(
-            f"backward {name}",
-            lambda x=logits, y=targets, s=scale, r=of_rows: token_logprob_grad(
-                x, y, s, 0, x.shape[1], *r
-            ),
-            {"torch": _torch_backward(logits, targets)},
-            moved=2 * size,
-            written=size,
-            agree=lambda ours, theirs: torch.allclose(ours, theirs, rtol=0.02, atol=1e-4),
-        )
+
+    return error
 
 
-def logprob_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    log_p = logits.float().log_softmax(-1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+def agree(ours: Values, theirs: Values) -> bool:
+    """Log-probs and entropies to 1e-4 or the type of theirs, gradients to that of the logits."""
+
+    def close(a: Tensor, b: Tensor) -> bool:
+        step = max(torch.finfo(x.dtype).eps for x in (a, b))
+        if a.ndim == 1:
+            return torch.allclose(a, b.float(), rtol=8 * step, atol=1e-4)
+        return torch.allclose(a, b, rtol=4 * step, atol=4 * step * float(a.abs().max()))
+
+    pairs = zip(ours, theirs, strict=True)
+    return all(close(a, b) for a, b in pairs if a is not None and b is not None)
 
 
-def _stats_agree(stats: tuple[Tensor, ...], theirs: tuple[Tensor, Tensor]) -> bool:
-    top, total, weighted, target = stats
-    log_sum = total.log()
-    ours = (target - top - log_sum, log_sum - weighted / total)
-    return all(torch.allclose(a, b, rtol=0, atol=1e-3) for a, b in zip(ours, theirs, strict=True))
+def _ours(logits: Tensor, targets: Tensor) -> peers.Pair:
+    return vocab_parallel_logprob(logits, targets, with_entropy=True)
 
 
-def _torch_backward(logits: Tensor, targets: Tensor) -> Callable[[], Tensor]:
+def _ours_inplace(logits: Tensor, targets: Tensor) -> peers.Pair:
+    return vocab_parallel_logprob(logits, targets, inplace=True, with_entropy=True)
+
+
+def _forward(logits: Tensor, targets: Tensor, method: Method) -> Callable[[], Values]:
+    @torch.no_grad()
+    def run() -> Values:
+        return *method(logits, targets), None
+
+    return run
+
+
+def _both(logits: Tensor, targets: Tensor, grads: Tensor, method: Method) -> Callable[[], Values]:
+    def run() -> Values:
+        leaf = logits.detach().requires_grad_()
+        logprob, entropy = method(leaf, targets)
+        if entropy is None:
+            torch.autograd.grad(logprob, leaf, grads[0])  # of the log-prob alone: not compared
+            return logprob.detach(), None, None
+        (grad,) = torch.autograd.grad((logprob, entropy), leaf, [*grads.to(entropy.dtype)])
+        return logprob.detach(), entropy.detach(), grad
+
+    return run
+
+
+def _inplace(
+    logits: Tensor, targets: Tensor, grads: Tensor, method: Method
+) -> Callable[[], Values]:
+    """On a copy of the logits that ``method`` writes its gradient over: the first call, which is
+    the one compared, gets the logits, those timed get what the one before them wrote."""
+    copy: list[Tensor] = []
+
+    def run() -> Values:
+        if not copy:
+            copy.append(logits.clone())
+        return _both(copy[0], targets, grads, method)()
+
+    return run
+
+
+def _backward(
+    logits: Tensor, targets: Tensor, grads: Tensor, method: Method
+) -> Callable[[], Values]:
     leaf = logits.detach().requires_grad_()
-    logprob, entropy = logprob_entropy(leaf, targets)
-    total = logprob.sum() + entropy.sum()
-    return lambda: torch.autograd.grad(total, leaf, retain_graph=True)[0]
+    graph: list[Tensor] = []
+
+    def run() -> Values:
+        if not graph:
+            graph.extend(x for x in method(leaf, targets) if x is not None)
+        return None, None, torch.autograd.grad(graph, leaf, [*grads], retain_graph=True)[0]
+
+    return run

@@ -41,10 +41,14 @@ class Case:
         baselines: other ways to the same result, by name.
         moved:     bytes that the operation must at least read and write.
         written:   bytes of its result.
-        at_most:   bars, upper bounds of columns: ``ms`` (the fastest call), ``x written``.
+        at_most:   bars, upper bounds of columns: ``ms`` (the fastest call), ``x written``, ``MB
+            beyond the result`` (of the extra ones).
         at_least:  bars, lower bounds: how many times as fast as the baseline of that name, or,
-            for ``2 threads``, as itself on one thread.
+            for ``2 threads``, as itself on one thread; or ``% of floor``.
         agree:     whether a baseline's result (second) is ours (first).
+        error:     how far a result, ours or a baseline's, is from what is exact.
+        flops:     floating-point operations that the operation must do, where these are its floor.
+        product:   a matrix product and its floating-point operations: that floor's rate.
     """
 
     name: str
@@ -55,6 +59,9 @@ class Case:
     at_most: Mapping[str, float] = field(default_factory=dict)
     at_least: Mapping[str, float] = field(default_factory=dict)
     agree: Callable[[Any, Any], bool] = same
+    error: Callable[[Any], float] | None = None
+    flops: float = 0
+    product: tuple[Callable[[], Any], float] | None = None
 
 
 def keep_memory() -> None:
@@ -138,47 +145,77 @@ def copy_of(num_bytes: int, device: str) -> Callable[[], Any]:
     return lambda: target.copy_(source)
 
 
-def check(case: Case) -> None:
-    """Raises ValueError where a baseline's result is not the operation's."""
-    ours = case.run()
+def check(case: Case) -> dict[str, float]:
+    """Errors of ``ours`` and of each baseline, where the case has any.
+
+    Raises:
+        ValueError: a baseline's result is not the operation's.
+    """
+    ours, errors = case.run(), {}
+    if case.error:
+        errors["ours"] = case.error(ours)
     for name, baseline in case.baselines.items():
-        if not case.agree(ours, baseline()):
+        theirs = baseline()
+        if not case.agree(ours, theirs):
             raise ValueError(f"{case.name}: the result differs from {name}'s, expected the same")
+        if case.error:
+            errors[name] = case.error(theirs)
+    return errors
 
 
 def measure(case: Case, device: str) -> dict[str, Any]:
-    """Time a case, its baselines, a copy of the bytes it must move and one of those it writes."""
-    check(case)
+    """Time a case, its baselines and its floor."""
+    errors = check(case)
     extra = extra_bytes(case.run, device)
-    both = _in_turns(
-        [case.run, copy_of(case.moved // 2, device), copy_of(case.written, device)], device
-    )
-    fastest, floor, written = map(min, both)
-    row: dict[str, Any] = {
-        "case": case.name,
-        "median ms": statistics.median(both[0]) * 1e3,
-        "fastest ms": fastest * 1e3,
-        "GB/s": case.moved / fastest / 1e9,
-        "% of floor": 100 * floor / fastest,
-        "x written": fastest / written,
-        "extra MB": extra / 1e6,
-    }
+    row = {"case": case.name, **_rates(case, device), "extra MB": extra / 1e6}
+    if errors:
+        row["max error"] = errors["ours"]
+    fastest = row["fastest ms"] / 1e3
     if device == "cuda":
         row["host ms"] = host_seconds(case.run) * 1e3
     elif "2 threads" in case.at_least and (os.cpu_count() or 1) > 1:
         row["2 threads"] = _two_threads(case.run)
-    baselines = {n: min(call_seconds(b, device, 0.5, 2)) for n, b in case.baselines.items()}
+    least = 1 if case.product else 2  # products take long
+    baselines = {n: min(call_seconds(b, device, 0.5, least)) for n, b in case.baselines.items()}
     row["baselines"] = {
         n: {"ms": seconds * 1e3, "times": seconds / fastest} for n, seconds in baselines.items()
     }
+    for name, of in row["baselines"].items():
+        of |= {"error": errors[name]} if errors else {}
     return {**row, "bars": _bars(case, row)}
 
 
-def _in_turns(runs: Sequence[Callable[[], Any]], device: str) -> list[list[float]]:
+def _rates(case: Case, device: str) -> dict[str, Any]:
+    """Times of a case against a copy of the bytes it must move and one of those it writes, or
+    against products that do as many operations."""
+    if case.product is not None:
+        product, flops = case.product
+        both = _in_turns([case.run, product], device, 1)
+        fastest, floor = map(min, both)
+        rate = flops / floor
+        rates = {
+            "TFLOP/s": case.flops / fastest / 1e12,
+            "matmul TFLOP/s": rate / 1e12,
+            "% of floor": 100 * case.flops / fastest / rate,
+        }
+    else:
+        runs = [case.run, copy_of(case.moved // 2, device), copy_of(case.written, device)]
+        both = _in_turns(runs, device)
+        fastest, floor, written = map(min, both)
+        rates = {
+            "GB/s": case.moved / fastest / 1e9,
+            "% of floor": 100 * floor / fastest,
+            "x written": fastest / written,
+        }
+    times = {"median ms": statistics.median(both[0]) * 1e3, "fastest ms": fastest * 1e3}
+    return {**times, **rates}
+
+
+def _in_turns(runs: Sequence[Callable[[], Any]], device: str, least: int = 5) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(ROUNDS):
         for run, own in zip(runs, times, strict=True):
-            own += call_seconds(run, device, 1.0 / ROUNDS)
+            own += call_seconds(run, device, 1.0 / ROUNDS, least)
     return times
 
 
@@ -196,7 +233,10 @@ def _two_threads(run: Callable[[], Any]) -> float:
 
 def _bars(case: Case, row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each bar with the value found; a machine without a second core has none for two threads."""
-    found = {"ms": row["fastest ms"], "x written": row["x written"]}
+    found = {"ms": row["fastest ms"], "% of floor": row["% of floor"]}
+    found["MB beyond the result"] = row["extra MB"] - case.written / 1e6
+    if "x written" in row:
+        found["x written"] = row["x written"]
     found |= {name: of["times"] for name, of in row["baselines"].items()}
     if "2 threads" in row:
         found["2 threads"] = row["2 threads"]

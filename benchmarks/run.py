@@ -23,9 +23,11 @@ from benchmarks.measure import keep_memory, measure
 
 NOTE = (
     "median: of all calls; GB/s, % of floor, x written and ratios: of the fastest calls. floor: a "
-    "copy that moves as many bytes as the operation must; x written: times a copy of the result. "
-    "extra: peak memory of a call, result included. A baseline: ms of its fastest call, and how "
-    "many times as fast ours is."
+    "copy that moves as many bytes as the operation must, or, with TFLOP/s, torch's product of one "
+    "chunk, as often as the operations need; x written: times a copy of the result. "
+    "extra: peak memory of a call, result included. A baseline: ms of its fastest call, how "
+    "many times as fast ours is, and +- its max error. max error: of log-probs and entropies "
+    "(nats) against float64, 64 rows."
 )
 
 
@@ -112,7 +114,10 @@ def table_of(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]
 
     def against(row: dict[str, Any], name: str) -> str:
         of = row["baselines"].get(name)
-        return f"{_plain(of['ms'])} {_plain(of['times'])}x" if of else ""
+        if not of:
+            return ""
+        error = f" +-{of['error']:.0e}" if "error" in of else ""
+        return f"{_plain(of['ms'])} {_plain(of['times'])}x{error}"
 
     cells = [[cell(r, n) for n in numbers] + [against(r, n) for n in names] for r in rows]
     return numbers + names, cells

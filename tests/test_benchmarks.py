@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import run
 from benchmarks.cases import FAMILIES, cases_of
+from benchmarks.cases_logprob import agree, exact_error
 from benchmarks.lengths import lognormal
 from benchmarks.measure import Case, check, extra_bytes, measure, same
 from benchmarks.per_sequence import TRAINERS
@@ -28,7 +29,7 @@ def test_every_baseline_computes_the_same(family):
         check(case)
         assert case.baselines
         assert 0 < case.written <= case.moved
-        assert case.at_least.keys() <= {*case.baselines, "2 threads"}
+        assert case.at_least.keys() <= {*case.baselines, "2 threads", "% of floor"}
 
 
 def test_a_case_that_differs_from_a_baseline_is_not_timed():
@@ -55,6 +56,32 @@ def test_bars_pass_and_fail_by_what_was_measured():
         ["FAIL", "fill at least 1e+09:"],
     ]
     assert lines[1].endswith("!") and not lines[0].endswith("!")
+
+
+def test_floors_of_products_and_errors_of_everyone():
+    product = torch.ones(64, 64)
+    case = _ones(
+        at_least={"% of floor": 1e6},
+        at_most={"MB beyond the result": 1e3},
+        flops=2 * 64**3,
+        product=(lambda: product @ product, 64**3),
+        error=lambda found: 1 + len(found),
+    )
+    row = measure(case, "cpu")
+    assert row["TFLOP/s"] == pytest.approx(2 * 64**3 / row["fastest ms"] / 1e9)
+    assert row["% of floor"] == pytest.approx(100 * row["TFLOP/s"] / row["matmul TFLOP/s"])
+    assert row["max error"] == row["baselines"]["fill"]["error"] == 100_001
+    assert [bar["pass"] for bar in row["bars"]] == [True, False]
+
+
+def test_a_log_prob_that_is_off_is_told_from_ours():
+    ours = torch.tensor([-1.0, -2.0]), torch.tensor([0.5, 0.5]), torch.ones(2, 3)
+    error = exact_error((ours[0].double(), ours[1].double() + 1e-3))
+    assert error(ours) == pytest.approx(1e-3, rel=1e-4)
+    assert error((ours[0], None, None)) == 0
+    for i in range(3):
+        off = [x + 0.01 * (i == j) for j, x in enumerate(ours)]
+        assert agree(ours, ours) and not agree(ours, tuple(off))
 
 
 def test_extra_memory_is_the_peak_not_the_result():
@@ -93,6 +120,12 @@ def test_tables_and_pictures_hold_every_row(tmp_path):
     assert run.markdown("t", columns, cells).count("\n| ") == 4
     report = json.loads(json.dumps(dict(family="f", device="d", rows=[row])))
     plot(report, tmp_path / "f.png")
+    assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_picture_of_errors_holds_every_case(tmp_path):
+    rows = [{**measure(_ones(error=lambda found: 1e-6), "cpu"), "case": f"{i}"} for i in range(4)]
+    plot(dict(family="f", device="d", rows=rows), tmp_path / "f.png")
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
 
 

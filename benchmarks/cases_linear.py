@@ -1,0 +1,194 @@
+"""linear_logprob: log-probs, entropies and the gradients of both from hidden states and the head.
+
+A result is log-probs, entropies and the gradients of hidden states and weight. ``written`` counts
+the gradients and, once more in float32, the sums that the weight's is made of.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import peers_logprob as peers
+from benchmarks.cases_logprob import EXACT_ROWS, Values, exact_error
+from benchmarks.measure import Case
+from pyrl_ext import linear_logprob as fused
+from pyrl_ext.linear_logprob.call import describe
+
+FLASH, LARGE = (2048, 154880), (5120, 151552)  # hidden, vocabulary: GLM-4.7-Flash, 355B
+FITS = 100e9  # bytes that all logits, their softmax and the gradients of both may take on cuda
+
+
+class Problem(NamedTuple):
+    hidden: Tensor  # [T, H], with a gradient, as the next
+    weight: Tensor  # [V, H]
+    targets: Tensor  # [T]
+    grads: Tensor  # [2, T] float32, of log-probs and entropies
+
+    def gradients(self, logprob: Tensor, entropy: Tensor | None) -> Values:
+        """What there is after the backward; without an entropy the gradients are not ours."""
+        leaves = self.hidden, self.weight
+        if entropy is None:
+            torch.autograd.grad(logprob, leaves, self.grads[0] if logprob.ndim else None)
+            return logprob.detach(), None, None, None
+        grads = torch.autograd.grad((logprob, entropy), leaves, [*self.grads])
+        return logprob.detach(), entropy.detach(), *grads
+
+
+def linear_logprob(device: str, shrink: int = 1) -> Iterator[Case]:
+    """A vocabulary of which there are 8 shards is one of them, without what ranks exchange."""
+    packages = peers.packages(peers.FUSED) if device == "cuda" else {}
+    if device == "cuda":
+        print("not compared: a Triton kernel of the kind that verl has")
+    for name, tokens, size, vocab, dtype in _shapes(device):
+        vocab //= shrink
+        g = torch.Generator(device).manual_seed(0)
+        hidden = torch.randn(tokens, size, generator=g, device=device).to(dtype)
+        weight = torch.randn(vocab, size, generator=g, device=device).mul_(size**-0.5).to(dtype)
+        problem = Problem(
+            hidden.requires_grad_(),
+            weight.requires_grad_(),
+            torch.randint(vocab, (tokens,), generator=g, device=device),
+            torch.randn(2, tokens, generator=g, device=device),
+        )
+        label = f"{name}{tokens} x {size} x {vocab} {str(dtype)[6:]}"
+        yield from _cases(label, problem, _others(problem, packages), device)
+
+
+def _shapes(device: str) -> list[tuple[str, int, int, int, torch.dtype]]:
+    """(name, T, H, V, dtype)"""
+    if device == "cpu":
+        return [("", 512, 512, 32768, d) for d in (torch.float32, torch.bfloat16)]
+    return [
+        (f"{name} 1/{ranks}, ", tokens, size, vocab // ranks, torch.bfloat16)
+        for tokens in (8192, 65536)
+        for name, (size, vocab) in {"Flash": FLASH, "355B": LARGE}.items()
+        for ranks in (1, 8)
+    ]
+
+
+def _cases(
+    name: str, problem: Problem, others: dict[str, Callable[[], Values]], device: str
+) -> Iterator[Case]:
+    hidden, weight, targets, _ = problem
+    tokens, (vocab, size) = len(hidden), weight.shape
+    few = hidden[:EXACT_ROWS].detach().double() @ weight.detach().double().t()
+    exact = exact_error(peers.eager_as_is(few, targets[:EXACT_ROWS]))
+    chunk, product = _product(problem)
+    on_cpu = device == "cpu"
+    for mode, (run, products) in {
+        "recompute": (lambda: _outside(problem, 0), 4),
+        "cache": (lambda: _outside(problem, 2 * tokens * vocab), 3),
+        "callback": (lambda: _inside(problem), 3),
+    }.items():
+        fast = {} if on_cpu or mode != "callback" else {"% of floor": 70}
+        lean = {} if on_cpu or mode != "callback" else {"MB beyond the result": 2000}
+        yield Case(
+            f"{mode} {name}",
+            run,
+            others,
+            moved=2 * (hidden.nbytes + weight.nbytes),
+            written=hidden.nbytes + weight.nbytes + 4 * weight.numel() * (weight.itemsize < 4),
+            at_least={"chunks, fp32 logits": 2} if on_cpu else fast,
+            at_most=lean,
+            agree=partial(agree, cached=mode == "cache"),
+            error=exact,
+            flops=2 * products * tokens * vocab * size,
+            product=(product, 2 * chunk * vocab * size),
+        )
+
+
+def agree(ours: Values, theirs: Values, cached: bool) -> bool:
+    """What bfloat16 products, logits rounded to bfloat16 (an error of 0.03) or float32 allow; ours
+    in the cache are rounded too, which gradients show. A sum over tokens has their mean's error."""
+    assert ours[0] is not None and ours[2] is not None and theirs[0] is not None
+    narrow = ours[2].dtype == torch.bfloat16
+    atol, step = (0.1, 0.1) if narrow else (1e-4, 0.01 if cached else 1e-4)
+    if theirs[0].ndim == 0:
+        return torch.allclose(ours[0].mean(), theirs[0] / len(ours[0]), rtol=0, atol=atol)
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
+    return all(
+        torch.allclose(a, b, rtol=0, atol=atol if a.ndim == 1 else step * float(a.abs().max()))
+        for a, b in pairs
+    )
+
+
+def _product(problem: Problem) -> tuple[int, Callable[[], Tensor]]:
+    """The tokens of a chunk, and the product that gives its logits in the type of the weight."""
+    hidden, weight, targets, _ = problem
+    job = describe(
+        *("linear_logprob", hidden, weight, targets, None),
+        valid_vocab=None,
+        rows=None,
+        chunk_bytes=fused.CHUNK_BYTES,
+        sequence_parallel=False,
+        main_grad=False,
+    )
+    chunk = job.chunks[0].at.stop
+    x, rows = hidden.detach()[:chunk], weight.detach()
+    return chunk, lambda: torch.mm(x, rows.t())
+
+
+def _outside(problem: Problem, cache_bytes: int) -> Values:
+    found = fused.linear_logprob(*problem[:3], cache_bytes=cache_bytes)
+    return problem.gradients(*found)
+
+
+def _inside(problem: Problem) -> Values:
+    found = torch.empty_like(problem.grads)
+
+    def loss(logprob: Tensor, entropy: Tensor, tokens: Tensor) -> Tensor:
+        values = torch.stack([logprob, entropy])
+        found[:, tokens] = values.detach()
+        return (problem.grads[:, tokens] * values).sum()
+
+    total = fused.linear_logprob_loss(*problem[:3], loss)
+    return *found, *torch.autograd.grad(total, problem[:2])
+
+
+def _others(
+    problem: Problem, packages: dict[str, Callable[..., Tensor]]
+) -> dict[str, Callable[[], Values]]:
+    """Loops over chunks of tokens that are computed again in the backward; torch with all logits
+    where they fit. ``bf16 logits``: the product is rounded to bfloat16, then softmax in float32."""
+    hidden, weight, targets, _ = problem
+    narrow, on_cpu = weight.dtype == torch.bfloat16, not weight.is_cuda
+    found: dict[str, Callable[[], Values]] = {}
+    # products of float32 run at a tenth of the rate on a GPU: there only of the fewer tokens
+    if on_cpu or len(hidden) <= 8192:
+        found["chunks, fp32 logits"] = lambda: _chunks(problem, torch.float32)
+    if narrow:
+        found["chunks, bf16 logits"] = lambda: _chunks(problem, torch.bfloat16)
+    if on_cpu or 6 * 4 * len(hidden) * len(weight) < FITS:
+        name = "all bf16 logits" if narrow else "all logits"
+        found[name] = lambda: problem.gradients(*peers.eager(hidden @ weight.t(), targets))
+    for name, function in packages.items():
+        found[f"{name}, log-prob only"] = lambda n=name, f=function: _package(problem, n, f)
+    return found
+
+
+def _chunks(problem: Problem, dtype: torch.dtype) -> Values:
+    """``dtype``: of the products."""
+    hidden, weight, targets, _ = problem
+    rows = weight.to(dtype)
+
+    def logprobs(x: Tensor, at: Tensor, rows: Tensor) -> peers.Pair:
+        return peers.eager(x.to(dtype) @ rows.t(), at)
+
+    step = 1024 if hidden.is_cuda else 128
+    parts = [
+        checkpoint(logprobs, x, at, rows, use_reentrant=False)
+        for x, at in zip(hidden.split(step), targets.split(step), strict=True)
+    ]
+    logprob, entropy = (torch.cat(part) for part in zip(*parts, strict=True))  # type: ignore
+    return problem.gradients(logprob, entropy)
+
+
+def _package(problem: Problem, name: str, function: Callable[..., Tensor]) -> Values:
+    """liger_kernel makes its gradients in the forward, all tokens weighing the same."""
+    reduction = "sum" if name == "liger_kernel" else "none"
+    loss = function(*problem[:3], reduction=reduction)
+    return problem.gradients(-loss, None)
