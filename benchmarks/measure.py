@@ -78,10 +78,12 @@ def call_seconds(
 ) -> list[float]:
     """Times of single calls [s]: ``least`` at least, then as many as ``budget`` [s] allows.
 
-    One call before them warms up. On cuda the times are the device's, between events, and what
-    an earlier call left in its L2 is flushed before each.
+    One call before them warms up, unless one is enough: it takes so long. On cuda one always does,
+    the times are the device's, between events, and what an earlier call left in its L2 is flushed
+    before each.
     """
-    run()
+    if least > 1 or device == "cuda":
+        run()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if device == "cuda" else None
     times: list[float] = []
     end = time.perf_counter() + budget

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 COLORS = ["#1b6ca8", "#8a8f98", "#e0a458", "#c8553d", "#7a9e7e", "#6c4a8b", "#3b3b3b"]
+COLORS += ["#c48ab0", "#56a0a0", "#9c7a3c"]
 MARKERS = ("*", "o")  # ours, theirs
 
 
@@ -28,10 +30,12 @@ def _against_errors(rows: Sequence[dict[str, Any]]) -> Figure:
     for axes, row in zip(panels.T.flat if down == 2 else panels.flat, rows, strict=False):
         ours = {"ms": row["fastest ms"], "error": row["max error"]}
         for index, (name, of) in enumerate([("ours", ours), *row["baselines"].items()]):
-            color = COLORS[(1 + names.index(name)) % len(COLORS) if index else 0]
+            color = COLORS[1 + names.index(name) % (len(COLORS) - 1) if index else 0]
             axes.scatter(of["ms"], of["error"], 45, color, marker=MARKERS[index > 0], label=name)
         axes.set(xscale="log", yscale="log", xlabel="fastest call [ms]")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_title(row["case"], loc="left", fontsize=8)
         axes.grid(alpha=0.3, lw=0.5)
         axes.spines[["top", "right"]].set_visible(False)
