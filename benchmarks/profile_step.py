@@ -31,8 +31,8 @@ OURS = {
     "pyrl: pack": "packing: index map and gathers",
     "pyrl: routes": "routes of this rank's rows and layers",
     "pyrl: replay": "replay in the routers, agreement counts",
-    "pyrl: logprob": "log-prob and entropy, forward",
-    "_VocabParallelLogprobBackward": "log-prob and entropy, backward",
+    "pyrl: logprob": "LM head with log-prob and entropy, forward",
+    "_LinearLogprobBackward": "LM head with log-prob and entropy, backward",
     "pyrl: loss": "loss",
 }
 WARM_STEPS = 3

@@ -285,7 +285,9 @@ class Policy:
             self.replay.force(index, routes)
             micro, packed = ready.micro, ready.packed
             tokens, positions = micro.tokens[None], packed.positions[None]
-            batch = None if forward_only else feed.batch
+            # a loss of the user's may look at rows without a loss token
+            every = forward_only or ":" in self.plan.objective.loss
+            batch = None if every else feed.batch
             head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, batch, in_chunk)
             output = chunk(tokens, positions, None, packed_seq_params=packed, output_processor=head)
             feed.prepare_next()  # copied while a GPU computes what was launched above
