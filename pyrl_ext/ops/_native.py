@@ -15,7 +15,7 @@ try:
 except ImportError as error:
     _missing = f"pyrl_ext._C is not built ({error})"
     warnings.warn(
-        f"{_missing}: operators run their torch reference, 8 to 27 times slower. Build it with: "
+        f"{_missing}: operators run their torch reference, 5 to 20 times slower. Build it with: "
         "pip install .",
         RuntimeWarning,
         stacklevel=2,
