@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SEED   ?= 0
 RUN    ?= runs/tiny-$(SEED)
+FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
+            layout replay_probs
 KERNEL_TESTS := $(patsubst %,tests/test_%.py,gather_rows gather_fields gather_routes sum_rows \
                 replay_probs token_logprob logprob unshard)
 
@@ -60,14 +62,8 @@ check: build  ## formatter, linter, types
 
 bench: build  ## kernels: what they compile to, then each against a copy and its peers on the CPU
 	$(BIN)/python -m benchmarks.binaries
-	$(BIN)/python -m benchmarks.run gather_rows --threads 1
-	$(BIN)/python -m benchmarks.run gather_fields --threads 1
-	$(BIN)/python -m benchmarks.run gather_routes --threads 1
-	$(BIN)/python -m benchmarks.run feed --threads 1
-	$(BIN)/python -m benchmarks.run token_logprob --threads 1
-	$(BIN)/python -m benchmarks.run linear_logprob --threads 1
-	$(BIN)/python -m benchmarks.run layout --threads 1
-	$(BIN)/python -m benchmarks.run replay_probs --threads 1
+	for family in $(FAMILIES); do \
+	  $(BIN)/python -m benchmarks.run $$family --threads 1 $(BENCH) || exit 1; done
 	$(BIN)/python -m benchmarks.profile_step
 
 gpu: build  ## needs a GPU: the kernels' tests, compute-sanitizer where there is one, benchmarks
@@ -76,7 +72,7 @@ gpu: build  ## needs a GPU: the kernels' tests, compute-sanitizer where there is
 	@command -v compute-sanitizer > /dev/null || exit 0; for tool in memcheck racecheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest -q $(KERNEL_TESTS) \
 	    -k "gpu or cuda" || exit 1; done
-	for family in gather_rows gather_fields gather_routes feed replay_probs token_logprob; do \
+	for family in $(filter-out layout,$(FAMILIES)); do \
 	  $(BIN)/python -m benchmarks.run $$family --device cuda || exit 1; done
 
 clean:  ## what was built, not the environment
