@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
-from pyrl_ext.plan.memory import logits_bytes, stage_parameters, state_bytes
+from pyrl_ext.plan.memory import logits_bytes, stage_memory, stage_parameters
 from pyrl_ext.plan.rules import RULES
 from pyrl_ext.plan.schema import Section, Sections
 from pyrl_ext.plan.shape import parameters, read_shape
@@ -115,7 +115,7 @@ def test_all_problems_at_once(tmp_path: Path):
     ("override", "message"),
     [
         ("parallel.tpp=2", "unknown key. Did you mean parallel.tp?"),
-        ("tp=2", "unknown key here. Did you mean parallel.tp?"),
+        ("tp=2", "unknown key here. Did you mean parallel.tp or rollout.tp?"),
         ("xyz=2", "unknown key, expected one of device, threads, seed"),
         ("parallel.tp", "not an override, expected section.key=value"),
         ("=2", "not an override"),
@@ -413,14 +413,23 @@ def test_glm47_config_has_the_published_sizes():
     assert round(counts.total / 1e9, 1) == 29.9 and round(counts.active / 1e9, 1) == 3.9
 
 
+def bytes_of(path: Path, *overrides: str) -> dict[str, int]:
+    (stage,) = stage_memory(compile_plan(path, overrides))
+    return {item.name: item.bytes for item in stage.items}
+
+
 def test_bytes_of_a_rank_by_hand(small: Path):
-    whole = state_bytes(compile_plan(small))
     count = parameters(read_shape(json.loads(TINY.read_text()))).total
-    assert (whole.weights, whole.gradients, whole.optimizer) == (4 * count, 4 * count, 8 * count)
-    spread = state_bytes(compile_plan(small, ["parallel.dp=2", "optimizer.distributed=true"]))
-    assert (spread.weights, spread.optimizer) == (4 * count, 4 * count)
-    half = state_bytes(compile_plan(small, ["model.dtype=bfloat16", "objective.kl_coef=0.1"]))
-    assert (half.weights, half.optimizer, half.reference) == (2 * count, 12 * count, 2 * count)
+    whole = bytes_of(small)
+    assert [whole[x] for x in ("weights", "gradients", "optimizer")] == [
+        4 * count, 4 * count, 8 * count
+    ]  # fmt: skip
+    spread = bytes_of(small, "parallel.dp=2", "optimizer.distributed=true")
+    assert (spread["weights"], spread["optimizer"]) == (4 * count, 4 * count)
+    half = bytes_of(small, "model.dtype=bfloat16", "objective.kl_coef=0.1")
+    assert [half[x] for x in ("weights", "optimizer", "reference")] == [
+        2 * count, 12 * count, 2 * count
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", [["parallel.pp=4"], ["parallel.pp=2", "parallel.vpp=2"]])

@@ -20,8 +20,9 @@ from pyrl_ext.plan.stages import Stage, plan_stages
 # (beyond rounding).
 FREE_ON_RESUME = (
     *("threads", "steps", "run", "log", "checkpoint", "evaluate"),
-    *("device", "parallel", "optimizer.distributed"),
-    *("batching.tokens_per_microbatch", "model.recompute", "logprob"),
+    *("hardware", "estimate", "device", "parallel", "optimizer.distributed", "optimizer.offload"),
+    *("batching.tokens_per_microbatch", "model.recompute", "model.offload_layers", "logprob"),
+    *("rollout.gpus", "rollout.memory", "rollout.sleep", "rollout.offload_trainer"),
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "world_size")

@@ -1,4 +1,4 @@
-"""Bytes that weights, optimizer and logits take on a rank."""
+"""Bytes that every pipeline stage's fullest rank holds, item by item, in each phase of a step."""
 
 from __future__ import annotations
 
@@ -16,21 +16,54 @@ from pyrl_ext.plan.stages import Stage
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
+# The phases of a step, in the order they come.
+PHASES = ("publish", "rollout", "logprobs", "update")
+
 
 @dataclass(frozen=True)
-class StateBytes:
-    """Bytes on the fullest rank that stay for the whole run; activations come on top."""
+class Item:
+    """Bytes with one purpose on a rank."""
 
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
-    """Copy of the initial weights, kept where `objective.kl_coef` is above 0."""
+    name: str
+    bytes: int
+    phases: tuple[str, ...]
+    """When it is held, of `PHASES`."""
+    why: str
+    """How it is counted, or what the estimate assumes."""
+    exact: bool = True
+    """Counted from shapes; False: estimated."""
+    host: bool = False
+    """In the host's memory, not the device's."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What the fullest rank of one pipeline stage holds."""
+
+    stage: int
+    items: tuple[Item, ...]
+
+    def held(self, phase: str, host: bool = False) -> int:
+        """Bytes that are held at once in `phase`."""
+        return sum(i.bytes for i in self.items if phase in i.phases and i.host == host)
 
     @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.reference
+    def peak(self) -> int:
+        """Most device bytes in any phase."""
+        return max(self.held(phase) for phase in PHASES)
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of the items called `name`."""
+        return sum(item.bytes for item in self.items if item.name == name)
+
+
+def stage_memory(plan: Plan) -> tuple[StageMemory, ...]:
+    """One entry a pipeline stage."""
+    stages = zip(stage_parameters(plan), plan.stages, strict=True)
+    return tuple(
+        StageMemory(i, (*_state(plan, held), *_logits(plan, chunks)))
+        for i, (held, chunks) in enumerate(stages)
+    )
 
 
 def stage_parameters(plan: Plan) -> list[Parameters]:
@@ -57,14 +90,35 @@ def chunk_parameters(plan: Plan, chunk: Stage) -> Parameters:
     return total
 
 
-def state_bytes(plan: Plan) -> StateBytes:
-    """Weights, gradients and optimizer state of the fullest rank.
+def _state(plan: Plan, stage: Parameters) -> list[Item]:
+    """Weights, gradients and optimizer state. Gradients are accumulated in float32; Adam keeps two
+    float32 moments, and a float32 copy of weights that are not float32 themselves."""
+    parallel = plan.parallel
+    dense = stage.replicated + -(-stage.tensor // parallel.tp)
+    expert = -(-stage.expert // (parallel.ep * parallel.etp_size))
+    dense_copies = expert_copies = 1
+    if plan.optimizer.distributed:
+        dense_copies = parallel.dp * parallel.cp
+        expert_copies = parallel.world_size // (parallel.pp * parallel.ep * parallel.etp_size)
+    weight = DTYPE_BYTES[plan.model.dtype]
+    state = 8 if weight == 4 else 12
+    spread = -(-dense // dense_copies) + -(-expert // expert_copies)
+    items = [
+        Item("weights", weight * (dense + expert), PHASES, f"{weight} bytes a parameter"),
+        Item("gradients", 4 * (dense + expert), PHASES, "4 bytes a parameter"),
+        Item("optimizer", state * spread, PHASES, f"{state} bytes a parameter"),
+    ]
+    if plan.objective.kl_coef > 0:
+        why = "the initial weights, kept since objective.kl_coef is above 0"
+        items.append(Item("reference", weight * (dense + expert), PHASES, why))
+    return items
 
-    Gradients are accumulated in float32; Adam keeps two float32 moments, and a float32 copy of
-    weights that are not float32 themselves. `optimizer.distributed` spreads the optimizer's part
-    over the ranks that hold the same weights.
-    """
-    return max((_stage_bytes(plan, stage) for stage in stage_parameters(plan)), key=_total)
+
+def _logits(plan: Plan, chunks: tuple[Stage, ...]) -> list[Item]:
+    if not any(chunk.loss for chunk in chunks):
+        return []
+    how = "a chunk at a time" if plan.logprob.head == "fused" else "of a microbatch"
+    return [Item("logits", logits_bytes(plan), ("update",), how)]
 
 
 def logits_bytes(plan: Plan) -> int:
@@ -79,26 +133,3 @@ def logits_bytes(plan: Plan) -> int:
     gradient = 4 * columns * plan.shape.hidden_size if how.loss_in_chunk else 0
     chunk, cache = min(how.chunk_bytes, logits * each), min(how.cache_bytes, depths * logits * 2)
     return chunk + cache + gradient
-
-
-def _total(state: StateBytes) -> int:
-    return state.total
-
-
-def _stage_bytes(plan: Plan, stage: Parameters) -> StateBytes:
-    parallel = plan.parallel
-    dense = stage.replicated + -(-stage.tensor // parallel.tp)
-    expert = -(-stage.expert // (parallel.ep * parallel.etp_size))
-    dense_copies = expert_copies = 1
-    if plan.optimizer.distributed:
-        dense_copies = parallel.dp * parallel.cp
-        expert_copies = parallel.world_size // (parallel.pp * parallel.ep * parallel.etp_size)
-    weight = DTYPE_BYTES[plan.model.dtype]
-    state = 8 if weight == 4 else 12
-    weights = weight * (dense + expert)
-    return StateBytes(
-        weights=weights,
-        gradients=4 * (dense + expert),
-        optimizer=state * (-(-dense // dense_copies) + -(-expert // expert_copies)),
-        reference=weights if plan.objective.kl_coef > 0 else 0,
-    )

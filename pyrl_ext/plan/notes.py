@@ -46,6 +46,7 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
         found.append("rollout.engine: vllm is not connected yet. Use hf or recorded")
     if plan.model.backend != "local":
         found.append(f"model.backend: {plan.model.backend} is not connected yet. Use local")
+    found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]
     for key, name in (("tokenizer", plan.model.tokenizer), ("weights", plan.model.weights)):
         if name is not None and plan.is_hub_id(name):
             found.append(
@@ -53,3 +54,21 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
                 "the folder"
             )
     return tuple(found)
+
+
+def _not_built(plan: Plan) -> list[tuple[str, object]]:
+    """(key, value) of every field that is set and that nothing in the trainer reads yet."""
+    fields = {
+        "model": ("offload_layers", "fp8", "megatron"),
+        "parallel": ("dynamic_cp",),
+        "rollout": ("tp", "gpus", "offload_trainer", "engine_options"),
+        "optimizer": ("offload",),
+    }
+    unused = []
+    for section, names in fields.items():
+        given = getattr(plan, section)
+        for name in names:
+            default = type(given).model_fields[name].get_default(call_default_factory=True)
+            if (value := getattr(given, name)) != default:
+                unused.append((f"{section}.{name}", value))
+    return unused

@@ -62,10 +62,16 @@ class Model(Section):
     """layers: megatron-core's own, or transformer-engine's (needs a GPU)"""
     recompute: Literal["none", "selective", "full"] = "none"
     """activations computed again in the backward pass, to save memory"""
+    offload_layers: Count = 0
+    """decoder layers whose activations wait in host memory for the backward pass (te)"""
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """products in 8 bits, with this format of activations and gradients (te); null: none"""
     router_bias_update_rate: NonNegative = 0.0
     """step of the routers' expert bias towards balance; 0 keeps the loaded bias"""
     mtp: bool = False
     """train the multi-token-prediction layers as well"""
+    megatron: dict[str, Any] = {}
+    """fields of megatron-core's TransformerConfig that have no key here, passed on as they are"""
 
 
 class Parallel(Section):
@@ -81,6 +87,9 @@ class Parallel(Section):
     """model chunks per pipeline stage (interleaved schedule); null: one"""
     cp: Positive = 1
     """context-parallel size: ranks that share one sequence [ranks]"""
+    dynamic_cp: Positive | None = None
+    """largest context-parallel size a microbatch may take of the dp * cp ranks, by its longest
+    sample; null: every microbatch has cp"""
     ep: Positive = 1
     """expert-parallel size: ranks the experts are spread over [ranks]"""
     etp: Positive | None = None
@@ -134,6 +143,8 @@ class Logprob(Section):
     """of a chunk's logits and their gradients (fused)"""
     cache_bytes: Count = 0
     """of a microbatch's logits kept for the backward pass, others are computed again (fused)"""
+    accept_rounded_logits: bool = False
+    """allow bfloat16 logits (head: logits), which alone move probability ratios by 3 %"""
     loss_in_chunk: bool = False
     """backward in the forward pass: logits once, one more float32 gradient of the head (fused)"""
 
@@ -145,6 +156,18 @@ class Rollout(Section):
     """hf: embedded, for small models; recorded: read from a file; vllm"""
     dtype: Dtype | None = None
     """of the engine's weights; null: model.dtype"""
+    tp: Positive = 1
+    """tensor-parallel size of the engine [GPUs]"""
+    gpus: Positive | None = None
+    """GPUs of the engine's own; null: it shares the trainer's"""
+    memory: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """share of a GPU's memory that the engine takes for weights and key/value cache (vllm)"""
+    sleep: bool = True
+    """a shared GPU is free of the engine's weights and cache while the trainer works (vllm)"""
+    offload_trainer: Literal["none", "optimizer", "all"] = "none"
+    """what of the trainer waits in host memory while a shared GPU generates"""
+    engine_options: dict[str, Any] = {}
+    """arguments of the engine that have no key here, passed on as they are (vllm)"""
     temperature: Rate = 1.0
     """divides the logits, in the engine and in the trainer"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -221,6 +244,8 @@ class Optimizer(Section):
     """optimizer steps of linear warmup"""
     distributed: bool = False
     """spread the optimizer state over the dp ranks"""
+    offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """share of the optimizer state that lives and is updated in host memory"""
     overlap_grad_reduce: bool = False
     """reduce gradients over the dp ranks while the last backward pass still runs"""
 
@@ -271,6 +296,28 @@ class Log(Section):
     """draw a progress line on the terminal"""
 
 
+class Hardware(Section):
+    """What the run is planned for: memory and time are estimated for it, and held against it."""
+
+    gpu: Literal["A100", "H100", "H200", "B200"] | None = None
+    """one rank's device; null: none is named, so nothing is held against a limit"""
+    memory: Positive | None = None
+    """usable bytes of a device; null: what the GPU named above has"""
+    per_node: Positive = 8
+    """devices that share a node and its fast links"""
+
+
+class Estimate(Section):
+    """Lengths that the time of a step is estimated for; training does not read them."""
+
+    prompt_tokens: Positive | None = None
+    """mean length of prompts; null: half of data.max_prompt_tokens"""
+    response_tokens: Positive | None = None
+    """mean length of responses; null: half of rollout.max_new_tokens"""
+    spread: NonNegative = 0.5
+    """standard deviation of the logarithm of lengths; 0: all alike"""
+
+
 class Sections(Section):
     """The whole YAML file."""
 
@@ -284,6 +331,7 @@ class Sections(Section):
     """rollout steps of the run"""
     run: Text
     """run folder, relative to where the command is started"""
+    hardware: Hardware = Hardware()
     model: Model
     parallel: Parallel = Parallel()
     batching: Batching
@@ -296,3 +344,4 @@ class Sections(Section):
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
+    estimate: Estimate = Estimate()

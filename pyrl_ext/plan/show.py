@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.memory import chunk_parameters, logits_bytes, state_bytes
+from pyrl_ext.plan.memory import chunk_parameters, stage_memory
 from pyrl_ext.plan.problems import show
 from pyrl_ext.plan.schema import Section, Sections
 from pyrl_ext.plan.shape import parameters
@@ -82,7 +82,8 @@ def stages_table(plan: Plan) -> Table:
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """(name, text) of every derived fact."""
     parallel, shape = plan.parallel, plan.shape
-    counts, state = parameters(shape), state_bytes(plan)
+    counts = parameters(shape)
+    fullest = max(stage_memory(plan), key=lambda stage: stage.peak)
     routers = plan.router_layers
     expert_dp = parallel.world_size // (parallel.pp * parallel.ep * parallel.etp_size)
     ranks = f"dp {parallel.dp} x tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}"
@@ -97,16 +98,9 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("minibatch", f"{plan.samples_per_minibatch} samples, {plan.batching.minibatches} a step"),
         ("microbatches", f"at most {_most_microbatches(plan)} a minibatch and replica: samples of "
                          f"{plan.max_rows} rows, padded to a multiple of {plan.row_alignment}"),
-        ("weights", f"{size(state.weights)} a rank"),
-        ("gradients", f"{size(state.gradients)} a rank"),
-        ("optimizer", f"{size(state.optimizer)} a rank"),
     ]  # fmt: skip
-    if state.reference:
-        rows.append(("reference", f"{size(state.reference)} a rank"))
-    how = "in chunks" if plan.logprob.head == "fused" else "of a microbatch"
-    rows.append(("logits", f"at most {size(logits_bytes(plan))} on the last stage, {how}"))
-    together = f"{size(state.total)} a rank, without logits, activations and the rollout engine"
-    rows.append(("together", together))
+    rows += [(item.name, f"{size(item.bytes)} a rank, {item.why}") for item in fullest.items]
+    rows.append(("together", f"{size(fullest.peak)} on the fullest rank"))
     return rows
 
 

@@ -1,0 +1,55 @@
+"""Data sheets of the GPUs a plan may name: what memory and time are held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyrl_ext.plan.compiled import Plan
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device. Rates are the data sheet's dense peaks; what kernels reach is `timing`'s."""
+
+    memory: int
+    """What the driver reports [bytes]."""
+    flops: dict[str, float]
+    """dtype -> matrix products [FLOP/s]."""
+    bandwidth: float
+    """Of its memory [byte/s]."""
+    link: float
+    """To the other devices of its node, one direction [byte/s]."""
+    network: float
+    """Its share of the node's network, one direction [byte/s]."""
+
+
+MIB = 2**20
+# Source: NVIDIA's data sheets of the SXM parts; memory as nvidia-smi reports it; the network is one
+# adapter a device, 200 Gbit/s in A100 nodes and 400 Gbit/s in the others.
+GPUS = {
+    "A100": Gpu(
+        81920 * MIB, {"float32": 156e12, "bfloat16": 312e12}, 2.039e12, 300e9, 25e9
+    ),
+    "H100": Gpu(
+        81559 * MIB, {"float32": 494e12, "bfloat16": 989e12, "fp8": 1979e12}, 3.35e12, 450e9, 50e9
+    ),
+    "H200": Gpu(
+        143771 * MIB, {"float32": 494e12, "bfloat16": 989e12, "fp8": 1979e12}, 4.8e12, 450e9, 50e9
+    ),
+    "B200": Gpu(
+        183359 * MIB, {"float32": 1100e12, "bfloat16": 2250e12, "fp8": 4500e12}, 8e12, 900e9, 50e9
+    ),
+}  # fmt: skip
+
+
+def gpu_of(plan: Plan) -> Gpu | None:
+    """The device that the plan names."""
+    return GPUS[plan.hardware.gpu] if plan.hardware.gpu else None
+
+
+def memory_limit(plan: Plan) -> int | None:
+    """Bytes that a rank may take; None where the plan names neither a GPU nor its memory."""
+    if plan.hardware.memory is not None:
+        return plan.hardware.memory
+    gpu = gpu_of(plan)
+    return gpu.memory if gpu else None
