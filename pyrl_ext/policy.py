@@ -345,11 +345,11 @@ class Policy:
     def save(self, folder: Path) -> None:
         """Model, optimizer and counters into ``folder``, whole or not at all."""
         counters = {"step": self.step, "updates": self.updates}
-        checkpoint.save(folder, self._models, self.optimizer, counters, self.topo)
+        checkpoint.save(folder, self._models, self.optimizer, counters, self.plan, self.topo)
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote, under this or another layout."""
-        counters = checkpoint.load(folder, self._models, self.optimizer, self.topo)
+        counters = checkpoint.load(folder, self._models, self.optimizer, self.plan, self.topo)
         self.step, self.updates = counters["step"], counters["updates"]
 
 

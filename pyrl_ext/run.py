@@ -49,7 +49,7 @@ class RunFolder:
         if not self.topo.is_main:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "plan.json").write_text(self.plan.model_dump_json(indent=2) + "\n")
+        (self.path / "plan.json").write_text(self.plan.to_json())
         if newest is not None:
             before, now = checkpoint.written_under(newest), checkpoint.layout(self.topo)
             moved = "" if before == now else f", written under {before}; now {now}"

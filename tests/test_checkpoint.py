@@ -17,6 +17,7 @@ from tiny import random_batch, tiny_plan
 from pyrl_ext import topology
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.objective import build_loss
+from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.policy import Policy
 from pyrl_ext.schedule import plan_microbatches
 
@@ -287,4 +288,17 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
         policy.save(tmp_path / "step-0")
         (tmp_path / "step-0" / "counters.json").write_text('{"step": 0, "updates": 0}')
         with pytest.raises(ValueError, match="names no layout in counters"):
+            policy.load(tmp_path / "step-0")
+
+
+def test_a_checkpoint_of_another_plan_is_refused_with_its_fields(tmp_path):
+    with topology.start(plan := tiny_plan()) as topo:
+        policy = Policy.build(plan, topo)
+        policy.save(tmp_path / "step-0")
+        same = compile_plan(plan.source, ["steps=7", "parallel.dp=2"])
+        assert (same.fingerprint == plan.fingerprint) == (same.diff(plan) == ())
+        other = plan.model_copy(update={"seed": 7})
+        assert other.fingerprint != plan.fingerprint
+        policy.plan = other
+        with pytest.raises(ConfigError, match="seed: 7 now, 0 in the saved plan, expected"):
             policy.load(tmp_path / "step-0")

@@ -478,7 +478,7 @@ def test_command_prints_tables_and_json(small: Path, capsys: pytest.CaptureFixtu
     assert all(name in shown for name, _ in facts(compile_plan(small)))
     assert "[ranks]" in shown  # units are not taken for markup
     assert main([str(small), "--json", "steps=3"]) == 0
-    assert Plan.model_validate_json(capsys.readouterr().out) == compile_plan(small, ["steps=3"])
+    assert Plan.from_json(capsys.readouterr().out) == compile_plan(small, ["steps=3"])
 
 
 def test_command_refuses_with_a_problem_a_line(small: Path, capsys: pytest.CaptureFixture[str]):

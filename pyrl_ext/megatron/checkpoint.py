@@ -16,13 +16,18 @@ from pyrl_ext.megatron.model import quiet
 from pyrl_ext.megatron.optimizer import load_state, sharded_state
 from pyrl_ext.topology import Topology
 
-COUNTERS = "counters.json"
+COUNTERS, PLAN = "counters.json", "plan.json"
 
 
 def save(
-    folder: Path, models: Sequence[Module], optimizer: Any, counters: dict, topo: Topology
+    folder: Path,
+    models: Sequence[Module],
+    optimizer: Any,
+    counters: dict,
+    plan: Any,
+    topo: Topology,
 ) -> None:
-    """Write into ``<folder>.writing`` and rename when all ranks are done.
+    """Write into ``<folder>.writing`` and rename when all ranks are done. The plan goes with it.
 
     Raises: OSError naming the folder when a rank cannot write (no space, no permission); what was
         begun is deleted, older checkpoints are untouched.
@@ -41,7 +46,9 @@ def save(
         with quiet():
             dist_checkpointing.save(_state(models, optimizer, topo), str(writing))
         if topo.is_main:
-            (writing / COUNTERS).write_text(json.dumps(counters | {"layout": layout(topo)}))
+            facts = {"layout": layout(topo), "plan": plan.fingerprint}
+            (writing / PLAN).write_text(plan.to_json())
+            (writing / COUNTERS).write_text(json.dumps(counters | facts))
 
     def finish() -> None:
         if topo.is_main:
@@ -75,10 +82,11 @@ def _on_all_ranks(stage: Callable[[], None], writing: Path, topo: Topology) -> N
     ) from problem
 
 
-def load(folder: Path, models: Sequence[Module], optimizer: Any, topo: Topology) -> dict:
+def load(folder: Path, models: Sequence[Module], optimizer: Any, plan: Any, topo: Topology) -> dict:
     """Fill models and optimizer from ``folder``, whatever layout wrote it; returns its counters.
 
-    Raises: ValueError when an earlier version of this package wrote it, in a form of its layout.
+    Raises: ConfigError with the fields in which the plan that wrote it and ``plan`` differ, and may
+        not. ValueError when an earlier version of this package wrote it, in a form of its layout.
     """
     from megatron.core import dist_checkpointing
 
@@ -88,6 +96,8 @@ def load(folder: Path, models: Sequence[Module], optimizer: Any, topo: Topology)
             f"checkpoint: {folder} names no layout in {COUNTERS}, expected one of this version, "
             "whose checkpoints load under any layout. Start afresh in another run folder"
         )
+    if counters.get("plan") != plan.fingerprint:
+        plan.check_resumes(type(plan).read(folder / PLAN))
     with quiet():
         state: Any = dist_checkpointing.load(
             _state(models, optimizer, topo, loading=True), str(folder)

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{red}{line}{plain}", file=sys.stderr)
         return 2
     if options.json:
-        print(plan.model_dump_json(indent=2))
+        print(plan.to_json(), end="")
         return 0
     # rich costs a tenth of a second that --json and errors need not wait for
     from rich.console import Console

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from pyrl_ext.plan import grid
 from pyrl_ext.plan.problems import ConfigError, Problem, show
 from pyrl_ext.plan.schema import Sections
 from pyrl_ext.plan.shape import Shape, read_shape
@@ -42,7 +45,7 @@ class Difference(NamedTuple):
 
 
 class Plan(Sections):
-    """Everything the run needs to know, frozen; `model_dump_json` round-trips."""
+    """Everything the run needs to know, frozen; `to_json` and `read` round-trip."""
 
     source: str
     """absolute path of the YAML file; relative paths in the plan start at its folder"""
@@ -54,6 +57,26 @@ class Plan(Sections):
     """worth knowing, nothing wrong"""
     unsupported: tuple[str, ...] = ()
     """what this plan names that the trainer cannot run yet"""
+
+    @property
+    def derived(self) -> dict[str, Any]:
+        """What follows: row counts, the stages' layers, the ranks' coordinates and groups."""
+        return {
+            "fingerprint": self.fingerprint,
+            "row_alignment": self.row_alignment,
+            "max_rows": self.max_rows,
+            "samples_per_minibatch": self.samples_per_minibatch,
+            "router_layers": self.router_layers,
+            "stages": [[vars(chunk) for chunk in stage] for stage in self.stages],
+            "ranks": [rank._asdict() for rank in grid.ranks(self.parallel)],
+            "groups": grid.groups(self.parallel),
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that a resumed run may not change."""
+        fields = _flatten(self.model_dump(mode="json"), {*FREE_ON_RESUME, *NOT_COMPARED})
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
     def shape(self) -> Shape:
@@ -145,24 +168,37 @@ class Plan(Sections):
             return name
         return self.resolve(name)
 
+    def to_json(self) -> str:
+        """JSON with a line a field; what is derived is for readers, and computed anew when read."""
+        tree = self.model_dump(mode="json") | {"derived": self.derived}
+        return "{\n" + ",\n".join(_lines(tree, "  ", depth=2)) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """What `to_json` wrote. Raises `ValueError` or `AttributeError` where it is not one."""
+        tree = json.loads(text)
+        tree.pop("derived", None)
+        return cls.model_validate_json(json.dumps(tree))
+
     @classmethod
     def read(cls, path: str | Path) -> Plan:
         """The plan saved as JSON at `path`. Raises `ConfigError` where it is not one."""
         try:
-            return cls.model_validate_json(Path(path).read_bytes())
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             message = f"{error.strerror or error}, expected a saved plan"
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
             message = f"not a plan of this version: {place}: {first['msg']}"
+        except (AttributeError, ValueError) as error:
+            message = f"not a saved plan: {error}"
         raise ConfigError([Problem(str(path), 0, message)])
 
     def diff(self, saved: Plan) -> tuple[Difference, ...]:
         """Fields in which this plan and a `saved` one differ and a resumed run may not."""
         ignored = {*FREE_ON_RESUME, *NOT_COMPARED}
-        before = _flatten(saved.model_dump(mode="json"), ignored)
-        after = _flatten(self.model_dump(mode="json"), ignored)
+        before, after = (_flatten(p.model_dump(mode="json"), ignored) for p in (saved, self))
         names = dict.fromkeys((*after, *before))
         pairs = ((name, before.get(name), after.get(name)) for name in names)
         return tuple(Difference(*pair) for pair in pairs if pair[1] != pair[2])
@@ -186,3 +222,18 @@ def _flatten(tree: dict[str, Any], ignored: Set[str], prefix: str = "") -> dict[
         else:
             flat[prefix + name] = value
     return flat
+
+
+def _lines(tree: dict[str, Any], indent: str, depth: int) -> Iterator[str]:
+    for name, value in tree.items():
+        start = f"{indent}{json.dumps(name)}: "
+        if depth > 1 and isinstance(value, dict) and value:
+            inner = ",\n".join(_lines(value, indent + "  ", depth - 1))
+            yield f"{start}{{\n{inner}\n{indent}}}"
+        elif isinstance(value, list | tuple) and any(
+            isinstance(item, dict | list | tuple) for item in value
+        ):
+            items = ",\n".join(f"{indent}  {json.dumps(item)}" for item in value)
+            yield f"{start}[\n{items}\n{indent}]"
+        else:
+            yield start + json.dumps(value)
