@@ -16,6 +16,7 @@ from pyrl_ext.batch import Batch
 from pyrl_ext.metrics.mismatch import mismatch
 from pyrl_ext.metrics.profile import Clock
 from pyrl_ext.objective import build_advantage, build_loss
+from pyrl_ext.ops import serve_gpu_from
 from pyrl_ext.peers import Peers, PhaseClock, watched
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.policy import Policy, Scores
@@ -152,6 +153,17 @@ def finish(policy: Policy, rollouts: Rollouts, run: RunFolder, clock: Clock) -> 
         print(f"stopped after step {policy.step}; the same command goes on from here", flush=True)
 
 
+def load_kernels(plan: Plan, topo: Topology) -> None:
+    """Let Triton load what was compiled for this plan, and say so."""
+    if (folder := plan.kernels.prebuilt) is None:
+        return
+    from pyrl_ext import triton_cache  # needs triton
+
+    launches = triton_cache.use(plan, Path(folder))
+    if topo.is_main:
+        print(f"kernels: {launches} kinds of Triton launches are prebuilt in {folder}", flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: done; 1: failed, with the reason; 2: the plan does not hold; 130: Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m pyrl_ext.train", description=__doc__)
@@ -168,8 +180,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if plan.threads:
         torch.set_num_threads(plan.threads)
+    serve_gpu_from(plan.kernels.backend)
     try:
         with topology.start(plan) as topo, watched(topo) as peers:
+            load_kernels(plan, topo)
             done = train(plan, topo, peers)
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -1,6 +1,6 @@
 """Local, pure operators over ``torch.library``, each with several backends."""
 
-from ._op import use_backend
+from ._op import serve_gpu_from, use_backend
 from .expand_runs import expand_runs
 from .gather_fields import Fields, gather_fields
 from .gather_routes import gather_routes
@@ -18,6 +18,7 @@ __all__ = [
     "gather_rows",
     "invert_rows",
     "replay_probs",
+    "serve_gpu_from",
     "sum_rows",
     "token_logprob_grad",
     "token_logprob_grad_",

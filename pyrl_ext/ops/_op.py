@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 _named: ContextVar[str | None] = ContextVar("pyrl_backend", default=None)
+_on_gpu = "auto"
 
 
 def _accept(*args: Any) -> str | None:
@@ -58,7 +59,7 @@ class Op:
         return self.overload(*args)
 
     def _run(self, *args: Any) -> Any:
-        wanted = _named.get() or os.environ.get("PYRL_BACKEND", "auto")
+        wanted = _named.get() or os.environ.get("PYRL_BACKEND") or _wanted(args)
         refusals = []
         for backend in self.backends:
             if wanted not in ("auto", backend.name):
@@ -71,6 +72,21 @@ class Op:
         raise NotImplementedError(
             f"{self.qualname}: no backend took the call, expected {wanted!r} to; {tried}"
         )
+
+
+def _wanted(args: tuple[Any, ...]) -> str:
+    if _on_gpu == "auto":
+        return _on_gpu
+    tensors = (x for arg in args for x in (arg if isinstance(arg, list) else [arg]))
+    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tensors)
+    return _on_gpu if on_gpu else "auto"
+
+
+def serve_gpu_from(name: str) -> None:
+    """Calls with a tensor on a GPU are served by the backend ``name``, or raise where it declines;
+    ``auto``: by the first that accepts. `use_backend` and ``PYRL_BACKEND`` go first."""
+    global _on_gpu
+    _on_gpu = name
 
 
 @contextmanager

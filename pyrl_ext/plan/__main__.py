@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pyrl_ext.plan", description=__doc__)
     parser.add_argument("config", help="the YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
+    parser.add_argument(
+        "--build", metavar="DIR", help="compile the plan's Triton kernels into a folder"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -27,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(plan.to_json(), end="")
         return 0
+    if options.build:
+        return _run("pyrl_ext.triton_cache", options, "--into", options.build)
     # rich costs a tenth of a second that --json and errors need not wait for
     from rich.console import Console
 
@@ -34,6 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     print_plan(plan, Console())
     return 0
+
+
+def _run(module: str, options: argparse.Namespace, *more: str) -> int:
+    """What needs torch runs in a process of its own: the plan imports nothing of it."""
+    command = [sys.executable, "-m", module, options.config, *options.overrides, *more]
+    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from pyrl_ext.plan.stages import Stage, plan_stages
 FREE_ON_RESUME = (
     *("threads", "steps", "run", "log", "checkpoint", "evaluate"),
     *("hardware", "estimate", "device", "parallel", "optimizer.distributed", "optimizer.offload"),
-    *("batching.tokens_per_microbatch", "model.recompute", "model.offload_layers", "logprob"),
+    *("batching.tokens_per_microbatch", "model.recompute", "model.offload_layers"),
+    *("logprob", "kernels"),
     *("rollout.gpus", "rollout.memory", "rollout.sleep", "rollout.offload_trainer"),
 )
 # Derived from the rest, or only where the YAML lay.
@@ -70,6 +71,23 @@ class Plan(Sections):
             "stages": [[vars(chunk) for chunk in stage] for stage in self.stages],
             "ranks": [rank._asdict() for rank in grid.ranks(self.parallel)],
             "groups": grid.groups(self.parallel),
+            "kernels": self.kernel_sizes,
+        }
+
+    @property
+    def kernel_sizes(self) -> dict[str, Any]:
+        """What the kernels of a run are specialised for."""
+        shape, fused = self.shape, self.logprob.head == "fused"
+        return {
+            "route_ids": "uint8" if shape.num_experts <= 256 else "int16",
+            "topk": shape.topk,
+            "experts": shape.num_experts,
+            "routed_layers": [
+                sum(i in self.router_layers for chunk in stage for i in chunk.layers)
+                for stage in self.stages
+            ],
+            "vocab_columns": -(-shape.vocab_size // self.parallel.tp),
+            "logits": "float32" if fused else self.model.dtype,
         }
 
     @property

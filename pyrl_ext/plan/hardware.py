@@ -11,6 +11,8 @@ from pyrl_ext.plan.compiled import Plan
 class Gpu:
     """One device. Rates are the data sheet's dense peaks; what kernels reach is `timing`'s."""
 
+    target: int
+    """Compute capability: 90 is sm_90."""
     memory: int
     """What the driver reports [bytes]."""
     flops: dict[str, float]
@@ -26,20 +28,14 @@ class Gpu:
 MIB = 2**20
 # Source: NVIDIA's data sheets of the SXM parts; memory as nvidia-smi reports it; the network is one
 # adapter a device, 200 Gbit/s in A100 nodes and 400 Gbit/s in the others.
+_HOPPER = {"float32": 494e12, "bfloat16": 989e12, "fp8": 1979e12}
+_BLACKWELL = {"float32": 1100e12, "bfloat16": 2250e12, "fp8": 4500e12}
 GPUS = {
-    "A100": Gpu(
-        81920 * MIB, {"float32": 156e12, "bfloat16": 312e12}, 2.039e12, 300e9, 25e9
-    ),
-    "H100": Gpu(
-        81559 * MIB, {"float32": 494e12, "bfloat16": 989e12, "fp8": 1979e12}, 3.35e12, 450e9, 50e9
-    ),
-    "H200": Gpu(
-        143771 * MIB, {"float32": 494e12, "bfloat16": 989e12, "fp8": 1979e12}, 4.8e12, 450e9, 50e9
-    ),
-    "B200": Gpu(
-        183359 * MIB, {"float32": 1100e12, "bfloat16": 2250e12, "fp8": 4500e12}, 8e12, 900e9, 50e9
-    ),
-}  # fmt: skip
+    "A100": Gpu(80, 81920 * MIB, {"float32": 156e12, "bfloat16": 312e12}, 2.039e12, 300e9, 25e9),
+    "H100": Gpu(90, 81559 * MIB, _HOPPER, 3.35e12, 450e9, 50e9),
+    "H200": Gpu(90, 143771 * MIB, _HOPPER, 4.8e12, 450e9, 50e9),
+    "B200": Gpu(100, 183359 * MIB, _BLACKWELL, 8e12, 900e9, 50e9),
+}
 
 
 def gpu_of(plan: Plan) -> Gpu | None:

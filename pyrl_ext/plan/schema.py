@@ -149,6 +149,16 @@ class Logprob(Section):
     """backward in the forward pass: logits once, one more float32 gradient of the head (fused)"""
 
 
+class Kernels(Section):
+    """Who serves the operators of this package on a GPU."""
+
+    backend: Literal["auto", "native", "triton"] = "auto"
+    """native: CUDA C++; a named one serves or raises, auto takes the first that serves"""
+    prebuilt: Text | None = None
+    """folder of Triton kernels that plan --build wrote, relative to where the command is started;
+    null: they are compiled when first used"""
+
+
 class Rollout(Section):
     """The engine that generates responses."""
 
@@ -336,6 +346,7 @@ class Sections(Section):
     parallel: Parallel = Parallel()
     batching: Batching
     logprob: Logprob = Logprob()
+    kernels: Kernels = Kernels()
     rollout: Rollout
     replay: Replay = Replay()
     objective: Objective = Objective()

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # a bound
 def gather_rows_kernel(
     srcs,  # each [N, WIDTHS] read, rows `strides` apart
     strides,

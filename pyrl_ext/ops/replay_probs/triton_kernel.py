@@ -25,7 +25,7 @@ def _divide(x, y):
         return tl.div_rn(x, y)  # `/` of float32 is approximate
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # a bound
 def replay_probs_kernel(
     scores,  # [M, E] read at ids
     ids,  # [M, K] integers in [0, E), distinct in a row

@@ -6,7 +6,11 @@ LN2 = tl.constexpr(0.693147181)
 VANISHES = tl.constexpr(-200.0)  # 2^z is 0 from here on; takes the place of -inf in products
 
 
-@triton.jit
+# Rows are read one by one, so that nothing is gained by a variant for aligned ones
+_ROW = ["targets", "scale", "max", "log_sum", "entropy", "grad_logprob", "grad_entropy"]
+
+
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=_ROW[:2])
 def token_logprob_stats_kernel(
     logits,  # [T, columns] read
     targets,  # [T] int64
@@ -58,7 +62,7 @@ def token_logprob_stats_kernel(
     tl.store(out + 3 * T + t, tl.where(mine, value, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ROW)
 def token_logprob_grad_kernel(
     logits,  # [T, columns] read
     targets,  # [T] int64
