@@ -1,0 +1,19 @@
+"""What must hold between fields: one named function a rule, a file a topic.
+
+A rule returns None, or its message: `<what, with value>, expected <rule>[; <consequence>][. <what
+to do>]`. Ranges of a single field are in the schema. A rule that reads a field which is itself
+wrong raises `Unchecked` by that read, and is skipped.
+"""
+
+from pyrl_ext.plan.rules import (  # noqa: F401 (each registers its rules)
+    batching,
+    data,
+    logprob,
+    model,
+    parallel,
+    pipeline,
+    rollout,
+)
+from pyrl_ext.plan.rules._rule import RULES, check, relative, rule
+
+__all__ = ["RULES", "check", "relative", "rule"]

@@ -1,0 +1,73 @@
+"""How a step is cut: groups, minibatches, microbatches, and how long it all runs."""
+
+from __future__ import annotations
+
+from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule
+
+
+@rule("batching.minibatches")
+def whole_groups_in_a_minibatch(plan: Plan) -> Found:
+    batching = plan.batching
+    prompts, why = {"prompts": batching.prompts}, "a minibatch holds whole groups"
+    return indivisible(batching.minibatches, prompts, why)
+
+
+@rule("batching.minibatches")
+def a_sample_for_every_replica(plan: Plan) -> Found:
+    samples, dp = plan.samples_per_minibatch, plan.parallel.dp
+    if samples < dp:
+        return (
+            f"{samples} samples a minibatch ({plan.samples} samples / "
+            f"{plan.batching.minibatches}), expected at least dp {dp}; a replica would have "
+            "nothing to do. Raise batching.prompts"
+        )
+
+
+@rule("batching.samples_per_prompt")
+def groups_have_a_spread(plan: Plan) -> Found:
+    if plan.objective.advantage == "grpo" and plan.batching.samples_per_prompt == 1:
+        return (
+            "1, expected at least 2 with objective.advantage grpo; an advantage is the distance "
+            "from the group's mean, which is always 0 for a group of one"
+        )
+
+
+@rule("batching.tokens_per_microbatch")
+def longest_sample_fits(plan: Plan) -> Found:
+    budget, rows = plan.batching.tokens_per_microbatch, plan.max_rows
+    if budget < rows:
+        return (
+            f"{budget}, expected at least {rows}; the longest sample has data.max_prompt_tokens "
+            f"{plan.data.max_prompt_tokens} + rollout.max_new_tokens {plan.rollout.max_new_tokens} "
+            f"- 1 rows, padded to a multiple of {plan.row_alignment}"
+        )
+
+
+@rule("rollout.max_new_tokens")
+def positions_suffice(plan: Plan) -> Found:
+    tokens = plan.data.max_prompt_tokens + plan.rollout.max_new_tokens
+    if tokens > plan.shape.max_position_embeddings:
+        return (
+            f"{plan.rollout.max_new_tokens} + data.max_prompt_tokens {plan.data.max_prompt_tokens} "
+            f"= {tokens} tokens, expected at most max_position_embeddings "
+            f"{plan.shape.max_position_embeddings} {in_config(plan)}"
+        )
+
+
+@rule("evaluate.prompts")
+def evaluation_has_prompts(plan: Plan) -> Found:
+    if plan.evaluate.every > 0 and plan.evaluate.prompts == 0:
+        every = plan.evaluate.every
+        return f"0 with evaluate.every {every}, expected at least 1. Use every: 0 for never"
+
+
+@rule("optimizer.warmup_steps")
+def warmup_ends(plan: Plan) -> Found:
+    updates = plan.steps * plan.batching.minibatches
+    if plan.optimizer.warmup_steps > updates:
+        return (
+            f"{plan.optimizer.warmup_steps}, expected at most {updates}, the optimizer steps of "
+            f"the run (steps {plan.steps} * minibatches {plan.batching.minibatches}); lr would not "
+            "be reached"
+        )

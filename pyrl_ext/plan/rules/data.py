@@ -1,0 +1,54 @@
+"""Prompts, rewards and the built-in tasks."""
+
+from __future__ import annotations
+
+import os
+
+from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.rules._rule import Found, relative, rule
+
+
+@rule("data")
+def one_source_of_prompts(plan: Plan) -> Found:
+    if (plan.data.task is None) == (plan.data.prompts is None):
+        both = "both task and prompts" if plan.data.task else "neither task nor prompts"
+        return f"{both}, expected exactly one of data.task and data.prompts"
+
+
+@rule("data.reward")
+def prompts_need_a_reward(plan: Plan) -> Found:
+    data = plan.data
+    if data.task is None and data.prompts is not None and data.reward is None:
+        return (
+            "null with data.prompts, expected module:function; only built-in tasks bring a reward"
+        )
+
+
+@rule("data.task")
+def a_task_is_complete(plan: Plan) -> Found:
+    data = plan.data
+    extra = [name for name in ("reward", "eval_prompts") if getattr(data, name) is not None]
+    if data.task is not None and data.prompts is None and extra:
+        return f"{data.task} with data.{extra[0]}, expected null; the task brings its own"
+    if data.task is None and data.task_options:
+        return "null with data.task_options, expected a task; the options would not be read"
+
+
+@rule("data.prompts")
+def prompts_exist(plan: Plan) -> Found:
+    return _data_file(plan, plan.data.prompts)
+
+
+@rule("data.eval_prompts")
+def eval_prompts_exist(plan: Plan) -> Found:
+    return _data_file(plan, plan.data.eval_prompts)
+
+
+def _data_file(plan: Plan, name: str | None) -> Found:
+    if name is None:
+        return None
+    path = plan.resolve(name)
+    if not path.endswith((".jsonl", ".parquet")):
+        return f"{name!r}, expected a .jsonl or .parquet file"
+    if not os.path.isfile(path):
+        return f"{relative(path)} does not exist, expected a file; relative to the YAML file"

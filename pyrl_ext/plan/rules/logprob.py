@@ -1,0 +1,51 @@
+"""Log-probabilities: what the trainer scores must be what the engine drew from."""
+
+from __future__ import annotations
+
+from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.rules._rule import Found, rule
+
+
+@rule("logprob.cache_bytes")
+def a_cache_is_used(plan: Plan) -> Found:
+    logprob = plan.logprob
+    if logprob.head == "logits" and logprob.cache_bytes:
+        return (
+            f"{logprob.cache_bytes} with head logits, expected 0; all logits are kept, and nothing "
+            "is cached"
+        )
+    if logprob.loss_in_chunk and logprob.cache_bytes and not plan.num_mtp_layers:
+        return (
+            f"{logprob.cache_bytes} with loss_in_chunk, expected 0; no backward pass would read it"
+        )
+
+
+@rule("logprob.loss_in_chunk")
+def a_loss_in_chunks_is_token_wise(plan: Plan) -> Found:
+    if plan.logprob.loss_in_chunk and plan.logprob.head == "logits":
+        return "true with head logits, expected false; it has no chunks. Use head: fused"
+    if plan.logprob.loss_in_chunk and ":" in plan.objective.loss:
+        return (
+            f"true with objective.loss {plan.objective.loss}, expected a built-in loss; it would "
+            "see some tokens at a time, and may need all of a microbatch"
+        )
+
+
+@rule("rollout.logprobs")
+def logprobs_of_what_was_sampled(plan: Plan) -> Found:
+    if plan.rollout.logprobs != "processed":
+        return (
+            f"{plan.rollout.logprobs}, expected processed; the trainer compares with the "
+            "distribution that tokens were drawn from, after temperature"
+        )
+
+
+@rule("rollout.accept_truncated_sampling")
+def truncation_is_accepted(plan: Plan) -> Found:
+    rollout = plan.rollout
+    if (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.accept_truncated_sampling:
+        return (
+            f"false with top_p {rollout.top_p:g} and top_k {rollout.top_k}, expected top_p 1 and "
+            "top_k 0; the trainer scores the full distribution, so every ratio would be off. Set "
+            "it true to train on truncated samples anyway"
+        )

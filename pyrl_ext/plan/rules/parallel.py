@@ -1,0 +1,57 @@
+"""Widths, heads and experts over ranks."""
+
+from __future__ import annotations
+
+from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule
+
+
+@rule("parallel.tp")
+def heads_split_over_tp(plan: Plan) -> Found:
+    heads = {"num_attention_heads": plan.shape.num_attention_heads}
+    why = "attention heads are split over tensor-parallel ranks"
+    return indivisible(plan.parallel.tp, heads, why, where=in_config(plan))
+
+
+@rule("parallel.tp")
+def widths_split_over_tp(plan: Plan) -> Found:
+    shape, why = plan.shape, "these widths are split over tensor-parallel ranks"
+    heads, where = shape.num_attention_heads, in_config(plan)
+    return indivisible(plan.parallel.tp, shape.tp_widths, why, heads, where=where)
+
+
+@rule("parallel.tp")
+def query_groups_split_over_tp(plan: Plan) -> Found:
+    groups, tp = plan.shape.query_groups, plan.parallel.tp
+    if groups and groups % tp and tp % groups:
+        return (
+            f"{tp} neither divides num_key_value_heads {groups} nor is a multiple of it "
+            f"{in_config(plan)}, expected one of both; a key/value head is whole on a rank"
+        )
+
+
+@rule("parallel.ep")
+def experts_split_over_ep(plan: Plan) -> Found:
+    experts = {plan.shape.key("num_experts"): plan.shape.num_experts}
+    why = "every rank holds the same number of experts"
+    return indivisible(plan.parallel.ep, experts, why, where=in_config(plan))
+
+
+@rule("parallel.etp")
+def expert_width_splits_over_etp(plan: Plan) -> Found:
+    width = {"moe_intermediate_size": plan.shape.moe_intermediate_size}
+    why = "an expert's width is split over etp ranks (null: tp)"
+    return indivisible(plan.parallel.etp_size, width, why, where=in_config(plan))
+
+
+@rule("parallel.ep")
+def experts_fit_the_world(plan: Plan) -> Found:
+    parallel = plan.parallel
+    stage, span = parallel.world_size // parallel.pp, parallel.ep * parallel.etp_size
+    if stage % span:
+        return (
+            f"ep {parallel.ep} * etp {parallel.etp_size} = {span} does not divide the {stage} "
+            f"ranks of a pipeline stage (dp {parallel.dp} * tp {parallel.tp} * cp {parallel.cp}), "
+            "expected a divisor; experts are spread over the ranks of one stage. Lower ep, or "
+            "raise dp"
+        )
