@@ -44,6 +44,27 @@ class Parameters:
         return self.replicated + self.tensor + self.active_expert
 
 
+@dataclass(frozen=True)
+class Yarn:
+    """Rotary embedding stretched to longer contexts: long wavelengths all the way, short ones not
+    at all."""
+
+    factor: float
+    """Of the context's length."""
+    original_positions: float
+    """Length of the context before."""
+    beta_fast: float
+    """Wavelengths that turn more often than this in the original context stay as they are,"""
+    beta_slow: float
+    """those that turn less often than this are stretched by the whole factor."""
+    truncate: bool
+    """Round the dimensions between which that changes to whole ones."""
+    rotation_scale: float
+    """Factor of rotated queries and keys."""
+    mscale_all_dim: float
+    """How much attention is sharpened with the logarithm of `factor`; 0: not."""
+
+
 class Shape(BaseModel, ABC):
     """What all families state; ``plan/families/<family>.py`` adds what one of them does.
 
@@ -56,11 +77,8 @@ class Shape(BaseModel, ABC):
     vocab_size: Positive
     hidden_size: Positive
     intermediate_size: Positive
-    moe_intermediate_size: Positive
     num_hidden_layers: Positive
     num_attention_heads: Positive
-    num_experts: Positive
-    topk: Positive = Field(alias="num_experts_per_tok")
     initializer_range: Annotated[float, Field(gt=0)]
     max_position_embeddings: Positive
     rms_norm_eps: Annotated[float, Field(gt=0)]
@@ -73,9 +91,15 @@ class Shape(BaseModel, ABC):
     )
     rope_theta: float = 10000.0
     num_nextn_predict_layers: Count = 0
+    # of a model with experts (`Sparse`); a dense one has none
+    num_experts: Count = 0
+    topk: Count = Field(0, alias="num_experts_per_tok")
+    moe_intermediate_size: Count = 0
 
     has_router_bias: ClassVar[bool] = False
     """Whether routers have a bias that only chooses experts, and can be moved towards balance."""
+    rope_types: ClassVar[frozenset[str]] = frozenset({"default"})
+    """Rotary embeddings that the trainer builds."""
 
     @classmethod
     def key(cls, field: str) -> str:
@@ -83,9 +107,9 @@ class Shape(BaseModel, ABC):
         return cls.model_fields[field].alias or field
 
     @property
-    @abstractmethod
     def router_layers(self) -> tuple[int, ...]:
         """0-based global ids of the decoder layers that have a router."""
+        return ()
 
     @property
     @abstractmethod
@@ -94,8 +118,16 @@ class Shape(BaseModel, ABC):
 
     @property
     @abstractmethod
+    def rotary_width(self) -> int:
+        """Elements of a query or key head that are rotated by position."""
+
+    @property
     def tp_widths(self) -> dict[str, int]:
         """Name -> width of what tensor-parallel ranks split, besides the heads; 0: not there."""
+        return {
+            "intermediate_size": self.intermediate_size,
+            "moe_intermediate_size * n_shared_experts": self.shared_expert_width,
+        }
 
     @property
     def query_groups(self) -> int | None:
@@ -118,6 +150,17 @@ class Shape(BaseModel, ABC):
         """Base of the rotary embedding's wavelengths."""
         return float((self.rope_parameters or {}).get("rope_theta", self.rope_theta))
 
+    @property
+    def rope_type(self) -> str:
+        """How the rotary embedding is scaled to long contexts; default: not."""
+        rope = self.rope_parameters or {}
+        return rope.get("rope_type", rope.get("type", "default"))
+
+    @property
+    def yarn(self) -> Yarn | None:
+        """Where `rope_type` is yarn, how it bends the wavelengths."""
+        return None
+
     def contradictions(self) -> tuple[str, ...]:
         """What cannot be true of any model, each a message of a rule."""
         if self.topk <= self.num_experts:
@@ -130,11 +173,8 @@ class Shape(BaseModel, ABC):
     def unsupported(self) -> tuple[str, ...]:
         """What transformers builds from such a config, and the trainer does not."""
         found = []
-        rope = self.rope_parameters or {}
-        if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-            found.append(f"rope_type is {kind}; scaled rotary embeddings are not built")
-        if self.attention_bias:
-            found.append("attention_bias is true; attention is built without biases")
+        if self.rope_type not in self.rope_types:
+            found.append(f"rope_type is {self.rope_type}; its rotary embeddings are not built")
         if self.hidden_act != "silu":
             found.append(f"hidden_act is {self.hidden_act}; layers are built with silu")
         return tuple(found)
@@ -142,6 +182,14 @@ class Shape(BaseModel, ABC):
     def notes(self) -> tuple[str, ...]:
         """What a reader may not expect of the family."""
         return ()
+
+
+class Sparse(Shape):
+    """A model some of whose layers have routed experts."""
+
+    num_experts: Positive = Field()
+    topk: Positive = Field(alias="num_experts_per_tok")
+    moe_intermediate_size: Positive = Field()
 
 
 def layer_parameters(shape: Shape, layer: int) -> Parameters:
