@@ -20,6 +20,7 @@ ORDER: list[str] = [
     *("plan", "named", "ops", "layout", "transfer", "unshard", "logprob", "linear_logprob"),
     *("routes", "replay", "schedule", "objective", "topology", "rollout", "batch", "microbatch"),
     *("megatron", "models", "triton_cache", "feed", "policy", "metrics", "peers", "run", "train"),
+    "measure",
 ]
 
 MAX_FUNCTION_LINES = 80

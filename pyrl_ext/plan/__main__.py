@@ -1,4 +1,8 @@
-"""`python -m pyrl_ext.plan CONFIG [section.key=value ...] [--json]`: check a plan and show it."""
+"""`python -m pyrl_ext.plan CONFIG [section.key=value ...] [--json]`: check a plan and show it.
+
+With --measure, run a few of its steps in this process as well; under torchrun, start
+`pyrl_ext.measure` with the same arguments.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--build", metavar="DIR", help="compile the plan's Triton kernels into a folder"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--measure", action="store_true", help="and compare with steps that run")
     options = parser.parse_intermixed_args(arguments)
     try:
         plan = compile_plan(options.config, options.overrides)
@@ -28,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"{red}{line}{plain}", file=sys.stderr)
         return 2
+    if options.measure:
+        return _run("pyrl_ext.measure", options, *["--json"] * options.json)
     if options.json:
         print(plan.to_json(), end="")
         return 0
