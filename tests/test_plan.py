@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -494,12 +494,13 @@ def test_command_answers_within_a_second_without_torch(small: Path):
         "heavy = {'torch', 'transformers', 'megatron', 'numpy'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
-    best = float("inf")
+    spent = []  # processor time: how busy the machine is does not count
     for _ in range(3):
-        start = time.perf_counter()
+        before = os.times()
         run = subprocess.run(
             [sys.executable, "-c", code, str(small)], capture_output=True, text=True
         )
-        best = min(best, time.perf_counter() - start)
+        after = os.times()
+        spent.append(sum(after[2:4]) - sum(before[2:4]))
         assert run.returncode == 0, run.stderr
-    assert best < 1.0
+    assert min(spent) < 1.0

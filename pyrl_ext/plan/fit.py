@@ -45,7 +45,8 @@ def _over(plan: Plan, exact: bool) -> str | None:
     about, out = ("", "would") if exact else ("about ", "may")
     return (
         f"{where}holds {about}{_gib(held)} GiB in {phase} ({parts}), expected at most "
-        f"{_gib(limit)} GiB ({limited}); it {out} run out of memory. {_help(plan, exact, held, limit)}"
+        f"{_gib(limit)} GiB ({limited}); it {out} run out of memory. "
+        + _help(plan, exact, held, limit)
     )
 
 

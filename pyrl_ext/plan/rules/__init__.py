@@ -8,7 +8,9 @@ wrong raises `Unchecked` by that read, and is skipped.
 from pyrl_ext.plan.rules import (  # noqa: F401 (each registers its rules)
     batching,
     data,
+    kernels,
     logprob,
+    memory,
     model,
     parallel,
     pipeline,
