@@ -16,6 +16,7 @@ from pyrl_ext.plan.problems import ConfigError, Key, describe
 from pyrl_ext.plan.schema import Section, Sections, Unchecked
 from pyrl_ext.plan.shape import read_shape
 from pyrl_ext.plan.source import Source, read
+from pyrl_ext.plan.values import settle
 
 
 def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
@@ -28,9 +29,7 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     Raises:
         ConfigError: with every problem of the file and the overrides, one a line
     """
-    source = read(path, tuple(overrides))
-    if () not in source.lines:  # no mapping was read: nothing to check
-        raise ConfigError(source.problems)
+    source = load(path, overrides)
     wrong = _check_fields(source)
     draft = _draft(source, wrong)
     _read_hf(source, draft)
@@ -48,6 +47,16 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     return Plan.model_validate(source.tree | derived)
 
 
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
+    """What the files and `overrides` say, unchecked. Raises `ConfigError` where a file is missing
+    or no YAML: what follows from that would only hide it."""
+    source = read(path, tuple(overrides))
+    if not source.complete:
+        raise ConfigError(source.problems)
+    settle(source)
+    return source
+
+
 def _check_fields(source: Source) -> set[Key]:
     """Record every unknown key, missing key and wrong value; returns where they are."""
     try:
@@ -56,9 +65,11 @@ def _check_fields(source: Source) -> set[Key]:
         found = error.errors(include_url=False)
     else:
         found = []
-    wrong = set()
+    wrong = set(source.failed)
     for each in found:
         key = tuple(str(part) for part in each["loc"])
+        if key[:2] in source.failed:
+            continue
         wrong.add(key[:2])
         source.problems.append(source.problem(key, describe(each)))
     return wrong

@@ -23,8 +23,13 @@ class ConfigError(ValueError):
     """Every problem at once, one a line: `file:line: key: what, expected ...`."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(sorted(problems, key=lambda problem: problem.line))
+        self.problems = tuple(sorted(problems, key=_order))
         super().__init__("\n".join(_one_line(f"{p.where}: {p.message}") for p in self.problems))
+
+
+def _order(problem: Problem) -> tuple[str, int]:
+    """What has no line first, then file by file."""
+    return problem.where.rpartition(":")[0] if problem.line else "", problem.line
 
 
 def _one_line(text: str) -> str:
@@ -90,7 +95,7 @@ def describe(error: Any) -> str:
 def unknown(key: Key) -> str:
     """The message for a key that no section has, with the likeliest one that was meant."""
     *parents, last = key
-    known = list(fields_of(*parents))
+    known = [*fields_of(*parents), *([] if parents else ["extends"])]
     elsewhere = [f"{name}.{last}" for name in fields_of() if last in fields_of(name)]
     if elsewhere:
         return f"unknown key here. Did you mean {' or '.join(elsewhere)}?"
@@ -102,6 +107,8 @@ def unknown(key: Key) -> str:
 
 def suggest_path(key: Key) -> str | None:
     """Why `key` cannot be set from the command line, or None where it can."""
+    if key == ("extends",):
+        return None
     if key[0] not in fields_of():
         return unknown(key[:1])
     section = fields_of(key[0])

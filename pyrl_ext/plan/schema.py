@@ -1,7 +1,11 @@
-"""What the YAML may say: one frozen model a section, one described field a key."""
+"""What the YAML may say: one frozen model a section, one described field a key.
+
+A description names the unit in brackets; sizes such as 2GiB are read by it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -34,12 +38,22 @@ class Section(BaseModel):
             raise AttributeError(f"{type(self).__name__} has no field {name!r}")
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Marks text as a path that starts at the folder of the YAML file that says it."""
+
+    or_hub_id: bool = False
+    """owner/name of a model hub is meant where there is no such folder"""
+
+
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+File = Annotated[Text, Beside()]
+Folder = Annotated[Text, Beside(or_hub_id=True)]
 Dtype = Literal["float32", "bfloat16"]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
 Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -50,12 +64,13 @@ class Model(Section):
 
     family: Literal["glm4_moe_lite", "qwen3_moe"]
     """architecture, HF's model_type; a file of models/"""
-    config: Text
+    config: File
     """HF config.json, relative to this YAML file"""
-    tokenizer: Text | None = None
-    """folder with tokenizer.json, or a hub id; null: none"""
-    weights: Text | None = None
-    """folder of safetensors, or a hub id; null: random weights from the seed"""
+    tokenizer: Folder | None = None
+    """folder with tokenizer.json, relative to this YAML file, or a hub id; null: none"""
+    weights: Folder | None = None
+    """folder of safetensors, relative to this YAML file, or a hub id; null: random weights from the
+    seed"""
     dtype: Dtype = "float32"
     """of weights and activations; statistics stay float32"""
     backend: Literal["local", "te"] = "local"
@@ -131,7 +146,7 @@ class Batching(Section):
     minibatches: Positive = 1
     """optimizer steps per rollout step; whole groups each"""
     tokens_per_microbatch: Positive
-    """most tokens one forward pass of a data-parallel rank holds; bounds activations"""
+    """most that one forward pass of a data-parallel rank holds [tokens]; bounds activations"""
 
 
 class Logprob(Section):
@@ -140,9 +155,9 @@ class Logprob(Section):
     head: Literal["fused", "logits"] = "fused"
     """fused: chunk by chunk, only loss tokens in the update; logits: of a whole microbatch"""
     chunk_bytes: Positive = 2**30
-    """of a chunk's logits and their gradients (fused)"""
+    """of a chunk's logits and their gradients [bytes] (fused)"""
     cache_bytes: Count = 0
-    """of a microbatch's logits kept for the backward pass, others are computed again (fused)"""
+    """of a microbatch's logits kept for the backward pass [bytes]; others are computed again (fused)"""
     accept_rounded_logits: bool = False
     """allow bfloat16 logits (head: logits), which alone move probability ratios by 3 %"""
     loss_in_chunk: bool = False
@@ -192,8 +207,8 @@ class Rollout(Section):
     """log-probabilities the engine reports: after or before temperature"""
     accept_truncated_sampling: bool = False
     """allow top_p and top_k although the trainer scores the full distribution"""
-    path: Text | None = None
-    """recorded samples, relative to this file (recorded)"""
+    path: File | None = None
+    """recorded samples, relative to this YAML file (recorded)"""
 
 
 class Replay(Section):
@@ -266,12 +281,12 @@ class Data(Section):
     task: Name | None = None
     """built-in task, which brings prompts and reward"""
     task_options: dict[str, Any] = {}
-    """arguments of the task"""
-    prompts: Text | None = None
+    """arguments of the task, as it names them"""
+    prompts: File | None = None
     """.jsonl or .parquet, relative to this YAML file"""
     reward: Function | None = None
     """module:function that scores a response"""
-    eval_prompts: Text | None = None
+    eval_prompts: File | None = None
     """held-out prompts, a file like data.prompts; null: every eighth of those"""
     max_prompt_tokens: Positive
     """longest prompt [tokens]"""
@@ -312,7 +327,7 @@ class Hardware(Section):
     gpu: Literal["A100", "H100", "H200", "B200"] | None = None
     """one rank's device; null: none is named, so nothing is held against a limit"""
     memory: Positive | None = None
-    """usable bytes of a device; null: what the GPU named above has"""
+    """usable memory of a device [bytes]; null: what the GPU named above has"""
     per_node: Positive = 8
     """devices that share a node and its fast links"""
 
@@ -321,9 +336,9 @@ class Estimate(Section):
     """Lengths that the time of a step is estimated for; training does not read them."""
 
     prompt_tokens: Positive | None = None
-    """mean length of prompts; null: half of data.max_prompt_tokens"""
+    """mean length of prompts [tokens]; null: half of data.max_prompt_tokens"""
     response_tokens: Positive | None = None
-    """mean length of responses; null: half of rollout.max_new_tokens"""
+    """mean length of responses [tokens]; null: half of rollout.max_new_tokens"""
     spread: NonNegative = 0.5
     """standard deviation of the logarithm of lengths; 0: all alike"""
 

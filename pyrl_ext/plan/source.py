@@ -1,17 +1,18 @@
-"""A YAML file and its overrides as a plain tree that knows the line of every key."""
+"""A YAML file, its parents and its overrides as a plain tree that knows where every key stands."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from pyrl_ext.plan.problems import Key, Problem, suggest_path
+from pyrl_ext.plan.problems import Key, Problem, show, suggest_path
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,65 +46,149 @@ for _tag, _pattern, _first in [
     )
 
 
+class Place(NamedTuple):
+    """Where a key was written."""
+
+    file: str
+    line: int
+
+
 @dataclass
 class Source:
     """What was written, where, and what could not be read."""
 
     path: str
     tree: dict[str, Any] = field(default_factory=dict)
-    lines: dict[Key, int] = field(default_factory=dict)
+    places: dict[Key, Place] = field(default_factory=dict)
     overrides: dict[Key, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    complete: bool = True
+    """Every file could be read, so that what is missing was not written."""
+    failed: set[Key] = field(default_factory=set)
+    """Fields whose value could not be read; the reason is in `problems`."""
+
+    def origin(self, key: Key) -> tuple[Key, Place | str] | None:
+        """The override (its text) or else the place that wrote `key`, or the section around it."""
+        around = [key[:depth] for depth in range(len(key), -1, -1)]
+        for written in (self.overrides, self.places):
+            for at in around:
+                if at in written:
+                    return at, written[at]
+        return None
 
     def problem(self, key: Key, message: str, line: int | None = None) -> Problem:
         """A problem at `line`, or where `key` or its section was written, or on the first line."""
         text = f"{'.'.join(key)}: {message}" if key else message
-        for depth in range(len(key), -1, -1):
-            at = key[:depth]
-            if at in self.overrides:
-                return Problem(
-                    f"command line: {self.overrides[at]}", 0, message if at == key else text
-                )
-            if line is None and at in self.lines:
-                line = self.lines[at]
-        return Problem(f"{self.path}:{line or 1}", line or 1, text)
+        at, place = self.origin(key) or ((), Place(self.path, 1))
+        if isinstance(place, str):
+            return Problem(f"command line: {place}", 0, message if at == key else text)
+        if line is not None:
+            place = Place(self.path, line)
+        return Problem(f"{place.file}:{place.line}", place.line, text)
+
+    def fail(self, key: Key, message: str) -> None:
+        """Record that the value of `key` cannot be read."""
+        self.problems.append(self.problem(key, message))
+        self.failed.add(key[:2])
 
 
 def read(path: str | Path, overrides: tuple[str, ...] = ()) -> Source:
-    """The tree of `path` with `overrides` applied; everything unreadable is in `.problems`."""
+    """The tree of `path` with `overrides` applied, above what its parents say; everything
+    unreadable is in `.problems`."""
     source = Source(str(path))
     _read_file(source)
     for text in overrides:
         _override(source, text)
-    # `replay: off` and `replay: on` stand for all three passes.
-    if isinstance(on := source.tree.get("replay"), bool):
-        source.tree["replay"] = {"old": on, "reference": on, "train": on}
+    if source.complete:
+        _extend(source, (source.path,))
     return source
 
 
-def _read_file(source: Source) -> None:
+def _read_file(source: Source, child: Source | None = None) -> None:
+    """Read the tree of `source.path`, a parent that `child` names."""
+    source.complete = False
     try:
         text = Path(source.path).read_text(encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or "cannot be read"
-        source.problems.append(Problem(source.path, 0, f"{reason}, expected a YAML file"))
-        return
-    except ValueError as error:
+    except UnicodeDecodeError as error:
         source.problems.append(Problem(f"{source.path}:1", 1, f"not UTF-8 text: {error}"))
+        return
+    except (OSError, ValueError) as error:
+        reason = f"{getattr(error, 'strerror', '') or 'cannot be read'}, expected a YAML file"
+        problem = Problem(source.path, 0, reason)
+        if child:
+            problem = child.problem(("extends",), f"{source.path}: {reason}")
+        source.problems.append(problem)
         return
     node = _compose(text, source)
     if node is None:
-        if not source.problems:
+        if not any(problem.where.startswith(f"{source.path}:") for problem in source.problems):
             message = "empty, expected sections such as `model:` and `batching:`"
             source.problems.append(Problem(f"{source.path}:1", 1, message))
         return
     line = node.start_mark.line + 1
     if isinstance(node, MappingNode):
-        source.lines[()] = line
+        source.complete = True
+        source.places[()] = Place(source.path, line)
         source.tree = _mapping(node, (), source)
+        _spread_replay(source.tree)
     else:
         message = f"{_kind(node)}, expected a mapping of sections"
         source.problems.append(source.problem((), message, line))
+
+
+def _spread_replay(tree: dict[str, Any]) -> None:
+    """`replay: off` and `replay: on` stand for all three passes."""
+    if isinstance(on := tree.get("replay"), bool):
+        tree["replay"] = {"old": on, "reference": on, "train": on}
+
+
+def _extend(source: Source, chain: tuple[str, ...]) -> None:
+    """Put what the parent file says, and its parents, below what `source` says."""
+    name = source.tree.pop("extends", None)
+    if name is None:
+        return
+    message = None
+    if not isinstance(name, str) or not name:
+        message = f"{show(name)}, expected another YAML file, relative to this one"
+    elif "${" in name:
+        message = f"{name!r} has a reference, expected the file itself; values come from it"
+    else:
+        path = os.path.normpath(os.path.join(os.path.dirname(source.path), name))
+        chain = (*chain, path)
+        if os.path.realpath(path) in map(os.path.realpath, chain[:-1]):
+            message = f"{' -> '.join(chain)}, expected a parent that leads to no file again"
+    if message:
+        source.fail(("extends",), message)
+        source.complete = False
+        return
+    parent = Source(path, problems=source.problems, failed=source.failed)
+    _read_file(parent, source)
+    _extend(parent, chain)
+    replaced: set[Key] = set(source.overrides)
+    source.tree = _merge(parent.tree, source.tree, (), replaced)
+    kept = {
+        key: place
+        for key, place in parent.places.items()
+        if not any(key[:depth] in replaced for depth in range(1, len(key) + 1))
+    }
+    source.places = kept | source.places
+    source.complete = parent.complete
+
+
+def _merge(
+    parent: dict[str, Any], child: dict[str, Any], at: Key, replaced: set[Key]
+) -> dict[str, Any]:
+    """Sections and options key by key, other values whole; adds what the child replaces."""
+    merged = dict(parent)
+    for name, value in child.items():
+        key, below = (*at, name), parent.get(name)
+        mappings = isinstance(value, dict) and isinstance(below, dict)
+        if mappings and value and len(key) <= 2 and key not in replaced:
+            merged[name] = _merge(below, value, key, replaced)
+        else:
+            merged[name] = value
+            replaced.add(key)
+    return merged
 
 
 def _compose(text: str, source: Source, override: str = "") -> Node | None:
@@ -119,6 +204,8 @@ def _compose(text: str, source: Source, override: str = "") -> Node | None:
         message = "not YAML: " + ", ".join(filter(None, (error.context, error.problem)))
         if "'\\t'" in message:
             message += ". Indent with spaces"
+        if "${" in text and "flow" in (error.context or ""):
+            message += ". Quote a reference inside braces or brackets"
     except RecursionError:
         line, message = 1, "nested too deeply, expected sections of plain values"
     where = f"command line: {override}" if override else f"{source.path}:{line}"
@@ -128,7 +215,7 @@ def _compose(text: str, source: Source, override: str = "") -> Node | None:
 
 def _value(node: Node, at: Key, source: Source) -> Any:
     """`node` as plain Python; records its line, and what is wrong below it."""
-    source.lines.setdefault(at, node.start_mark.line + 1)
+    source.places.setdefault(at, Place(source.path, node.start_mark.line + 1))
     if isinstance(node, MappingNode):
         return _mapping(node, at, source)
     if isinstance(node, SequenceNode):
@@ -138,7 +225,7 @@ def _value(node: Node, at: Key, source: Source) -> Any:
     try:
         return loader.construct_object(node)
     except ValueError as error:  # an integer of thousands of digits
-        source.problems.append(source.problem(at, f"not a value: {error}"))
+        source.fail(at, f"not a value: {error}")
         return None
 
 
@@ -152,10 +239,10 @@ def _mapping(node: MappingNode, at: Key, source: Source) -> dict[str, Any]:
             continue
         key = (*at, key_node.value)
         if key_node.value in found:
-            message = f"repeated, first on line {source.lines[key]}. Keep one"
+            message = f"repeated, first on line {source.places[key].line}. Keep one"
             source.problems.append(source.problem(key, message, line))
             continue
-        source.lines[key] = line
+        source.places[key] = Place(source.path, line)
         found[key_node.value] = _value(value_node, key, source)
     return found
 
@@ -191,3 +278,4 @@ def _override(source: Source, text: str) -> None:
         at = at.setdefault(part, {}) if isinstance(at, dict) else None
     if isinstance(at, dict):
         at[key[-1]] = _value(node, key, source)
+        _spread_replay(source.tree)
