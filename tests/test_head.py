@@ -27,6 +27,7 @@ from pyrl_ext.schedule import plan_microbatches
 
 OVERLAPPED = ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true")
 LOGITS = "logprob.head=logits"
+ROUNDED = (LOGITS, "logprob.accept_rounded_logits=true")
 CHUNKS = "logprob.chunk_bytes=8192"  # 8 tokens of the tiny vocabulary, 16 at tp 2
 CACHE = "logprob.cache_bytes=20000"  # some of them, in bfloat16
 INSIDE = "logprob.loss_in_chunk=true"
@@ -120,7 +121,7 @@ def test_bfloat16_loses_no_more_than_logits_rounded_to_it(tmp_path):
     same = (f"model.weights={weights}", CHUNKS)
     exact = one_pass(tiny_plan(*same))
     fused = one_pass(tiny_plan(*same, "model.dtype=bfloat16"))
-    logits = one_pass(tiny_plan(*same, "model.dtype=bfloat16", "logprob.head=logits"))
+    logits = one_pass(tiny_plan(*same, "model.dtype=bfloat16", *ROUNDED))
 
     def off(got):
         return (

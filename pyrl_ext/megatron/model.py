@@ -23,7 +23,7 @@ def transformer_config(plan: Any, topo: Topology, family_config: Mapping[str, An
 
     dtype = DTYPES[plan.model.dtype]
     latent = family_config.get("multi_latent_attention", False)
-    return (MLATransformerConfig if latent else TransformerConfig)(
+    settings = dict(
         **family_config,
         **_recompute(plan.model.recompute),
         tensor_model_parallel_size=topo.tp_size,
@@ -66,6 +66,9 @@ def transformer_config(plan: Any, topo: Topology, family_config: Mapping[str, An
         apply_rope_fusion=False,
         persist_layer_norm=False,
         transformer_impl="local",
+    )
+    return (MLATransformerConfig if latent else TransformerConfig)(
+        **settings | plan.model.megatron  # rules see to it that nothing of the trainer's is in it
     )
 
 

@@ -30,9 +30,7 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         ConfigError: with every problem of the file and the overrides, one a line
     """
     source = load(path, overrides)
-    wrong = _check_fields(source)
-    draft = _draft(source, wrong)
-    _read_hf(source, draft)
+    draft = draft_of(source)
     for key, message in rules.check(draft):
         source.problems.append(source.problem(tuple(key.split(".")), message))
     if source.problems:
@@ -55,6 +53,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
         raise ConfigError(source.problems)
     settle(source)
     return source
+
+
+def draft_of(source: Source) -> Plan:
+    """What rules look at: a plan of the fields of `source` that are right, wrong ones recorded."""
+    draft = _draft(source, _check_fields(source))
+    _read_hf(source, draft)
+    return draft
 
 
 def _check_fields(source: Source) -> set[Key]:

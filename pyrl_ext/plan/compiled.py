@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Set
@@ -129,14 +130,17 @@ class Plan(Sections):
     @property
     def row_alignment(self) -> int:
         """Rows of a packed sequence are padded to a multiple of this."""
-        tp, cp = self.parallel.tp, self.parallel.cp
-        return tp if cp == 1 else 2 * cp * tp
+        return alignment(self.parallel.tp, self.parallel.cp, self.model.fp8 is not None)
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest sample: its last token is never an input."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens - 1
 
     @property
     def max_rows(self) -> int:
-        """Rows of the longest sample, padded: its last token is never an input."""
-        rows = self.data.max_prompt_tokens + self.rollout.max_new_tokens - 1
-        return -(-rows // self.row_alignment) * self.row_alignment
+        """Rows of the longest sample, padded."""
+        return -(-self.longest // self.row_alignment) * self.row_alignment
 
     @property
     def rollout_dtype(self) -> str:
@@ -227,6 +231,13 @@ class Plan(Sections):
         changed = [Problem(self.source, 0, f"{each}, {advice}") for each in self.diff(saved)]
         if changed:
             raise ConfigError(changed)
+
+
+def alignment(tp: int, cp: int, fp8: bool) -> int:
+    """What a sequence is padded to a multiple of, as `TokenLayout` does: equal parts for tp ranks
+    (sequence parallelism), two a rank for cp (zigzag), and in FP8 tiles of 16 rows on a cp rank."""
+    unit = tp if cp == 1 else 2 * cp * tp
+    return math.lcm(unit, 16 * cp) if fp8 else unit
 
 
 def _flatten(tree: dict[str, Any], ignored: Set[str], prefix: str = "") -> dict[str, Any]:

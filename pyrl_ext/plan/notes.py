@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.rules import changed
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
@@ -14,6 +15,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
             f"model.mtp is off: the {shape.num_nextn_predict_layers} multi-token-prediction layers "
             "of the checkpoint are neither loaded nor trained"
         )
+    found += _placement(plan)
     if model.weights is None:
         found.append("model.weights is null: training starts from random weights")
     for key, name in (("tokenizer", model.tokenizer), ("weights", model.weights)):
@@ -21,10 +23,6 @@ def notes(plan: Plan) -> tuple[str, ...]:
             found.append(
                 f"model.{key}: {name} is no folder beside the YAML, so it is taken as a hub id"
             )
-    if plan.replay.enabled and plan.rollout.engine == "recorded":
-        found.append(
-            "replay is on: whether the recorded samples have routes is known when they are read"
-        )
     if plan.replay.old != plan.replay.train:
         found.append(
             "replay.old and replay.train differ: the first update's ratio compares different routes"
@@ -32,6 +30,24 @@ def notes(plan: Plan) -> tuple[str, ...]:
     if plan.data.prompts and plan.data.eval_prompts is None:
         found.append("data.eval_prompts is null: every eighth of data.prompts is held out instead")
     return tuple(found)
+
+
+def _placement(plan: Plan) -> list[str]:
+    """What a layout costs beside its ranks."""
+    parallel, node, found = plan.parallel, plan.hardware.per_node, []
+    columns = -(-plan.shape.vocab_size // parallel.tp) * parallel.tp
+    if columns > plan.shape.vocab_size:
+        found.append(
+            f"parallel.tp {parallel.tp} does not divide vocab_size {plan.shape.vocab_size}: "
+            f"embedding and head are padded to {columns} columns, which no token has"
+        )
+    span = parallel.ep * parallel.etp_size
+    if plan.device == "cuda" and span > node:
+        found.append(
+            f"ep {parallel.ep} * etp {parallel.etp_size} = {span} ranks are more than "
+            f"hardware.per_node {node}: tokens cross the network on their way to experts"
+        )
+    return found
 
 
 def unsupported(plan: Plan) -> tuple[str, ...]:
@@ -59,16 +75,15 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
 def _not_built(plan: Plan) -> list[tuple[str, object]]:
     """(key, value) of every field that is set and that nothing in the trainer reads yet."""
     fields = {
-        "model": ("offload_layers", "fp8", "megatron"),
+        "model": ("offload_layers", "fp8"),
         "parallel": ("dynamic_cp",),
         "rollout": ("tp", "gpus", "offload_trainer", "engine_options"),
         "optimizer": ("offload",),
     }
-    unused = []
-    for section, names in fields.items():
-        given = getattr(plan, section)
-        for name in names:
-            default = type(given).model_fields[name].get_default(call_default_factory=True)
-            if (value := getattr(given, name)) != default:
-                unused.append((f"{section}.{name}", value))
-    return unused
+    sections = ((name, getattr(plan, name)) for name in fields)
+    return [
+        (f"{section}.{name}", getattr(given, name))
+        for section, given in sections
+        for name in fields[section]
+        if changed(given, name)
+    ]

@@ -7,15 +7,19 @@ wrong raises `Unchecked` by that read, and is skipped.
 
 from pyrl_ext.plan.rules import (  # noqa: F401 (each registers its rules)
     batching,
+    context,
     data,
     kernels,
     logprob,
     memory,
     model,
+    optimizer,
     parallel,
+    passed_on,
     pipeline,
+    replay,
     rollout,
 )
-from pyrl_ext.plan.rules._rule import RULES, check, relative, rule
+from pyrl_ext.plan.rules._rule import RULES, changed, check, relative, rule
 
-__all__ = ["RULES", "check", "relative", "rule"]
+__all__ = ["RULES", "changed", "check", "relative", "rule"]

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 
 from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.schema import Unchecked
+from pyrl_ext.plan.schema import Section, Unchecked
 
-Found = str | Iterable[str] | None
+# A message, or several; (name, message) is about the entry `name` of the rule's key.
+Found = str | Iterable[str | tuple[str, str]] | None
 Rule = Callable[[Plan], Found]
 
 RULES: list[tuple[str, Rule]] = []
@@ -24,15 +25,22 @@ def rule(key: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def check(plan: Plan) -> Iterator[tuple[str, str]]:
+def check(plan: Plan, rules: Iterable[tuple[str, Rule]] = RULES) -> Iterator[tuple[str, str]]:
     """(key, message) of every rule that `plan` breaks, as far as its fields are right."""
-    for key, function in RULES:
+    for key, function in rules:
         try:
-            found = function(plan) or ()
+            found = function(plan)
+            messages = [found] if isinstance(found, str) else [*(found or ())]
         except Unchecked:
             continue
-        for message in [found] if isinstance(found, str) else found:
-            yield key, message
+        for each in messages:
+            yield (key, each) if isinstance(each, str) else (f"{key}.{each[0]}", each[1])
+
+
+def changed(section: Section, name: str) -> bool:
+    """Whether the field `name` has another value than its default."""
+    field = type(section).model_fields[name]
+    return getattr(section, name) != field.get_default(call_default_factory=True)
 
 
 # Phrases -----------------------------------------------------------------------------------------
@@ -69,9 +77,23 @@ def indivisible(
         )
 
 
+def unfit_for_heads(tp: int, groups: int | None, why: str, where: str) -> Found:
+    """The problem that `tp` ranks cannot hold whole key/value heads (`groups`; None: no groups)."""
+    if groups and groups % tp and tp % groups:
+        return (
+            f"{tp} neither divides num_key_value_heads {groups} nor is a multiple of it {where}, "
+            f"expected one of both; {why}. Use {divisors(groups)}, or a multiple of {groups}"
+        )
+
+
 def divisors(*numbers: int) -> str:
     """The common divisors as a phrase to choose from."""
-    common = [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
-    if len(common) == 1:
-        return "1"
-    return f"{', '.join(map(str, common[:-1]))} or {common[-1]}"
+    return choice(
+        [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
+    )
+
+
+def choice(numbers: list[int]) -> str:
+    """`2, 4 or 8`."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,8 +1,8 @@
-"""How a step is cut: groups, minibatches, microbatches, and how long it all runs."""
+"""How a step is cut: groups, minibatches, microbatches."""
 
 from __future__ import annotations
 
-from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.compiled import Plan, alignment
 from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule
 
 
@@ -35,12 +35,18 @@ def groups_have_a_spread(plan: Plan) -> Found:
 
 @rule("batching.tokens_per_microbatch")
 def longest_sample_fits(plan: Plan) -> Found:
-    budget, rows = plan.batching.tokens_per_microbatch, plan.max_rows
-    if budget < rows:
+    parallel, budget = plan.parallel, plan.batching.tokens_per_microbatch
+    cp = parallel.dynamic_cp or parallel.cp  # of a microbatch that holds the longest sample
+    unit = alignment(parallel.tp, cp, plan.model.fp8 is not None)
+    rows = -(-plan.longest // unit) * unit
+    least = -(-rows * parallel.cp // cp)
+    if budget < least:
+        sizes = f" with dynamic_cp {cp} instead of cp {parallel.cp}" if cp > parallel.cp else ""
         return (
-            f"{budget}, expected at least {rows}; the longest sample has data.max_prompt_tokens "
-            f"{plan.data.max_prompt_tokens} + rollout.max_new_tokens {plan.rollout.max_new_tokens} "
-            f"- 1 rows, padded to a multiple of {plan.row_alignment}"
+            f"{budget}, expected at least {least}{sizes}; the longest sample has "
+            f"data.max_prompt_tokens {plan.data.max_prompt_tokens} + rollout.max_new_tokens "
+            f"{plan.rollout.max_new_tokens} - 1 rows, padded to a multiple of {unit}. Raise it, or "
+            "lower rollout.max_new_tokens"
         )
 
 
@@ -60,14 +66,3 @@ def evaluation_has_prompts(plan: Plan) -> Found:
     if plan.evaluate.every > 0 and plan.evaluate.prompts == 0:
         every = plan.evaluate.every
         return f"0 with evaluate.every {every}, expected at least 1. Use every: 0 for never"
-
-
-@rule("optimizer.warmup_steps")
-def warmup_ends(plan: Plan) -> Found:
-    updates = plan.steps * plan.batching.minibatches
-    if plan.optimizer.warmup_steps > updates:
-        return (
-            f"{plan.optimizer.warmup_steps}, expected at most {updates}, the optimizer steps of "
-            f"the run (steps {plan.steps} * minibatches {plan.batching.minibatches}); lr would not "
-            "be reached"
-        )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.hardware import GPUS, gpu_of
 from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
 
 
@@ -33,14 +35,99 @@ def te_needs_a_gpu(plan: Plan) -> Found:
         return "te with device cpu, expected device cuda; its kernels run on GPUs only. Use local"
 
 
+@rule("model.fp8")
+def fp8_is_transformer_engines(plan: Plan) -> Found:
+    if plan.model.fp8 and plan.model.backend != "te":
+        return (
+            f"{plan.model.fp8} with model.backend {plan.model.backend}, expected null; only "
+            "transformer-engine has products in 8 bits. Use backend: te"
+        )
+
+
+@rule("model.fp8")
+def the_gpu_has_fp8(plan: Plan) -> Found:
+    gpu = gpu_of(plan)
+    if plan.model.fp8 and gpu and "fp8" not in gpu.flops:
+        having = ", ".join(name for name, each in GPUS.items() if "fp8" in each.flops)
+        return (
+            f"{plan.model.fp8} with hardware.gpu {plan.hardware.gpu}, expected one of {having}; it "
+            "has no products in 8 bits. Use null"
+        )
+
+
+@rule("model.fp8")
+def fp8_widths_are_multiples_of_16(plan: Plan) -> Found:
+    shape, tp = plan.shape, plan.parallel.tp
+    parts = {f"hidden_size {shape.hidden_size}": shape.hidden_size} | {
+        f"{name} {width} / tp {tp}": width // tp for name, width in shape.tp_widths.items()
+    }
+    width, etp = shape.moe_intermediate_size, plan.parallel.etp_size
+    parts[f"moe_intermediate_size {width} / etp {etp}"] = width // etp
+    if plan.model.fp8 and (odd := [name for name, part in parts.items() if part % 16]):
+        return (
+            f"{plan.model.fp8} with {', '.join(odd)} {in_config(plan)}, expected multiples of 16 "
+            "on a rank; tensor cores multiply 8-bit matrices in tiles of 16. Lower tp, or use null"
+        )
+
+
+@rule("model.offload_layers")
+def offloading_suits_megatron(plan: Plan) -> Found:
+    """What megatron-core's TransformerConfig and TransformerBlock refuse."""
+    model, layers = plan.model, plan.shape.num_hidden_layers
+    reasons = {
+        f"model.backend {model.backend}": model.backend != "te",
+        f"parallel.pp {plan.parallel.pp}": plan.parallel.pp > 1,
+        f"model.recompute {model.recompute}": model.recompute != "none",
+        f"num_hidden_layers {layers}": model.offload_layers >= layers,
+    }
+    if model.offload_layers and (against := [name for name, holds in reasons.items() if holds]):
+        return (
+            f"{model.offload_layers} with {', '.join(against)}, expected 0; megatron-core offloads "
+            "activations of fewer than all layers, with backend te, pp 1 and recompute none only"
+        )
+
+
 @rule("model.tokenizer")
 def tokenizer_exists(plan: Plan) -> Found:
     return _folder_or_hub_id(plan, plan.model.tokenizer, "tokenizer.json")
 
 
+# What a folder may hold instead of safetensors -> what that is, and what to do.
+OTHER_WEIGHTS = {
+    "*.distcp": ("a checkpoint of megatron-core", "Name its run folder as run to resume it"),
+    "iter_*": ("a checkpoint of Megatron-LM", "Export it to safetensors with HF's names"),
+    "pytorch_model*.bin": ("pickled weights, which may run code", "Save them as safetensors"),
+}
+
+
 @rule("model.weights")
 def weights_exist(plan: Plan) -> Found:
-    return _folder_or_hub_id(plan, plan.model.weights, "*.safetensors")
+    name = plan.model.weights
+    folder = None if name is None or plan.is_hub_id(name) else Path(plan.resolve(name))
+    if folder and not any(folder.glob("*.safetensors")):
+        for pattern, (what, fix) in OTHER_WEIGHTS.items():
+            if first := min(folder.glob(pattern), default=None):
+                return f"{relative(str(first))} is {what}, expected *.safetensors. {fix}"
+    return _folder_or_hub_id(plan, name, "*.safetensors")
+
+
+@rule("model.weights")
+def no_shard_is_missing(plan: Plan) -> Found:
+    name = plan.model.weights
+    if name is None or plan.is_hub_id(name):
+        return None
+    index = Path(plan.resolve(name)) / "model.safetensors.index.json"
+    try:
+        shards = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{relative(str(index))} is no index of weights, expected HF's JSON with weight_map"
+    if missing := sorted(shard for shard in shards if not (index.parent / str(shard)).is_file()):
+        return (
+            f"{relative(str(index))} names {missing[0]}, which is not there ({len(missing)} of "
+            f"{len(shards)} files missing), expected all that it names. Fetch them again"
+        )
 
 
 def _folder_or_hub_id(plan: Plan, name: str | None, content: str) -> Found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule
+from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule, unfit_for_heads
 
 
 @rule("parallel.tp")
@@ -22,11 +22,26 @@ def widths_split_over_tp(plan: Plan) -> Found:
 
 @rule("parallel.tp")
 def query_groups_split_over_tp(plan: Plan) -> Found:
-    groups, tp = plan.shape.query_groups, plan.parallel.tp
-    if groups and groups % tp and tp % groups:
+    why = "a key/value head is whole on a rank"
+    return unfit_for_heads(plan.parallel.tp, plan.shape.query_groups, why, in_config(plan))
+
+
+@rule("parallel.tp")
+def tensor_parallel_ranks_share_a_node(plan: Plan) -> Found:
+    node, parallel = plan.hardware.per_node, plan.parallel
+    if plan.device == "cuda" and parallel.world_size > node:
+        why = "tensor-parallel ranks wait for each other in every layer, over a node's fast links"
+        return indivisible(parallel.tp, {"hardware.per_node": node}, why)
+
+
+@rule("parallel")
+def nodes_are_whole(plan: Plan) -> Found:
+    node, parallel = plan.hardware.per_node, plan.parallel
+    if plan.device == "cuda" and parallel.world_size > node and parallel.world_size % node:
         return (
-            f"{tp} neither divides num_key_value_heads {groups} nor is a multiple of it "
-            f"{in_config(plan)}, expected one of both; a key/value head is whole on a rank"
+            f"dp {parallel.dp} * tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp} = "
+            f"{parallel.world_size} ranks, expected a multiple of hardware.per_node {node}; "
+            "devices of the last node would stay idle, and groups straddle nodes. Change dp"
         )
 
 

@@ -1,11 +1,35 @@
-"""The engine, and the routes it returns."""
+"""The engine: what it reads, and which GPUs it runs on."""
 
 from __future__ import annotations
 
 import os
 
 from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
+from pyrl_ext.plan.problems import show
+from pyrl_ext.plan.rules._rule import (
+    Found,
+    changed,
+    in_config,
+    indivisible,
+    relative,
+    rule,
+    unfit_for_heads,
+)
+
+# Key of the section -> the engines that read it; all others are read by every engine, or have a
+# rule of their own.
+READERS = {
+    "tp": ("vllm",),
+    "gpus": ("vllm",),
+    "memory": ("vllm",),
+    "sleep": ("vllm",),
+    "engine_options": ("vllm",),
+    "offload_trainer": ("hf", "vllm"),
+    "dtype": ("hf", "vllm"),
+    "max_running": ("hf",),
+}
+# vLLM pads the vocabulary to a multiple of this before it splits it.
+VOCABULARY_UNIT = 64
 
 
 @rule("rollout.path")
@@ -19,7 +43,75 @@ def recorded_samples_exist(plan: Plan) -> Found:
         return f"{relative(path)} does not exist, expected the recorded samples"
 
 
-@rule("replay")
-def replay_needs_routers(plan: Plan) -> Found:
-    if plan.replay.enabled and not plan.router_layers:
-        return f"on, expected a model with routers {in_config(plan)}. Use replay: off"
+@rule("rollout")
+def the_engine_reads_what_is_set(plan: Plan) -> Found:
+    rollout = plan.rollout
+    for name, readers in READERS.items():
+        if rollout.engine not in readers and changed(rollout, name):
+            yield (
+                name,
+                f"{show(getattr(rollout, name))} with engine {rollout.engine}, expected it left "
+                f"out; only {' and '.join(readers)} would read it",
+            )
+
+
+@rule("rollout.gpus")
+def own_gpus_are_not_shared(plan: Plan) -> Found:
+    rollout = plan.rollout
+    if rollout.gpus is None or rollout.engine != "vllm":
+        return
+    if rollout.sleep and "sleep" in rollout.model_fields_set:
+        yield (
+            f"{rollout.gpus} with rollout.sleep true, expected null; only an engine that shares "
+            "the trainer's GPUs makes room for it. Remove one"
+        )
+    if rollout.offload_trainer != "none":
+        yield (
+            f"{rollout.gpus} with rollout.offload_trainer {rollout.offload_trainer}, expected "
+            "null; only a trainer that shares its GPUs makes room for the engine. Remove one"
+        )
+
+
+@rule("rollout.offload_trainer")
+def the_trainer_has_a_device_to_leave(plan: Plan) -> Found:
+    moves = plan.rollout.offload_trainer
+    if moves != "none" and plan.device == "cpu" and plan.rollout.engine != "recorded":
+        return f"{moves} with device cpu, expected none; the trainer is in host memory already"
+
+
+@rule("rollout.tp")
+def the_model_splits_over_an_engine(plan: Plan) -> Found:
+    shape, rollout = plan.shape, plan.rollout
+    vocabulary = -(-shape.vocab_size // VOCABULARY_UNIT) * VOCABULARY_UNIT
+    wholes = {
+        "num_attention_heads": shape.num_attention_heads,
+        "intermediate_size": shape.intermediate_size,
+        "moe_intermediate_size": shape.moe_intermediate_size,
+        "vocab_size as vLLM pads it": vocabulary,
+    }
+    if rollout.engine_options.get("enable_expert_parallel"):
+        del wholes["moe_intermediate_size"]
+        wholes[shape.key("num_experts")] = shape.num_experts
+    why = "vLLM splits each of them evenly over an engine's GPUs"
+    if rollout.engine == "vllm":
+        return indivisible(rollout.tp, wholes, why, where=in_config(plan))
+
+
+@rule("rollout.tp")
+def key_value_heads_split_over_an_engine(plan: Plan) -> Found:
+    why = "vLLM keeps a key/value head whole on a GPU"
+    if plan.rollout.engine == "vllm":
+        return unfit_for_heads(plan.rollout.tp, plan.shape.query_groups, why, in_config(plan))
+
+
+@rule("rollout.tp")
+def engines_fill_their_gpus(plan: Plan) -> Found:
+    rollout, node = plan.rollout, plan.hardware.per_node
+    if rollout.engine != "vllm":
+        return None
+    wholes = {"rollout.gpus": rollout.gpus or 0}
+    if rollout.gpus is None:
+        wholes = {"the trainer's ranks": plan.parallel.world_size}
+    if max(wholes.values()) > node:
+        wholes["hardware.per_node"] = node
+    return indivisible(rollout.tp, wholes, "an engine has tp GPUs of one node, and none is idle")
