@@ -157,7 +157,7 @@ class Logprob(Section):
     chunk_bytes: Positive = 2**30
     """of a chunk's logits and their gradients [bytes] (fused)"""
     cache_bytes: Count = 0
-    """of a microbatch's logits kept for the backward pass [bytes]; others are computed again (fused)"""
+    """of a microbatch's logits kept for the backward pass [bytes]; others are made again (fused)"""
     accept_rounded_logits: bool = False
     """allow bfloat16 logits (head: logits), which alone move probability ratios by 3 %"""
     loss_in_chunk: bool = False
