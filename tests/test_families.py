@@ -1,13 +1,24 @@
 """Model families: their sizes are those of transformers' models, and of what was published."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from test_qwen3 import exact_logprobs, plan_of, write_model
+from tiny import random_batch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from pyrl_ext import topology
+from pyrl_ext.batch import Batch
+from pyrl_ext.objective import build_advantage, build_loss
 from pyrl_ext.plan.shape import embedding_parameters, mtp_parameters, parameters, read_shape
+from pyrl_ext.policy import Policy
+from pyrl_ext.rollout import Prompt, Sampling
+from pyrl_ext.rollout.build import build_engine
+from pyrl_ext.schedule import plan_microbatches
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 QWEN3_8B = {
@@ -162,3 +173,118 @@ def test_sizes_that_contradict_each_other(model, changes, words):
 def test_what_the_trainer_cannot_run_is_named(model, changes, words):
     found = read_shape(MODELS[model] | changes).unsupported()
     assert [words in each for each in found] == ([] if words is None else [True]), found
+
+
+# the trainer's model -----------------------------------------------------------------------------
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+EXPERTS = {"moe_intermediate_size": 24, "n_routed_experts": 16, "num_experts_per_tok": 4}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+# a context of 8 positions stretched to 512, so that most rows are beyond it
+YARN = {
+    "type": "yarn",
+    "factor": 64.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.6,
+}
+DEEPSEEK = MODELS["deepseek_v3"] | SMALL | EXPERTS | LATENT
+DEEPSEEK |= {"q_lora_rank": 32, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+DEEPSEEK |= {"rope_scaling": YARN, "num_nextn_predict_layers": 0}
+MOONLIGHT = MODELS["moonlight"] | SMALL | EXPERTS | LATENT
+GLM = MODELS["glm47_355b"] | SMALL | EXPERTS | {"head_dim": 32, "first_k_dense_replace": 1}
+GLM |= {"num_nextn_predict_layers": 0}
+QWEN3 = QWEN3_8B | SMALL | {"head_dim": 32}
+TRAINED = {
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3, yarn by its defaults": DEEPSEEK
+    | {"rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
+    "deepseek_v3, yarn in parts of dimensions": DEEPSEEK
+    | {"rope_scaling": YARN | {"truncate": False, "attention_factor": 1.3}},
+    "deepseek_v3, tied": DEEPSEEK | {"tie_word_embeddings": True, "rope_scaling": None},
+    "moonlight": MOONLIGHT,
+    "glm4_moe": GLM,
+    "glm4_moe, no head norms, no biases": GLM | {"use_qk_norm": False, "attention_bias": False},
+    "glm4_moe, rotated a quarter, groups": GLM
+    | {"partial_rotary_factor": 0.25, "n_group": 4, "topk_group": 2},
+    "qwen3": QWEN3,
+    "qwen3, tied": QWEN3 | {"tie_word_embeddings": True, "num_key_value_heads": 4},
+}
+
+
+def plan_for(folder, hf, *overrides):
+    replay = "replay=on" if read_shape(hf).router_layers else "replay=off"
+    return plan_of(folder, f"model.family={hf['model_type']}", replay, *overrides)
+
+
+@pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
+def test_it_is_the_model_of_transformers(tmp_path, hf):
+    """Log-probs, the tensors that come back, and the count of parameters."""
+    theirs, batch = write_model(tmp_path, hf), random_batch(9)
+    plan = plan_for(tmp_path, hf)
+    assert plan.unsupported == ()
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
+        back = {name: tensor.clone() for name, tensor in policy.weights()}
+        live = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
+    torch.testing.assert_close(scores.logprobs, exact_logprobs(theirs, batch), atol=3e-5, rtol=1e-6)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert back.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in back.items())
+    assert parameters(plan.shape).total == live == sum(p.numel() for p in theirs.parameters())
+
+
+SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3}
+
+
+@pytest.mark.parametrize("hf", SEVERAL.values(), ids=list(SEVERAL))
+def test_engine_and_trainer_are_one_model(tmp_path, hf):
+    """Log-probs of generated tokens, and every router's experts, agree."""
+    write_model(tmp_path, hf)
+    plan = plan_for(tmp_path, hf, "rollout.max_new_tokens=6")
+    with topology.start(plan) as topo:
+        policy, engine = Policy.build(plan, topo), build_engine(plan, topo.device)
+        engine.load_weights(policy.weights(), version=0)
+        prompts = [Prompt(i, tuple(range(3 + i, 9 + 2 * i))) for i in range(4)]
+        samples = engine.generate(prompts, Sampling(max_new_tokens=6, samples_per_prompt=2, seed=1))
+        samples = [replace(sample, reward=0.0) for sample in samples]
+        layers = plan.router_layers if plan.replay.enabled else None
+        batch = Batch.of(
+            samples,
+            build_advantage(plan.objective),
+            num_experts=plan.shape.num_experts,
+            layer_ids=layers,
+        )
+        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), bool(layers))
+        schedule = plan_microbatches(batch.seqlens, 1, 64)
+        ready = batch.with_(old_logprobs=scores.logprobs)
+        metrics = policy.update(ready, schedule, build_loss(plan.objective))
+    at = batch.loss_mask
+    torch.testing.assert_close(
+        scores.logprobs[at], batch.rollout_logprobs[at], atol=3e-5, rtol=1e-6
+    )
+    assert tuple(scores.agreement) == plan.router_layers
+    rows = int(batch.route_mask.sum())
+    assert all(found == (rows, rows, rows) for found in scores.agreement.values())
+    assert metrics["grad_norm"] > 0

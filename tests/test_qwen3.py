@@ -44,14 +44,19 @@ CHANGES = {
 }
 
 
-def write_model(folder, changes):
-    """A random model as transformers saves it, with a config as checkpoints have it; the model."""
+def changed(changes):
+    """The tiny config with ``changes``; None leaves a key out."""
+    return {k: v for k, v in (HF | changes).items() if v is not None}
+
+
+def write_model(folder, hf):
+    """A random model as transformers saves it, with the config ``hf``, as checkpoints have it."""
     torch.manual_seed(0)
-    hf = {k: v for k, v in (HF | changes).items() if v is not None}
-    config = CONFIG_MAPPING["qwen3_moe"].from_dict(hf)
+    config = CONFIG_MAPPING[hf["model_type"]].from_dict(dict(hf))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    biases = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for name, value in model.named_parameters():
+        for name, value in [*model.named_parameters(), *biases]:
             noise = torch.randn(value.shape)
             value.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
     model.save_pretrained(folder)
@@ -79,7 +84,7 @@ def exact_logprobs(model, batch):
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=list(CHANGES))
 def test_it_is_the_model_of_transformers(tmp_path, changes):
     """Log-probs, the tensors that come back, and the plan's count of parameters."""
-    theirs, batch = write_model(tmp_path, changes), random_batch(9)
+    theirs, batch = write_model(tmp_path, changed(changes)), random_batch(9)
     plan = plan_of(tmp_path)
     assert plan.unsupported == ()
     with topology.start(plan) as topo:
@@ -132,7 +137,7 @@ def test_layouts_equal_one_process(tmp_path):
     models = {"mixed": MIXED, "one head": {"num_key_value_heads": 1}}
     exact = {}
     for name, changes in models.items():
-        theirs = write_model(tmp_path / name, changes)
+        theirs = write_model(tmp_path / name, changed(changes))
         exact[name] = exact_logprobs(theirs, random_batch())
     (single,) = run_ranks(on_rank, 1, {name: (name,) for name in models}, tmp_path)
     for results in run_ranks(on_rank, 2, LAYOUTS, tmp_path, timeout=300):
@@ -168,7 +173,7 @@ def test_query_groups_take_turns(size):
 @pytest.mark.parametrize("changes", [MIXED, {"norm_topk_prob": False}], ids=["mixed", "raw"])
 def test_engine_and_trainer_are_one_model(tmp_path, changes):
     """Log-probs of generated tokens, and every router's experts, agree."""
-    write_model(tmp_path, changes)
+    write_model(tmp_path, changed(changes))
     plan = plan_of(tmp_path, "rollout.max_new_tokens=9")
     with topology.start(plan) as topo:
         policy, engine = Policy.build(plan, topo), build_engine(plan, topo.device)
@@ -212,8 +217,7 @@ def test_a_run(tmp_path):
     ],
 )
 def test_what_is_not_built_is_named(tmp_path, changes, reason):
-    hf = {k: v for k, v in (HF | changes).items() if v is not None}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
+    (tmp_path / "config.json").write_text(json.dumps(changed(changes)))
     plan = tiny_plan(f"model.config={tmp_path}/config.json", config=QWEN3)
     assert [u for u in plan.unsupported if u.startswith(f"model.config: {reason}")]
     with topology.start(plan) as topo, pytest.raises(NotImplementedError, match=reason):

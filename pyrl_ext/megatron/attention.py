@@ -7,6 +7,7 @@ and each query chunk attends to the keys that precede it in its own sequence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -17,6 +18,10 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
@@ -25,6 +30,7 @@ from torch import Tensor
 
 from pyrl_ext.layout import TokenLayout
 from pyrl_ext.ops import Inverse, expand_runs, gather_rows, invert_rows
+from pyrl_ext.plan.shape import Yarn
 from pyrl_ext.transfer import to_device
 
 
@@ -278,23 +284,46 @@ class PackedAttention(MegatronModule):
 class PackedRotary(torch.nn.Module):
     """Rotary angles of the rows this rank holds, from their positions: no loop over sequences.
 
-    Stands where megatron's ``RotaryEmbedding`` stands, in the model or in multi-latent attention;
-    its first argument is whatever `get_rotary_seq_len` returned, here the positions themselves.
+    Stands where megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding`` stands, in the model or
+    in multi-latent attention; its first argument is whatever `get_rotary_seq_len` returned, here
+    the positions themselves.
     """
 
-    def __init__(self, dim: int, base: float, device: torch.device):
+    def __init__(self, dim: int, base: float, device: torch.device, yarn: Yarn | None = None):
         super().__init__()
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        self.yarn = yarn
         # fp32 whatever the model's dtype: not a buffer, so that Float16Module leaves it alone
-        self.inv_freq = (1.0 / base**exponents).to(device)
+        self.inv_freq = 1.0 / base**exponents
+        if yarn is not None:
+            stretched = _stretched_share(dim, base, yarn)
+            self.inv_freq *= 1 - stretched + stretched / yarn.factor
+        self.inv_freq = self.inv_freq.to(device)
 
     def get_rotary_seq_len(self, _context, _block, _hidden, _config, packed: PackedSequences):
         return packed.positions
 
-    def forward(self, positions: Tensor, packed_seq: bool = True, cp_group: Any = None) -> Tensor:
-        """[T_local] positions -> [T_local, 1, dim] angles."""
+    def forward(self, positions: Tensor, packed_seq: bool = True, cp_group: Any = None) -> Any:
+        """[T_local] positions -> [T_local, 1, dim] angles; with yarn, also the factor of what they
+        rotate, as megatron's own does."""
         half = positions[:, None].float() * self.inv_freq
-        return torch.cat((half, half), dim=-1)[:, None]
+        angles = torch.cat((half, half), dim=-1)[:, None]
+        return angles if self.yarn is None else (angles, self.yarn.rotation_scale)
+
+
+def _stretched_share(dim: int, base: float, yarn: Yarn) -> Tensor:
+    """[dim / 2] in 0..1, how much of the whole factor each wavelength is stretched by: between the
+    dimension that turns ``beta_fast`` times in the original context and the one that does so
+    ``beta_slow`` times it rises evenly."""
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(yarn.original_positions / (turns * 2 * math.pi)) / math.log(base) / 2
+
+    first, last = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    return ((torch.arange(dim // 2) - first) / (last - first or 1e-3)).clamp(0, 1)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -304,6 +333,15 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class LatentAttention(MLASelfAttention):
+    """Multi-latent attention of the parts that its spec names. Where queries are not compressed,
+    megatron-core 0.19.2 refuses a norm of keys and values alone."""
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+        return {name: getattr(submodules, name) for name in (*names, "q_layernorm", "kv_layernorm")}
 
 
 class ReplicatedLinear(MegatronModule):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from pyrl_ext.plan.shape import Yarn
 from pyrl_ext.plan.stages import SPLIT_WAYS
 from pyrl_ext.topology import Topology
 
@@ -125,31 +126,39 @@ def _fit(layer: Any, config: Any) -> None:
     """Put the parts for packed sequences into the spec of one layer."""
     from megatron.core.transformer import multi_latent_attention
 
-    from pyrl_ext.megatron.attention import PackedAttention, ReplicatedLinear, RMSNorm
+    from pyrl_ext.megatron.attention import (
+        LatentAttention,
+        PackedAttention,
+        ReplicatedLinear,
+        RMSNorm,
+    )
 
     parts = layer.submodules
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    attention.q_layernorm = RMSNorm
     if config.multi_latent_attention:
         # megatron asks "is this TELinear?" to see whether a down projection is replicated; without
         # TransformerEngine that name is None, and this is what stands for it
         multi_latent_attention.TELinear = ReplicatedLinear  # type: ignore[attr-defined]
-        attention.kv_layernorm = RMSNorm
+        parts.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
-    else:
-        attention.k_layernorm = RMSNorm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
 
 
 def build_chunks(
-    plan: Any, topo: Topology, family_config: Mapping[str, Any], rotary: tuple[int, float]
+    plan: Any,
+    topo: Topology,
+    family_config: Mapping[str, Any],
+    rotary: tuple[int, float, Yarn | None],
 ) -> list[Module]:
     """This rank's model chunks (one, or one a virtual pipeline stage), in the plan's dtype.
 
     Args:
         family_config: keyword arguments of the transformer config, from ``models/<family>.py``.
-        rotary:        (rotated dimensions per head, base) of the rotary embedding.
+        rotary:        rotated dimensions per head, base of the wavelengths, stretching or None.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
@@ -187,13 +196,14 @@ def build_chunks(
     return chunks
 
 
-def _finish(chunk: Module, topo: Topology, rotary: tuple[int, float]) -> None:
+def _finish(chunk: Module, topo: Topology, rotary: tuple[int, float, Yarn | None]) -> None:
     """Hand the built layers what megatron does not pass through its specs."""
     from pyrl_ext.megatron.attention import PackedRotary, ReplicatedLinear
 
+    width, base, yarn = rotary
     for module in chunk.modules():
         if hasattr(module, "rotary_pos_emb"):  # the model, or with latent attention every layer
-            module.rotary_pos_emb = PackedRotary(*rotary, topo.device)
+            module.rotary_pos_emb = PackedRotary(width, base, topo.device, yarn)
         elif isinstance(module, ReplicatedLinear):
             module.tp_group = topo.groups.tp
 

@@ -1,0 +1,15 @@
+"""DeepSeek-V3 and Moonlight (HF ``DeepseekV3``): multi-latent attention, dense first layers, then
+sigmoid-routed experts with a selection bias and shared experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyrl_ext.models import Family, parts
+
+
+def config(shape: Any) -> dict[str, Any]:
+    return parts.common(shape) | parts.latent(shape) | parts.sigmoid_router(shape)
+
+
+FAMILY = Family(config, parts.decoder(parts.latent_rows))
