@@ -146,7 +146,8 @@ class Batching(Section):
     minibatches: Positive = 1
     """optimizer steps per rollout step; whole groups each"""
     tokens_per_microbatch: Positive
-    """most that one forward pass of a data-parallel rank holds [tokens]; bounds activations"""
+    """most that a rank holds in one forward pass [tokens]; cp ranks share a sample, and hold cp
+    times as many; bounds activations"""
 
 
 class Logprob(Section):

@@ -120,7 +120,7 @@ def _routes(plan: Plan) -> str:
 
 
 def _most_microbatches(plan: Plan) -> int:
-    each = plan.batching.tokens_per_microbatch // plan.max_rows
+    each = plan.batching.tokens_per_microbatch * plan.parallel.cp // plan.max_rows
     samples = -(-plan.samples_per_minibatch // plan.parallel.dp)
     return -(-samples // each)
 

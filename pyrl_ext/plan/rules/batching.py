@@ -39,11 +39,11 @@ def longest_sample_fits(plan: Plan) -> Found:
     cp = parallel.dynamic_cp or parallel.cp  # of a microbatch that holds the longest sample
     unit = alignment(parallel.tp, cp, plan.model.fp8 is not None)
     rows = -(-plan.longest // unit) * unit
-    least = -(-rows * parallel.cp // cp)
+    least = rows // cp
     if budget < least:
-        sizes = f" with dynamic_cp {cp} instead of cp {parallel.cp}" if cp > parallel.cp else ""
+        shared = f", shared by {cp} context-parallel ranks" if cp > 1 else ""
         return (
-            f"{budget}, expected at least {least}{sizes}; the longest sample has "
+            f"{budget}, expected at least {least}{shared}; the longest sample has "
             f"data.max_prompt_tokens {plan.data.max_prompt_tokens} + rollout.max_new_tokens "
             f"{plan.rollout.max_new_tokens} - 1 rows, padded to a multiple of {unit}. Raise it, or "
             "lower rollout.max_new_tokens"
