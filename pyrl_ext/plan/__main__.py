@@ -11,22 +11,29 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from pyrl_ext.plan.compile import compile_plan
+from pyrl_ext.plan.compile import compile_plan, load
 from pyrl_ext.plan.problems import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: the plan holds; 2: it does not, and stderr has a problem a line."""
     parser = argparse.ArgumentParser(prog="python -m pyrl_ext.plan", description=__doc__)
-    parser.add_argument("config", help="the YAML file")
+    parser.add_argument("config", nargs="?", help="the YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
     parser.add_argument(
         "--build", metavar="DIR", help="compile the plan's Triton kernels into a folder"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--measure", action="store_true", help="and compare with steps that run")
+    parser.add_argument("--explain", metavar="KEY", help="what a key or section means, and is")
+    parser.add_argument("--schema", action="store_true", help="print a JSON Schema for editors")
+    parser.add_argument("--reference", action="store_true", help="print the page of all keys")
     options = parser.parse_intermixed_args(arguments)
+    if not (options.config or options.explain or options.schema or options.reference):
+        parser.error("expected a config, --explain KEY, --schema or --reference")
     try:
+        if options.explain or options.schema or options.reference:
+            return _document(options)
         plan = compile_plan(options.config, options.overrides)
     except ConfigError as error:
         red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
@@ -46,6 +53,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from pyrl_ext.plan.show import print_plan
 
     print_plan(plan, Console())
+    return 0
+
+
+def _document(options: argparse.Namespace) -> int:
+    """Print what the schema says; a config is only needed for the values in it."""
+    if options.explain:
+        from rich.console import Console
+
+        from pyrl_ext.plan.explain import explain
+
+        source = load(options.config, options.overrides) if options.config else None
+        explain(options.explain, source, Console())
+        return 0
+    from pyrl_ext.plan import reference
+
+    print(reference.schema() if options.schema else reference.page(), end="")
     return 0
 
 

@@ -66,6 +66,8 @@ class Source:
     """Every file could be read, so that what is missing was not written."""
     failed: set[Key] = field(default_factory=set)
     """Fields whose value could not be read; the reason is in `problems`."""
+    references: dict[Key, list[Key]] = field(default_factory=dict)
+    """The keys that a value refers to."""
 
     def origin(self, key: Key) -> tuple[Key, Place | str] | None:
         """The override (its text) or else the place that wrote `key`, or the section around it."""

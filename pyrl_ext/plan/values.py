@@ -125,6 +125,7 @@ class _Settling:
             cycle = [*self.open[self.open.index(target) :], target]
             names = " -> ".join(".".join(each) for each in cycle)
             self._refuse(key, f"{names} is a cycle, expected a value at its end")
+        self.source.references.setdefault(key, []).append(target)
         return self.value(target)
 
     def _no_value(self, key: Key) -> str | None:
