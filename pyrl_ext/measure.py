@@ -17,6 +17,7 @@ The prediction is for the rows that were computed, not for the most that the pla
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import weakref
@@ -170,39 +171,15 @@ class Bench:
                 policy.update(part, schedule(plan, part), self.loss)
         return batch
 
-    # tensors -------------------------------------------------------------------------------------
-
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """Item -> the tensors that are held all the time."""
-        policy, weights = self.policy, _parameters(self.policy)
-        held = {at for at, _ in map(_storage, weights)}
-        state = []
-        for part in policy.optimizer.chained_optimizers:
-            for main, moments in part.optimizer.state.items() if not part.is_stub_optimizer else ():
-                state += [
-                    x for x in (main, *moments.values()) if torch.is_tensor(x) and x.numel() > 1
-                ]
-        buffers = [
-            buffer.grad_data[: buffer.numel_unpadded]
-            for chunk in policy.chunks
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
-        found = {
-            "weights": weights,
-            "gradients": buffers,
-            "optimizer": [x for x in state if _storage(x)[0] not in held],
-        }
+    def held(self) -> dict[str, int]:
+        """Item -> bytes that are held all the time."""
+        found = tensors_of(self.policy)
         if self.reference is not None:
             found["reference"] = _parameters(self.reference)
         model = getattr(self.rollouts.engine, "model", None)
         if isinstance(model, torch.nn.Module):
             found["engine weights"] = list(model.parameters())
-        return found
-
-    def held(self) -> dict[str, int]:
-        return {name: sum(x.nbytes for x in found) for name, found in self.tensors().items()}
-
-    # routes --------------------------------------------------------------------------------------
+        return {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
 
     def largest(self, batch: Batch) -> tuple[Batch, Sequence[int], int]:
         """The minibatch, samples and rows of the largest microbatch that this rank trains on."""
@@ -230,6 +207,22 @@ class Bench:
         return sum(x.nbytes for x in (sent.ids, sent.rows, sent.routed, *taken))
 
 
+def tensors_of(policy: Policy) -> dict[str, list[Tensor]]:
+    """Item -> its tensors; those of the optimizer are there after its first step."""
+    weights = _parameters(policy)
+    held = {_storage(x)[0] for x in weights}
+    parts = [part for part in policy.optimizer.chained_optimizers if not part.is_stub_optimizer]
+    state = [
+        x
+        for part in parts
+        for main, kept in part.optimizer.state.items()
+        for x in (main, kept["exp_avg"], kept["exp_avg_sq"])
+        if _storage(x)[0] not in held  # in float32 the weights are what is stepped
+    ]
+    gradients = [x.main_grad for chunk in policy.chunks for x in chunk.parameters()]
+    return {"weights": weights, "gradients": gradients, "optimizer": state}
+
+
 def _parameters(policy: Policy) -> list[Tensor]:
     return [x.detach() for chunk in policy.chunks for x in chunk.parameters()]
 
@@ -246,7 +239,7 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
     counts_time = topo.device.type == "cpu"
     bench.step(0, Clock())
     clock = Clock(torch.cuda.synchronize if topo.device.type == "cuda" else None)
-    saved = Saved(x for tensors in bench.tensors().values() for x in tensors)
+    saved = Saved(x for tensors in tensors_of(bench.policy).values() for x in tensors)
 
     @contextmanager
     def counted(name: str) -> Iterator[None]:
@@ -278,6 +271,7 @@ def _nothing() -> Iterator[None]:
 @contextmanager
 def _peak(bench: Bench, phases: dict[str, int], name: str) -> Iterator[None]:
     """Puts the most bytes held inside the ``with`` block into ``phases``."""
+    gc.collect()  # graphs of earlier phases that hold themselves in a circle
     if bench.topo.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         yield

@@ -83,7 +83,7 @@ def layer(plan: Plan, sparse: bool) -> Layer:
         norms=2 * _norm(plan, shape.hidden_size) / tp,
         projections=projections,
         core=_core(plan, heads),
-        core_inputs=each * (heads.query + heads.key + heads.value),
+        core_inputs=each * (heads.query + heads.key + _own_value(plan, heads)),
         feed_forward=feed_forward_input + feed_forward,
         feed_forward_input=feed_forward_input,
     )
@@ -93,10 +93,10 @@ def _norm(plan: Plan, width: int, input_width: int | None = None) -> int:
     """On a GPU the input; on a CPU a float32 one and, normalized, another. ``input_width``: of the
     tensor that the input is a part of."""
     each = DTYPE_BYTES[plan.model.dtype]
+    kept = input_width or width
     if plan.device == "cuda":
-        return each * width + 4
-    kept = width if each != 4 or input_width is None else input_width
-    return 4 * kept + 4 * width + 4
+        return each * kept + 4
+    return 4 * (kept if each == 4 else width) + 4 * width + 4
 
 
 def _latent_inputs(plan: Plan) -> int:
@@ -120,6 +120,15 @@ def _norms_of_heads(plan: Plan, heads: Heads) -> int:
     return _norm(plan, heads.query) + _norm(plan, heads.key, every) + each_head
 
 
+def _own_value(plan: Plan, heads: Heads) -> int:
+    """Elements that are saved for the values as they enter core attention. Grouped queries, keys
+    and values are parts of one product, which the norm of the keys may have saved already."""
+    if is_latent(plan.shape):
+        return heads.value
+    saved = plan.device == "cuda" or plan.model.dtype == "float32"
+    return 0 if saved else heads.query + heads.key + heads.value
+
+
 def takes_equal_shapes(plan: Plan) -> bool:
     """Whether core attention copies sequences of equal shape together; else it is packed."""
     return plan.device == "cpu" or plan.model.dtype == "float32"
@@ -132,6 +141,8 @@ def _core(plan: Plan, heads: Heads) -> float:
     # 2 cp - r chunks of keys: (2 cp + 1) / 2 times its own rows
     seen = 1 if cp == 1 else cp + 0.5
     value = max(heads.key, heads.value)  # a narrower value is padded
+    if not takes_equal_shapes(plan) and cp == 1 and not is_latent(plan.shape):
+        value = _own_value(plan, heads)
     kept = each * (heads.query + seen * (heads.key + value)) + 4 * heads.number
     if takes_equal_shapes(plan):
         return kept + each * max(heads.query, heads.output) + 8  # 8: the way back to packed rows

@@ -57,7 +57,11 @@ def _gib(held: int) -> str:
 def _most(stages: tuple[StageMemory, ...], exact: bool) -> tuple[int, StageMemory, str]:
     """(bytes, stage, phase) of the fullest rank when it holds most."""
     return max(
-        ((stage.held(phase, exact=exact), stage, phase) for stage in stages for phase in PHASES),
+        (
+            (stage.held(phase, exact=exact), stage, phase)
+            for stage in stages
+            for phase in reversed(PHASES)
+        ),
         key=lambda each: each[0],
     )
 
@@ -67,7 +71,7 @@ def _help(plan: Plan, exact: bool, held: int, limit: int) -> str:
     found = sorted(_after(plan, exact))
     enough = [each for each in found if each[0] <= limit]
     parts = [
-        f"{change} leaves {_gib(now)} GiB" for now, change in enough or found[:2] if now < held
+        f"{change} ({_gib(now)} GiB)" for now, change in enough or found[:2] if now < 0.99 * held
     ]
     if enough:
         return f"Use one of: {', '.join(parts)}" if len(parts) > 1 else f"Use {parts[0]}"

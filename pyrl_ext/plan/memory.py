@@ -104,7 +104,7 @@ def stage_memory(plan: Plan, load: Load | None = None) -> tuple[StageMemory, ...
 
 def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     yield from _state(plan, stage)
-    passes = [*_activations(plan, stage, load.rows), *_logits(plan, plan.stages[stage])]
+    passes = [*_activations(plan, stage, load.rows), *_logits(plan, stage, load.rows)]
     yield from passes
     yield from _optimizer_scratch(plan, stage, passes)
     yield from _routes(plan, stage, load)
@@ -253,19 +253,22 @@ def _worst_imbalance(plan: Plan) -> float:
     return plan.parallel.ep * min(local, plan.shape.topk) / plan.shape.topk
 
 
-def _logits(plan: Plan, chunks: tuple[Stage, ...]) -> list[Item]:
-    if not any(chunk.loss for chunk in chunks):
+def _logits(plan: Plan, stage: int, rows: int) -> list[Item]:
+    if not any(chunk.loss for chunk in plan.stages[stage]):
         return []
     how = "a chunk at a time" if plan.logprob.head == "fused" else "of a full microbatch"
-    return [Item("logits", logits_bytes(plan), PASSES, how, exact=False)]
+    return [Item("logits", logits_bytes(plan, rows), PASSES, how, exact=False)]
 
 
-def logits_bytes(plan: Plan) -> int:
-    """Most bytes that logits and their gradients take on a rank of the last stage, in an update."""
+def logits_bytes(plan: Plan, rows: int | None = None) -> int:
+    """Most bytes that logits and their gradients take on a rank of the last stage, in an update.
+
+    `rows`: of the microbatch; None: as many as the plan allows.
+    """
     how, depths = plan.logprob, 1 + plan.num_mtp_layers
     weight = DTYPE_BYTES[plan.model.dtype]
     columns = -(-plan.shape.vocab_size // plan.parallel.tp)
-    logits = plan.batching.tokens_per_microbatch * columns
+    logits = (rows or plan.batching.tokens_per_microbatch) * columns
     if how.head == "logits":
         return depths * logits * weight  # the gradient is written over them
     each = 8 if weight == 4 else 8 + weight  # float32 both, and the gradient as products take it
