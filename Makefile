@@ -41,7 +41,7 @@ replay-effect: build  ## what routing replay does in bf16, on the same samples
 	$(BIN)/python -m benchmarks.replay_effect
 
 test: build  ## the suite; the three targets below take longer and are apart
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --ignore tests/test_faults.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --ignore tests/test_faults.py
 
 parity: build  ## every parallel layout of 1, 2 and 4 ranks against one process: a table
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py

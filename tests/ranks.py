@@ -1,5 +1,6 @@
 """Run a function on several real processes: the helper behind every multi-rank test."""
 
+import os
 import tempfile
 import time
 import traceback
@@ -31,10 +32,13 @@ def run_ranks(
     running after ``timeout`` [s]. No port is taken: the ranks meet in a file.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        # a rank is a fork of a process that imported torch and megatron and did nothing else:
+        # as fresh as a new one, without the seconds these imports take
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["pyrl_ext.policy"])
+        task = (world_size, backend, folder, dict(os.environ), fn, args)
         processes = [
-            context.Process(target=_rank_main, args=(rank, world_size, backend, folder, fn, args))
-            for rank in range(world_size)
+            context.Process(target=_rank_main, args=(rank, *task)) for rank in range(world_size)
         ]
         try:
             for process in processes:
@@ -69,7 +73,9 @@ def _wait(processes: list[Any], folder: Path, deadline: float) -> None:
         time.sleep(0.02)
 
 
-def _rank_main(rank, world_size, backend, folder, fn, args):
+def _rank_main(rank, world_size, backend, folder, environment, fn, args):
+    os.environ.clear()  # a fork has that of the first call
+    os.environ.update(environment)
     torch.set_num_threads(1)
     poison_empty()
     store = f"file://{folder}/store"

@@ -38,7 +38,9 @@ def case(shape, dtype=torch.float64, device="cpu"):
     return src.to(device), rows.to(device), torch.arange(C).to(dtype).to(device)
 
 
-@pytest.mark.parametrize("backend", [b for b in op.backends if b.name != "reference"], ids=str)
+@pytest.mark.parametrize(
+    "backend", [b for b in op.backends if b.name != "reference"], ids=lambda b: b.name
+)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_backend_equals_reference(backend, device, shape):
@@ -164,7 +166,7 @@ def test_gradient_of_a_strided_source_and_an_expanded_gradient():
     assert torch.equal(grad, expected)
 
 
-@pytest.mark.parametrize("backend", [b for b in inverse.op.backends], ids=str)
+@pytest.mark.parametrize("backend", inverse.op.backends, ids=lambda b: b.name)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_inverse_lists_the_places_of_every_row(backend, device, shape):

@@ -23,7 +23,8 @@ def test_import_loads_nothing_heavy():
 
 
 def test_import_takes_less_than_a_fifth_of_a_second():
-    script = "import time; t = time.perf_counter(); import pyrl_ext; print(time.perf_counter() - t)"
+    """Of CPU time, which does not grow when the machine has other work."""
+    script = "import time; t = time.process_time(); import pyrl_ext; print(time.process_time() - t)"
     assert min(float(run(script)) for _ in range(3)) < 0.2
 
 

@@ -500,6 +500,7 @@ def test_command_refuses_with_a_problem_a_line(small: Path, capsys: pytest.Captu
 
 
 def test_command_answers_within_a_second_without_torch(small: Path):
+    """Of CPU time, which does not grow when the machine has other work."""
     code = (
         "import sys; from pyrl_ext.plan.__main__ import main; code = main(sys.argv[1:]);"
         "heavy = {'torch', 'transformers', 'megatron', 'numpy'} & set(sys.modules);"
