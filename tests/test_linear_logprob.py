@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from pyrl_ext.linear_logprob import head, linear_logprob, linear_logprob_loss
 
 T, H, VOCAB, VALID = 48, 16, 2400, 1800  # with four ranks the last one holds nothing but padding
-CHUNK = 20 * VOCAB * 8  # bytes: 20 tokens of float32 on one rank
+CHUNK = 20 * VOCAB * 4  # bytes: 20 tokens of float32 on one rank
 ROWS = torch.tensor([0, 1, 5, 6, 7, 20, 21, 22, 23, 30, 41, 47])
 CACHES = {"recompute": 0, "cache": 1 << 30, "some cached": 25 * VOCAB * 2}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -188,7 +188,7 @@ def test_gradcheck(rows):
     weight = torch.randn(7, 3, generator=g, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([0, 5, 2, 1, 3])
     settings: dict[str, Any] = dict(
-        temperature=0.7, valid_vocab=6, rows=rows, chunk_bytes=2 * 7 * 16
+        temperature=0.7, valid_vocab=6, rows=rows, chunk_bytes=2 * 7 * 8
     )
 
     def outside(hidden, weight):
@@ -279,12 +279,16 @@ def test_a_weight_without_a_gradient_gets_none():
 class Operations(TorchDispatchMode):
     """Floating-point operations of the matrix products."""
 
-    count = 0
+    count = by_onednn = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
             a, b = args[-2:]
             self.count += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        elif func.overloadpacket == torch.ops.mkldnn._linear_pointwise:
+            a, b = args[:2]
+            self.count += 2 * a.shape[0] * a.shape[1] * b.shape[0]
+            self.by_onednn += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -306,6 +310,36 @@ def test_floating_point_operations(mode, per_token):
                 loss = values[0].nansum()
             loss.backward()
         assert operations.count == per_token * tokens * H * VOCAB
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+@pytest.mark.parametrize("mode", ["recompute", "loss"])
+def test_float32_products_are_right_by_either_library(mode):
+    """oneDNN's on a CPU unless it is switched off; halves are multiplied as float32."""
+    for dtype, onednn in ((torch.float32, True), (torch.bfloat16, True), (torch.float64, False)):
+        counts = []
+        for enabled in (True, False):
+            with torch.backends.mkldnn.flags(enabled=enabled), Operations() as operations:
+                assert_right(solve(None, dtype, mode), exact(dtype), dtype, mode)
+            assert (operations.by_onednn > 0) == (onednn and enabled)
+            counts.append(operations.count)
+        assert counts[0] == counts[1]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+def test_onednn_rounds_as_float32_does():
+    """Its sums run in longer chains than a BLAS has, no type on the way is narrower."""
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(64, 2048, generator=g), torch.randn(2048, 512, generator=g)
+    assert head.by_onednn(a) and not head.by_onednn(a.double()) and not head.by_onednn(a[:0])
+    products, to = a.double() @ b.double(), torch.ones(64, 512)
+    head._add_mm(to, a, b)
+
+    def error(found):
+        return (found.double() - products).square().mean().sqrt().item()
+
+    assert error(head._mm(a, b)) < 4 * error(a @ b) < 1e-3
+    assert error(to - 1) < 5 * error(a @ b)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -132,7 +132,8 @@ def describe(
             f"{where}: weight.main_grad is {found}, expected {sums} {list(weight.shape)}. "
             "Without megatron's gradient buffers pass main_grad=False"
         )
-    per_logit = 2 * sums.itemsize + (0 if weight.dtype == sums else weight.itemsize)
+    # gradients are written over the logits, and rounded where the products take them so
+    per_logit = sums.itemsize + (0 if weight.dtype == sums else weight.itemsize)
     most = max(1, chunk_bytes // (per_logit * weight.shape[0]))
     if not hidden.is_cuda:
         most = min(most, CPU_TOKENS)
