@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -53,9 +53,21 @@ def triton_builds() -> dict[str, tuple[Any, dict[str, str], dict[str, object]]]:
 
 def build_triton(name: str, target: int) -> Binary:
     """Compile one variant ahead of time."""
-    kernel, signature, constexprs = triton_builds()[name]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs)
-    built = triton.compile(source, target=GPUTarget("cuda", target, 32))
+    return compiled(name, triton_builds()[name], target)
+
+
+def compiled(
+    name: str,
+    build: tuple[Any, dict[str, str], dict[str, object]],
+    target: int,
+    aligned: Collection[str] = (),
+    **options: Any,
+) -> Binary:
+    """``aligned``: arguments that 16 divides; ``options``: those of the launch (``num_warps``)."""
+    kernel, signature, constexprs = build
+    known = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if n in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=known)
+    built = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()

@@ -41,8 +41,6 @@ class Problem(NamedTuple):
 def linear_logprob(device: str, shrink: int = 1) -> Iterator[Case]:
     """A vocabulary of which there are 8 shards is one of them, without what ranks exchange."""
     packages = peers.packages(peers.FUSED) if device == "cuda" else {}
-    if device == "cuda":
-        print("not compared: a Triton kernel of the kind that verl has")
     for name, tokens, size, vocab, dtype in _shapes(device):
         vocab //= shrink
         g = torch.Generator(device).manual_seed(0)
@@ -165,6 +163,10 @@ def _others(
     if on_cpu or 6 * 4 * len(hidden) * len(weight) < FITS:
         name = "all bf16 logits" if narrow else "all logits"
         found[name] = lambda: problem.gradients(*peers.eager(hidden @ weight.t(), targets))
+    if not on_cpu:
+        from benchmarks.triton_linear import split_logprob
+
+        found["Triton, as verl"] = lambda: problem.gradients(*split_logprob(*problem[:3]))
     for name, function in packages.items():
         found[f"{name}, log-prob only"] = lambda n=name, f=function: _package(problem, n, f)
     return found

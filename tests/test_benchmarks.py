@@ -16,9 +16,11 @@ from benchmarks.cases_logprob import agree, exact_error
 from benchmarks.lengths import lognormal
 from benchmarks.measure import Case, check, extra_bytes, measure, same
 from benchmarks.per_sequence import TRAINERS
+from benchmarks.peers_logprob import eager_as_is
 from benchmarks.plot import plot
 
 ROOT = Path(__file__).parents[1]
+SIZES = ("T", "V", "H", "first", "width")  # multiples of 16 in the benchmark
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,6 +84,46 @@ def test_a_log_prob_that_is_off_is_told_from_ours():
     for i in range(3):
         off = [x + 0.01 * (i == j) for j, x in enumerate(ours)]
         assert agree(ours, ours) and not agree(ours, tuple(off))
+
+
+def logprobs_by_triton():
+    """By kernels on this machine's processor, interpreted, against float64."""
+    from benchmarks import triton_linear
+
+    triton_linear.TILE.update(BLOCK_M=16, BLOCK_N=16, BLOCK_K=16)
+    g = torch.Generator().manual_seed(0)
+    for tokens, size, vocab in ((20, 40, 100), (1, 16, 16)):
+        hidden = torch.randn(tokens, size, generator=g).requires_grad_()
+        weight = torch.randn(vocab, size, generator=g).requires_grad_()
+        targets = torch.randint(vocab, (tokens,), generator=g)
+        grads = torch.randn(2, tokens, generator=g)
+        ours = triton_linear.split_logprob(hidden, weight, targets, (48, 64))
+        exact = eager_as_is(hidden.double() @ weight.double().t(), targets)
+        torch.testing.assert_close(
+            torch.stack(ours).double(), torch.stack(exact), rtol=1e-5, atol=1e-5
+        )
+        of_ours = torch.autograd.grad(ours, (hidden, weight), [*grads])
+        of_exact = torch.autograd.grad(exact, (hidden, weight), [*grads.double()])
+        for a, b in zip(of_ours, of_exact, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_triton_baseline_is_right_interpreted():
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    script = "import test_benchmarks as t; t.logprobs_by_triton()"
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", ["split_stats", "merge_splits", "split_grad"])
+def test_the_triton_baseline_compiles_for_hopper(name):
+    from benchmarks import triton_linear
+    from benchmarks.binaries import compiled
+
+    build = triton_linear.BUILDS[name]
+    aligned = [n for n, kind in build[1].items() if kind.startswith("*") or n in SIZES]
+    binary = compiled(name, build, 90, aligned, **triton_linear.OPTIONS)
+    # a few bytes at the end of a tile cost nothing; a loop that spills would be no fair baseline
+    assert 0 < binary.registers and binary.spills <= 64 and binary.shared <= 227 << 10
 
 
 def test_extra_memory_is_the_peak_not_the_result():
