@@ -1,6 +1,6 @@
-"""Log-probs and entropies from hidden states and the LM head by Triton kernels, after verl's design.
+"""Log-probs and entropies from hidden states and the LM head by Triton kernels, as in verl.
 
-Forward: a kernel multiplies tile by tile, each program some tokens with one split of the vocabulary,
+Forward: a kernel multiplies tile by tile, a program some tokens with a split of the vocabulary,
 and keeps of the logits only the running maximum, sum and entropy term; a second one merges the
 splits. Backward: a kernel makes the logits of a split again and writes their gradient, which two
 matrix products take to the hidden states and the weight. Sums over splits have the type of the

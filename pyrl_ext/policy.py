@@ -285,8 +285,7 @@ class Policy:
             self.replay.force(index, routes)
             micro, packed = ready.micro, ready.packed
             tokens, positions = micro.tokens[None], packed.positions[None]
-            # a loss of the user's may look at rows without a loss token
-            every = forward_only or ":" in self.plan.objective.loss
+            every = forward_only or not self.plan.objective.is_token_wise
             batch = None if every else feed.batch
             head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, batch, in_chunk)
             output = chunk(tokens, positions, None, packed_seq_params=packed, output_processor=head)

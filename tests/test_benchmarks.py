@@ -15,8 +15,8 @@ from benchmarks.cases import FAMILIES, cases_of
 from benchmarks.cases_logprob import agree, exact_error
 from benchmarks.lengths import lognormal
 from benchmarks.measure import Case, check, extra_bytes, measure, same
-from benchmarks.per_sequence import TRAINERS
 from benchmarks.peers_logprob import eager_as_is
+from benchmarks.per_sequence import TRAINERS
 from benchmarks.plot import plot
 
 ROOT = Path(__file__).parents[1]
@@ -123,7 +123,7 @@ def test_the_triton_baseline_compiles_for_hopper(name):
     aligned = [n for n, kind in build[1].items() if kind.startswith("*") or n in SIZES]
     binary = compiled(name, build, 90, aligned, **triton_linear.OPTIONS)
     # a few bytes at the end of a tile cost nothing; a loop that spills would be no fair baseline
-    assert 0 < binary.registers and binary.spills <= 64 and binary.shared <= 227 << 10
+    assert binary.registers > 0 and binary.spills <= 64 and binary.shared <= 227 << 10
 
 
 def test_extra_memory_is_the_peak_not_the_result():

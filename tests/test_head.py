@@ -159,6 +159,28 @@ def test_who_computes_logits_and_of_which_rows(folder, head):
         assert torch.equal(nan, masked) if head == "fused" else not nan.any()
 
 
+def reinforce(logprobs, entropy, inputs):
+    """A token-wise loss as a user writes it; rows without a loss token may be NaN."""
+    mask = inputs.loss_mask
+    each = -(logprobs - inputs.old_logprobs).exp() * inputs.advantages - 0.01 * entropy
+    each, count = torch.where(mask, each, 0), mask.sum()
+    return each.sum(), count, {"mine": (logprobs.detach().where(mask, 0).sum(), count)}
+
+
+def test_a_token_wise_loss_of_the_users_gives_the_same_update(folder):
+    """With all rows, with loss tokens alone, and inside the chunks."""
+    mine = (CHUNKS, "objective.loss=test_head:reinforce")
+    token_wise = "objective.loss_is_token_wise=true"
+    plain, *others = (
+        one_pass(plan_of("glm mtp 2", folder, *mine, *overrides))
+        for overrides in ((), (token_wise,), (token_wise, INSIDE))
+    )
+    assert plain[1]["mine"] < 0 and plain[2]["lm_head.weight"].count_nonzero() > 0
+    for _, metrics, grads in others:
+        assert metrics == pytest.approx(plain[1], rel=1e-5, abs=1e-6)
+        assert max(apart(grads[n], plain[2][n]) for n in grads | plain[2]) < BOUNDS["grad"]
+
+
 def test_loss_rows_are_those_of_a_plain_loop(folder):
     plan = compiled("glm mtp 2", folder)
     batch = parity.batches(plan, mtp_routes=False)[0]

@@ -96,7 +96,9 @@ def _field(owner: type | None, name: str) -> set[Key]:
         return {(*_SECTIONS[owner], name)} if owner in _SECTIONS and name in fields else set()
     if name in _DERIVED:
         return {_DERIVED[name]}
-    known = name in Sections.model_fields and Sections.model_fields[name].annotation not in _SECTIONS
+    known = (
+        name in Sections.model_fields and Sections.model_fields[name].annotation not in _SECTIONS
+    )
     return {(name,)} if known else set()
 
 

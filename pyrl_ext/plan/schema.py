@@ -237,6 +237,8 @@ class Objective(Section):
     """divide advantages by the group's standard deviation"""
     loss: Name = "grpo"
     """built-in name or module:function"""
+    loss_is_token_wise: bool = False
+    """the module:function adds up losses of single loss tokens; other rows are not scored for it"""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """the probability ratio is clipped below 1 - clip_low"""
     clip_high: Rate = 0.2
@@ -251,6 +253,11 @@ class Objective(Section):
     """weight of the multi-token-prediction layers' cross entropy (with model.mtp)"""
     mtp_detach: bool = True
     """its gradient reaches those layers only, not what they share with the policy"""
+
+    @property
+    def is_token_wise(self) -> bool:
+        """The loss is a sum over loss tokens, each seen by itself, as all built-in ones are."""
+        return self.loss_is_token_wise or ":" not in self.loss
 
 
 class Optimizer(Section):

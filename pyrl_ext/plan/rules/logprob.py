@@ -24,10 +24,10 @@ def a_cache_is_used(plan: Plan) -> Found:
 def a_loss_in_chunks_is_token_wise(plan: Plan) -> Found:
     if plan.logprob.loss_in_chunk and plan.logprob.head == "logits":
         return "true with head logits, expected false; it has no chunks. Use head: fused"
-    if plan.logprob.loss_in_chunk and ":" in plan.objective.loss:
+    if plan.logprob.loss_in_chunk and not plan.objective.is_token_wise:
         return (
-            f"true with objective.loss {plan.objective.loss}, expected a built-in loss; it would "
-            "see some tokens at a time, and may need all of a microbatch"
+            f"true with objective.loss {plan.objective.loss}, expected a token-wise loss; it sees "
+            "some tokens at a time. If that is one, set objective.loss_is_token_wise: true"
         )
 
 
