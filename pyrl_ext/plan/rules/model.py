@@ -102,32 +102,37 @@ OTHER_WEIGHTS = {
 
 @rule("model.weights")
 def weights_exist(plan: Plan) -> Found:
-    name = plan.model.weights
-    folder = None if name is None or plan.is_hub_id(name) else Path(plan.resolve(name))
+    folder = _weights_folder(plan)
     if folder and not any(folder.glob("*.safetensors")):
         for pattern, (what, fix) in OTHER_WEIGHTS.items():
             if first := min(folder.glob(pattern), default=None):
                 return f"{relative(str(first))} is {what}, expected *.safetensors. {fix}"
-    return _folder_or_hub_id(plan, name, "*.safetensors")
+    return _folder_or_hub_id(plan, plan.model.weights, "*.safetensors")
 
 
 @rule("model.weights")
 def no_shard_is_missing(plan: Plan) -> Found:
-    name = plan.model.weights
-    if name is None or plan.is_hub_id(name):
+    folder = _weights_folder(plan)
+    index = folder / "model.safetensors.index.json" if folder else None
+    if index is None or not index.exists():
         return None
-    index = Path(plan.resolve(name)) / "model.safetensors.index.json"
     try:
-        shards = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-    except FileNotFoundError:
-        return None
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        shards = {str(name) for name in named}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{relative(str(index))} is no index of weights, expected HF's JSON with weight_map"
-    if missing := sorted(shard for shard in shards if not (index.parent / str(shard)).is_file()):
+    if missing := sorted(shard for shard in shards if not (index.parent / shard).is_file()):
         return (
             f"{relative(str(index))} names {missing[0]}, which is not there ({len(missing)} of "
             f"{len(shards)} files missing), expected all that it names. Fetch them again"
         )
+
+
+def _weights_folder(plan: Plan) -> Path | None:
+    name = plan.model.weights
+    if name is None or plan.is_hub_id(name) or not os.path.isdir(plan.resolve(name)):
+        return None
+    return Path(plan.resolve(name))
 
 
 def _folder_or_hub_id(plan: Plan, name: str | None, content: str) -> Found:

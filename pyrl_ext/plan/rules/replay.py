@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from pyrl_ext.plan.compiled import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
@@ -24,28 +23,30 @@ def recorded_routes_are_of_this_model(plan: Plan) -> Found:
     if not (plan.replay.enabled and plan.rollout.engine == "recorded" and path):
         return None
     files = sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [Path(path)]
-    header = _safetensors_header(files[0]) if files else None
-    if header is None:
+    shapes = _shapes(files[0]) if files else None
+    if shapes is None:
         return None  # the engine says what is wrong with such a file
     shown = relative(str(files[0]))
-    if "routes" not in header:
+    if "routes" not in shapes:
         return (
             f"{shown} has no routes, expected them with replay on; the trainer's routers would "
             "choose on their own. Record with routes, or use replay: off"
         )
-    found, wanted = header["routes"]["shape"][1:], [len(plan.router_layers), plan.shape.topk]
+    found, wanted = shapes["routes"][1:], [len(plan.router_layers), plan.shape.topk]
     if found != wanted:
+        of = " x ".join(map(str, found))
         return (
-            f"{shown} has routes of {found[0]} layers x {found[1]} experts, expected {wanted[0]} "
-            f"x {wanted[1]} {in_config(plan)}; they were recorded with another model"
+            f"{shown} has routes of {of} (layers x experts), expected {wanted[0]} x {wanted[1]} "
+            f"{in_config(plan)}; they were recorded with another model. Record them with this one"
         )
 
 
-def _safetensors_header(file: Path) -> dict[str, Any] | None:
-    """Name -> dtype and shape of the tensors in `file`, or None where it is not such a file."""
+def _shapes(file: Path) -> dict[str, list[int]] | None:
+    """Name -> shape of the tensors in a safetensors file, or None where it is not such a file."""
     try:
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            return json.loads(opened.read(min(size, 100_000_000)))
-    except (OSError, ValueError):
+            header = json.loads(opened.read(size)) if size < file.stat().st_size else None
+        return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
