@@ -29,6 +29,7 @@ from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compiled import alignment
 from pyrl_ext.plan.problems import fields_of, show
 from pyrl_ext.plan.rules.passed_on import ENGINE_KEYS, field_names, megatron_fields
+from pyrl_ext.plan.shape import read_shape
 from pyrl_ext.topology import Topology
 
 REPOSITORY = Path(__file__).parents[1]
@@ -112,9 +113,9 @@ def test_passed_on_fields_replace_nothing_that_the_trainer_needs():
     tree = ast.parse(inspect.getsource(transformer_config))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     given = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
-    for name in (TINY, QWEN3):
-        plan = compile_plan(name)
-        given |= set(family(plan.model.family).config(plan.shape))
+    for config in sorted(REPOSITORY.glob("configs/*/config.json")):
+        hf = json.loads(config.read_text(encoding="utf-8"))
+        given |= set(family(hf["model_type"]).config(read_shape(hf)))
     assert {"calculate_per_token_loss", "moe_router_topk", "moe_router_dtype"} <= given
     assert given <= field_names()
     assert given & {*megatron_fields()["free"]} == {

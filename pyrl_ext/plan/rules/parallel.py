@@ -52,6 +52,15 @@ def experts_split_over_ep(plan: Plan) -> Found:
     return indivisible(plan.parallel.ep, experts, why, where=in_config(plan))
 
 
+@rule("parallel.ep")
+def there_are_experts_to_spread(plan: Plan) -> Found:
+    if plan.parallel.ep > 1 and not plan.shape.num_experts:
+        return (
+            f"{plan.parallel.ep}, expected 1 for a model without experts {in_config(plan)}; "
+            "megatron-core refuses it. Use dp, tp or cp"
+        )
+
+
 @rule("parallel.etp")
 def expert_width_splits_over_etp(plan: Plan) -> Found:
     width = {"moe_intermediate_size": plan.shape.moe_intermediate_size}

@@ -46,7 +46,7 @@ def _shapes(file: Path) -> dict[str, list[int]] | None:
     try:
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(size)) if size < file.stat().st_size else None
+            header = json.loads(opened.read(size) if size < file.stat().st_size else "")
         return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
