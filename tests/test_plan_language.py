@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -21,7 +22,7 @@ from pyrl_ext.plan.problems import fields_of
 from pyrl_ext.plan.reads import fields_read
 from pyrl_ext.plan.reference import page
 from pyrl_ext.plan.rules import RULES
-from pyrl_ext.plan.schema import Section, Sections
+from pyrl_ext.plan.schema import Section, Sections, Unchecked
 from pyrl_ext.plan.values import read_size
 
 SECTIONS = {
@@ -157,7 +158,8 @@ def test_paths_start_where_they_are_written(folder: Path):
             "extends: {folder}/child.yaml -> {folder}/child.yaml, expected a parent that leads to",
         ),
         ("${run}.yaml", "extends: '${{run}}.yaml' has a reference, expected the file itself"),
-        (r'"\0"', "extends: {folder}/\\x00: cannot be read"),
+        (r'"\0"', "extends: '\\x00', expected another YAML file"),
+        (r'"\ud800"', "extends: '\\ud800', expected another YAML file"),
     ],
 )
 def test_parent_that_is_refused(folder: Path, name: str, message: str):
@@ -203,7 +205,7 @@ steps: ${parallel.tp}
 run: runs/${ model.family }-$${x}-${optimizer.lr}-${log.progress}-$5
 parallel: {tp: 2, dp: "${checkpoint.keep}", vpp: "${parallel.etp}"}
 evaluate: {every: "${steps}"}
-optimizer: {betas: "${data.task_options.betas}", eps: "${optimizer.betas.0}"}
+optimizer: {betas: "${data.task_options.betas}", eps: "${data.task_options.both.0}"}
 data: {task_options: {betas: "${data.task_options.both}", both: [0.5, 0.75], at: "${run}"}}
 """,
     )
@@ -350,7 +352,7 @@ def mutate(text: str, changes: list[tuple[int, int, str]]) -> str:
     return text
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(edits, edits, pieces)
 @example([(0, 0, "${")], [], "${run}")
 @example([], [(8, 99, '"\\ud800"')], "null")
@@ -367,7 +369,7 @@ values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text(max_s
 keys = st.sampled_from([(name, key) for name in fields_of() for key in fields_of(name)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.dictionaries(keys, values, max_size=3), st.dictionaries(keys, values, max_size=3))
 def test_mutated_values(folder: Path, mine: dict, parents: dict):
     for changes, tree, name in [
@@ -398,7 +400,7 @@ def check_places(path: Path, overrides: tuple[str, ...] = ()) -> None:
         assert Plan.from_json(plan.to_json()) == plan
 
 
-# What the command says about keys ------------------------------------------------------------------
+# What the command says about keys --------------------------------------------------------------
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -467,7 +469,7 @@ def test_reads_hold_every_read_of_a_run(monkeypatch: pytest.MonkeyPatch):
         kind = type(self)
         if kind in SECTIONS and name in kind.model_fields:
             seen.add((SECTIONS[kind], name))
-        elif isinstance(self, Plan) and name in Sections.model_fields and not fields_of(name):
+        elif kind is Plan and name in Sections.model_fields and not fields_of(name):
             seen.add((name,))
         return plain(self, name)
 
@@ -476,22 +478,17 @@ def test_reads_hold_every_read_of_a_run(monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr("pyrl_ext.plan.rules.check", lambda plan: plans.append(plan) or ())
         for path in [*BROKEN, *(REPOSITORY / "configs").glob("*.yaml")]:
-            try:
+            with contextlib.suppress(ConfigError):
                 compile_plan(path, ["parallel.dp=2"])
-            except ConfigError:
-                pass
     assert len(plans) > 30
     monkeypatch.setattr(Section, "__getattribute__", recorded)
     ran = 0
     for plan in plans:
         for _, rule in RULES:
             seen.clear()
-            try:
-                found = rule(plan)
-                [*(found or ())]
+            with contextlib.suppress(Unchecked):
+                list(rule(plan) or ())
                 ran += 1
-            except LookupError:
-                pass
             assert seen <= told[rule], f"{rule.__name__}: {seen - told[rule]}"
     assert ran > 20 * len(plans)
 
@@ -515,10 +512,11 @@ def test_schema_is_of_every_key(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("name", ["tiny", "glm47"])
 def test_command_answers_within_a_second(name: str):
-    best = float("inf")
-    for _ in range(3):
+    command = [sys.executable, "-m", "pyrl_ext.plan", f"configs/{name}.yaml"]
+
+    def seconds() -> float:
         start = children_seconds()
-        command = [sys.executable, "-m", "pyrl_ext.plan", f"configs/{name}.yaml"]
         subprocess.run(command, check=True, capture_output=True)
-        best = min(best, children_seconds() - start)
-    assert best < 1.0
+        return children_seconds() - start
+
+    assert any(seconds() < 1.0 for _ in range(3))

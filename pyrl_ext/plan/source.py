@@ -53,6 +53,9 @@ class Place(NamedTuple):
     line: int
 
 
+_DEEPEST = 64  # what writes a plan as JSON gives up at 255
+
+
 @dataclass
 class Source:
     """What was written, where, and what could not be read."""
@@ -150,7 +153,7 @@ def _extend(source: Source, chain: tuple[str, ...]) -> None:
     if name is None:
         return
     message = None
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or not name.isprintable():
         message = f"{show(name)}, expected another YAML file, relative to this one"
     elif "${" in name:
         message = f"{name!r} has a reference, expected the file itself; values come from it"
@@ -217,6 +220,9 @@ def _compose(text: str, source: Source, override: str = "") -> Node | None:
 
 def _value(node: Node, at: Key, source: Source) -> Any:
     """`node` as plain Python; records its line, and what is wrong below it."""
+    if len(at) > _DEEPEST:
+        source.fail(at[:2], f"{len(at)} levels deep, expected at most {_DEEPEST}")
+        return None
     source.places.setdefault(at, Place(source.path, node.start_mark.line + 1))
     if isinstance(node, MappingNode):
         return _mapping(node, at, source)
