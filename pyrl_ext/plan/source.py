@@ -152,16 +152,17 @@ def _extend(source: Source, chain: tuple[str, ...]) -> None:
     name = source.tree.pop("extends", None)
     if name is None:
         return
-    message = None
+    path = ""
     if not isinstance(name, str) or not name or not name.isprintable():
         message = f"{show(name)}, expected another YAML file, relative to this one"
     elif "${" in name:
         message = f"{name!r} has a reference, expected the file itself; values come from it"
     else:
         path = os.path.normpath(os.path.join(os.path.dirname(source.path), name))
+        again = os.path.realpath(path) in map(os.path.realpath, chain)
         chain = (*chain, path)
-        if os.path.realpath(path) in map(os.path.realpath, chain[:-1]):
-            message = f"{' -> '.join(chain)}, expected a parent that leads to no file again"
+        message = f"{' -> '.join(chain)}, expected a parent that leads to no file again"
+        message = message if again else None
     if message:
         source.fail(("extends",), message)
         source.complete = False
@@ -187,8 +188,8 @@ def _merge(
     merged = dict(parent)
     for name, value in child.items():
         key, below = (*at, name), parent.get(name)
-        mappings = isinstance(value, dict) and isinstance(below, dict)
-        if mappings and value and len(key) <= 2 and key not in replaced:
+        merges = len(key) <= 2 and key not in replaced and value
+        if merges and isinstance(value, dict) and isinstance(below, dict):
             merged[name] = _merge(below, value, key, replaced)
         else:
             merged[name] = value

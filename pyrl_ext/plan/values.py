@@ -114,7 +114,7 @@ class _Settling:
         return _REFERENCE.sub(text, written)
 
     def _referred(self, key: Key, match: re.Match[str]) -> Any:
-        target = tuple(match[1].strip().split("."))
+        target: Key = tuple(match[1].strip().split("."))
         if not match[2]:
             self._refuse(
                 key, f"{match[0]!r} is not closed, expected ${{section.key}}. Write $${{ for text"
@@ -130,12 +130,15 @@ class _Settling:
 
     def _no_value(self, key: Key) -> str | None:
         """Why a reference to `key` refers to no value."""
-        fields = fields_of(key[0]) if len(key) > 1 else fields_of()
-        if key[0] not in fields_of() or (fields and key[min(1, len(key) - 1)] not in fields):
-            return unknown(key[:1] if key[0] not in fields_of() else key[:2])
-        if len(key) == 1 and (inner := fields_of(key[0])):
-            example = f"{key[0]}.{next(iter(inner))}"
-            return f"a section, expected one of its keys. For example ${{{example}}}"
+        section, *names = key
+        if section not in fields_of():
+            return unknown((section,))
+        if fields := fields_of(section):
+            if not names:
+                example = f"${{{section}.{next(iter(fields))}}}"
+                return f"a section, expected one of its keys. For example {example}"
+            if names[0] not in fields:
+                return unknown((section, names[0]))
         try:
             _find(self.source.tree, key)
         except KeyError:
@@ -224,8 +227,8 @@ def _takes_int(annotation: Any) -> bool:
 
 def _field(key: Key) -> Any:
     """The schema's field of `key`, None for what is no field of its own."""
-    fields = fields_of(*key[:-1]) if len(key) <= 2 else {}
-    return fields.get(key[-1])
+    *section, name = key
+    return fields_of(*section).get(name) if len(key) <= 2 else None
 
 
 def _find(tree: dict[str, Any], key: Key) -> Any:
