@@ -34,9 +34,7 @@ _DERIVED: dict[str, Key] = {"hf": ("model", "config")}
 
 
 def sentence(rule: Callable[..., Any]) -> str:
-    """What a rule demands, in words: its docstring's first line, or its name."""
-    if rule.__doc__:
-        return rule.__doc__.strip().splitlines()[0].rstrip(".")
+    """What a rule demands, in words: its name is a sentence."""
     return rule.__name__.replace("_", " ")
 
 
