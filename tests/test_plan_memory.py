@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from pyrl_ext.batch import Batch
 from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan.__main__ import main as plan_main
 from pyrl_ext.plan.activations import in_flight
 from pyrl_ext.plan.fit import fits, seems_to_fit
 from pyrl_ext.plan.memory import PHASES, Load, StageMemory, stage_memory
@@ -25,7 +24,7 @@ from pyrl_ext.plan.shape import parameters
 REPOSITORY = Path(__file__).parents[1]
 
 # One minibatch: what the graph of another leaves behind is freed whenever Python collects it
-SHORT = ("batching.prompts=4", "batching.minibatches=1", "data.max_prompt_tokens=16")
+SHORT = ("batching.prompts=2", "batching.minibatches=1", "data.max_prompt_tokens=16")
 
 
 # By hand ----------------------------------------------------------------------------------------
@@ -264,7 +263,7 @@ def of_an_update(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def test_ranks_hold_what_was_predicted():
-    for layout, *ranks in zip(LAYOUTS, *run_ranks(on_rank, 2), strict=True):
+    for layout, *ranks in zip(LAYOUTS, *run_ranks(on_rank, 2, timeout=400), strict=True):
         for found in ranks:
             for name, (predicted, measured) in found.items():
                 # megatron cuts the distributed optimizer's parts where its padded buffers end
@@ -275,12 +274,24 @@ def test_ranks_hold_what_was_predicted():
 # The command ------------------------------------------------------------------------------------
 
 
-def test_the_command_measures_in_a_process_of_its_own():
-    run = subprocess.run(
-        [sys.executable, "-m", "pyrl_ext.plan", str(CONFIG), "--measure", "--json", *SHORT],
-        capture_output=True, text=True, cwd=REPOSITORY,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    (rank,) = json.loads(run.stdout)
+def test_the_command_is_replaced_by_the_one_that_runs_steps(monkeypatch: pytest.MonkeyPatch):
+    calls: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda _, arguments: calls.append(arguments[1:]))
+    plan_main([str(CONFIG), "--measure", "steps=3", "--json"])
+    assert calls == [["-m", "pyrl_ext.measure", str(CONFIG), "steps=3", "--json"]]
+
+
+def test_the_measuring_command_prints_json_and_tables(capsys: pytest.CaptureFixture[str]):
+    from pyrl_ext.measure import main
+
+    assert main([str(CONFIG), "--json", *SHORT]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)
     assert rank["items"]["weights"]["measured"] == 4 * PARAMETERS
     assert [*rank["phases"]] == [*PHASES]
+    assert all(row["seconds"] > 0 for row in rank["phases"].values())
+    assert main([str(CONFIG), *SHORT]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*rank["items"], *PHASES))
+    assert main([str(CONFIG), "parallel.dp=2"]) == 1
+    assert "2 processes" in capsys.readouterr().err
+    assert main([str(GLM47)]) == 2

@@ -191,7 +191,8 @@ def chunk_activations(plan: Plan, chunk: Stage) -> Kept:
     """What one microbatch leaves in a model chunk, under the plan's recompute choice."""
     hidden, tp = plan.shape.hidden_size, plan.parallel.tp
     each = DTYPE_BYTES[plan.model.dtype]
-    sparse = [i in plan.router_layers for i in chunk.layers] + [True] * chunk.mtp
+    sparse = [i in plan.router_layers for i in chunk.layers]
+    sparse += [bool(plan.router_layers)] * chunk.mtp
     split = [_recomputed(plan, layer(plan, kind), kind) for kind in sparse]
     kept = sum(part for part, _ in split)
     # of multi-token prediction: two norms, the joined input of a product, a last norm

@@ -232,19 +232,26 @@ def _activations(plan: Plan, stage: int, rows: int) -> Iterator[Item]:
         held = math.ceil(rows * found.offloaded)
         yield Item("offloaded activations", held, ("update",), why, exact=False, host=True)
     sparse = {i in plan.router_layers for chunk in plan.stages[stage] for i in chunk.layers}
-    sparse |= {True for chunk in plan.stages[stage] if chunk.mtp}
-    widest = max((layer(plan, kind).whole for kind in sparse), default=0)
+    sparse |= {bool(plan.router_layers) for chunk in plan.stages[stage] if chunk.mtp}
+    if not sparse:  # an embedding or a loss alone
+        return
+    widest = max(layer(plan, kind).whole for kind in sparse)
     why = "as much as one layer would keep for a backward pass"
     yield Item("forward pass", math.ceil(rows * widest), ("logprobs",), why, exact=False)
-    if not sparse:
-        return
+    yield _scratch(plan, rows, experts=True in sparse)
+
+
+def _scratch(plan: Plan, rows: int, experts: bool) -> Item:
+    """What the backward pass of one layer holds beside what was saved: its attention's, then its
+    experts'."""
     attention = math.ceil(rows * attention_scratch(plan))
-    dispatch = math.ceil(rows * dispatch_scratch(plan)) if True in sparse else 0
-    why = f"{dispatch:,} for copies of {plan.shape.topk} rows a token, experts evenly used; "
-    why += f"{_worst_imbalance(plan):g} times as much if every token chose experts of one rank"
-    if attention > dispatch:
-        why = f"gradients of core attention; {why}" if dispatch else "gradients of core attention"
-    yield Item("scratch", max(attention, dispatch), ("update",), why, exact=False)
+    dispatch = math.ceil(rows * dispatch_scratch(plan)) if experts else 0
+    why = "gradients of core attention"
+    if experts:
+        copies = f"copies of {plan.shape.topk} rows a token for experts that are used evenly"
+        why = f"the larger of {attention:,} for {why} and {dispatch:,} for {copies}; these are "
+        why += f"{_worst_imbalance(plan):g} times as much if every token chose experts of one rank"
+    return Item("scratch", max(attention, dispatch), ("update",), why, exact=False)
 
 
 def _worst_imbalance(plan: Plan) -> float:
@@ -280,9 +287,9 @@ def logits_bytes(plan: Plan, rows: int | None = None) -> int:
 def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     """The rollout batch's on the host; on the device those of the microbatch that computes, once
     as they came and once a layer, and of the one ahead."""
-    if not plan.replay.enabled:
-        return
     shape, routers = plan.shape, plan.router_layers
+    if not (plan.replay.enabled and routers):
+        return
     each = shape.route_bytes_per_token
     why = f"{each} bytes a token x {load.tokens:,} tokens, the whole rollout batch on every rank"
     yield Item("routes of the batch", each * load.tokens, PHASES[1:], why, host=True)
