@@ -38,20 +38,20 @@ def _over(plan: Plan, exact: bool) -> str | None:
     items = [i for i in fullest.items if phase in i.phases and not i.host and i.exact >= exact]
     items.sort(key=lambda item: -item.bytes)
     parts = " + ".join(
-        f"{item.name} {_gib(item.bytes)}" for item in items if item.bytes >= 0.01 * held
+        f"{item.name} {_size(item.bytes)}" for item in items if item.bytes >= 0.01 * held
     )
     where = f"stage {fullest.stage} " if len(stages) > 1 else ""
     limited = plan.hardware.gpu if plan.hardware.memory is None else "hardware.memory"
     about, out = ("", "would") if exact else ("about ", "may")
     return (
-        f"{where}holds {about}{_gib(held)} GiB in {phase} ({parts}), expected at most "
-        f"{_gib(limit)} GiB ({limited}); it {out} run out of memory. "
+        f"{where}holds {about}{_size(held)} in {phase} ({parts}), expected at most "
+        f"{_size(limit)} ({limited}); it {out} run out of memory. "
         + _help(plan, exact, held, limit)
     )
 
 
-def _gib(held: int) -> str:
-    return f"{held / GIB:.3g}"
+def _size(held: int) -> str:
+    return f"{held / GIB:.3g} GiB" if held >= GIB / 10 else f"{held / 2**20:.3g} MiB"
 
 
 def _most(stages: tuple[StageMemory, ...], exact: bool) -> tuple[int, StageMemory, str]:
@@ -70,9 +70,7 @@ def _help(plan: Plan, exact: bool, held: int, limit: int) -> str:
     """What to do, by keys that leave the ranks as they are: those that suffice, or that do most."""
     found = sorted(_after(plan, exact))
     enough = [each for each in found if each[0] <= limit]
-    parts = [
-        f"{change} ({_gib(now)} GiB)" for now, change in enough or found[:2] if now < 0.99 * held
-    ]
+    parts = [f"{change} ({_size(now)})" for now, change in enough or found[:2] if now < 0.99 * held]
     if enough:
         return f"Use one of: {', '.join(parts)}" if len(parts) > 1 else f"Use {parts[0]}"
     wider = "Spread it wider (parallel.ep, tp, pp), on more GPUs"
