@@ -1,4 +1,4 @@
-"""`python -m pyrl_ext.plan CONFIG [section.key=value ...] [--json]`: check a plan and show it.
+"""`python -m pyrl_ext.plan CONFIG [section.key=value ...]`: check a plan and show it.
 
 With --measure, run a few of its steps in this process as well; under torchrun, start
 `pyrl_ext.measure` with the same arguments.
@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--explain", metavar="KEY", help="what a key or section means, and is")
     parser.add_argument("--schema", action="store_true", help="print a JSON Schema for editors")
     parser.add_argument("--reference", action="store_true", help="print the page of all keys")
+    parser.add_argument("--all", action="store_true", help="every field, not only what is set")
     options = parser.parse_intermixed_args(arguments)
     if not (options.config or options.explain or options.schema or options.reference):
         parser.error("expected a config, --explain KEY, --schema or --reference")
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from pyrl_ext.plan.show import print_plan
 
-    print_plan(plan, Console())
+    print_plan(plan, Console(), everything=options.all)
     return 0
 
 

@@ -1,66 +1,120 @@
-"""A plan as tables for people: its sections, and what follows from them."""
+"""A plan as tables for the terminal: what a user asks first, or every field."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.memory import chunk_parameters, stage_memory
-from pyrl_ext.plan.problems import show
-from pyrl_ext.plan.schema import Section, Sections
-from pyrl_ext.plan.shape import parameters
+from pyrl_ext.plan.memory import PHASES, Item, chunk_parameters
+from pyrl_ext.plan.summary import (
+    Summary,
+    count,
+    facts,
+    in_units,
+    ranges,
+    size,
+    unit_for,
+    values,
+)
+
+_TONES = {"good": "bold green", "bad": "bold red", "plain": "bold"}
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Print every section, the derived facts, the notes and what is not supported."""
-    console.print(f"[bold]{escape(plan.source)}[/]  (bold: not the default)")
-    console.print(sections_table(plan))
-    console.print("[cyan]follows[/]")
-    console.print(facts_table(plan))
+def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
+    """Print verdict, facts, memory, stages, what is not the default, notes and what cannot run.
+
+    Args:
+        plan: the compiled plan
+        console: where to
+        everything: every field, not only those that are not the default
+    """
+    summary = Summary(plan)
+    console.print(f"[bold]{escape(plan.source)}[/]", soft_wrap=True)
+    console.print(verdict_table(summary))
+    _titled(console, "follows", facts_table(plan))
+    _titled(console, *memory_table(summary))
     if plan.parallel.pp > 1:
-        console.print("[cyan]pipeline[/]")
-        console.print(stages_table(plan))
+        _titled(console, "pipeline", stages_table(plan))
+    if everything:
+        _titled(console, "every field (bold: not the default)", sections_table(plan, console.width))
+    else:
+        _titled(console, "not the default (--all: every field)", changes_table(plan, console.width))
     for note in plan.notes:
         console.print(f"[yellow]note[/] {escape(note)}")
     for reason in plan.unsupported:
         console.print(f"[red]cannot run yet[/] {escape(reason)}")
 
 
-def sections_table(plan: Plan) -> Table:
-    """Key, value and meaning of every field; values that are not the default are bold."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("key", "value", "meaning"):
-        table.add_column(column, overflow="fold", style="dim" if column == "meaning" else None)
-    for name, field in Sections.model_fields.items():
-        value = getattr(plan, name)
-        if not isinstance(value, Section):
-            table.add_row(name, _value(value, field), escape(field.description or ""))
-            continue
-        table.add_row(f"[cyan]{name}[/]", "", f"[cyan]{type(value).__doc__}[/]")
-        for key, inner in type(value).model_fields.items():
-            table.add_row(
-                f"  {key}", _value(getattr(value, key), inner), escape(inner.description or "")
-            )
+def _titled(console: Console, title: str, table: Table) -> None:
+    console.print(f"\n[cyan]{escape(title)}[/]")
+    console.print(table)
+
+
+def _table(*columns: str, whole: int = 1, right: Iterable[str] = ()) -> Table:
+    """A table without lines: the first `whole` columns never wrap, numbers are at the `right`."""
+    table = Table(box=None, pad_edge=False, show_header=any(columns))
+    for number, column in enumerate(columns):
+        side = "right" if column in right else "left"
+        table.add_column(column, no_wrap=number < whole, overflow="fold", justify=side)
+    return table
+
+
+def verdict_table(summary: Summary) -> Table:
+    """Is it consistent, does it fit, can it run."""
+    table = _table("", "")
+    for tone, answer, detail in summary.verdicts:
+        table.add_row(f"[{_TONES[tone]}]{answer}[/]", escape(detail))
     return table
 
 
 def facts_table(plan: Plan) -> Table:
-    """What follows from the plan: ranks, parameters, bytes and batch numbers."""
-    table = Table(box=None, pad_edge=False, show_header=False)
+    """What follows from the plan: ranks, groups, parameters, routes and batch numbers."""
+    table = _table("", "")
     for name, fact in facts(plan):
-        table.add_row(name, fact)
+        table.add_row(name, escape(fact))
     return table
+
+
+def memory_table(summary: Summary) -> tuple[str, Table]:
+    """Title, and items of the fullest stage by phase, what they come to and what is left."""
+    stage, limit = summary.fullest, summary.limit
+    unit, factor = unit_for(max(stage.peak, limit or 0))
+    several = len(summary.memory) > 1
+    where = f" of stage {stage.stage}, the fullest of {len(summary.memory)}" if several else ""
+    columns = ("item", *PHASES, "how it is counted")
+    table = _table(*columns, whole=len(columns) - 1, right=PHASES)
+    table.columns[-1].style = "dim"
+    for host in (False, True):
+        items = [item for item in stage.items if item.host == host]
+        for item in items:
+            held = [in_units(item.bytes, factor) if each in item.phases else "" for each in PHASES]
+            table.add_row(_item_name(item), *held, escape(item.why))
+        if not items:
+            continue
+        total = [stage.held(phase, host) for phase in PHASES]
+        name = "together on the host" if host else "together"
+        table.add_row(f"[bold]{name}[/]", *(f"[bold]{in_units(each, factor)}[/]" for each in total))
+        if limit is not None and not host:
+            left = [in_units(limit - each, factor) for each in total]
+            left = [f"[red]{each}[/]" if each.startswith("-") else each for each in left]
+            table.add_row("headroom", *left, f"of {size(limit)}, {summary.device}")
+    return f"memory of a rank{where} [{unit}] (~ estimated)", table
+
+
+def _item_name(item: Item) -> str:
+    host, estimated = " (host)" if item.host else "", "" if item.exact else "~ "
+    return escape(f"{estimated}{item.name}{host}")
 
 
 def stages_table(plan: Plan) -> Table:
     """What each chunk of each pipeline stage holds; layers and routers are 0-based global ids."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("stage", "chunk", "layers", "routers", "besides", "parameters"):
-        table.add_column(column, justify="right" if column == "parameters" else "left")
+    columns = ("stage", "chunk", "layers", "routers", "besides", "parameters")
+    table = _table(*columns, right=("parameters",))
     for rank, stage in enumerate(plan.stages):
         for number, chunk in enumerate(stage):
             parts = {
@@ -71,78 +125,41 @@ def stages_table(plan: Plan) -> Table:
             table.add_row(
                 str(rank),
                 str(number),
-                _ranges(chunk.layers),
-                _ranges(tuple(layer for layer in chunk.layers if layer in plan.router_layers)),
+                ranges(chunk.layers),
+                ranges(tuple(layer for layer in chunk.layers if layer in plan.router_layers)),
                 ", ".join(name for name, held in parts.items() if held),
-                _count(chunk_parameters(plan, chunk).total),
+                count(chunk_parameters(plan, chunk).total),
             )
     return table
 
 
-def facts(plan: Plan) -> list[tuple[str, str]]:
-    """(name, text) of every derived fact."""
-    parallel, shape = plan.parallel, plan.shape
-    counts = parameters(shape)
-    fullest = max(stage_memory(plan), key=lambda stage: stage.peak)
-    routers = plan.router_layers
-    expert_dp = parallel.world_size // (parallel.pp * parallel.ep * parallel.etp_size)
-    ranks = f"dp {parallel.dp} x tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}"
-    experts = f"ep {parallel.ep} x etp {parallel.etp_size} x dp {expert_dp}"
-    rows = [
-        ("ranks", f"{plan.world_size} = {ranks}; of experts {experts}"),
-        ("parameters", f"{_count(counts.total)}, of which {_count(counts.active)} serve a token"),
-        ("routers", f"{len(routers)} of {shape.num_hidden_layers} layers ({_ranges(routers)}), "
-                    f"each picks {shape.topk} of {shape.num_experts} experts"),
-        ("routes", _routes(plan)),
-        ("rollout step", f"{plan.samples} samples in groups of {plan.batching.samples_per_prompt}"),
-        ("minibatch", f"{plan.samples_per_minibatch} samples, {plan.batching.minibatches} a step"),
-        ("microbatches", f"at most {_most_microbatches(plan)} a minibatch and replica: samples of "
-                         f"{plan.max_rows} rows, padded to a multiple of {plan.row_alignment}"),
-    ]  # fmt: skip
-    rows += [(item.name, f"{size(item.bytes)} a rank, {item.why}") for item in fullest.items]
-    rows.append(("together", f"{size(fullest.peak)} on the fullest rank"))
-    return rows
+def changes_table(plan: Plan, width: int) -> Table:
+    """The fields that are not the default, as overrides, and what they mean."""
+    changed = [value for value in values(plan) if not value.is_default]
+    return _fields_table(
+        [(f"{key}=[bold]{escape(text)}[/]", about) for key, text, about, _ in changed], width
+    )
 
 
-def size(count: int) -> str:
-    """Bytes with a binary unit."""
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.4g} {units[0]}"
+def sections_table(plan: Plan, width: int) -> Table:
+    """Every field and what it means; values that are not the default are bold."""
+    rows, above = [], ""
+    for key, text, meaning, is_default in values(plan):
+        section, _, name = key.rpartition(".")
+        if section != above:
+            above, about = section, type(getattr(plan, section)).__doc__ if section else ""
+            rows.append((f"[cyan]{section}[/]", about or ""))
+        shown = escape(text) if is_default else f"[bold]{escape(text)}[/]"
+        rows.append((f"{'  ' if section else ''}{name}: {shown}", meaning))
+    return _fields_table(rows, width)
 
 
-def _routes(plan: Plan) -> str:
-    if not plan.replay.enabled:
-        return "not replayed"
-    each = plan.shape.route_bytes_per_token
-    return f"{each} bytes a token, at most {size(each * plan.max_rows * plan.samples)} a step"
-
-
-def _most_microbatches(plan: Plan) -> int:
-    each = plan.batching.tokens_per_microbatch * plan.parallel.cp // plan.max_rows
-    samples = -(-plan.samples_per_minibatch // plan.parallel.dp)
-    return -(-samples // each)
-
-
-def _count(number: int) -> str:
-    for unit, factor in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if number >= factor:
-            return f"{number / factor:.4g}{unit}"
-    return str(number)
-
-
-def _ranges(ids: tuple[int, ...]) -> str:
-    """Rising ids with runs joined: (1, 2, 3, 5) -> 1-3, 5."""
-    runs: list[list[int]] = []
-    for i in ids:
-        if runs and runs[-1][-1] == i - 1:
-            runs[-1][1:] = [i]
-        else:
-            runs.append([i])
-    return ", ".join("-".join(map(str, run)) for run in runs) or "none"
-
-
-def _value(value: Any, field: Any) -> str:
-    text = escape(value if isinstance(value, str) else show(value))
-    return text if value == field.get_default(call_default_factory=True) else f"[bold]{text}[/]"
+def _fields_table(rows: list[tuple[str, str]], width: int) -> Table:
+    """(field in markup, meaning); a field is on one line where that leaves room for the meaning."""
+    table = _table("field", "meaning", whole=0)
+    longest = max(Text.from_markup(field).cell_len for field, _ in rows)
+    table.columns[0].width = min(longest, width - 30)
+    table.columns[1].style = "dim"
+    for field, meaning in rows:
+        table.add_row(field, escape(meaning))
+    return table
