@@ -9,8 +9,8 @@ FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_lo
 KERNEL_TESTS := $(patsubst %,tests/test_%.py,gather_rows gather_fields gather_routes sum_rows \
                 replay_probs token_logprob logprob unshard)
 
-.PHONY: help venv build demo test parity parity-large faults two-hosts check bench replay-effect \
-        gpu clean
+.PHONY: help venv build browser demo test parity parity-large faults two-hosts check bench \
+        replay-effect gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,7 +40,13 @@ demo: build  ## train the tiny model on this CPU; ends with a table and a pictur
 replay-effect: build  ## what routing replay does in bf16, on the same samples
 	$(BIN)/python -m benchmarks.replay_effect
 
-test: build  ## the suite; the three targets below take longer and are apart
+browser:  ## chromium, in which the tests look at a plan's page; Debian's, where root may install it
+	@for name in chromium google-chrome; do command -v $$name > /dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then echo "installing chromium"; \
+	  apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium > /dev/null && exit 0; \
+	fi; echo "make: no chromium or google-chrome: tests that look at a plan's page are skipped"
+
+test: build browser  ## the suite; the three targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --ignore tests/test_faults.py
 
 parity: build  ## every parallel layout of 1, 2 and 4 ranks against one process: a table

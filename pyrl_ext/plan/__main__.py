@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from pyrl_ext.plan.compile import compile_plan, load
+from pyrl_ext.plan.compiled import Plan
 from pyrl_ext.plan.problems import ConfigError
 
 
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--schema", action="store_true", help="print a JSON Schema for editors")
     parser.add_argument("--reference", action="store_true", help="print the page of all keys")
     parser.add_argument("--all", action="store_true", help="every field, not only what is set")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures as well")
     options = parser.parse_intermixed_args(arguments)
     if not (options.config or options.explain or options.schema or options.reference):
         parser.error("expected a config, --explain KEY, --schema or --reference")
@@ -40,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
         for line in str(error).splitlines():
             print(f"{red}{line}{plain}", file=sys.stderr)
+        _write_page(options.html, error)
+        return 2
+    if not _write_page(options.html, plan):
         return 2
     if options.measure:
         return _run("pyrl_ext.measure", options, *["--json"] * options.json)
@@ -71,6 +76,21 @@ def _document(options: argparse.Namespace) -> int:
 
     print(reference.schema() if options.schema else reference.page(), end="")
     return 0
+
+
+def _write_page(path: str | None, content: Plan | ConfigError) -> bool:
+    """Write the page of a plan or of its problems, if one is asked for; whether that went well."""
+    if path is None:
+        return True
+    from pyrl_ext.plan.page import write_page
+
+    try:
+        write_page(path, content)
+    except OSError as error:
+        message = f"{error.strerror or error}, expected a file that can be written"
+        print(f"command line: --html {path}: {message}", file=sys.stderr)
+        return False
+    return True
 
 
 def _run(module: str, options: argparse.Namespace, *more: str) -> int:
