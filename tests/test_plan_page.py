@@ -10,7 +10,7 @@ import sys
 from functools import cache
 from html import unescape
 from html.parser import HTMLParser
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,11 +20,11 @@ from rich.console import Console
 
 from pyrl_ext.plan import ConfigError, Plan, compile_plan, grid
 from pyrl_ext.plan.__main__ import main
-from pyrl_ext.plan.memory import PHASES, stage_memory
+from pyrl_ext.plan.memory import PHASES, Item, StageMemory, stage_memory
 from pyrl_ext.plan.page import plan_page, problems_page
 from pyrl_ext.plan.page_svg import picture, tag, text, ticks
 from pyrl_ext.plan.rules import RULES
-from pyrl_ext.plan.show import print_plan
+from pyrl_ext.plan.show import memory_table, print_plan
 from pyrl_ext.plan.summary import Summary, size, values
 
 REPOSITORY = Path(__file__).parents[1]
@@ -197,7 +197,9 @@ def test_bars_are_as_long_as_their_bytes(name: str):
         assert rect is not None
         top = float(rect.get("y", ""))
         found[top] = found.get(top, 0) + float(rect.get("width", ""))
-    held = [stage.held(phase) for stage in stage_memory(plan) for phase in PHASES]
+    stages = stage_memory(plan)  # neighbours that hold the same are one row
+    drawn = [next(alike) for _, alike in groupby(stages, lambda stage: stage.items)]
+    held = [stage.held(phase) for stage in drawn for phase in PHASES]
     widths = [found[top] for top in sorted(found)]
     scale = max(widths) / max(held)
     assert widths == pytest.approx([each * scale for each in held], abs=1.0)
@@ -310,6 +312,23 @@ def test_memory_table_by_phase():
     assert numbers("together") == pytest.approx(held, abs=0.006)
     assert numbers("headroom") == pytest.approx([143771 / 1024 - each for each in held], abs=0.006)
     assert numbers("weights")[0] == pytest.approx(stage.bytes_of("weights") / 2**30, abs=0.006)
+
+
+def test_reasons_take_one_line_and_never_the_names():
+    summary = Summary(plan_of("tiny"))
+    item = Item("parameters gathered ahead", 2**20, ("update",), "a reason " * 20, exact=False)
+    summary.memory = (StageMemory(0, (*stage_memory(summary.plan)[0].items, item)),)
+
+    def lines(in_full: bool) -> list[str]:
+        console = Console(width=100, color_system=None)
+        with console.capture() as capture:
+            console.print(memory_table(summary, in_full)[1])
+        return capture.get().splitlines()
+
+    short, full = lines(False), lines(True)
+    (line,) = [line for line in short if line.startswith("~ parameters gathered ahead  ")]
+    assert len(line) <= 100 and line.rstrip().endswith("…")
+    assert len(full) > len(short) and "…" not in "".join(full)
 
 
 def test_verdicts():

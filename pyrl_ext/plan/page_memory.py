@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import batched
+from itertools import batched, groupby
 
 from pyrl_ext.plan.memory import PHASES, Item, StageMemory
 from pyrl_ext.plan.page_bars import Limit, Part, Row, bars
 from pyrl_ext.plan.page_svg import Content, Markup, join, table, tag
-from pyrl_ext.plan.summary import Summary, in_units, size, unit_for
+from pyrl_ext.plan.summary import Summary, in_units, ranges, size, unit_for
 
 _STAGES = 8  # a table holds
 
@@ -23,16 +23,14 @@ def memory_section(summary: Summary) -> Markup:
 def _bars(summary: Summary, host: bool) -> Markup:
     stages, limit = summary.memory, None if host else summary.limit
     most = max(stage.held(phase, host) for stage in stages for phase in PHASES)
-    rows = [
-        Row(
-            f"stage {stage.stage}" if len(stages) > 1 else "",
-            phase,
-            [_part(item) for item in stage.items if phase in item.phases and item.host == host],
-            size(stage.held(phase, host)),
-        )
-        for stage in stages
-        for phase in PHASES
-    ]
+    rows = []
+    for items, alike in groupby(stages, lambda stage: [i for i in stage.items if i.host == host]):
+        numbers = tuple(stage.stage for stage in alike)
+        group = f"stage {ranges(numbers)}" if len(stages) > 1 else ""
+        for phase in PHASES:
+            parts = [_part(item) for item in items if phase in item.phases]
+            if parts:
+                rows.append(Row(group, phase, parts, size(stages[numbers[0]].held(phase, host))))
     # a device with far more room than is used would leave nothing to see
     is_far = limit is not None and limit > 6 * most
     shown = Limit(limit, f"limit {size(limit)}") if limit is not None and not is_far else None

@@ -31,19 +31,23 @@ def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
     Args:
         plan: the compiled plan
         console: where to
-        everything: every field, not only those that are not the default
+        everything: every field, not only those that are not the default; reasons in full
     """
     summary = Summary(plan)
     console.print(f"[bold]{escape(plan.source)}[/]", soft_wrap=True)
     console.print(verdict_table(summary))
     _titled(console, "follows", facts_table(plan))
-    _titled(console, *memory_table(summary))
+    _titled(console, *memory_table(summary, everything))
     if plan.parallel.pp > 1:
         _titled(console, "pipeline", stages_table(plan))
     if everything:
         _titled(console, "every field (bold: not the default)", sections_table(plan, console.width))
     else:
-        _titled(console, "not the default (--all: every field)", changes_table(plan, console.width))
+        _titled(
+            console,
+            "not the default (--all: every field, all words)",
+            changes_table(plan, console.width),
+        )
     for note in plan.notes:
         console.print(f"[yellow]note[/] {escape(note)}")
     for reason in plan.unsupported:
@@ -64,6 +68,14 @@ def _table(*columns: str, whole: int = 1, right: Iterable[str] = ()) -> Table:
     return table
 
 
+def _reasons_last(table: Table, in_full: bool) -> None:
+    """The last column holds reasons: what fits on the line, unless all words are asked for."""
+    column = table.columns[-1]
+    column.style = "dim"
+    if not in_full:
+        column.no_wrap, column.overflow, column.ratio, table.expand = True, "ellipsis", 1, True
+
+
 def verdict_table(summary: Summary) -> Table:
     """Is it consistent, does it fit, can it run."""
     table = _table("", "")
@@ -80,7 +92,7 @@ def facts_table(plan: Plan) -> Table:
     return table
 
 
-def memory_table(summary: Summary) -> tuple[str, Table]:
+def memory_table(summary: Summary, in_full: bool = False) -> tuple[str, Table]:
     """Title, and items of the fullest stage by phase, what they come to and what is left."""
     stage, limit = summary.fullest, summary.limit
     unit, factor = unit_for(max(stage.peak, limit or 0))
@@ -88,7 +100,7 @@ def memory_table(summary: Summary) -> tuple[str, Table]:
     where = f" of stage {stage.stage}, the fullest of {len(summary.memory)}" if several else ""
     columns = ("item", *PHASES, "how it is counted")
     table = _table(*columns, whole=len(columns) - 1, right=PHASES)
-    table.columns[-1].style = "dim"
+    _reasons_last(table, in_full)
     for host in (False, True):
         items = [item for item in stage.items if item.host == host]
         for item in items:
