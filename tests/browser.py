@@ -57,7 +57,7 @@ def main() -> int:
     from PIL import Image
 
     # few colours are many times smaller, and look the same
-    Image.open(options.picture).convert("RGB").quantize(128).save(options.picture, optimize=True)
+    Image.open(options.picture).convert("RGB").quantize(256).save(options.picture, optimize=True)
     return 0
 
 
