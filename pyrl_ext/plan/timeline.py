@@ -1,0 +1,130 @@
+"""Who computes what when in a pipeline: megatron-core's 1F1B and interleaved schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B"]
+# Seconds, or (rank, chunk, microbatch) -> seconds.
+Duration = float | Callable[[int, int, int], float]
+
+
+class Slot(NamedTuple):
+    """A forward (F) or backward (B) pass of one microbatch through one model chunk of a rank."""
+
+    rank: int
+    chunk: int
+    microbatch: int
+    kind: Kind
+    start: float
+    end: float
+
+
+def order(
+    rank: int, pp: int, vpp: int, microbatches: int, forward_only: bool = False
+) -> list[tuple[Kind, int, int]]:
+    """(kind, chunk, microbatch) in the order in which megatron's rank `rank` of `pp` runs them.
+
+    One chunk a rank (1F1B): a warm-up of forward passes, as many as there are ranks behind, then
+    one forward and one backward in turn. Interleaved: chunks take turns after pp microbatches, and
+    the warm-up is two passes a rank behind and a round of all chunks but one.
+
+    Raises:
+        ValueError: chunks are interleaved and rounds of pp microbatches are not whole; the trainer
+            fills them up.
+    """
+    if vpp > 1 and microbatches % pp:
+        raise ValueError(
+            f"order: {microbatches} microbatches, expected a multiple of pp {pp}; interleaved "
+            "chunks run whole rounds"
+        )
+    rounds = range(0, microbatches, pp)
+    passes = [
+        (chunk, number)
+        for first in rounds
+        for chunk in range(vpp)
+        for number in range(first, min(first + pp, microbatches))
+    ]
+    forward: list[tuple[Kind, int, int]] = [("F", chunk, number) for chunk, number in passes]
+    if forward_only:
+        return forward
+    behind = pp - rank - 1
+    warm_up = min(len(passes), behind if vpp == 1 else 2 * behind + (vpp - 1) * pp)
+    found = forward[:warm_up]
+    for i, (chunk, number) in enumerate(passes):
+        found += forward[warm_up + i : warm_up + i + 1]
+        found.append(("B", vpp - 1 - chunk, number))
+    return found
+
+
+def pipeline(
+    pp: int,
+    vpp: int,
+    microbatches: int,
+    forward: Duration,
+    backward: Duration | None,
+    send: float = 0.0,
+) -> list[Slot]:
+    """The schedule of one minibatch; a pass starts when its rank is free and its input is there.
+
+    Args:
+        pp, vpp: ranks, and model chunks of each.
+        microbatches: with vpp > 1 a multiple of pp.
+        forward, backward: of a chunk on a microbatch [s]; backward None: forward passes alone.
+        send: from a rank to the next [s]; computing goes on meanwhile.
+
+    Returns:
+        Slots rank by rank, each in the order in which they run.
+    """
+    orders = [order(rank, pp, vpp, microbatches, backward is None) for rank in range(pp)]
+    took = {"F": _as_function(forward), "B": _as_function(0.0 if backward is None else backward)}
+    ends: dict[tuple[Kind, int, int], float] = {}  # by kind, place in the pipeline and microbatch
+    slots: list[list[Slot]] = [[] for _ in range(pp)]
+    last = pp * vpp - 1
+    while any(len(mine) < len(wanted) for mine, wanted in zip(slots, orders, strict=True)):
+        for rank, (mine, wanted) in enumerate(zip(slots, orders, strict=True)):
+            free = mine[-1].end if mine else 0.0
+            while len(mine) < len(wanted):
+                kind, chunk, number = wanted[len(mine)]
+                place = chunk * pp + rank
+                ready = _ready(ends, kind, place, number, last, send)
+                if ready is None:
+                    break
+                start = max(free, ready)
+                free = start + took[kind](rank, chunk, number)
+                ends[kind, place, number] = free
+                mine.append(Slot(rank, chunk, number, kind, start, free))
+    return [slot for mine in slots for slot in mine]
+
+
+def _ready(
+    ends: dict[tuple[Kind, int, int], float],
+    kind: Kind,
+    place: int,
+    number: int,
+    last: int,
+    send: float,
+) -> float | None:
+    """When the input of a pass is there; None: not known yet."""
+    if kind == "F":
+        if place == 0:
+            return 0.0
+        before = ends.get(("F", place - 1, number))
+    elif place == last:
+        return ends.get(("F", place, number))
+    else:
+        before = ends.get(("B", place + 1, number))
+    return None if before is None else before + send
+
+
+def _as_function(duration: Duration) -> Callable[[int, int, int], float]:
+    if callable(duration):
+        return duration
+    return lambda rank, chunk, microbatch: duration
+
+
+def bubble_share(slots: Sequence[Slot]) -> float:
+    """Share of all ranks' time, until the last one is done, in which they wait."""
+    ranks, end = {slot.rank for slot in slots}, max(slot.end for slot in slots)
+    return 1 - sum(slot.end - slot.start for slot in slots) / (len(ranks) * end)
