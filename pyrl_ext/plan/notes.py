@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.fit import seems_to_fit
 from pyrl_ext.plan.rules import changed
 
 
@@ -29,6 +30,8 @@ def notes(plan: Plan) -> tuple[str, ...]:
         )
     if plan.data.prompts and plan.data.eval_prompts is None:
         found.append("data.eval_prompts is null: every eighth of data.prompts is held out instead")
+    if (tight := seems_to_fit(plan)) is not None:
+        found.append(f"hardware.gpu: {tight}")
     return tuple(found)
 
 
