@@ -6,6 +6,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,13 +39,15 @@ def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
     advantage, loss = build_advantage(plan.objective), build_loss(plan.objective)
     policy = Policy.build(plan, topo)
     reference = Policy.build(plan, topo, trainable=False) if plan.objective.kl_coef else None
-    rollouts = Rollouts(plan, topo, source)
-    run.resume(policy)
     experts = plan.shape.num_experts
     layers = plan.router_layers if plan.replay.enabled else None  # None: routes are not needed
 
     clock = PhaseClock(peers)
-    with Interrupt(topo.device).watched() as interrupt:
+    with (
+        closing(Rollouts(plan, topo, source)) as rollouts,
+        Interrupt(topo.device).watched() as interrupt,
+    ):
+        run.resume(policy)
         for step in range(policy.step, plan.steps):
             peers.step = step
             with clock("time/step"):
@@ -79,7 +82,7 @@ def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
                     run.save(policy)
             if stop:
                 break
-    finish(policy, rollouts, run, clock)
+        finish(policy, rollouts, run, clock)
     return policy.step == plan.steps
 
 
@@ -103,6 +106,9 @@ class Rollouts:
             )
         self.group = torch.distributed.group.WORLD if topo.world_size > 1 else None
 
+    def close(self) -> None:
+        self.engine.close()
+
     def train(self, step: int) -> list[Sample]:
         """The scored samples of a step, alike on every rank."""
         prompts = self.source.prompts.take(step, self.plan.batching.prompts)
@@ -117,7 +123,8 @@ class Rollouts:
 
     def _generate(self, prompts: list, sampling: Sampling) -> list[Sample]:
         scorer = self.source.scorer(prompts)
-        return generate_shared(self.engine, prompts, sampling, scorer, self.group)
+        tp = self.plan.rollout.tp
+        return generate_shared(self.engine, prompts, sampling, scorer, self.group, tp)
 
 
 def compare(batch: Batch, old: Scores) -> dict[str, float]:

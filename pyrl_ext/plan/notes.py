@@ -61,8 +61,6 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
             "parallel.pp: tie_word_embeddings is true, and the first and last stage would each "
             "hold the embedding. Use pp: 1"
         )
-    if plan.rollout.engine == "vllm":
-        found.append("rollout.engine: vllm is not connected yet. Use hf or recorded")
     if plan.model.backend != "local":
         found.append(f"model.backend: {plan.model.backend} is not connected yet. Use local")
     found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]
@@ -80,7 +78,7 @@ def _not_built(plan: Plan) -> list[tuple[str, object]]:
     fields = {
         "model": ("offload_layers", "fp8"),
         "parallel": ("dynamic_cp",),
-        "rollout": ("tp", "gpus", "offload_trainer", "engine_options"),
+        "rollout": ("gpus", "offload_trainer"),
         "optimizer": ("offload",),
     }
     sections = ((name, getattr(plan, name)) for name in fields)

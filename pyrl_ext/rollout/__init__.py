@@ -243,6 +243,10 @@ class Engine(Protocol):
         """Returns samples prompt by prompt, index by index."""
         ...
 
+    def close(self) -> None:
+        """Ends what the engine has started; it does not generate any more."""
+        ...
+
 
 def route_dtype(num_experts: int) -> torch.dtype:
     """Narrowest unsigned type that holds expert ids 0..num_experts-1."""

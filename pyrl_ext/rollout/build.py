@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,7 +85,26 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
 
         assert plan.recorded_path is not None  # a rule says so
         return RecordedEngine(plan.recorded_path)
+    if plan.rollout.engine == "vllm":
+        return _vllm(plan)
     raise NotImplementedError(f"rollout.engine: {plan.rollout.engine!r} is not built")
+
+
+def _vllm(plan: Plan) -> Engine:
+    from pyrl_ext.rollout.vllm import VLLMEngine
+
+    tokens = plan.data.max_prompt_tokens + plan.rollout.max_new_tokens
+    return VLLMEngine(
+        Path(plan.config_path).parent,
+        num_experts=plan.shape.num_experts,
+        layer_ids=plan.router_layers,
+        dtype=plan.rollout_dtype,
+        tp=plan.rollout.tp,
+        max_tokens=tokens,
+        max_running=plan.rollout.max_running,
+        memory=plan.rollout.memory,
+        options=plan.rollout.engine_options,
+    )
 
 
 def sampling_of(plan: Plan, source: Source, step: int) -> Sampling:

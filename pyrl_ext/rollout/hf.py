@@ -118,6 +118,9 @@ class HFEngine:
                 run.advance(0, self._decode(run.slots))
         return run.finished()
 
+    def close(self) -> None:
+        """Nothing runs outside of the calls."""
+
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         vocab = self.model.config.vocab_size
         limit = self.model.config.max_position_embeddings

@@ -163,6 +163,9 @@ class RecordedEngine:
             self._check(groups[prompt.id], prompt, sampling.samples_per_prompt)
         return [sample for prompt in prompts for sample in groups[prompt.id]]
 
+    def close(self) -> None:
+        """Everything was read at the start."""
+
     def _check(self, group: list[Sample], prompt: Prompt, size: int) -> None:
         if [s.index for s in group] != list(range(size)):
             raise ValueError(

@@ -17,10 +17,11 @@ def generate_shared(
     sampling: Sampling,
     score: Callable[[list[Sample]], list[Sample]] | None = None,
     group: dist.ProcessGroup | None = None,
+    ranks_per_engine: int = 1,
 ) -> list[Sample]:
-    """Every rank generates and scores its share; all ranks return all samples in the same order.
+    """Every engine generates and scores its share; all ranks return all samples in the same order.
 
-    Rank r takes prompts r, r + ranks, ...: whole groups, and long and short prompts alike.
+    Engine e takes prompts e, e + engines, ...: whole groups, and long and short prompts alike.
 
     Args:
         engine: of this rank, holding the same weights on every rank
@@ -28,6 +29,7 @@ def generate_shared(
         sampling: the same on every rank
         score: fills in the rewards of this rank's samples
         group: None = this process alone
+        ranks_per_engine: ranks that hold one engine together: 0 to n - 1, n to 2n - 1, ...
 
     Returns:
         samples, prompt by prompt, index by index
@@ -40,12 +42,12 @@ def generate_shared(
         group, all-gather of a line of text and then of the samples (12 bytes a token and its
         routes)
     """
-    ranks = 1 if group is None else group.size()
-    mine = 0 if group is None else group.rank()
+    engines = 1 if group is None else group.size() // ranks_per_engine
+    mine = prompts[0 if group is None else group.rank() // ranks_per_engine :: engines]
     try:
-        samples = engine.generate(prompts[mine::ranks], sampling)
+        samples = engine.generate(mine, sampling)
         samples = score(samples) if score is not None else samples
-        _whole(samples, len(prompts[mine::ranks]) * sampling.samples_per_prompt)
+        _whole(samples, len(mine) * sampling.samples_per_prompt)
         error = None
     except Exception as caught:  # every rank must learn of it, or the others wait for ever
         samples, error = [], caught
@@ -54,12 +56,13 @@ def generate_shared(
             raise error
         return samples
     _agree(prompts, sampling, error, group)
-    shares = _gather(samples, group)
+    first = group.rank() % ranks_per_engine == 0  # the others of an engine have the same
+    shares = _gather(samples if first else [], group)[::ranks_per_engine]
     size = sampling.samples_per_prompt
     return [
         sample
         for i in range(len(prompts))
-        for sample in shares[i % ranks][i // ranks * size : (i // ranks + 1) * size]
+        for sample in shares[i % engines][i // engines * size : (i // engines + 1) * size]
     ]
 
 

