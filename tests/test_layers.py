@@ -31,7 +31,7 @@ MAX_CODE = {"plan": 5000, "ops": 2000, "the trainer": 8000}
 
 # Modules that only files whose name starts with one of these words may import.
 NAMED_AFTER = {
-    "triton": {"triton"},
+    "triton": {"triton", "vllm"},  # which runs on it
     "vllm": {"vllm"},
     "transformer_engine": {"te", "transformer"},
     "pyrl_ext._C": {"native"},

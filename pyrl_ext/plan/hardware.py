@@ -36,7 +36,7 @@ MIB = 2**20
 # An A100 computes in 8 bits no faster than in 16.
 _HOPPER = {"float32": 67e12, "bfloat16": 989e12, "fp8": 1979e12}
 _BLACKWELL = {"float32": 75e12, "bfloat16": 2250e12, "fp8": 4500e12}
-_AMPERE = {"float32": 19.5e12, "bfloat16": 312e12, "fp8": 312e12}
+_AMPERE = {"float32": 19.5e12, "bfloat16": 312e12}
 GPUS = {
     "A100": Gpu(80, 81920 * MIB, _AMPERE, 2.039e12, 300e9, 25e9, 32e9),
     "H100": Gpu(90, 81559 * MIB, _HOPPER, 3.35e12, 450e9, 50e9, 64e9),

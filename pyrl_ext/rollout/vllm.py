@@ -243,7 +243,7 @@ def _start(interpreted: bool, **arguments: Any) -> Any:
 def _keep_our_groups() -> None:
     """When its engine ends in this process, vLLM 0.32 destroys every process group there is, the
     trainer's as well; it may end its own."""
-    from vllm.distributed.parallel_state import destroy_model_parallel
+    from vllm.distributed import destroy_model_parallel
     from vllm.v1.engine import core
 
     core.cleanup_dist_env_and_memory = destroy_model_parallel
@@ -265,9 +265,7 @@ def _params(sampling: Sampling, prompt: Prompt, index: int) -> Any:
     )
 
 
-def _checked(
-    named: Iterable[tuple[str, Tensor]], version: int
-) -> Iterator[tuple[str, Tensor]]:
+def _checked(named: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
     seen = set()
     for name, tensor in named:
         if name in seen or not bool(torch.isfinite(tensor).all()):
