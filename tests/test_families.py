@@ -2,17 +2,24 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_qwen3 import exact_logprobs, plan_of, write_model
-from tiny import random_batch
+from test_qwen3 import check_layouts, exact_logprobs, plan_of, write_model
+from tiny import random_batch, tiny_plan
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from pyrl_ext import topology
 from pyrl_ext.batch import Batch
+from pyrl_ext.megatron.attention import PackedSequences
+from pyrl_ext.megatron.head import score_tokens
+from pyrl_ext.microbatch import Microbatch
+from pyrl_ext.models import family
+from pyrl_ext.models.weights import SafetensorsFolder, save_safetensors
 from pyrl_ext.objective import build_advantage, build_loss
 from pyrl_ext.plan.shape import embedding_parameters, mtp_parameters, parameters, read_shape
 from pyrl_ext.policy import Policy
@@ -51,7 +58,7 @@ VARIATIONS = {
     "no narrow queries, biases": ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
     "narrow queries": ("moonlight", {"q_lora_rank": 96}),
     "all layers sparse": ("moonlight", {"first_k_dense_replace": 0}),
-    "all layers dense": ("moonlight", {"first_k_dense_replace": 27}),
+    "all layers dense": ("moonlight", {"first_k_dense_replace": 4}),
     "flash without narrow queries": ("tiny", {"q_lora_rank": None}),
     "no biases": ("glm47_355b", {"attention_bias": False}),
     "no head norms": ("glm47_355b", {"use_qk_norm": False}),
@@ -67,10 +74,11 @@ LEFT_OUT = {  # transformers' defaults stand for what a checkpoint does not say
     "qwen3_30b": ("head_dim", "mlp_only_layers", "decoder_sparse_step"),
     "qwen3_8b": ("head_dim",),
 }
+FEWER = {"num_hidden_layers": 4}
 COUNTED = (
     MODELS
-    | {name: MODELS[model] | changes for name, (model, changes) in VARIATIONS.items()}
-    | {f"{name}, defaults": without(MODELS[name], *keys) for name, keys in LEFT_OUT.items()}
+    | {name: MODELS[model] | FEWER | changes for name, (model, changes) in VARIATIONS.items()}
+    | {f"{name}, defaults": without(MODELS[name], *n) | FEWER for name, n in LEFT_OUT.items()}
 )
 
 
@@ -190,7 +198,12 @@ SMALL = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-EXPERTS = {"moe_intermediate_size": 24, "n_routed_experts": 16, "num_experts_per_tok": 4}
+EXPERTS = {
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -209,7 +222,7 @@ YARN = {
     "mscale_all_dim": 0.6,
 }
 DEEPSEEK = MODELS["deepseek_v3"] | SMALL | EXPERTS | LATENT
-DEEPSEEK |= {"q_lora_rank": 32, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+DEEPSEEK |= {"q_lora_rank": 32, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
 DEEPSEEK |= {"rope_scaling": YARN, "num_nextn_predict_layers": 0}
 MOONLIGHT = MODELS["moonlight"] | SMALL | EXPERTS | LATENT
 GLM = MODELS["glm47_355b"] | SMALL | EXPERTS | {"head_dim": 32, "first_k_dense_replace": 1}
@@ -226,22 +239,17 @@ TRAINED = {
     "glm4_moe": GLM,
     "glm4_moe, no head norms, no biases": GLM | {"use_qk_norm": False, "attention_bias": False},
     "glm4_moe, rotated a quarter, groups": GLM
-    | {"partial_rotary_factor": 0.25, "n_group": 4, "topk_group": 2},
+    | {"partial_rotary_factor": 0.25, "n_group": 3, "topk_group": 2},
     "qwen3": QWEN3,
     "qwen3, tied": QWEN3 | {"tie_word_embeddings": True, "num_key_value_heads": 4},
 }
-
-
-def plan_for(folder, hf, *overrides):
-    replay = "replay=on" if read_shape(hf).router_layers else "replay=off"
-    return plan_of(folder, f"model.family={hf['model_type']}", replay, *overrides)
 
 
 @pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
 def test_it_is_the_model_of_transformers(tmp_path, hf):
     """Log-probs, the tensors that come back, and the count of parameters."""
     theirs, batch = write_model(tmp_path, hf), random_batch(9)
-    plan = plan_for(tmp_path, hf)
+    plan = plan_of(tmp_path, "replay=off")
     assert plan.unsupported == ()
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
@@ -255,6 +263,19 @@ def test_it_is_the_model_of_transformers(tmp_path, hf):
     assert parameters(plan.shape).total == live == sum(p.numel() for p in theirs.parameters())
 
 
+@pytest.mark.parametrize(
+    ("biased", "word"), [(False, "are not the model's"), (True, "are missing")]
+)
+def test_names_that_do_not_fit_are_listed(tmp_path, biased, word):
+    write_model(tmp_path, GLM | {"attention_bias": not biased})
+    folder, shape = SafetensorsFolder(tmp_path), read_shape(GLM | {"attention_bias": biased})
+    kind = family("glm4_moe")
+    with pytest.raises(
+        ValueError, match=rf"9 (tensors )?{word} \['model.layers.0.self_attn.k_proj"
+    ):
+        folder.check(kind.weights(shape, 0), kind.ignored(shape, 0))
+
+
 SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3}
 
 
@@ -262,7 +283,9 @@ SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qw
 def test_engine_and_trainer_are_one_model(tmp_path, hf):
     """Log-probs of generated tokens, and every router's experts, agree."""
     write_model(tmp_path, hf)
-    plan = plan_for(tmp_path, hf, "rollout.max_new_tokens=6")
+    replay = "on" if read_shape(hf).router_layers else "off"
+    few = ("rollout.max_new_tokens=6", "model.recompute=selective")
+    plan = plan_of(tmp_path, *few, f"replay={replay}")
     with topology.start(plan) as topo:
         policy, engine = Policy.build(plan, topo), build_engine(plan, topo.device)
         engine.load_weights(policy.weights(), version=0)
@@ -288,3 +311,63 @@ def test_engine_and_trainer_are_one_model(tmp_path, hf):
     rows = int(batch.route_mask.sum())
     assert all(found == (rows, rows, rows) for found in scores.agreement.values())
     assert metrics["grad_norm"] > 0
+
+
+def test_layouts_equal_one_process(tmp_path):
+    layouts = {
+        "tp2 with yarn and groups": ("deepseek_v3", "parallel.tp=2"),
+        "cp2 with yarn": ("deepseek_v3", "parallel.cp=2"),
+        "tp2 with wide queries": ("moonlight", "parallel.tp=2"),
+        "tp2 with biases": ("glm4_moe", "parallel.tp=2"),
+        "tp2 without experts": ("qwen3", "parallel.tp=2"),
+        "pp2 without experts": ("qwen3", "parallel.pp=2"),
+    }
+    check_layouts(tmp_path, SEVERAL, layouts)
+
+
+def test_prediction_of_a_token_further_ahead(tmp_path):
+    """Its layer is one of transformers' decoder layers, between what checkpoints name."""
+    hf = GLM | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = (f"model.config={tmp_path}/config.json", "model.family=glm4_moe")
+    plan = tiny_plan(*config, "model.mtp=true", "objective.mtp_coef=0.1", "replay=off")
+    batch = random_batch(9)
+    batch = batch.select([batch.seqlens.index(max(batch.seqlens))])
+    batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        model: Any = policy._models[0]
+        with torch.no_grad():
+            for value in model.parameters():
+                value += 0.2 * torch.randn(value.shape)
+        save_safetensors(tmp_path, policy.weights(), hf | {"num_hidden_layers": 3})
+        model.train()
+        micro = Microbatch.of(batch, [0], topo, 1)
+        packed = PackedSequences.of(micro.layout, 0, topo.device)
+        packed.tokens_ahead = (micro.ahead[0].tokens,)
+        scored = partial(score_tokens, plan, topo.groups.tp, micro, None)
+        inputs = micro.tokens[None], packed.positions[None], None
+        _, (found, _entropy) = model(*inputs, packed_seq_params=packed, output_processor=scored)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    logits = logits_ahead(theirs, load_file(tmp_path / "model.safetensors"), batch)
+    want = logits[:-1].log_softmax(-1).gather(-1, batch.targets[1:, None])[:, 0]
+    assert len(want) > 9
+    torch.testing.assert_close(found[: len(want)].detach(), want, atol=3e-5, rtol=0)
+
+
+@torch.no_grad()
+def logits_ahead(theirs, tensors, batch):
+    """[T, V] of the token after the target, with the last layer of ``theirs`` as the one ahead."""
+
+    def norm(name, x):
+        weight = tensors[f"model.layers.2.{name}.weight"]
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+
+    hidden, ahead = (theirs.model.embed_tokens(ids[None]) for ids in (batch.tokens, batch.targets))
+    angles = theirs.model.rotary_emb(hidden, batch.positions[None])
+    for layer in theirs.model.layers[:2]:
+        hidden = layer(hidden, attention_mask=None, position_embeddings=angles)
+    both = torch.cat((norm("enorm", ahead), norm("hnorm", theirs.model.norm(hidden))), -1)
+    hidden = both @ tensors["model.layers.2.eh_proj.weight"].T
+    hidden = theirs.model.layers[2](hidden, attention_mask=None, position_embeddings=angles)
+    return theirs.lm_head(norm("shared_head.norm", hidden))[0]

@@ -65,8 +65,9 @@ def write_model(folder, hf):
 
 
 def plan_of(folder, *overrides):
+    family = json.loads((folder / "config.json").read_text())["model_type"]
     names = (f"model.weights={folder}", f"model.config={folder}/config.json")
-    return tiny_plan(*names, *overrides, config=QWEN3)
+    return tiny_plan(f"model.family={family}", *names, *overrides, config=QWEN3)
 
 
 def exact_logprobs(model, batch):
@@ -133,24 +134,33 @@ def on_rank(group, layouts, folder):
     }
 
 
-def test_layouts_equal_one_process(tmp_path):
-    models = {"mixed": MIXED, "one head": {"num_key_value_heads": 1}}
+def check_layouts(folder, models, layouts):
+    """Log-probs, weights and an update of every layout, two ranks each, are those of one process.
+
+    Args:
+        models: name -> HF config.
+        layouts: name -> name of a model, overrides.
+    """
     exact = {}
-    for name, changes in models.items():
-        theirs = write_model(tmp_path / name, changed(changes))
-        exact[name] = exact_logprobs(theirs, random_batch())
-    (single,) = run_ranks(on_rank, 1, {name: (name,) for name in models}, tmp_path)
-    for results in run_ranks(on_rank, 2, LAYOUTS, tmp_path, timeout=300):
-        for name, (model, *_) in LAYOUTS.items():
+    for name, hf in models.items():
+        exact[name] = exact_logprobs(write_model(folder / name, hf), random_batch())
+    (single,) = run_ranks(on_rank, 1, {name: (name,) for name in models}, folder)
+    for results in run_ranks(on_rank, 2, layouts, folder, timeout=300):
+        for name, (model, *_) in layouts.items():
             logprobs, metrics, before, after = results[name]
             torch.testing.assert_close(logprobs, exact[model], atol=3e-5, rtol=1e-6, msg=name)
-            saved = load_file(tmp_path / model / "model.safetensors")
+            saved = load_file(folder / model / "model.safetensors")
             assert before.keys() == saved.keys()
             assert all(torch.equal(tensor, saved[key]) for key, tensor in before.items()), name
             assert metrics == pytest.approx(single[model][1], rel=2e-5, abs=1e-6), name
             for key, tensor in after.items():
                 want = single[model][3][key]
                 torch.testing.assert_close(tensor, want, atol=1e-6, rtol=1e-5, msg=f"{name} {key}")
+
+
+def test_layouts_equal_one_process(tmp_path):
+    models = {"mixed": changed(MIXED), "one head": changed({"num_key_value_heads": 1})}
+    check_layouts(tmp_path, models, LAYOUTS)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
