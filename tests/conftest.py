@@ -5,6 +5,7 @@ import torch
 from ranks import poison_empty
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items):
     """One worker runs the whole of a module that sets up something once for its tests."""
     sharing = {item.path for item in items if "module" in _scopes(item)}

@@ -216,7 +216,8 @@ def test_triton_interpreted_on_the_cpu():
 from test_gather_fields import KINDS, case, equal_bits, strided
 from pyrl_ext.ops import gather_fields, use_backend
 for sizes in ((50, 300), (3, 5000), (0, 0)):
-    for kinds in (KINDS, KINDS[:1] * 35):
+    # of the widest field 300 rows are hundreds of tiles, and 5000 would take most of a minute
+    for kinds in (KINDS[:-1] if sizes[1] > 300 else KINDS, KINDS[:1] * 35):
         fields, rows, fills = case(*sizes, kinds)
         with use_backend("triton"):
             out = gather_fields([strided(field) for field in fields], rows, fills)

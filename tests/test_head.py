@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import cache
 from math import isfinite
 from types import SimpleNamespace
 from typing import Any
@@ -86,11 +87,10 @@ def compared(group, folder):
     """Of every run, the worst deviations of the fused head from logits."""
     os.environ["WORLD_SIZE"] = str(group.size())
     found = []
+    from_logits = cache(lambda model, *layout: one_pass(plan_of(model, folder, *layout, LOGITS)))
     for model, overrides in RUNS[group.size()]:
         scores, metrics, grads = one_pass(plan_of(model, folder, *overrides))
-        logits = one_pass(
-            plan_of(model, folder, *(o for o in overrides if "logprob" not in o), LOGITS)
-        )
+        logits = from_logits(model, *(o for o in overrides if "logprob" not in o))
         found.append(
             {
                 "run": (model, overrides),
