@@ -16,6 +16,11 @@ FAMILIES = {
     "linear_logprob": "benchmarks.cases_linear:linear_logprob",
 }
 
+# Timed with glibc's own malloc, as a user runs them: what they are compared with needs much memory.
+# Others write a large result, and so as not to time the page faults of that malloc keeps what is
+# freed.
+FRESH_MEMORY = ("token_logprob", "linear_logprob")
+
 
 def cases_of(family: str) -> Callable[..., Iterator[Case]]:
     """``cases(device, shrink=1)``; ``shrink`` divides the sizes. Only this family is imported."""

@@ -6,7 +6,7 @@ the gradients and, once more in float32, the sums that the weight's is made of.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def _cases(
     hidden, weight, targets, _ = problem
     tokens, (vocab, size) = len(hidden), weight.shape
     few = hidden[:EXACT_ROWS].detach().double() @ weight.detach().double().t()
-    exact = exact_error(peers.eager_as_is(few, targets[:EXACT_ROWS]))
+    exact = peers.eager_as_is(few, targets[:EXACT_ROWS])
     chunk, product = _product(problem)
     on_cpu = device == "cpu"
     for mode, (run, products) in {
@@ -89,14 +89,54 @@ def _cases(
             run,
             others,
             moved=2 * (hidden.nbytes + weight.nbytes),
-            written=hidden.nbytes + weight.nbytes + 4 * weight.numel() * (weight.itemsize < 4),
+            written=_written(problem),
             at_least={"chunks, fp32 logits": 2} if on_cpu else fast,
             at_most=lean,
             agree=partial(agree, cached=mode == "cache"),
-            error=exact,
+            error=exact_error(exact),
             flops=2 * products * tokens * vocab * size,
             product=(product, 2 * chunk * vocab * size),
         )
+    if on_cpu:
+        yield _half(name, problem, exact, (product, 2 * chunk * vocab * size))
+
+
+def _half(
+    name: str,
+    problem: Problem,
+    exact: peers.Pair,
+    product: tuple[Callable[[], Any], float],
+) -> Case:
+    """Prompts carry no loss: ours leaves their rows out, a loop over all rows does not."""
+    rows = torch.arange(0, len(problem.hidden), 2)
+    grads = torch.zeros_like(problem.grads)
+    grads[:, rows] = problem.grads[:, rows]
+    problem = problem._replace(grads=grads)
+    (vocab, size), others = problem.weight.shape, _others(problem, {})
+
+    def values(found: Values) -> Values:
+        return *(x[rows] for x in found[:2] if x is not None), *found[2:]
+
+    error = exact_error(tuple(x[::2] for x in exact if x is not None))  # type: ignore[arg-type]
+
+    return Case(
+        f"recompute, half of the rows carry no loss {name}",
+        lambda: _outside(problem, 0, rows),
+        {"chunks, fp32 logits": others["chunks, fp32 logits"]},
+        moved=2 * (problem.hidden.nbytes + problem.weight.nbytes),
+        written=_written(problem),
+        at_least={"chunks, fp32 logits": 2},
+        agree=lambda a, b: agree(values(a), values(b), cached=False),
+        error=lambda found: error(values(found)),
+        flops=8 * len(rows) * vocab * size,
+        product=product,
+    )
+
+
+def _written(problem: Problem) -> int:
+    """Gradients, and a narrow weight's sums in float32."""
+    weight = problem.weight
+    return problem.hidden.nbytes + weight.nbytes + 4 * weight.numel() * (weight.itemsize < 4)
 
 
 def agree(ours: Values, theirs: Values, cached: bool) -> bool:
@@ -130,8 +170,8 @@ def _product(problem: Problem) -> tuple[int, Callable[[], Tensor]]:
     return chunk, lambda: torch.mm(x, rows.t())
 
 
-def _outside(problem: Problem, cache_bytes: int) -> Values:
-    found = fused.linear_logprob(*problem[:3], cache_bytes=cache_bytes)
+def _outside(problem: Problem, cache_bytes: int, rows: Tensor | None = None) -> Values:
+    found = fused.linear_logprob(*problem[:3], cache_bytes=cache_bytes, rows=rows)
     return problem.gradients(*found)
 
 

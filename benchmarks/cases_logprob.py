@@ -70,7 +70,8 @@ def _cases(
         written=size,
         agree=agree,
     )
-    cpu = {"torch.compile": 20, "several passes": 10}
+    # against torch.compile for the whole vocabulary, whose temporaries no cache holds
+    cpu = {"several passes": 10} | ({"torch.compile": 20} if logits.shape[1] >= VOCAB else {})
     yield Case(
         f"both in place {name}",
         _inplace(*problem, _ours_inplace),

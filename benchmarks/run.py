@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import FAMILIES, cases_of
+from benchmarks import measure as timing
+from benchmarks.cases import FAMILIES, FRESH_MEMORY, cases_of
 from benchmarks.measure import keep_memory, measure
 
 NOTE = (
@@ -41,11 +42,15 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
 
-    keep_memory()
+    kept = args.malloc or ("default" if args.family in FRESH_MEMORY else "keep")
+    if kept == "keep":
+        keep_memory()
+    timing.clock = timing.CLOCKS[args.clock]
     rows = [measure(case, args.device) for case in cases_of(args.family)(args.device)]
     where = device_name(args.device)
     load = os.getloadavg()[0]  # above the threads used, others took part of the processor
-    title = f"{title}: torch {torch.__version__}, {where}, load {load:.1f}, {date.today()}"
+    how = where if args.device == "cuda" else f"{where}, malloc {kept}, {args.clock} time"
+    title = f"{title}: torch {torch.__version__}, {how}, load {load:.1f}, {date.today()}"
     columns, cells = table_of(rows)
     if args.markdown:
         print(markdown(title, columns, cells))
@@ -53,7 +58,7 @@ def main() -> None:
         show(title, columns, cells)
     for line in bars(rows):
         print(line)
-    report = dict(family=args.family, torch=torch.__version__, device=where, load=load, rows=rows)
+    report = dict(family=args.family, torch=torch.__version__, device=how, load=load, rows=rows)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -68,6 +73,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, help="CPU threads; torch's default otherwise")
+    parser.add_argument(
+        "--malloc",
+        choices=["default", "keep"],
+        help="keep: what is freed (CPU); the default but for log-probs is to keep it",
+    )
+    parser.add_argument(
+        "--clock",
+        choices=sorted(timing.CLOCKS),
+        default="wall",
+        help="processor: of this process, with one thread what an idle machine would take",
+    )
     parser.add_argument("--no-tests", dest="tests", action="store_false", help="time at once")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--plot", type=Path, help="also draw the rows into this PNG")

@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 FORWARD_SPLIT, BACKWARD_SPLIT = 1024, 9504  # columns, those of verl
-TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=32)
-OPTIONS = dict(num_warps=8, num_stages=3)
+TILE: dict[str, Any] = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=32)
+GROUP: dict[str, Any] = dict(GROUP=16)
+OPTIONS: dict[str, Any] = dict(num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -138,10 +139,10 @@ class _SplitLogprob(torch.autograd.Function):
         count = triton.cdiv(vocab, splits[0])
         parts = torch.empty(3, count, tokens, device=hidden.device)
         found, out = parts.new_zeros(tokens), parts.new_empty(4, tokens)
-        split_stats_kernel[triton.cdiv(tokens, TILE["BLOCK_M"]), count](
+        split_stats_kernel[triton.cdiv(tokens, TILE["BLOCK_M"]), count](  # type: ignore[arg-type]
             *(hidden, weight, targets, parts, found, tokens, vocab, size, splits[0]),
             **TILE,
-            **OPTIONS,  # type: ignore[arg-type]
+            **OPTIONS,
         )
         merge_splits_kernel[(triton.cdiv(tokens, 128),)](parts, found, out, tokens, count, 128)  # type: ignore
         ctx.save_for_backward(hidden, weight, targets, out)
@@ -161,8 +162,8 @@ class _SplitLogprob(torch.autograd.Function):
             split_grad_kernel[(programs,)](
                 *(hidden, weight, targets, out, both, of_logits, tokens, vocab, size, first, width),
                 **TILE,
-                GROUP=16,
-                **OPTIONS,  # type: ignore[arg-type]
+                **GROUP,
+                **OPTIONS,
             )
             rows = slice(first, first + width)
             of_hidden += of_logits @ weight[rows]
@@ -206,6 +207,6 @@ BUILDS: dict[str, tuple[triton.JITFunction, dict[str, str], dict[str, object]]] 
         split_grad_kernel,
         {**_INPUTS, "forward": "*fp32", "grads": "*fp32", "out": "*bf16", **_SIZES}
         | {"first": "i32", "width": "i32", **_TILE, "GROUP": "constexpr"},
-        dict(**TILE, GROUP=16),
+        TILE | GROUP,
     ),
 }

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from benchmarks import run
 from benchmarks.cases import FAMILIES, cases_of
 from benchmarks.cases_logprob import agree, exact_error
 from benchmarks.lengths import lognormal
-from benchmarks.measure import Case, check, extra_bytes, measure, same
+from benchmarks.measure import CLOCKS, Case, call_seconds, check, extra_bytes, measure, same
 from benchmarks.peers_logprob import eager_as_is
 from benchmarks.per_sequence import TRAINERS
 from benchmarks.plot import plot
@@ -132,6 +133,15 @@ def test_extra_memory_is_the_peak_not_the_result():
         return (held + 1)[:10].clone()
 
     assert extra_bytes(run, "cpu") == pytest.approx(40e6, rel=0.1)
+
+
+def test_processor_time_leaves_out_what_others_take(monkeypatch):
+    """A call that waits takes its time on the wall alone."""
+    seconds = {}
+    for name, clock in CLOCKS.items():
+        monkeypatch.setattr("benchmarks.measure.clock", clock)
+        seconds[name] = call_seconds(lambda: sleep(0.05), "cpu", 0, least=1)
+    assert seconds["processor"][0] < 0.04 < 0.05 <= seconds["wall"][0]
 
 
 def test_lengths_sum_to_what_was_asked():
