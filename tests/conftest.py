@@ -4,7 +4,6 @@ import pytest
 import torch
 from ranks import poison_empty
 
-
 # of all files the slowest, each about a minute
 LONGEST = ("test_train.py", "test_parallel.py", "test_checkpoint.py", "test_head.py")
 
