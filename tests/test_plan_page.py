@@ -390,10 +390,9 @@ addEventListener("load", function () {
   });
   var cell = document.querySelectorAll("[data-rank]")[RANK], shared = null;
   if (cell) {
-    cell.focus();
+    cell.dispatchEvent(new MouseEvent("mouseenter"));
     shared = Array.from(document.querySelectorAll(".with"));
     shared = shared.map(function (node) { return node.dataset.rank; });
-    cell.blur();
   }
   document.title = JSON.stringify({
     width: root.scrollWidth, height: root.scrollHeight, wrong: wrong, shared: shared,
