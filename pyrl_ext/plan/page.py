@@ -11,6 +11,7 @@ from pyrl_ext.plan.page_memory import memory_section
 from pyrl_ext.plan.page_ranks import ranks_section
 from pyrl_ext.plan.page_stages import stages_section
 from pyrl_ext.plan.page_svg import Content, Markup, join, table, tag
+from pyrl_ext.plan.page_time import pipeline_section, time_section
 from pyrl_ext.plan.problems import ConfigError
 from pyrl_ext.plan.summary import Summary, facts, sentence, values
 
@@ -33,7 +34,9 @@ def plan_page(plan: Plan) -> str:
         section("What follows", _pairs(facts(plan))),
         section("Ranks", ranks_section(plan)),
         section("Layers on pipeline stages", stages_section(plan)),
+        section("Pipeline schedule", pipeline_section(summary)),
         section("Memory", memory_section(summary)),
+        section("Time of a step", time_section(summary)),
         section("Rules", rules_section()),
         section("Values that are not the default", _values(plan)),
     ]

@@ -13,7 +13,9 @@ from pyrl_ext.plan.compiled import Plan
 from pyrl_ext.plan.memory import PHASES, Item, chunk_parameters
 from pyrl_ext.plan.summary import (
     Summary,
+    amount,
     count,
+    duration,
     facts,
     in_units,
     ranges,
@@ -21,6 +23,7 @@ from pyrl_ext.plan.summary import (
     unit_for,
     values,
 )
+from pyrl_ext.plan.timing import StepTime
 
 _TONES = {"good": "bold green", "bad": "bold red", "plain": "bold"}
 
@@ -38,6 +41,10 @@ def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
     console.print(verdict_table(summary))
     _titled(console, "follows", facts_table(plan))
     _titled(console, *memory_table(summary, everything))
+    if summary.time is not None:
+        _titled(console, "time of a step (estimated)", time_table(summary.time, everything))
+        for sentence in (*summary.time.assumed, summary.time.error):
+            console.print(f"[dim]{escape(sentence)}[/]")
     if plan.parallel.pp > 1:
         _titled(console, "pipeline", stages_table(plan))
     if everything:
@@ -121,6 +128,26 @@ def memory_table(summary: Summary, in_full: bool = False) -> tuple[str, Table]:
 def _item_name(item: Item) -> str:
     host, estimated = " (host)" if item.host else "", "" if item.exact else "~ "
     return escape(f"{estimated}{item.name}{host}")
+
+
+def time_table(time: StepTime, in_full: bool = False) -> Table:
+    """Seconds of every phase, and of what takes them with what is assumed."""
+    table = _table("phase", "time", "share", "assumed", whole=3, right=("time", "share"))
+    _reasons_last(table, in_full)
+    for phase in dict.fromkeys(cost.phase for cost in time.costs):
+        costs = [cost for cost in time.costs if cost.phase == phase]
+        table.add_row(f"[bold]{phase}[/]", *_took(time.seconds(phase), time.total), "")
+        for cost in costs:
+            name, took = f"  {escape(cost.name)}", _took(cost.seconds, time.total)
+            table.add_row(name, *took, escape(f"{amount(cost.amount, cost.unit)}: {cost.why}"))
+    table.add_row(
+        "[bold]together[/]", *_took(time.total, time.total), f"MFU of the update {time.mfu:.0%}"
+    )
+    return table
+
+
+def _took(seconds: float, total: float) -> tuple[str, str]:
+    return duration(seconds), f"{seconds / total:.0%}"
 
 
 def stages_table(plan: Plan) -> Table:

@@ -12,6 +12,7 @@ from pyrl_ext.plan.memory import PHASES, StageMemory, stage_memory
 from pyrl_ext.plan.problems import show
 from pyrl_ext.plan.schema import Section, Sections
 from pyrl_ext.plan.shape import parameters
+from pyrl_ext.plan.timing import StepTime, step_time
 
 
 class Verdict(NamedTuple):
@@ -52,12 +53,17 @@ class Summary:
         """Bytes a device has; None where the plan does not say."""
         return memory_limit(self.plan)
 
+    @cached_property
+    def time(self) -> StepTime | None:
+        """Seconds of a step; None where the plan names no GPU."""
+        return step_time(self.plan)
+
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """Whether the plan is consistent, fits and can run."""
         count = len(rules.RULES)
         consistent = Verdict("good", "consistent", f"all {count} rules hold, every field is known")
-        return (consistent, self._fits(), self._runs())
+        return (consistent, self._fits(), self._takes(), self._runs())
 
     def _fits(self) -> Verdict:
         stage, limit = self.fullest, self.limit
@@ -73,6 +79,16 @@ class Summary:
         if spare < 0:
             return Verdict("bad", "does not fit", f"{peak}: {size(-spare)} too much")
         return Verdict("good", "fits", f"{peak}: {size(spare)} left")
+
+    def _takes(self) -> Verdict:
+        if self.time is None:
+            unknown = "not estimated: hardware.gpu names no GPU"
+            return Verdict("plain", "time", unknown)
+        devices = f"{self.plan.world_size} {self.plan.hardware.gpu}"
+        took = f"about {duration(self.time.total)} a step on {devices}"
+        return Verdict(
+            "plain", "time", f"{took}, MFU of the update {self.time.mfu:.0%} (estimated)"
+        )
 
     def _runs(self) -> Verdict:
         missing = len(self.plan.unsupported)
@@ -170,6 +186,25 @@ def in_units(number: int, factor: int) -> str:
     """Bytes as a number of units; none are left out, and few are told apart from none."""
     value = number / factor
     return "< 0.01" if 0 < value < 0.005 else f"{value:.2f}" if number else ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds with the unit that reads best."""
+    for unit, factor in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def amount(number: float, unit: str) -> str:
+    """How much of `unit`; FLOP and bytes with a decimal prefix: 3 TFLOP, 20 GB."""
+    short = {"FLOP": "FLOP", "byte": "B", "bytes": "B"}.get(unit)
+    if short is None:
+        return f"{number:.4g} {unit}" if number < 1000 else f"{number:,.0f} {unit}"
+    for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.4g} {prefix}{short}"
+    return f"{number:.3g} {short}"
 
 
 def count(number: int) -> str:
