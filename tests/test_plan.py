@@ -456,10 +456,10 @@ def test_stages_hold_every_parameter_once(small: Path, layout: list[str]):
         (("logprob.head=logits",), 128 * 4),
         (("logprob.head=logits", "model.dtype=bfloat16", ROUNDED), 128 * 2),
         (("logprob.head=logits", "parallel.tp=2"), 64 * 4),
-        ((), 128 * 8),
-        (("model.dtype=bfloat16",), 128 * 10),
-        (("logprob.cache_bytes=1000000000",), 128 * (8 + 2)),
-        (("logprob.loss_in_chunk=true",), 128 * (8 + 4)),  # 64 tokens, 64 wide
+        ((), 128 * 4),
+        (("model.dtype=bfloat16",), 128 * 6),
+        (("logprob.cache_bytes=1000000000",), 128 * (4 + 2)),
+        (("logprob.loss_in_chunk=true",), 128 * (4 + 4)),  # 64 tokens, 64 wide
     ],
 )
 def test_logits_of_a_microbatch(small: Path, overrides: tuple[str, ...], expected: int):

@@ -278,7 +278,7 @@ def logits_bytes(plan: Plan, rows: int | None = None) -> int:
     logits = (rows or plan.batching.tokens_per_microbatch) * columns
     if how.head == "logits":
         return depths * logits * weight  # the gradient is written over them
-    each = 8 if weight == 4 else 8 + weight  # float32 both, and the gradient as products take it
+    each = 4 if weight == 4 else 4 + weight  # the gradient over them, and as products take it
     gradient = 4 * columns * plan.shape.hidden_size if how.loss_in_chunk else 0
     chunk, cache = min(how.chunk_bytes, logits * each), min(how.cache_bytes, depths * logits * 2)
     return chunk + cache + gradient
