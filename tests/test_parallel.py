@@ -190,9 +190,10 @@ def unmended_projections(folder):
     def split_rows(shape, mtp_layers):
         return [
             replace(row, shard="rows") if "_down_proj" in row.name else row
-            for row in glm4_moe_lite.weights(shape, mtp_layers)
+            for row in mended(shape, mtp_layers)
         ]
 
+    mended = glm4_moe_lite.FAMILY.weights
     family = replace(glm4_moe_lite.FAMILY, weights=split_rows)
     with (
         patch.object(megatron_model, "_fit", as_megatron_has_it),

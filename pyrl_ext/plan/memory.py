@@ -146,25 +146,15 @@ def rank_parameters(plan: Plan, stage: int) -> tuple[int, int]:
     shape, parallel = plan.shape, plan.parallel
     total, chunks = stage_parameters(plan)[stage], plan.stages[stage]
     tables = sum(_vocabulary_tables(plan, chunk) for chunk in chunks)
-    layers = sum(len(chunk.layers) + chunk.mtp for chunk in chunks)
-    whole = layers * _replicated_projections(shape)
-    split = total.tensor - tables * shape.vocab_size * shape.hidden_size - whole
+    split = total.tensor - tables * shape.vocab_size * shape.hidden_size
     padded = -(-shape.vocab_size // parallel.tp) * shape.hidden_size
-    dense = total.replicated + whole + split // parallel.tp + tables * padded
+    dense = total.replicated + split // parallel.tp + tables * padded
     return dense, -(-total.expert // (parallel.ep * parallel.etp_size))
 
 
 def _vocabulary_tables(plan: Plan, chunk: Stage) -> int:
     reads = bool(chunk.embedding or chunk.mtp)
     return reads + (chunk.loss and not (plan.shape.tie_word_embeddings and reads))
-
-
-def _replicated_projections(shape: Any) -> int:
-    """The projections into latents, whole on every tensor-parallel rank, of a layer."""
-    if not is_latent(shape):
-        return 0
-    latents = (shape.q_lora_rank or 0) + shape.kv_lora_rank + shape.qk_rope_head_dim
-    return shape.hidden_size * latents
 
 
 def _spread(plan: Plan, stage: int) -> int:
