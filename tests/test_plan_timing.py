@@ -360,9 +360,9 @@ def test_overlapped_gradients_cost_what_is_left():
 
 
 def test_sequences_run_until_they_end():
-    assert running_over_time([3, 5, 2], 3) == [(2, 3), (1, 2), (2, 1)]
-    assert running_over_time([3, 5, 2], 1) == [(3, 1), (5, 1), (2, 1)]
-    steps = running_over_time([7, 1, 4, 4, 9, 2], 2)
+    assert running_over_time((3, 5, 2), 3) == [(2, 3), (1, 2), (2, 1)]
+    assert running_over_time((3, 5, 2), 1) == [(3, 1), (5, 1), (2, 1)]
+    steps = running_over_time((7, 1, 4, 4, 9, 2), 2)
     assert sum(count * running for count, running in steps) == 27
 
 

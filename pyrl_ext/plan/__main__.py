@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--measure", action="store_true", help="and compare with steps that run")
+    parser.add_argument("--suggest", metavar="8xH200", help="the fastest plans for these GPUs")
     parser.add_argument("--explain", metavar="KEY", help="what a key or section means, and is")
     parser.add_argument("--schema", action="store_true", help="print a JSON Schema for editors")
     parser.add_argument("--reference", action="store_true", help="print the page of all keys")
@@ -37,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.explain or options.schema or options.reference:
             return _document(options)
+        if options.suggest is not None:
+            from pyrl_ext.plan.suggest import print_suggestions
+
+            return print_suggestions(options.config, options.overrides, options.suggest)
         plan = compile_plan(options.config, options.overrides)
     except ConfigError as error:
         red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")

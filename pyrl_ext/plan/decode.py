@@ -6,7 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from pyrl_ext.plan.compiled import Plan
 from pyrl_ext.plan.flops import head_widths, model_flops
@@ -107,7 +107,8 @@ class Decoder:
         return GRAPH_SECONDS if self.plan.rollout.engine == "vllm" else EAGER_SECONDS
 
 
-def running_over_time(responses: Sequence[int], slots: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=64)
+def running_over_time(responses: tuple[int, ...], slots: int) -> list[tuple[int, int]]:
     """(steps, sequences) in turn: a sequence that ends makes room for the next at once."""
     waiting = deque(responses)
     ends: list[int] = []
@@ -134,7 +135,7 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> list[Spent]:
     memory, how = reached("memory", gpu.bandwidth, "byte")
     cached, one = engine.tokens * engine.cache_bytes, each.of(1, engine.tokens, 1) / engine.tp
     moved = seconds = launched = 0.0
-    for steps, sequences in running_over_time([s.response for s in samples], slots):
+    for steps, sequences in running_over_time(tuple(s.response for s in samples), slots):
         held = engine.weight_bytes * engine.used(sequences) + sequences * cached
         moved += steps * held
         seconds += steps * max(held / memory, sequences * one / rate)

@@ -5,10 +5,11 @@ Counted are matrix products, two operations a multiplication. A backward pass ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import astuple, dataclass
 from typing import Any
 
-from pyrl_ext.plan.shape import Shape, layer_parameters, mtp_parameters
+from pyrl_ext.plan.shape import Parameters, Shape, layer_parameters, mtp_parameters
 from pyrl_ext.plan.stages import Stage
 
 
@@ -33,6 +34,10 @@ class Flops:
             self.head + other.head,
         )
 
+    def times(self, number: int) -> Flops:
+        """Of so many layers."""
+        return Flops(*(number * each for each in astuple(self)))
+
     def of(self, rows: float, pairs: float, scored: float) -> float:
         """All operations of ``rows`` rows, ``pairs`` causal pairs and ``scored`` rows."""
         return (
@@ -42,7 +47,7 @@ class Flops:
 
 def head_widths(shape: Any) -> tuple[int, int]:
     """Elements of a query or key head, and of a value head."""
-    if getattr(shape, "kv_lora_rank", None) is not None:
+    if "kv_lora_rank" in type(shape).model_fields:
         return shape.qk_nope_head_dim + shape.qk_rope_head_dim, shape.v_head_dim
     width = getattr(shape, "head_width", shape.hidden_size // shape.num_attention_heads)
     return width, width
@@ -51,11 +56,11 @@ def head_widths(shape: Any) -> tuple[int, int]:
 def stage_flops(shape: Shape, chunk: Stage) -> Flops:
     """One row, pair or scored row of a model chunk; layers for more tokens ahead score, too."""
     head = 2 * shape.vocab_size * shape.hidden_size * (chunk.loss + chunk.mtp)
+    kinds = [layer_parameters(shape, layer) for layer in chunk.layers]
+    kinds += [mtp_parameters(shape)] * chunk.mtp
     total = Flops(head=head)
-    for layer in chunk.layers:
-        total += _layer(shape, layer)
-    for _ in range(chunk.mtp):
-        total += _layer(shape, None)
+    for held, number in Counter(kinds).items():
+        total += _layer(shape, held).times(number)
     return total
 
 
@@ -64,11 +69,8 @@ def model_flops(shape: Shape, mtp: int = 0) -> Flops:
     return stage_flops(shape, Stage(True, tuple(range(shape.num_hidden_layers)), mtp, True))
 
 
-def _layer(shape: Shape, layer: int | None) -> Flops:
-    """A decoder layer, or one for multi-token prediction (None)."""
-    held = mtp_parameters(shape) if layer is None else layer_parameters(shape, layer)
-    routed = layer is None or layer in shape.router_layers
-    router = shape.hidden_size * shape.num_experts if routed else 0
+def _layer(shape: Shape, held: Parameters) -> Flops:
+    router = shape.hidden_size * shape.num_experts if held.expert else 0
     return Flops(
         projections=2 * (held.tensor + router),
         experts=2 * held.active_expert,

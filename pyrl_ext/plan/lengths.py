@@ -97,6 +97,22 @@ def update_rounds(plan: Plan) -> tuple[tuple[Round, ...], ...]:
     return tuple(_rounds_of(plan, part) for part in parts)
 
 
+def even_rounds(plan: Plan, parts: int) -> tuple[Round, ...]:
+    """About the rounds of one of ``parts`` equal minibatches: as few as there can be, all alike."""
+    parallel, samples = plan.parallel, step_samples(plan)
+    rows, pairs, scored = _totals(samples)
+    ranks = parts * parallel.dp
+    number = -(-rows // (ranks * parallel.cp * plan.batching.tokens_per_microbatch))
+    each = Bin(*(total // (ranks * number) for total in (rows, pairs, scored)))
+    return (Round(parallel.cp, (each,)),) * number
+
+
+@lru_cache(maxsize=8)
+def _totals(samples: tuple[Sample, ...]) -> tuple[int, int, int]:
+    whole = _bin(samples, sum(sample.rows for sample in samples))
+    return whole.rows, whole.pairs, whole.scored
+
+
 def _rounds_of(plan: Plan, samples: tuple[Sample, ...]) -> tuple[Round, ...]:
     parallel, limit = plan.parallel, plan.batching.tokens_per_microbatch
     sizes = parallel.dp, parallel.tp, parallel.cp, parallel.dynamic_cp

@@ -144,7 +144,8 @@ def rank_parameters(plan: Plan, stage: int) -> tuple[int, int]:
     """(parameters outside of routed experts, in routed experts) that a rank of `stage` holds, with
     the vocabulary's padding."""
     shape, parallel = plan.shape, plan.parallel
-    total, chunks = stage_parameters(plan)[stage], plan.stages[stage]
+    chunks = plan.stages[stage]
+    total = sum((chunk_parameters(plan, chunk) for chunk in chunks), Parameters())
     tables = sum(_vocabulary_tables(plan, chunk) for chunk in chunks)
     split = total.tensor - tables * shape.vocab_size * shape.hidden_size
     padded = -(-shape.vocab_size // parallel.tp) * shape.hidden_size

@@ -82,12 +82,12 @@ def reached(kind: str, peak: float, unit: str = "FLOP") -> tuple[float, str]:
     return share * peak, f"{share:.0%} of {shown}: {why}"
 
 
-def pass_costs(plan: Plan, gpu: Gpu, rounds: Sequence[Round], works: Sequence[Work]) -> list[Spent]:
+def pass_costs(run: Passes, rounds: Sequence[Round], works: Sequence[Work]) -> list[Spent]:
     """A pass over the rounds of a batch: forward passes alone, or a minibatch's with backward.
 
     Every round takes as long as its fullest bin, since routed experts make ranks wait.
     """
-    run, pp = _Run(plan, gpu), plan.parallel.pp
+    plan, pp = run.plan, run.plan.parallel.pp
     if plan.parallel.vpp_size > 1:  # interleaving runs whole rounds of pp microbatches, padded
         rounds = [*rounds, *[Round(plan.parallel.cp, (Bin(0, 0, 0),))] * (-len(rounds) % pp)]
     slowest = [
@@ -117,27 +117,32 @@ def _add(spent: dict[str, Spent], part: Part, amount: float) -> None:
     spent[part.name] = before._replace(amount=before.amount + amount, seconds=seconds)
 
 
-class _Run:
-    """One pass of a plan; chunks that hold the same are priced once."""
+class Passes:
+    """The passes of a plan; chunks that hold the same are priced once."""
 
-    def __init__(self, plan: Plan, gpu: Gpu) -> None:
-        self.plan, self.gpu = plan, gpu
+    def __init__(self, plan: Plan, gpu: Gpu, quick: bool = False) -> None:
+        """``quick``: the closed form of a pipeline of equal passes, not its schedule."""
+        self.plan, self.gpu, self.quick = plan, gpu, quick
         self._parts: dict[tuple, list[Part]] = {}
         self._rates: dict[tuple, tuple[float, ...]] = {}
-        self._chunks = {id(chunk): self._kind(chunk) for stage in plan.stages for chunk in stage}
-
-    def _kind(self, chunk: Stage) -> tuple:
-        routers = sum(layer in self.plan.router_layers for layer in chunk.layers)
-        return len(chunk.layers), routers, chunk.mtp, chunk.embedding, chunk.loss
+        routers = {*plan.router_layers}
+        self._kinds = {
+            id(chunk): (
+                *(len(chunk.layers), len(routers.intersection(chunk.layers))),
+                *(chunk.mtp, chunk.embedding, chunk.loss),
+            )
+            for stage in plan.stages
+            for chunk in stage
+        }
 
     def parts(self, chunk: Stage, cp: int, work: Work) -> list[Part]:
-        key = (self._chunks[id(chunk)], cp, work)
+        key = (self._kinds[id(chunk)], cp, work)
         if key not in self._parts:
             self._parts[key] = chunk_parts(self.plan, self.gpu, chunk, cp, work)
         return self._parts[key]
 
     def seconds(self, chunk: Stage, cp: int, of: Bin, work: Work) -> float:
-        key = (self._chunks[id(chunk)], cp, work)
+        key = (self._kinds[id(chunk)], cp, work)
         if key not in self._rates:
             of_part = [
                 [amount / part.rate for amount in (part.fixed, part.row, part.pair, part.scored)]
@@ -161,6 +166,12 @@ class _Run:
                 stages[rank][chunk], *rounds[number], work
             )
 
+        if self.quick:
+            one = [
+                sum(self.seconds(chunk, *rounds[0], work) for chunk in stage for work in works)
+                for stage in stages
+            ]
+            return max(one) * (len(rounds) + (parallel.pp - 1) / parallel.vpp_size)
         rows = max(of.rows / cp for cp, of in rounds)
         sent = rows * shape.hidden_size * DTYPE_BYTES[self.plan.model.dtype] / parallel.tp
         apart = parallel.world_size // parallel.pp
@@ -245,7 +256,7 @@ def _memory(
     """What is read and written between products, and the weights themselves."""
     shape, parallel, held = plan.shape, plan.parallel, chunk_parameters(plan, chunk)
     each = DTYPE_BYTES[plan.model.dtype]
-    routers = sum(layer in plan.router_layers for layer in chunk.layers) + chunk.mtp
+    routers = len({*plan.router_layers}.intersection(chunk.layers)) + chunk.mtp
     dense = len(chunk.layers) + chunk.mtp - routers
     # of a layer: two norms, two residual sums, and queries and keys rotated
     elements = (dense + routers) * (
@@ -279,7 +290,7 @@ def _exchanged(
     parallel, shape, node = plan.parallel, plan.shape, plan.hardware.per_node
     tp, ep, etp = parallel.tp, parallel.ep, parallel.etp_size
     layers = len(chunk.layers) + chunk.mtp
-    routers = sum(layer in plan.router_layers for layer in chunk.layers) + chunk.mtp
+    routers = len({*plan.router_layers}.intersection(chunk.layers)) + chunk.mtp
     each = DTYPE_BYTES[plan.model.dtype]
     hidden = each * shape.hidden_size
     found = []

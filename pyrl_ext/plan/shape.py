@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
@@ -121,6 +122,12 @@ class Shape(BaseModel, ABC):
     def rotary_width(self) -> int:
         """Elements of a query or key head that are rotated by position."""
 
+    @cached_property
+    def layers(self) -> tuple[Parameters, ...]:
+        """Parameters of every decoder layer; many plans are priced with one shape."""
+        kinds, routers = (_dense_layer(self), _sparse_layer(self)), {*self.router_layers}
+        return tuple(kinds[layer in routers] for layer in range(self.num_hidden_layers))
+
     @property
     def tp_widths(self) -> dict[str, int]:
         """Name -> width of what tensor-parallel ranks split, besides the heads; 0: not there."""
@@ -194,10 +201,11 @@ class Sparse(Shape):
 
 def layer_parameters(shape: Shape, layer: int) -> Parameters:
     """Parameters of decoder layer `layer` (0-based), without its router's bias buffer."""
-    hidden = shape.hidden_size
-    if layer in shape.router_layers:
-        return _sparse_layer(shape)
-    norms, ffn = 2 * hidden, 3 * hidden * shape.intermediate_size
+    return shape.layers[layer]
+
+
+def _dense_layer(shape: Shape) -> Parameters:
+    norms, ffn = 2 * shape.hidden_size, 3 * shape.hidden_size * shape.intermediate_size
     return Parameters(replicated=norms, tensor=ffn) + shape.attention
 
 

@@ -1,12 +1,14 @@
 """`--suggest 8xH200`: the fastest plans that hold and fit on so many GPUs, near a given one.
 
-Every way to arrange the ranks is held against all rules. What passes is priced with nothing saved
-in memory, which no other setting of the same layout beats; layouts are then tried from the fastest
-on, each with as little saved as fits, until none of those left can be among the best.
+Every way to arrange the ranks is held against all rules. What passes is ordered by a quick estimate
+with nothing saved in memory, which no other setting of the same layout beats. From the fastest on,
+each is priced in full with as little saved as fits, until none of those left can be among the best.
 """
 
 from __future__ import annotations
 
+import shlex
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +18,14 @@ from typing import Any, NamedTuple
 
 from pyrl_ext.plan.compile import compile_plan, draft_of, load
 from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.hardware import memory_limit
-from pyrl_ext.plan.memory import stage_memory
-from pyrl_ext.plan.problems import ConfigError, Key, show
+from pyrl_ext.plan.hardware import memory_limit, parse_gpus
+from pyrl_ext.plan.memory import DTYPE_BYTES, stage_memory
+from pyrl_ext.plan.passes import local_parameters
+from pyrl_ext.plan.problems import ConfigError, Key, Problem, show
 from pyrl_ext.plan.rules import RULES, check
+from pyrl_ext.plan.shape import parameters
 from pyrl_ext.plan.stages import SPLIT_WAYS
-from pyrl_ext.plan.timing import StepTime, step_time
+from pyrl_ext.plan.timing import StepTime, quick_seconds, step_time
 
 Values = dict[Key, Any]  # (section, key) -> value
 
@@ -36,6 +40,10 @@ GPU, MEMORY = ("hardware", "gpu"), ("hardware", "memory")
 
 # Whether it fits is a rule of this key, and depends on more than the layout.
 FIT_KEY = "hardware.gpu"
+# Of a GPU's memory: most of what a step takes is estimated.
+LEFT_FREE = 0.05
+# How much less than a quick estimate a layout may take.
+SLACK = 0.9
 
 
 class Suggestion(NamedTuple):
@@ -47,7 +55,7 @@ class Suggestion(NamedTuple):
     peak: int
     """Bytes that the fullest rank holds at most,"""
     limit: int
-    """of these."""
+    """of these. A part is left free."""
     time: StepTime
 
 
@@ -65,8 +73,8 @@ class Search:
     """and of these, what was tried and does not fit."""
     found: tuple[Suggestion, ...] = ()
     """Fastest first; of a layout the fastest setting that fits."""
-    smallest: Suggestion | None = None
-    """What takes least memory of all that was tried."""
+    smallest: tuple[int, tuple[str, ...]] | None = None
+    """Bytes of what takes least memory of all that was tried, and its overrides."""
 
 
 def suggest(
@@ -95,6 +103,7 @@ def suggest(
     search, held = Search(0), []
     everywhere: Counter[tuple[str, str]] = Counter()
     for layout in given.layouts():
+        progress(0.0)
         search.layouts += 1
         values = layout | {TOKENS: max(given.tokens(layout))}
         if found := _broken(given.plan(values)):
@@ -132,31 +141,25 @@ def _try(
     progress: Callable[[float], None],
 ) -> None:
     """Fill in what fits, from the layouts that hold."""
-    options = []
-    for number, layout in enumerate(layouts):
-        progress(number / len(layouts))
-        for tokens in given.tokens(layout):
-            values = layout | {TOKENS: tokens}
-            bare = given.plan(values | given.savings()[0])
-            options.append((_time(bare).total, number, values))
+    options = [
+        (quick_seconds(given.plan(values | given.savings()[0])), number, values)
+        for number, layout in enumerate(layouts)
+        for tokens in given.tokens(layout)
+        for values in [layout | {TOKENS: tokens}]
+    ]
     best: dict[int, Suggestion] = {}
-    tried = set()
-    for least, number, values in sorted(options, key=lambda option: option[0]):
-        ranked = sorted(each.time.total for each in best.values())
-        if len(ranked) >= most and least > ranked[most - 1]:
+    tried: set[int] = set()
+    for done, (least, number, values) in enumerate(sorted(options, key=lambda each: each[0])):
+        progress(done / len(options))
+        ranked = sorted(each.time.trainer for each in best.values())
+        if len(ranked) >= most and SLACK * least > ranked[most - 1]:
             break
         tried.add(number)
-        for found in given.that_fit(values, search):
-            if number not in best or found.time.total < best[number].time.total:
-                best[number] = found
+        found = given.that_fits(values, search)
+        if found and (number not in best or found.time.total < best[number].time.total):
+            best[number] = found
     search.found = tuple(sorted(best.values(), key=lambda each: each.time.total)[:most])
     search.too_large = len(tried - best.keys())
-
-
-def _time(plan: Plan) -> StepTime:
-    found = step_time(plan)
-    assert found is not None, "candidates name a GPU"
-    return found
 
 
 class _Given:
@@ -167,6 +170,9 @@ class _Given:
         self.machine: Values = {GPU: gpu}
         if draft.hardware.gpu != gpu:
             self.machine[MEMORY] = None  # it is another GPU's
+        limit = memory_limit(self.plan({}))
+        assert limit is not None, "candidates name a GPU"
+        self.limit = limit
 
     def value(self, key: Key) -> Any:
         """What the given plan says."""
@@ -196,7 +202,7 @@ class _Given:
             dp, odd = divmod(self.gpus, tp * pp * cp)
             if odd or self.choices(("parallel", "dp"), [dp]) != [dp] or pp > layers:
                 continue
-            chunks = [None, *(n for n in (2, 4) if pp > 1 and n * pp <= layers)]
+            chunks = [None, 2] if 1 < pp <= layers // 2 else [None]
             for vpp, etp in product(
                 self.choices(("parallel", "vpp"), chunks),
                 self.choices(("parallel", "etp"), [None, 1] if tp > 1 else [None]),
@@ -231,31 +237,41 @@ class _Given:
         return self.choices(TOKENS, sizes or [-(-least // 256) * 256])
 
     def savings(self) -> list[Values]:
-        """What to do about memory, from nothing to all."""
+        """What to do about memory, from nothing to all; what the host does is slowest."""
         again = self.choices(RECOMPUTE, ["none", "selective", "full"])
         away = self.choices(OFFLOAD, [0.0, 1.0])
         return [{OFFLOAD: share, RECOMPUTE: how} for share in away for how in again]
 
-    def that_fit(self, values: Values, search: Search) -> Iterator[Suggestion]:
-        """The first saving that fits, of each share of the optimizer in host memory."""
-        fits: set[float] = set()
-        for saving in self.savings():
+    def that_fits(self, values: Values, search: Search) -> Suggestion | None:
+        """The first saving with which these values fit; None: they do with none."""
+        if self.weight_bytes(values) > self.limit:
+            return None
+        *others, most = self.savings()
+        room = int((1 - LEFT_FREE) * self.limit)
+        least = self.peak(values | most)
+        if search.smallest is None or least < search.smallest[0]:
+            search.smallest = least, self._texts(self.machine | values | most)
+        if least > room:
+            return None
+        for saving in [*others, most]:
             plan = self.plan(values | saving)
-            limit = memory_limit(plan)
-            assert limit is not None, "candidates name a GPU"
-            if saving[OFFLOAD] in fits or _broken(plan):
-                continue
-            peak = max(stage.peak for stage in stage_memory(plan))
-            fitting = peak <= limit
-            if not fitting and search.smallest and search.smallest.peak <= peak:
-                continue
-            texts = self._texts(self.machine | values | saving)
-            found = Suggestion(texts, plan, peak, limit, _time(plan))
-            if not search.smallest or peak < search.smallest.peak:
-                search.smallest = found
-            if fitting:
-                fits.add(saving[OFFLOAD])
-                yield found
+            peak = least if saving is most else self.peak(values | saving)
+            if peak <= room and not _broken(plan):
+                took = step_time(plan)
+                assert took is not None, "candidates name a GPU"
+                texts = self._texts(self.machine | values | saving)
+                return Suggestion(texts, plan, peak, self.limit, took)
+        return None
+
+    def peak(self, values: Values) -> int:
+        """Most bytes of the fullest rank."""
+        return max(stage.peak for stage in stage_memory(self.plan(values)))
+
+    def weight_bytes(self, values: Values) -> float:
+        """What a rank of equal stages holds of weights and gradients, whatever is saved."""
+        plan = self.plan(values)
+        counts = local_parameters(plan, parameters(plan.shape)) / plan.parallel.pp
+        return counts * (DTYPE_BYTES[plan.model.dtype] + 4)
 
     def _texts(self, values: Values) -> tuple[str, ...]:
         """The values that are not as given, as overrides."""
@@ -278,3 +294,71 @@ def even_layout(layers: int, mtp: int, stages: int) -> str:
     longer = set(inner_first[:more])
     parts = [f"t*{fewest + (i in longer)}" if fewest + (i in longer) else "" for i in range(stages)]
     return f"E{'|'.join(parts)}{'m' * mtp}L"
+
+
+# What is printed ---------------------------------------------------------------------------------
+
+
+def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
+    """Print the plans for ``wanted`` (8xH200). Exit code 0: there are some; 2: there is none.
+
+    Raises:
+        ConfigError: with problems that no layout mends
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    try:
+        gpus, gpu = parse_gpus(wanted)
+    except ValueError as error:
+        raise ConfigError([Problem("command line: --suggest", 0, str(error))]) from None
+    console, errors = Console(), Console(stderr=True)
+    with _Line(errors) as line:
+        search = suggest(path, overrides, gpus, gpu, progress=line)
+    reasons = [f"{times} break {name}" for name, times in search.broken.most_common(5)]
+    reasons += [f"{search.too_large} do not fit"] * bool(search.too_large)
+    console.print(f"{search.layouts} layouts of {gpus} {gpu}: {', '.join(reasons) or 'all hold'}")
+    if not search.found:
+        if search.smallest:
+            peak, texts = search.smallest
+            console.print(f"the least holds {_gib(peak)} GiB a GPU, with", " ".join(texts))
+        return 2
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "tokens", "recompute", "peak GiB", "left GiB", "s a step", "MFU"):
+        table.add_column(name, justify="right")
+    for number, each in enumerate(search.found, start=1):
+        left = _gib(each.limit - each.peak)
+        tokens, again = each.plan.batching.tokens_per_microbatch, each.plan.model.recompute
+        cells = (str(tokens), again, _gib(each.peak), left, f"{each.time.total:.3g}")
+        table.add_row(str(number), *cells, f"{each.time.mfu:.0%}")
+    console.print(table)
+    for number, each in enumerate(search.found, start=1):
+        pasted = " ".join(map(shlex.quote, each.overrides)) or "as it is"
+        console.print(f"{number}: {pasted}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"fastest first. Time: {search.found[0].time.error}. MFU is of the update")
+    return 0
+
+
+def _gib(held: int) -> str:
+    return f"{held / 2**30:.1f}"
+
+
+class _Line:
+    """A line about the search, once it has taken a second."""
+
+    def __init__(self, console: Any) -> None:
+        self.status, self.began, self.shown = console.status(""), time.monotonic(), False
+
+    def __enter__(self) -> _Line:
+        return self
+
+    def __call__(self, share: float) -> None:
+        if time.monotonic() - self.began < 1:
+            return
+        self.status.update(f"trying layouts, {share:.0%}")
+        if not self.shown:
+            self.shown = True
+            self.status.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.status.stop()

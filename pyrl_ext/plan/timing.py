@@ -14,9 +14,9 @@ from pyrl_ext.plan.compiled import Plan
 from pyrl_ext.plan.decode import rollout_costs
 from pyrl_ext.plan.flops import model_flops
 from pyrl_ext.plan.hardware import Gpu, gpu_of, group_rate
-from pyrl_ext.plan.lengths import Round, step_rounds, step_samples, update_rounds
+from pyrl_ext.plan.lengths import Round, even_rounds, step_rounds, step_samples, update_rounds
 from pyrl_ext.plan.memory import DTYPE_BYTES, stage_memory, stage_parameters
-from pyrl_ext.plan.passes import Spent, local_parameters, pass_costs, reached
+from pyrl_ext.plan.passes import Passes, Spent, local_parameters, pass_costs, reached
 from pyrl_ext.plan.shape import Parameters, parameters
 
 # In the order they come; the metrics of a run have the same names, after `time/`.
@@ -65,6 +65,11 @@ class StepTime:
         return sum(cost.seconds for cost in self.costs)
 
     @property
+    def trainer(self) -> float:
+        """Of the trainer's own passes."""
+        return self.total - self.seconds("publish") - self.seconds("rollout")
+
+    @property
     def mfu(self) -> float:
         """Model FLOPs utilization of the update."""
         return self.model_flops / (self.seconds("update") * self.peak)
@@ -75,15 +80,29 @@ def step_time(plan: Plan) -> StepTime | None:
     gpu = gpu_of(plan)
     if gpu is None:
         return None
+    run = Passes(plan, gpu)
+    scored = pass_costs(run, step_rounds(plan), ["score"])
     costs = (
         *_phase("publish", _publish(plan, gpu)),
         *_phase("rollout", rollout_costs(plan, gpu)),
-        *_phase("old_logprobs", pass_costs(plan, gpu, step_rounds(plan), ["score"])),
-        *_phase("ref_logprobs", _reference(plan, gpu)),
-        *_phase("update", _together(_update(plan, gpu))),
+        *_phase("old_logprobs", scored),
+        *_phase("ref_logprobs", scored if plan.objective.kl_coef else ()),
+        *_phase("update", _together(_update(run))),
     )
     peak = plan.world_size * gpu.flops["fp8" if plan.model.fp8 else plan.model.dtype]
     return StepTime(costs, update_flops(plan), peak, tuple(_assumed(plan)))
+
+
+def quick_seconds(plan: Plan) -> float:
+    """About what the trainer's passes of a step take, microbatches all alike: to put many plans in
+    order before a few are priced. Raises ValueError where the plan names no GPU."""
+    gpu = gpu_of(plan)
+    if gpu is None:
+        raise ValueError("quick_seconds: hardware.gpu is null, expected a GPU")
+    run, number = Passes(plan, gpu, quick=True), plan.batching.minibatches
+    scored = sum(each.seconds for each in pass_costs(run, even_rounds(plan, 1), ["score"]))
+    updates = sum(each.seconds for each in _minibatch(run, even_rounds(plan, number)))
+    return scored * (2 if plan.objective.kl_coef else 1) + number * updates
 
 
 def update_flops(plan: Plan) -> float:
@@ -146,36 +165,38 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     else:
         rate, why = reached("ring", gpu.network, "byte")
         yield Spent("send weights", taken, "byte", taken / rate, f"to the engine's GPUs; {why}")
-    away = sum(
-        item.bytes
-        for item in max(stage_memory(plan), key=lambda stage: stage.peak).items
-        if item.host and item.name in ("weights on the host", "gradients on the host",
-                                       "optimizer on the host")
-    )  # fmt: skip
+    if plan.rollout.offload_trainer == "none":
+        return
+    names = [f"{name} on the host" for name in ("weights", "gradients", "optimizer")]
+    away = max(sum(map(stage.bytes_of, names)) for stage in stage_memory(plan))
     rate, why = reached("host", gpu.host, "byte")
     yield Spent("offload trainer", 2 * away, "byte", 2 * away / rate, f"there and back; {why}")
 
 
-# Log-probs and update ----------------------------------------------------------------------------
+# Update ------------------------------------------------------------------------------------------
 
 
-def _reference(plan: Plan, gpu: Gpu) -> Iterable[Spent]:
-    return pass_costs(plan, gpu, step_rounds(plan), ["score"]) if plan.objective.kl_coef else ()
+def _update(run: Passes) -> Iterator[Spent]:
+    for rounds in update_rounds(run.plan):
+        yield from _minibatch(run, rounds)
 
 
-def _update(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
+def _minibatch(run: Passes, rounds: tuple[Round, ...]) -> Iterator[Spent]:
+    """Forward and backward passes, and an optimizer step."""
+    plan, gpu = run.plan, run.gpu
     fullest = max(stage_parameters(plan), key=lambda stage: local_parameters(plan, stage))
-    for rounds in update_rounds(plan):
-        computed = pass_costs(plan, gpu, rounds, ["forward", "backward"])
-        yield from computed
-        yield from _activations(plan, gpu, rounds)
-        last = sum(each.seconds for each in computed) * 2 / 3 / len(rounds)
-        yield from _gradients(plan, gpu, fullest, last)
-        yield from _optimizer(plan, gpu, fullest)
+    computed = pass_costs(run, rounds, ["forward", "backward"])
+    yield from computed
+    yield from _activations(plan, gpu, rounds)
+    last = sum(each.seconds for each in computed) * 2 / 3 / len(rounds)
+    yield from _gradients(plan, gpu, fullest, last)
+    yield from _optimizer(plan, gpu, fullest)
 
 
 def _activations(plan: Plan, gpu: Gpu, rounds: tuple[Round, ...]) -> Iterator[Spent]:
-    """What model.offload_layers sends to the host and back; the schedule has one stage."""
+    """What model.offload_layers sends to the host and back."""
+    if not plan.model.offload_layers:
+        return
     held = sum(stage.bytes_of("offloaded activations") for stage in stage_memory(plan))
     full = plan.batching.tokens_per_microbatch
     share = sum(max(of.rows for of in each.bins) / each.cp / full for each in rounds)
