@@ -72,7 +72,7 @@ def model_flops(shape: Shape, mtp: int = 0) -> Flops:
 def _layer(shape: Shape, held: Parameters) -> Flops:
     router = shape.hidden_size * shape.num_experts if held.expert else 0
     return Flops(
-        projections=2 * (held.tensor + router),
+        projections=2 * (held.tensor + shape.whole_projections + router),
         experts=2 * held.active_expert,
         attention=2 * shape.num_attention_heads * sum(head_widths(shape)),
     )

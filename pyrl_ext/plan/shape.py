@@ -118,6 +118,11 @@ class Shape(BaseModel, ABC):
         """Parameters of one layer's attention."""
 
     @property
+    def whole_projections(self) -> int:
+        """Of `attention`, matrices that every tensor-parallel rank holds whole."""
+        return 0
+
+    @property
     @abstractmethod
     def rotary_width(self) -> int:
         """Elements of a query or key head that are rotated by position."""

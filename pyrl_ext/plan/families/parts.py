@@ -94,20 +94,24 @@ class Latent(Shape):
         }
 
     @property
+    def whole_projections(self) -> int:
+        down = (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim
+        return self.hidden_size * down
+
+    @property
     def attention(self) -> Parameters:
         hidden, heads = self.hidden_size, self.num_attention_heads
         query = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
-        down = self.kv_lora_rank + self.qk_rope_head_dim
         norms, split = self.kv_lora_rank, heads * self.v_head_dim * hidden
         split += self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
         if self.q_lora_rank is None:
             split += hidden * query
         else:
-            down += self.q_lora_rank
             norms += self.q_lora_rank
             split += self.q_lora_rank * query
-        biases = down + hidden if self.attention_bias else 0
-        return Parameters(replicated=norms + hidden * down + biases, tensor=split)
+        whole = self.whole_projections
+        biases = whole // hidden + hidden if self.attention_bias else 0
+        return Parameters(replicated=norms + whole + biases, tensor=split)
 
     @property
     def yarn(self) -> Yarn | None:
