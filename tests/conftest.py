@@ -1,10 +1,13 @@
-"""Memory that nobody wrote shows: ``torch.empty`` gives NaN (integers: the largest value)."""
+"""The order of files; and memory that nobody wrote shows: ``torch.empty`` gives NaN.
+
+(Integers: the largest value.)
+"""
 
 import pytest
 import torch
 from ranks import poison_empty
 
-# of all files the slowest, each about a minute
+# the files that take longest
 LONGEST = ("test_train.py", "test_parallel.py", "test_checkpoint.py", "test_head.py")
 
 

@@ -162,7 +162,7 @@ def compiled(model: str, folder: Path, overrides: tuple[str, ...] = ()) -> Plan:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         hf = json.loads((CONFIGS / chosen.config / "config.json").read_text()) | chosen.changes
-        written = path.with_suffix(f".{id(path)}")
+        written = path.with_suffix(f".{os.getpid()}")
         written.write_text(json.dumps({k: v for k, v in hf.items() if v is not None}))
         written.rename(path)
     all_overrides = (f"model.config={path}", *COMMON, *chosen.overrides, *overrides)

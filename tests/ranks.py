@@ -5,8 +5,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,17 +35,16 @@ def run_ranks(
     running after ``timeout`` [s]. No port is taken: the ranks meet in a file.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # a rank is a fork of a process that imported torch and megatron and did nothing else:
-        # as fresh as a new one, without the seconds these imports take
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["pyrl_ext.policy"])
         task = (world_size, backend, folder, dict(os.environ), fn, args)
         processes = [
             context.Process(target=_rank_main, args=(rank, *task)) for rank in range(world_size)
         ]
         try:
-            for process in processes:
-                process.start()
+            for process, server in zip(processes, _servers(world_size), strict=True):
+                connect = server.connect_to_new_process
+                with patch.object(forkserver, "connect_to_new_process", connect):
+                    process.start()
             _wait(processes, Path(folder), time.monotonic() + timeout)
             stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
             crashed = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode}
@@ -61,6 +63,23 @@ def run_ranks(
         if stuck:
             raise TimeoutError(f"{fn.__name__}: ranks {stuck} still running after {timeout} s")
         return [torch.load(f"{folder}/{r}.pt", weights_only=False) for r in range(world_size)]
+
+
+_SERVERS: list[ForkServer] = []
+
+
+def _servers(count: int) -> list[ForkServer]:
+    """A process for each rank to fork from, which imported torch and megatron and did no more.
+
+    So a rank is as fresh as a new process without the seconds of its imports; and as ranks of
+    different servers, no two share addresses or the seed of hashes, which set their sets' order.
+    """
+    while len(_SERVERS) < count:
+        server = ForkServer()
+        server.set_forkserver_preload(["pyrl_ext.policy"])
+        server.ensure_running()
+        _SERVERS.append(server)
+    return _SERVERS[:count]
 
 
 def _wait(processes: list[Any], folder: Path, deadline: float) -> None:

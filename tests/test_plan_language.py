@@ -510,7 +510,9 @@ def test_schema_is_of_every_key(capsys: pytest.CaptureFixture[str]):
     assert tree["then"]["properties"]["optimizer"] == {"required": ["lr"]}
 
 
-@pytest.mark.parametrize("name", ["tiny", "glm47"])
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
+)
 def test_command_answers_within_a_second(name: str):
     command = [sys.executable, "-m", "pyrl_ext.plan", f"configs/{name}.yaml"]
 

@@ -1,6 +1,5 @@
 """`python -m pyrl_ext.train`, as a user runs it: learning, going on, several ranks, bad input."""
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from tiny import CONFIG, tiny_plan
 from pyrl_ext import topology, train
 from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.plan import compile_plan
 from pyrl_ext.policy import Policy
 from pyrl_ext.rollout.build import build_source
 from pyrl_ext.rollout.recorded import load_samples, save_samples
@@ -29,9 +29,13 @@ QUICK = (
 
 def run(folder, *overrides):
     """Exit code of the command in this process."""
+    return train.main([str(CONFIG), *arguments(folder, *overrides)])
+
+
+def arguments(folder, *overrides):
     named = {o.split("=")[0] for o in overrides}
     quick = [o for o in QUICK if o.split("=")[0] not in named]
-    return train.main([str(CONFIG), f"run={folder}", *quick, *overrides])
+    return [f"run={folder}", *quick, *overrides]
 
 
 def numbers(folder):
@@ -48,8 +52,8 @@ def test_a_run_that_went_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
     assert run(tmp_path / "parts", "steps=5", *common) == 0
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
     assert (tmp_path / "whole/report.png").stat().st_size > 10_000
-    saved = json.loads((tmp_path / "whole/plan.json").read_text())
-    assert saved["batching"]["minibatches"] == 2
+    shown = compile_plan(CONFIG, arguments(tmp_path / "whole", "steps=5", *common)).to_json()
+    assert (tmp_path / "whole/plan.json").read_text() == shown  # what `plan --json` prints
 
 
 def test_a_crash_between_checkpoints_repeats_the_lost_steps(tmp_path):
