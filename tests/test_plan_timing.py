@@ -8,6 +8,7 @@ import random
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -159,7 +160,7 @@ def test_every_rank_runs_in_megatrons_order(pp: int, vpp: int, count: int):
     from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 
     for rank in range(pp):
-        here = SimpleNamespace(
+        here: Any = SimpleNamespace(
             pp_group=SimpleNamespace(size=lambda: pp, rank=lambda r=rank: r),
             virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
         )

@@ -98,8 +98,12 @@ class Load:
 
 def stage_memory(plan: Plan, load: Load | None = None) -> tuple[StageMemory, ...]:
     """One entry a pipeline stage, for `load`; None: for the most that the plan allows."""
-    load = load or Load.most(plan)
-    return tuple(StageMemory(i, tuple(_items(plan, i, load))) for i in range(plan.parallel.pp))
+    return tuple(memory_of(plan, stage, load) for stage in range(plan.parallel.pp))
+
+
+def memory_of(plan: Plan, stage: int, load: Load | None = None) -> StageMemory:
+    """That of one pipeline stage."""
+    return StageMemory(stage, tuple(_items(plan, stage, load or Load.most(plan))))
 
 
 def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:

@@ -90,9 +90,7 @@ def pass_costs(run: Passes, rounds: Sequence[Round], works: Sequence[Work]) -> l
     plan, pp = run.plan, run.plan.parallel.pp
     if plan.parallel.vpp_size > 1:  # interleaving runs whole rounds of pp microbatches, padded
         rounds = [*rounds, *[Round(plan.parallel.cp, (Bin(0, 0, 0),))] * (-len(rounds) % pp)]
-    slowest = [
-        (each.cp, max(each.bins, key=lambda of, cp=each.cp: run.weight(cp, of))) for each in rounds
-    ]
+    slowest = [(each.cp, run.slowest(each)) for each in rounds]
     spent: dict[str, Spent] = {}
     for cp in dict.fromkeys(each.cp for each in rounds):
         bins = [of for size, of in slowest if size == cp]
@@ -125,6 +123,7 @@ class Passes:
         self.plan, self.gpu, self.quick = plan, gpu, quick
         self._parts: dict[tuple, list[Part]] = {}
         self._rates: dict[tuple, tuple[float, ...]] = {}
+        self._whole: dict[int, tuple[float, ...]] = {}
         routers = {*plan.router_layers}
         self._kinds = {
             id(chunk): (
@@ -141,7 +140,8 @@ class Passes:
             self._parts[key] = chunk_parts(self.plan, self.gpu, chunk, cp, work)
         return self._parts[key]
 
-    def seconds(self, chunk: Stage, cp: int, of: Bin, work: Work) -> float:
+    def rates(self, chunk: Stage, cp: int, work: Work) -> tuple[float, ...]:
+        """Seconds of a microbatch, a row, a pair and a scored row."""
         key = (self._kinds[id(chunk)], cp, work)
         if key not in self._rates:
             of_part = [
@@ -149,13 +149,23 @@ class Passes:
                 for part in self.parts(chunk, cp, work)
             ]
             self._rates[key] = tuple(map(sum, zip(*of_part, strict=True)))
-        fixed, row, pair, scored = self._rates[key]
+        return self._rates[key]
+
+    def seconds(self, chunk: Stage, cp: int, of: Bin, work: Work) -> float:
+        """Of one microbatch."""
+        fixed, row, pair, scored = self.rates(chunk, cp, work)
         return fixed + row * of.rows + pair * of.pairs + scored * of.scored
 
-    def weight(self, cp: int, of: Bin) -> float:
-        """Seconds of a forward pass through all stages, by which bins are compared."""
-        stages = (chunk for stage in self.plan.stages for chunk in stage)
-        return sum(self.seconds(chunk, cp, of, "score") for chunk in stages)
+    def slowest(self, of: Round) -> Bin:
+        """The bin that takes a forward pass through all stages longest."""
+        if len(of.bins) == 1:
+            return of.bins[0]
+        if of.cp not in self._whole:
+            chunks = [chunk for stage in self.plan.stages for chunk in stage]
+            rates = [self.rates(chunk, of.cp, "score") for chunk in chunks]
+            self._whole[of.cp] = tuple(map(sum, zip(*rates, strict=True)))
+        _, row, pair, scored = self._whole[of.cp]
+        return max(of.bins, key=lambda b: row * b.rows + pair * b.pairs + scored * b.scored)
 
     def ends(self, rounds: Sequence[tuple[int, Bin]], works: Sequence[Work]) -> float:
         """When the last rank of the pipeline is done with (cp, bin) after (cp, bin)."""
@@ -171,7 +181,7 @@ class Passes:
                 sum(self.seconds(chunk, *rounds[0], work) for chunk in stage for work in works)
                 for stage in stages
             ]
-            return max(one) * (len(rounds) + (parallel.pp - 1) / parallel.vpp_size)
+            return max(one) * len(rounds) + (sum(one) - max(one)) / parallel.vpp_size
         rows = max(of.rows / cp for cp, of in rounds)
         sent = rows * shape.hidden_size * DTYPE_BYTES[self.plan.model.dtype] / parallel.tp
         apart = parallel.world_size // parallel.pp

@@ -7,19 +7,21 @@ each is priced in full with as little saved as fits, until none of those left ca
 
 from __future__ import annotations
 
+import heapq
+import math
 import shlex
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple
 
 from pyrl_ext.plan.compile import compile_plan, draft_of, load
 from pyrl_ext.plan.compiled import Plan
 from pyrl_ext.plan.hardware import memory_limit, parse_gpus
-from pyrl_ext.plan.memory import DTYPE_BYTES, stage_memory
+from pyrl_ext.plan.memory import DTYPE_BYTES, memory_of
 from pyrl_ext.plan.passes import local_parameters
 from pyrl_ext.plan.problems import ConfigError, Key, Problem, show
 from pyrl_ext.plan.rules import RULES, check
@@ -43,7 +45,7 @@ FIT_KEY = "hardware.gpu"
 # Of a GPU's memory: most of what a step takes is estimated.
 LEFT_FREE = 0.05
 # How much less than a quick estimate a layout may take.
-SLACK = 0.9
+SLACK = 0.95
 
 
 class Suggestion(NamedTuple):
@@ -57,6 +59,17 @@ class Suggestion(NamedTuple):
     limit: int
     """of these. A part is left free."""
     time: StepTime
+
+
+class _Option(NamedTuple):
+    """Values to look at."""
+
+    layout: int
+    """Number of the layout,"""
+    values: Values
+    """with more set."""
+    peak: int | None = None
+    """Bytes of the fullest rank; None: nobody has looked yet whether that fits."""
 
 
 @dataclass
@@ -74,7 +87,7 @@ class Search:
     found: tuple[Suggestion, ...] = ()
     """Fastest first; of a layout the fastest setting that fits."""
     smallest: tuple[int, tuple[str, ...]] | None = None
-    """Bytes of what takes least memory of all that was tried, and its overrides."""
+    """Where it is too much, the least that was found for a rank [bytes], and its overrides."""
 
 
 def suggest(
@@ -141,25 +154,38 @@ def _try(
     progress: Callable[[float], None],
 ) -> None:
     """Fill in what fits, from the layouts that hold."""
-    options = [
-        (quick_seconds(given.plan(values | given.savings()[0])), number, values)
-        for number, layout in enumerate(layouts)
-        for tokens in given.tokens(layout)
-        for values in [layout | {TOKENS: tokens}]
-    ]
+    waiting: list[tuple[float, int, _Option]] = []  # quick estimate, a number to tell them apart
+    for number, layout in enumerate(layouts):
+        progress(number / len(layouts) / 2)
+        if given.weight_bytes(layout) > given.limit:
+            search.too_large += 1
+            continue
+        for tokens in given.tokens(layout):
+            option = _Option(number, layout | {TOKENS: tokens})
+            bare = given.plan(option.values | given.savings()[0])
+            waiting.append((SLACK * quick_seconds(bare), len(waiting), option))
+    heapq.heapify(waiting)
     best: dict[int, Suggestion] = {}
-    tried: set[int] = set()
-    for done, (least, number, values) in enumerate(sorted(options, key=lambda each: each[0])):
-        progress(done / len(options))
-        ranked = sorted(each.time.trainer for each in best.values())
-        if len(ranked) >= most and SLACK * least > ranked[most - 1]:
-            break
-        tried.add(number)
-        found = given.that_fits(values, search)
-        if found and (number not in best or found.time.total < best[number].time.total):
-            best[number] = found
+    full: set[int] = set()
+    worst, total = math.inf, len(waiting)
+    while waiting and waiting[0][0] <= worst:
+        _, key, option = heapq.heappop(waiting)
+        progress(1 - len(waiting) / total / 2)
+        if option.peak is None:  # what it takes to fit, which may be slower than others
+            if fitting := given.that_fits(option, search):
+                least = SLACK * quick_seconds(given.plan(fitting.values))
+                heapq.heappush(waiting, (least, key, fitting))
+            else:
+                full.add(option.layout)
+            continue
+        found = given.suggestion(option)
+        before = best.get(option.layout)
+        if before is None or found.time.trainer < before.time.trainer:
+            best[option.layout] = found
+        times = sorted(each.time.trainer for each in best.values())
+        worst = times[most - 1] if len(times) >= most else math.inf
     search.found = tuple(sorted(best.values(), key=lambda each: each.time.total)[:most])
-    search.too_large = len(tried - best.keys())
+    search.too_large += len(full - best.keys() - {option.layout for *_, option in waiting})
 
 
 class _Given:
@@ -172,7 +198,7 @@ class _Given:
             self.machine[MEMORY] = None  # it is another GPU's
         limit = memory_limit(self.plan({}))
         assert limit is not None, "candidates name a GPU"
-        self.limit = limit
+        self.limit, self.room = limit, int((1 - LEFT_FREE) * limit)
 
     def value(self, key: Key) -> Any:
         """What the given plan says."""
@@ -187,11 +213,11 @@ class _Given:
         changed: dict[str, dict[str, Any]] = {}
         for (section, key), value in (self.machine | values).items():
             changed.setdefault(section, {})[key] = value
-        fields = {name: held for name, held in vars(self.draft).items() if name != "stages"}
+        plan = self.draft.model_copy()
         for section, update in changed.items():
-            fields[section] = fields[section].model_copy(update=update)
-        plan = Plan.model_construct()
-        vars(plan).update(fields | {"world_size": fields["parallel"].world_size})
+            vars(plan)[section] = getattr(plan, section).model_copy(update=update)
+        vars(plan)["world_size"] = plan.parallel.world_size
+        vars(plan).pop("stages", None)  # follow from what was changed
         return plan
 
     def layouts(self) -> Iterator[Values]:
@@ -242,30 +268,37 @@ class _Given:
         away = self.choices(OFFLOAD, [0.0, 1.0])
         return [{OFFLOAD: share, RECOMPUTE: how} for share in away for how in again]
 
-    def that_fits(self, values: Values, search: Search) -> Suggestion | None:
-        """The first saving with which these values fit; None: they do with none."""
-        if self.weight_bytes(values) > self.limit:
-            return None
+    def that_fits(self, option: _Option, search: Search) -> _Option | None:
+        """The option with the first saving with which it fits; None: it does with none."""
         *others, most = self.savings()
-        room = int((1 - LEFT_FREE) * self.limit)
-        least = self.peak(values | most)
+        least = self.peak(option.values | most)
         if search.smallest is None or least < search.smallest[0]:
-            search.smallest = least, self._texts(self.machine | values | most)
-        if least > room:
+            search.smallest = least, self._texts(self.machine | option.values | most)
+        if least > self.room:
             return None
         for saving in [*others, most]:
-            plan = self.plan(values | saving)
-            peak = least if saving is most else self.peak(values | saving)
-            if peak <= room and not _broken(plan):
-                took = step_time(plan)
-                assert took is not None, "candidates name a GPU"
-                texts = self._texts(self.machine | values | saving)
-                return Suggestion(texts, plan, peak, self.limit, took)
+            values = option.values | saving
+            peak = least if saving is most else self.peak(values)
+            if peak <= self.room and not _broken(self.plan(values)):
+                return _Option(option.layout, values, peak)
         return None
 
     def peak(self, values: Values) -> int:
-        """Most bytes of the fullest rank."""
-        return max(stage.peak for stage in stage_memory(self.plan(values)))
+        """Most bytes of the fullest rank; of the first stage that is too full, if one is."""
+        plan, most = self.plan(values), 0
+        for stage in range(plan.parallel.pp):
+            most = max(most, memory_of(plan, stage).peak)
+            if most > self.room:
+                break
+        return most
+
+    def suggestion(self, option: _Option) -> Suggestion:
+        """An option that fits, priced in full."""
+        plan = self.plan(option.values)
+        time = step_time(plan)
+        assert time is not None and option.peak is not None
+        texts = self._texts(self.machine | option.values)
+        return Suggestion(texts, plan, option.peak, self.limit, time)
 
     def weight_bytes(self, values: Values) -> float:
         """What a rank of equal stages holds of weights and gradients, whatever is saved."""
@@ -321,7 +354,7 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
     if not search.found:
         if search.smallest:
             peak, texts = search.smallest
-            console.print(f"the least holds {_gib(peak)} GiB a GPU, with", " ".join(texts))
+            console.print(f"the least found holds {_gib(peak)} GiB a GPU, with", " ".join(texts))
         return 2
     table = Table(box=None, pad_edge=False)
     for name in ("", "tokens", "recompute", "peak GiB", "left GiB", "s a step", "MFU"):
@@ -347,13 +380,13 @@ class _Line:
     """A line about the search, once it has taken a second."""
 
     def __init__(self, console: Any) -> None:
-        self.status, self.began, self.shown = console.status(""), time.monotonic(), False
+        self.status, self.began, self.shown = console.status(""), monotonic(), False
 
     def __enter__(self) -> _Line:
         return self
 
     def __call__(self, share: float) -> None:
-        if time.monotonic() - self.began < 1:
+        if monotonic() - self.began < 1:
             return
         self.status.update(f"trying layouts, {share:.0%}")
         if not self.shown:
