@@ -136,7 +136,7 @@ class _SplitLogprob(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, splits: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
         (tokens, size), vocab = hidden.shape, len(weight)
-        count = triton.cdiv(vocab, splits[0])
+        count = -(-vocab // splits[0])
         parts = torch.empty(3, count, tokens, device=hidden.device)
         found, out = parts.new_zeros(tokens), parts.new_empty(4, tokens)
         split_stats_kernel[triton.cdiv(tokens, TILE["BLOCK_M"]), count](  # type: ignore[arg-type]

@@ -100,6 +100,7 @@ def logprobs_by_triton():
         grads = torch.randn(2, tokens, generator=g)
         ours = triton_linear.split_logprob(hidden, weight, targets, (48, 64))
         exact = eager_as_is(hidden.double() @ weight.double().t(), targets)
+        exact = [each for each in exact if each is not None]
         torch.testing.assert_close(
             torch.stack(ours).double(), torch.stack(exact), rtol=1e-5, atol=1e-5
         )

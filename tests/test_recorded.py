@@ -204,6 +204,8 @@ class Seeded:
         group = range(sampling.samples_per_prompt)
         return [sample(p.id, i, 5 + p.id % 3) for p in prompts for i in group]
 
+    def close(self) -> None: ...
+
 
 def scored(samples: list[Sample]) -> list[Sample]:
     return [dataclasses.replace(s, reward=float(s.prompt_id)) for s in samples]

@@ -46,7 +46,8 @@ def prepare(interpreted: bool) -> None:
         from triton import backends
 
         driver = type("Driver", (), {"is_active": classmethod(lambda cls: True)})
-        backends.backends.setdefault("cpu", SimpleNamespace(driver=driver, compiler=None))
+        named: Any = SimpleNamespace(driver=driver, compiler=None)
+        backends.backends.setdefault("cpu", named)
 
 
 def without_sampling_kernel() -> None:
