@@ -64,6 +64,7 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
     if plan.model.backend != "local":
         found.append(f"model.backend: {plan.model.backend} is not connected yet. Use local")
     found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]
+    found += _engine(plan)
     for key, name in (("tokenizer", plan.model.tokenizer), ("weights", plan.model.weights)):
         if name is not None and plan.is_hub_id(name):
             found.append(
@@ -71,6 +72,21 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
                 "the folder"
             )
     return tuple(found)
+
+
+def _engine(plan: Plan) -> list[str]:
+    """What vLLM can and is not asked for yet."""
+    rollout, found = plan.rollout, []
+    if rollout.engine != "vllm":
+        return found
+    if 1 < rollout.tp < plan.parallel.world_size:
+        found.append(
+            f"rollout.tp: {rollout.tp} of {plan.parallel.world_size} ranks; several engines of several "
+            "ranks each are not built yet. Use 1, or all ranks"
+        )
+    if plan.device == "cuda" and rollout.gpus is None and rollout.sleep:
+        found.append("rollout.sleep: true is not built yet on a GPU. Use false")
+    return found
 
 
 def _not_built(plan: Plan) -> list[tuple[str, object]]:
