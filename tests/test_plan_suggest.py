@@ -102,6 +102,14 @@ def test_problems_of_the_given_layout_are_mended():
     assert search.found  # microbatches that hold the longest sample
 
 
+def test_dynamic_context_parallelism_fits_the_ranks():
+    path = CONFIGS / "qwen3_30b.yaml"
+    given = compile_plan(path).parallel.dynamic_cp
+    search = suggest(path, (), 8, "H200")
+    sizes = {each.plan.parallel.dynamic_cp for each in search.found}
+    assert given and sizes and all(size is None or size <= min(8, given) for size in sizes)
+
+
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert main([str(CONFIGS / "glm47_355b.yaml"), "rollout.tp=8", "--suggest", "8xA100"]) == 2
     told = capsys.readouterr().out

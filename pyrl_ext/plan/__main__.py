@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.explain or options.schema or options.reference:
             return _document(options)
         if options.suggest is not None:
-            from pyrl_ext.plan.suggest import print_suggestions
+            from pyrl_ext.plan.suggest_show import print_suggestions
 
             return print_suggestions(options.config, options.overrides, options.suggest)
         plan = compile_plan(options.config, options.overrides)

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import heapq
 import math
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from time import monotonic
 from typing import Any, NamedTuple
 
 from pyrl_ext.plan.compile import compile_plan, draft_of, load
 from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.hardware import memory_limit, parse_gpus
+from pyrl_ext.plan.hardware import memory_limit
 from pyrl_ext.plan.memory import DTYPE_BYTES, memory_of
 from pyrl_ext.plan.passes import local_parameters
-from pyrl_ext.plan.problems import ConfigError, Key, Problem, show
+from pyrl_ext.plan.problems import ConfigError, Key, show
 from pyrl_ext.plan.rules import RULES, check
 from pyrl_ext.plan.shape import parameters
 from pyrl_ext.plan.stages import SPLIT_WAYS
@@ -36,7 +34,7 @@ RANKS = tuple(("parallel", key) for key in ("dp", "tp", "pp", "vpp", "cp", "ep",
 SPLIT = tuple(("parallel", key) for key in SPLIT_WAYS)
 LAYOUT = ("parallel", "pipeline_model_parallel_layout")
 TOKENS = ("batching", "tokens_per_microbatch")
-DISTRIBUTED = ("optimizer", "distributed")
+DISTRIBUTED, DYNAMIC = ("optimizer", "distributed"), ("parallel", "dynamic_cp")
 RECOMPUTE, OFFLOAD = ("model", "recompute"), ("optimizer", "offload")
 GPU, MEMORY = ("hardware", "gpu"), ("hardware", "memory")
 
@@ -236,7 +234,7 @@ class _Given:
                 spans = _divisors(max(1, dp * tp * cp // (etp or tp)))
                 for ep in self.choices(("parallel", "ep"), spans):
                     ranks = dict(zip(RANKS, (dp, tp, pp, vpp, cp, ep, etp), strict=True))
-                    yield ranks | self._split(pp, vpp or 1) | self._spread(dp * cp)
+                    yield ranks | self._split(pp, vpp or 1) | self._spread(dp, cp)
 
     def _split(self, pp: int, vpp: int) -> Values:
         """As given for the same stages; else equal ones, or a layout that is nearly even."""
@@ -249,9 +247,17 @@ class _Given:
             found[LAYOUT] = even_layout(layers, self.draft.num_mtp_layers, pp * vpp)
         return found
 
-    def _spread(self, copies: int) -> Values:
-        """The optimizer's state is spread where there are copies: as many bytes are sent."""
-        return {DISTRIBUTED: self.choices(DISTRIBUTED, [copies > 1])[0]}
+    def _spread(self, dp: int, cp: int) -> Values:
+        """The optimizer's state is spread where there are copies: as many bytes are sent. Dynamic
+        context parallelism, where it is given, has as many ranks as that or as there are."""
+        found: Values = {
+            DISTRIBUTED: self.choices(DISTRIBUTED, [dp * cp > 1 or self.value(DISTRIBUTED)])[0]
+        }
+        if self.draft.parallel.dynamic_cp:
+            most = min(self.draft.parallel.dynamic_cp, dp * cp)
+            fitting = most if most > cp and dp * cp % most == 0 else None
+            found[DYNAMIC] = self.choices(DYNAMIC, [fitting])[0]
+        return found
 
     def tokens(self, layout: Values) -> list[int]:
         """Sizes of microbatches: as given, half and twice that, and what the longest sample needs,
@@ -327,71 +333,3 @@ def even_layout(layers: int, mtp: int, stages: int) -> str:
     longer = set(inner_first[:more])
     parts = [f"t*{fewest + (i in longer)}" if fewest + (i in longer) else "" for i in range(stages)]
     return f"E{'|'.join(parts)}{'m' * mtp}L"
-
-
-# What is printed ---------------------------------------------------------------------------------
-
-
-def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
-    """Print the plans for ``wanted`` (8xH200). Exit code 0: there are some; 2: there is none.
-
-    Raises:
-        ConfigError: with problems that no layout mends
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    try:
-        gpus, gpu = parse_gpus(wanted)
-    except ValueError as error:
-        raise ConfigError([Problem("command line: --suggest", 0, str(error))]) from None
-    console, errors = Console(), Console(stderr=True)
-    with _Line(errors) as line:
-        search = suggest(path, overrides, gpus, gpu, progress=line)
-    reasons = [f"{times} break {name}" for name, times in search.broken.most_common(5)]
-    reasons += [f"{search.too_large} do not fit"] * bool(search.too_large)
-    console.print(f"{search.layouts} layouts of {gpus} {gpu}: {', '.join(reasons) or 'all hold'}")
-    if not search.found:
-        if search.smallest:
-            peak, texts = search.smallest
-            console.print(f"the least found holds {_gib(peak)} GiB a GPU, with", " ".join(texts))
-        return 2
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "tokens", "recompute", "peak GiB", "left GiB", "s a step", "MFU"):
-        table.add_column(name, justify="right")
-    for number, each in enumerate(search.found, start=1):
-        left = _gib(each.limit - each.peak)
-        tokens, again = each.plan.batching.tokens_per_microbatch, each.plan.model.recompute
-        cells = (str(tokens), again, _gib(each.peak), left, f"{each.time.total:.3g}")
-        table.add_row(str(number), *cells, f"{each.time.mfu:.0%}")
-    console.print(table)
-    for number, each in enumerate(search.found, start=1):
-        pasted = " ".join(map(shlex.quote, each.overrides)) or "as it is"
-        console.print(f"{number}: {pasted}", soft_wrap=True, markup=False, highlight=False)
-    console.print(f"fastest first. Time: {search.found[0].time.error}. MFU is of the update")
-    return 0
-
-
-def _gib(held: int) -> str:
-    return f"{held / 2**30:.1f}"
-
-
-class _Line:
-    """A line about the search, once it has taken a second."""
-
-    def __init__(self, console: Any) -> None:
-        self.status, self.began, self.shown = console.status(""), monotonic(), False
-
-    def __enter__(self) -> _Line:
-        return self
-
-    def __call__(self, share: float) -> None:
-        if monotonic() - self.began < 1:
-            return
-        self.status.update(f"trying layouts, {share:.0%}")
-        if not self.shown:
-            self.shown = True
-            self.status.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.status.stop()
