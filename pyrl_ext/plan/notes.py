@@ -81,7 +81,7 @@ def _engine(plan: Plan) -> list[str]:
         return found
     if 1 < rollout.tp < plan.parallel.world_size:
         found.append(
-            f"rollout.tp: {rollout.tp} of {plan.parallel.world_size} ranks; several engines of several "
+            f"rollout.tp: {rollout.tp} of {plan.parallel.world_size} ranks; engines of several "
             "ranks each are not built yet. Use 1, or all ranks"
         )
     if plan.device == "cuda" and rollout.gpus is None and rollout.sleep:
