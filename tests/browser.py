@@ -38,8 +38,7 @@ def look(
             browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
             f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}",
             f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-            # wait for what is drawn, however slow the machine is
-            "--virtual-time-budget=1000", "--run-all-compositor-stages-before-draw",
+            "--virtual-time-budget=1000",  # scripts run to their end, however slow the machine is
             "--dump-dom", f"--screenshot={picture}", page.resolve().as_uri(),
         ]  # fmt: skip
         run = subprocess.run(command, capture_output=True, text=True, timeout=120)
