@@ -246,7 +246,7 @@ def _keep_our_groups() -> None:
     from vllm.distributed import destroy_model_parallel
     from vllm.v1.engine import core
 
-    core.cleanup_dist_env_and_memory = destroy_model_parallel
+    core.cleanup_dist_env_and_memory = destroy_model_parallel  # type: ignore
 
 
 def _params(sampling: Sampling, prompt: Prompt, index: int) -> Any:

@@ -54,7 +54,7 @@ def without_sampling_kernel() -> None:
     """Top-k and top-p by torch: Triton's interpreter cannot run vLLM's kernel for them."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    topk_topp_sampler.HAS_TRITON = False
+    topk_topp_sampler.HAS_TRITON = False  # type: ignore
 
 
 def patch() -> None:
