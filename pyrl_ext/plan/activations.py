@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.flops import head_widths
 from pyrl_ext.plan.stages import Stage
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -61,11 +62,10 @@ def heads_of(plan: Plan) -> Heads:
     shape: Any = plan.shape
     tp = plan.parallel.tp
     count = -(-shape.num_attention_heads // tp)
+    width, value = head_widths(shape)
     if is_latent(shape):
-        both = count * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
-        value = count * shape.v_head_dim
+        both, value = count * width, count * value
         return Heads(both, both, value, value, count, shape.qk_rope_head_dim)
-    width = getattr(shape, "head_width", shape.hidden_size // shape.num_attention_heads)
     shared = width * max(1, (shape.query_groups or shape.num_attention_heads) // tp)
     return Heads(count * width, shared, shared, count * width, count, width)
 

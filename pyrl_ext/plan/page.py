@@ -13,7 +13,7 @@ from pyrl_ext.plan.page_stages import stages_section
 from pyrl_ext.plan.page_svg import Content, Markup, join, table, tag
 from pyrl_ext.plan.page_time import pipeline_section, time_section
 from pyrl_ext.plan.problems import ConfigError
-from pyrl_ext.plan.summary import Summary, facts, sentence, values
+from pyrl_ext.plan.summary import Summary, facts, values
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MARKS = {"good": "✓", "bad": "✗", "plain": "·"}
@@ -77,7 +77,7 @@ def _verdict_line(tone: str, answer: str, detail: str) -> Markup:
 def rules_section() -> Markup:
     """Every rule; a plan that compiled breaks none."""
     items = [
-        tag("li", tag("b", "holds"), f" {sentence(rule)} ", tag("code", key))
+        tag("li", tag("b", "holds"), f" {rules.sentence(rule)} ", tag("code", key))
         for key, rule in rules.RULES
     ]
     note = f"All {len(items)} hold. Each is a function of pyrl_ext.plan.rules with this name."

@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 
 from pyrl_ext.plan.compiled import Plan
 from pyrl_ext.plan.problems import Key
-from pyrl_ext.plan.rules import RULES
+from pyrl_ext.plan.rules import RULES, sentence
 from pyrl_ext.plan.schema import Section, Sections
 
 _SECTIONS = {
@@ -31,11 +31,6 @@ _SECTIONS = {
 }
 # What the plan took from a file is read through the key that names the file.
 _DERIVED: dict[str, Key] = {"hf": ("model", "config")}
-
-
-def sentence(rule: Callable[..., Any]) -> str:
-    """What a rule demands, in words: its name is a sentence."""
-    return rule.__name__.replace("_", " ")
 
 
 @cache

@@ -160,11 +160,6 @@ def most_microbatches(plan: Plan) -> int:
     return -(-samples // each)
 
 
-def sentence(rule: Any) -> str:
-    """A rule's name as words."""
-    return rule.__name__.replace("_", " ")
-
-
 def size(number: int) -> str:
     """Bytes with a binary unit."""
     value, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]

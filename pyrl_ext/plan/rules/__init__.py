@@ -20,6 +20,6 @@ from pyrl_ext.plan.rules import (  # noqa: F401 (each registers its rules)
     replay,
     rollout,
 )
-from pyrl_ext.plan.rules._rule import RULES, changed, check, relative, rule
+from pyrl_ext.plan.rules._rule import RULES, changed, check, relative, rule, sentence
 
-__all__ = ["RULES", "changed", "check", "relative", "rule"]
+__all__ = ["RULES", "changed", "check", "relative", "rule", "sentence"]

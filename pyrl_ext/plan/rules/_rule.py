@@ -25,6 +25,11 @@ def rule(key: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def sentence(rule: Rule) -> str:
+    """What a rule demands, in words: its name is a sentence."""
+    return rule.__name__.replace("_", " ")
+
+
 def check(plan: Plan, rules: Iterable[tuple[str, Rule]] = RULES) -> Iterator[tuple[str, str]]:
     """(key, message) of every rule that `plan` breaks, as far as its fields are right."""
     for key, function in rules:
