@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,17 @@ from torch.profiler import record_function
 from pyrl_ext.batch import Batch
 from pyrl_ext.feed import Feed
 from pyrl_ext.megatron import checkpoint
-from pyrl_ext.megatron.gradients import gather_shards
+from pyrl_ext.megatron.gradients import buffers, gather_shards
 from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.megatron.model import build_chunks, release, unwrap, wrap_ddp
-from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, warmed_up
+from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, state_tensors, warmed_up
 from pyrl_ext.microbatch import Microbatch
 from pyrl_ext.models import family, weights
 from pyrl_ext.objective import LossFn
 from pyrl_ext.ops import Inverse, invert_rows, sum_rows
 from pyrl_ext.replay import Replay
 from pyrl_ext.topology import Topology
-from pyrl_ext.transfer import to_device
+from pyrl_ext.transfer import Aside, to_device
 
 Schedule = Sequence[Sequence[Sequence[int]]]  # [dp rank][microbatch] -> sample ids
 
@@ -63,6 +63,7 @@ class Policy:
         self.mtp_layers = plan.num_mtp_layers  # layers for multi-token prediction
         self.step = 0  # rollout steps finished
         self.updates = 0  # optimizer steps finished
+        self._aside = {part: Aside() for part in ("weights", "gradients", "optimizer")}
 
     @classmethod
     def build(cls, plan: Any, topo: Topology, trainable: bool = True) -> Policy:
@@ -133,6 +134,7 @@ class Policy:
 
         Communicates: see `models.weights.export`.
         """
+        self._need("weights")
         return weights.export(self.table, self._live(), self.plan.shape.vocab_size, self.topo)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -150,6 +152,41 @@ class Policy:
         }
         return weights.export(self.table, found, self.plan.shape.vocab_size, self.topo)
 
+    # memory --------------------------------------------------------------------------------------
+
+    def put_aside(self, part: Literal["weights", "gradients", "optimizer"]) -> int:
+        """Give device memory to an engine until `take_back`; the pass that needs it raises.
+
+        Args:
+            part: parameters and buffers; gradients, whose contents are lost; or the optimizer's
+                state with its fp32 copies of the weights.
+
+        Returns: bytes given back on this rank.
+        Syncs: once.
+        """
+        tensors = list(self._live().values())
+        if part != "weights":
+            shared = {t.untyped_storage().data_ptr() for t in tensors}
+            tensors = [b.grad_data for b in buffers(self.chunks)]
+            if part == "optimizer":  # in fp32 it steps the weights themselves
+                tensors = state_tensors(self.optimizer)
+                tensors = [t for t in tensors if t.untyped_storage().data_ptr() not in shared]
+        return self._aside[part].put(tensors, keep=part != "gradients")
+
+    def take_back(self) -> int:
+        """All that was put aside is on the device again.
+
+        Returns: bytes taken on this rank.
+        """
+        return sum(aside.take_back() for aside in self._aside.values())
+
+    def _need(self, *parts: str) -> None:
+        if away := [part for part in parts if self._aside[part]]:
+            raise RuntimeError(
+                f"Policy: the {' and '.join(away)} of rank {self.topo.rank} are put aside, "
+                "expected them on the device; call take_back first"
+            )
+
     # passes --------------------------------------------------------------------------------------
 
     def scores(self, batch: Batch, schedule: Schedule, replay: bool = True) -> Scores:
@@ -158,6 +195,7 @@ class Policy:
         Communicates: two all-reduces of [T] fp32 over data and context ranks, a broadcast from the
         last stage. Syncs: reads the agreement counts.
         """
+        self._need("weights")
         feed = self._feed(batch, schedule, replay)
         found: list[tuple[Microbatch, Tensor, Tensor]] = []
 
@@ -206,6 +244,7 @@ class Policy:
         Returns: grad_norm (before clipping) and lr.
         Raises: FloatingPointError when the gradient is not finite.
         """
+        self._need(*self._aside)
         lr = warmed_up(self.plan.optimizer.lr, self.plan.optimizer.warmup_steps, self.updates)
         set_lr(self.optimizer, lr)
         stepped, grad_norm, _ = self.optimizer.step()
@@ -228,6 +267,7 @@ class Policy:
         """
         if not minibatch.num_loss_tokens:
             raise ValueError("Policy.update: the minibatch has no token under its loss mask")
+        self._need("weights", "gradients")
         feed = self._feed(minibatch, schedule, self.plan.replay.train, depths=self.mtp_layers)
         names: list[str] = []
         in_chunk = loss if self.plan.logprob.loss_in_chunk else None
@@ -343,11 +383,13 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Model, optimizer and counters into ``folder``, whole or not at all."""
+        self._need(*self._aside)
         counters = {"step": self.step, "updates": self.updates}
         checkpoint.save(folder, self._models, self.optimizer, counters, self.plan, self.topo)
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote, under this or another layout."""
+        self._need(*self._aside)
         counters = checkpoint.load(folder, self._models, self.optimizer, self.plan, self.topo)
         self.step, self.updates = counters["step"], counters["updates"]
 

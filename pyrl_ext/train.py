@@ -28,6 +28,7 @@ from pyrl_ext.run import Interrupt, RunFolder
 from pyrl_ext.schedule import Schedule, plan_microbatches
 from pyrl_ext.topology import Topology
 
+AWAY = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "gradients", "weights")}
 STOPPED = 130  # exit code of a shell command that Ctrl-C ended
 
 
@@ -52,13 +53,13 @@ def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
             peers.step = step
             with clock("time/step"):
                 with clock("time/publish"):
-                    rollouts.engine.load_weights(policy.weights(), version=step)
-                row: dict[str, float] = {"step": step}
+                    row = {"step": step} | rollouts.publish(policy, step, clock)
                 if plan.evaluate.every and step % plan.evaluate.every == 0:
                     with clock("time/eval"):
                         row["eval_reward"] = rollouts.held_out_reward()
                 with clock("time/rollout"):
                     samples = rollouts.train(step)
+                row |= rollouts.rest(policy, clock)
                 batch = Batch.of(samples, advantage, num_experts=experts, layer_ids=layers)
                 whole = schedule(plan, batch)
                 with clock("time/old_logprobs"):
@@ -109,6 +110,29 @@ class Rollouts:
     def close(self) -> None:
         self.engine.close()
 
+    def publish(self, policy: Policy, version: int, clock: Clock) -> dict[str, float]:
+        """Weights to the engine. Of the trainer's memory leaves what the plan says; the weights
+        last, since the engine reads them. The metrics of it."""
+        away = AWAY[self.plan.rollout.offload_trainer]
+        freed = 0
+        for part in (p for p in away if p != "weights"):
+            with clock("time/make_room"):
+                freed += policy.put_aside(part)
+        self.engine.load_weights(policy.weights(), version=version)
+        if "weights" in away:
+            with clock("time/make_room"):
+                freed += policy.put_aside("weights")
+        return {"memory/put_aside": freed} if away else {}
+
+    def rest(self, policy: Policy, clock: Clock) -> dict[str, float]:
+        """The device is the trainer's again. The metrics of it."""
+        found = {}
+        with clock("time/take_back"):
+            if self.plan.engine_sleeps:
+                found["memory/engine_slept"] = self.engine.sleep()
+            policy.take_back()
+        return found
+
     def train(self, step: int) -> list[Sample]:
         """The scored samples of a step, alike on every rank."""
         prompts = self.source.prompts.take(step, self.plan.batching.prompts)
@@ -151,8 +175,9 @@ def speed(clock: Clock, batch: Batch) -> dict[str, float]:
 def finish(policy: Policy, rollouts: Rollouts, run: RunFolder, clock: Clock) -> None:
     """After the last step: one more evaluation, of the final weights, and the report."""
     if policy.step == run.plan.steps and run.plan.evaluate.every:
-        rollouts.engine.load_weights(policy.weights(), version=policy.step)
+        rollouts.publish(policy, policy.step, clock)
         last = {"step": policy.step, "eval_reward": rollouts.held_out_reward()}
+        rollouts.rest(policy, clock)
         run.write(last | clock.take())
     run.close()
     run.report()

@@ -234,11 +234,11 @@ def train(*overrides: str, ranks: int = 1) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_ranks_with_an_engine_each_or_one_together_train_alike(tmp_path: Path):
-    short = ("steps=2", "evaluate.every=0", "log.progress=false", "parallel.dp=2")
-    each = train(*short, f"run={tmp_path / 'each'}", ranks=2)
-    together = train(*short, f"run={tmp_path / 'together'}", "rollout.tp=2", ranks=2)
-    for a, b in zip(each, together, strict=True):
+def test_ranks_with_an_engine_each_or_for_two_together_train_alike(tmp_path: Path):
+    short = ("steps=2", "evaluate.every=0", "log.progress=false")
+    each = train(*short, f"run={tmp_path / 'each'}", "parallel.dp=2", ranks=2)
+    two = (*short, f"run={tmp_path / 'two'}", "parallel.dp=4", "rollout.tp=2")
+    for a, b in zip(each, train(*two, ranks=4), strict=True):
         assert a["reward"] == b["reward"]
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
         for row in (a, b):

@@ -46,6 +46,16 @@ def warmed_up(lr: float, warmup_steps: int, step: int) -> float:
     return lr if step >= warmup_steps else lr * (step + 1) / warmup_steps
 
 
+def state_tensors(optimizer: Any) -> list[Tensor]:
+    """What the optimizer steps on this rank (the weights themselves or fp32 copies of them), and
+    what it remembers of each."""
+    found = []
+    for part in _parts(optimizer):
+        kept = part.optimizer.state.values()
+        found += _mains(part) + [t for each in kept for t in each.values() if torch.is_tensor(t)]
+    return found
+
+
 # state for checkpoints ---------------------------------------------------------------------------
 #
 # megatron-core 0.19.2 saves an optimizer's state in a form that follows how the optimizer was

@@ -192,6 +192,18 @@ _METRICS = (
         "Host time that routes, forcing and agreement counts add to the phases above.",
     ),
     Metric("time/publish", "s", "Wall time of handing the weights to the rollout engine."),
+    Metric(
+        "time/make_room",
+        "s",
+        "Part of the publish: moving gradients, optimizer state and weights to the host.",
+    ),
+    Metric(
+        "time/take_back",
+        "s",
+        "Wall time of putting the engine to sleep and filling the trainer's memory again.",
+    ),
+    Metric("memory/put_aside", "bytes", "What rank 0's trainer held in host memory meanwhile."),
+    Metric("memory/engine_slept", "bytes", "What rank 0's engine gave back when it fell asleep."),
     Metric("time/eval", "s", "Wall time of the held-out evaluation."),
     Metric("time/checkpoint", "s", "Wall time of saving a checkpoint."),
     Metric(

@@ -28,6 +28,7 @@ PHASES = {
     "time/update": "model",
     "time/eval": "model",
     "time/publish": "ours",
+    "time/take_back": "ours",
     "time/checkpoint": "ours",
 }
 MEANS = (

@@ -148,6 +148,13 @@ class Plan(Sections):
         return self.rollout.dtype or self.model.dtype
 
     @property
+    def engine_sleeps(self) -> bool:
+        """Whether the engine gives the GPU that it shares back while the trainer works."""
+        rollout = self.rollout
+        shared = self.device == "cuda" and rollout.gpus is None
+        return shared and rollout.sleep and rollout.engine != "recorded"
+
+    @property
     def config_path(self) -> str:
         """Absolute path of the HF config.json."""
         return self.resolve(self.model.config)

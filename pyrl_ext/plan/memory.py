@@ -322,7 +322,8 @@ def _engine(plan: Plan, load: Load) -> Iterator[Item]:
     weights = each * parameters(plan.shape).total
     if rollout.engine == "hf":
         why = f"{each} bytes a parameter, the whole model on every rank"
-        yield Item("engine weights", weights, PHASES, why)
+        held_in = PHASES[:2] if plan.engine_sleeps else PHASES
+        yield Item("engine weights", weights, held_in, why)
         yield _embedded_cache(plan, load)
     elif rollout.engine == "vllm" and rollout.gpus is None:
         limit, share = memory_limit(plan), rollout.memory

@@ -79,13 +79,6 @@ def _engine(plan: Plan) -> list[str]:
     rollout, found = plan.rollout, []
     if rollout.engine != "vllm":
         return found
-    if 1 < rollout.tp < plan.parallel.world_size:
-        found.append(
-            f"rollout.tp: {rollout.tp} of {plan.parallel.world_size} ranks; engines of several "
-            "ranks each are not built yet. Use 1, or all ranks"
-        )
-    if plan.device == "cuda" and rollout.gpus is None and rollout.sleep:
-        found.append("rollout.sleep: true is not built yet on a GPU. Use false")
     return found
 
 
@@ -94,7 +87,7 @@ def _not_built(plan: Plan) -> list[tuple[str, object]]:
     fields = {
         "model": ("offload_layers", "fp8"),
         "parallel": ("dynamic_cp",),
-        "rollout": ("gpus", "offload_trainer"),
+        "rollout": ("gpus",),
         "optimizer": ("offload",),
     }
     sections = ((name, getattr(plan, name)) for name in fields)

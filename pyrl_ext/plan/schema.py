@@ -189,7 +189,7 @@ class Rollout(Section):
     memory: Annotated[float, Field(gt=0, le=1)] = 0.6
     """share of a GPU's memory that the engine takes for weights and key/value cache (vllm)"""
     sleep: bool = True
-    """a shared GPU is free of the engine's weights and cache while the trainer works (vllm)"""
+    """a shared GPU is free of the engine's weights and cache while the trainer works (hf, vllm)"""
     offload_trainer: Literal["none", "optimizer", "all"] = "none"
     """what of the trainer waits in host memory while a shared GPU generates"""
     engine_options: dict[str, Any] = {}

@@ -243,6 +243,10 @@ class Engine(Protocol):
         """Returns samples prompt by prompt, index by index."""
         ...
 
+    def sleep(self) -> int:
+        """Gives the memory of weights and caches back until the next `load_weights`; bytes."""
+        ...
+
     def close(self) -> None:
         """Ends what the engine has started; it does not generate any more."""
         ...

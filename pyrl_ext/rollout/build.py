@@ -103,6 +103,7 @@ def _vllm(plan: Plan) -> Engine:
         max_tokens=tokens,
         max_running=plan.rollout.max_running,
         memory=plan.rollout.memory,
+        sleeps=plan.engine_sleeps,
         options=plan.rollout.engine_options,
     )
 

@@ -17,6 +17,7 @@ from pyrl_ext.rollout.routers import expert_ids, find_routers, num_experts
 from pyrl_ext.rollout.sampling import draw, stream_keys
 from pyrl_ext.rollout.slots import Slots
 from pyrl_ext.rollout.weights import Destinations
+from pyrl_ext.transfer import Aside
 
 
 class HFEngine:
@@ -60,6 +61,7 @@ class HFEngine:
         for slot, router in enumerate(routers):
             router.register_forward_hook(self._hook(slot))
         self._destinations = Destinations(self.model)
+        self._aside = Aside()
         self._refusal = "no weights were loaded yet"
         self.version: int | None = None
 
@@ -84,6 +86,7 @@ class HFEngine:
         """
         self.version = None
         self._refusal = f"loading version {version} failed and left the weights incomplete"
+        self._aside.take_back()
         self._destinations.fill(named)
         self.version = version
 
@@ -117,6 +120,11 @@ class HFEngine:
             else:
                 run.advance(0, self._decode(run.slots))
         return run.finished()
+
+    def sleep(self) -> int:
+        """Gives the memory of the weights back until the next `load_weights`; bytes."""
+        self.version, self._refusal = None, "its weights were given back by sleep"
+        return self._aside.put(self._destinations.views.values(), keep=False)
 
     def close(self) -> None:
         """Nothing runs outside of the calls."""

@@ -163,6 +163,10 @@ class RecordedEngine:
             self._check(groups[prompt.id], prompt, sampling.samples_per_prompt)
         return [sample for prompt in prompts for sample in groups[prompt.id]]
 
+    def sleep(self) -> int:
+        """There is nothing to give back."""
+        return 0
+
     def close(self) -> None:
         """Everything was read at the start."""
 

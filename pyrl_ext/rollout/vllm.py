@@ -34,6 +34,7 @@ class VLLMEngine:
         cache_bytes: of the key/value cache, on a CPU
         engine_routes: routes by vLLM's own way; None: on GPUs. On a CPU it needs Triton, which is
             interpreted there, 100 times slower than our worker's
+        sleeps: on a GPU, `sleep` gives its memory back; vLLM must know from the start
         options: further arguments of vLLM's engine
         on_progress: called as on_progress(samples done, samples in all) when samples finish
     """
@@ -51,6 +52,7 @@ class VLLMEngine:
         memory: float = 0.6,
         cache_bytes: int = 1 << 28,
         engine_routes: bool | None = None,
+        sleeps: bool = False,
         options: dict[str, Any] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ):
@@ -64,6 +66,7 @@ class VLLMEngine:
         self.version: int | None = None
         self._refusal = "no weights were loaded yet"
         own = not self.on_cpu if engine_routes is None else engine_routes
+        self._sleeps, self._asleep = sleeps, set[str]()
         self._engine_routes, self._captures = own, bool(self.layer_ids) and not own
         self._engine = _start(
             interpreted=self.on_cpu and own,
@@ -77,7 +80,7 @@ class VLLMEngine:
             **(
                 vllm_cpu.arguments(cache_bytes)
                 if self.on_cpu
-                else {"gpu_memory_utilization": memory}
+                else {"gpu_memory_utilization": memory, "enable_sleep_mode": sleeps}
             ),
             **(options or {}),
         )
@@ -104,11 +107,36 @@ class VLLMEngine:
         """
         self.version = None
         self._refusal = f"loading version {version} failed and left the weights incomplete"
+        self._wake("weights")
         self._engine.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": _checked(named, version)}
         )
         self._engine.reset_prefix_cache()
         self.version = version
+
+    def sleep(self) -> int:
+        """Gives the memory of weights and cache back; the next `load_weights` takes that of the
+        weights again, and the `generate` after it the cache's. Bytes that are free since.
+
+        Raises:
+            RuntimeError: the engine was not started with ``sleeps``, or runs on a CPU
+        """
+        if self.on_cpu or not self._sleeps:
+            raise RuntimeError(
+                "VLLMEngine.sleep: "
+                + ("vLLM's build for CPUs keeps its memory" if self.on_cpu else "sleeps is False")
+                + ", expected an engine on a GPU that was started with sleeps=True"
+            )
+        self.version, self._refusal = None, "its weights were given back by sleep"
+        before = torch.cuda.mem_get_info()[0]
+        self._engine.sleep(level=2)  # the weights too: the next publish brings all of them
+        self._asleep = {"weights", "kv_cache"}
+        return torch.cuda.mem_get_info()[0] - before
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._engine.wake_up([part])
+            self._asleep.remove(part)
 
     def close(self) -> None:
         """Ends vLLM, before the process groups that it uses end."""
@@ -127,6 +155,7 @@ class VLLMEngine:
             raise RuntimeError(
                 f"VLLMEngine.generate: {self._refusal}, expected a load_weights that succeeded"
             )
+        self._wake("kv_cache")
         wanted = [(p, i) for p in prompts for i in range(sampling.samples_per_prompt)]
         outputs = self._run(wanted, sampling)
         routes = self._captured() if self._captures else {}

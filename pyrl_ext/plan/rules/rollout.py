@@ -22,7 +22,7 @@ READERS = {
     "tp": ("vllm",),
     "gpus": ("vllm",),
     "memory": ("vllm",),
-    "sleep": ("vllm",),
+    "sleep": ("hf", "vllm"),
     "engine_options": ("vllm",),
     "offload_trainer": ("hf", "vllm"),
     "dtype": ("hf", "vllm"),
