@@ -204,6 +204,9 @@ class Seeded:
         group = range(sampling.samples_per_prompt)
         return [sample(p.id, i, 5 + p.id % 3) for p in prompts for i in group]
 
+    def sleep(self) -> int:
+        return 0
+
     def close(self) -> None: ...
 
 
