@@ -328,8 +328,9 @@ def test_layouts_equal_one_process(tmp_path):
         "tp2 with biases": ("glm4_moe", "parallel.tp=2"),
         "tp2 without experts": ("qwen3", "parallel.tp=2"),
         "pp2 without experts": ("qwen3", "parallel.pp=2"),
+        "pp2, tied": ("qwen3, tied", "parallel.pp=2"),
     }
-    check_layouts(tmp_path, SEVERAL, layouts)
+    check_layouts(tmp_path, SEVERAL | {"qwen3, tied": TRAINED["qwen3, tied"]}, layouts)
 
 
 def test_prediction_of_a_token_further_ahead(tmp_path):

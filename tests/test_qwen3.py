@@ -15,7 +15,6 @@ from pyrl_ext import topology, train
 from pyrl_ext.batch import Batch
 from pyrl_ext.models.weights import Weight, shard_of, whole_of
 from pyrl_ext.objective import build_advantage, build_loss
-from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.shape import parameters
 from pyrl_ext.policy import Policy
 from pyrl_ext.rollout import Prompt, Sampling
@@ -232,11 +231,3 @@ def test_what_is_not_built_is_named(tmp_path, changes, reason):
     assert [u for u in plan.unsupported if u.startswith(f"model.config: {reason}")]
     with topology.start(plan) as topo, pytest.raises(NotImplementedError, match=reason):
         Policy.build(plan, topo)
-
-
-def test_a_tied_head_is_not_split_over_stages(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(HF | {"tie_word_embeddings": True}))
-    config = f"model.config={tmp_path}/config.json"
-    assert compile_plan(QWEN3, [config]).unsupported == ()
-    (reason,) = compile_plan(QWEN3, [config, "parallel.pp=2"]).unsupported
-    assert reason.startswith("parallel.pp: tie_word_embeddings is true")

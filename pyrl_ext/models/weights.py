@@ -153,6 +153,8 @@ def live(chunks: Sequence[torch.nn.Module], ep_rank: int, local_experts: int) ->
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if name.endswith("_extra_state"):
                 continue
+            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"  # the last stage's copy
             name = re.sub(r"^decoder\.layers\.(\d+)\.", rename, name)
             name = re.sub(r"^mtp\.layers\.(\d+)\.mtp_model_layer\.", rename_ahead, name)
             name = re.sub(

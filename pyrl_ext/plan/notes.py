@@ -56,11 +56,6 @@ def _placement(plan: Plan) -> list[str]:
 def unsupported(plan: Plan) -> tuple[str, ...]:
     """What `plan` names that the trainer refuses to start, each with its key."""
     found = [f"model.config: {reason}" for reason in plan.shape.unsupported()]
-    if plan.shape.tie_word_embeddings and plan.parallel.pp > 1:
-        found.append(
-            "parallel.pp: tie_word_embeddings is true, and the first and last stage would each "
-            "hold the embedding. Use pp: 1"
-        )
     if plan.model.backend != "local":
         found.append(f"model.backend: {plan.model.backend} is not connected yet. Use local")
     found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]
