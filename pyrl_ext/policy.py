@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from pyrl_ext.microbatch import Microbatch
 from pyrl_ext.models import family, weights
 from pyrl_ext.objective import LossFn
 from pyrl_ext.ops import Inverse, invert_rows, sum_rows
+from pyrl_ext.publish import gather_buckets, plan_buckets
 from pyrl_ext.replay import Replay
 from pyrl_ext.topology import Topology
 from pyrl_ext.transfer import Aside, to_device
@@ -60,6 +61,7 @@ class Policy:
         self.chunks, self.optimizer, self.replay = chunks, optimizer, replay
         self.family = family(plan.model.family)
         self.table = self.family.weights(plan.shape, plan.num_mtp_layers)
+        self.buckets = plan_buckets(plan, self.table)
         self.mtp_layers = plan.num_mtp_layers  # layers for multi-token prediction
         self.step = 0  # rollout steps finished
         self.updates = 0  # optimizer steps finished
@@ -123,19 +125,26 @@ class Policy:
         """From ``model.weights``, a checkpoint folder, or drawn from the plan's seed."""
         live, plan = self._live(), self.plan
         if plan.weights_path is None:
-            read = weights.RandomWeights(self.table, live, plan.shape, plan.seed, self.topo)
+            read = weights.RandomWeights(self.table, plan.shape.initializer_range, plan.seed)
         else:
             read = weights.SafetensorsFolder(plan.weights_path)
             read.check(self.table, self.family.ignored(plan.shape, self.mtp_layers))
         weights.load(self.table, live, read, self.topo)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every checkpoint tensor (HF name, value), whole on every rank; may alias live parameters.
+    def weights(self, only: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every checkpoint tensor (HF name, value), whole on every rank.
 
-        Communicates: see `models.weights.export`.
+        It may be a live parameter or part of a buffer: valid until the next is asked for.
+
+        Args:
+            only: names that are asked for; None: all.
+
+        Communicates: see `publish.gather_buckets`.
         """
         self._need("weights")
-        return weights.export(self.table, self._live(), self.plan.shape.vocab_size, self.topo)
+        plan = self.plan
+        buckets = self.buckets if only is None else plan_buckets(plan, self.table, only=only)
+        return gather_buckets(buckets, self._live(), self.topo)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """What `accumulate` left: d(loss) / d(tensor), float32, as `weights` names and shapes them.
@@ -150,7 +159,8 @@ class Policy:
             name: getattr(tensor, "main_grad", torch.zeros_like(tensor, dtype=torch.float32))
             for name, tensor in self._live().items()
         }
-        return weights.export(self.table, found, self.plan.shape.vocab_size, self.topo)
+        buckets = plan_buckets(self.plan, self.table, torch.float32)
+        return gather_buckets(buckets, found, self.topo)
 
     # memory --------------------------------------------------------------------------------------
 

@@ -165,14 +165,15 @@ def test_layouts_equal_one_process(tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_query_groups_take_turns(size):
     """Rows q0 q1 k0 v0 | q2 q3 k1 v1 ... as megatron's linear_qkv has them, over any split."""
-    weight = Weight.grouped("q", "k", "v", "qkv", heads=(8, 4))
+    weight = Weight.grouped("q", "k", "v", "qkv", (8, 4), 3, 1)
     q, k, v = (
         torch.arange(heads * 3)[:, None] + base for heads, base in ((8, 0), (4, 100), (4, 200))
     )
     shards = [shard_of(weight, [q, k, v], size, rank) for rank in range(size)]
+    assert all(shard.shape == weight.part(size) for shard in shards)
     first = [*range(6), 100, 101, 102, 200, 201, 202]
     assert torch.cat(shards)[:12, 0].tolist() == first
-    back = whole_of(weight, shards, vocab_size=0)
+    back = whole_of(weight, shards)
     assert all(torch.equal(got, want) for got, want in zip(back, (q, k, v), strict=True))
 
 

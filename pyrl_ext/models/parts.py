@@ -91,47 +91,53 @@ def decoder(attention: Rows) -> Callable[[Any, int], list[Weight]]:
         first = shape.num_hidden_layers
         sparse = {*shape.router_layers, *range(first, first + mtp_layers)}
         layers = (
-            _layer(i, attention(i, shape), _experts(i, shape) if i in sparse else _dense(i))
+            _layer(i, shape, attention(i, shape), (_experts if i in sparse else _dense)(i, shape))
             for i in range(first + mtp_layers)
         )
-        table = language_model(shape.tie_word_embeddings, layers)
-        return table + [row for i in range(mtp_layers) for row in _ahead(i, first + i)]
+        table = language_model(shape, layers)
+        return table + [row for i in range(mtp_layers) for row in _ahead(i, first + i, shape)]
 
     return weights
 
 
-def _layer(layer: int, attention: list[Weight], feed_forward: list[Weight]) -> list[Weight]:
-    hf, mc = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+def _layer(
+    layer: int, shape: Any, attention: list[Weight], feed_forward: list[Weight]
+) -> list[Weight]:
+    hf, mc, hidden = f"model.layers.{layer}.", f"decoder.layers.{layer}.", shape.hidden_size
+    before = hf + "input_layernorm.weight", mc + "input_layernorm.weight"
+    between = hf + "post_attention_layernorm.weight", mc + "pre_mlp_layernorm.weight"
     return [
-        Weight.same(hf + "input_layernorm.weight", mc + "input_layernorm.weight"),
+        Weight.same(*before, hidden),
         *attention,
-        Weight.same(hf + "post_attention_layernorm.weight", mc + "pre_mlp_layernorm.weight"),
+        Weight.same(*between, hidden),
         *feed_forward,
     ]
 
 
-def _dense(layer: int) -> list[Weight]:
-    return mlp(layer, "mlp", "mlp")
+def _dense(layer: int, shape: Any) -> list[Weight]:
+    return mlp(layer, "mlp", "mlp", shape.hidden_size, shape.intermediate_size)
 
 
 def _experts(layer: int, shape: Any) -> list[Weight]:
-    table = routed_experts(layer, shape.num_experts)
+    table = routed_experts(layer, shape)
     if shape.has_router_bias:
         gate, router = f"model.layers.{layer}.mlp.gate", f"decoder.layers.{layer}.mlp.router"
-        table.append(Weight.same(gate + ".e_score_correction_bias", router + ".expert_bias"))
-    if shape.shared_expert_width:
-        table += mlp(layer, "mlp.shared_experts", "mlp.shared_experts")
+        names = gate + ".e_score_correction_bias", router + ".expert_bias"
+        table.append(Weight.same(*names, shape.num_experts, float32=True))
+    if width := shape.shared_expert_width:
+        names = "mlp.shared_experts", "mlp.shared_experts"
+        table += mlp(layer, *names, shape.hidden_size, width)
     return table
 
 
-def _ahead(depth: int, layer: int) -> list[Weight]:
+def _ahead(depth: int, layer: int, shape: Any) -> list[Weight]:
     """What a layer for multi-token prediction has beside a decoder layer."""
-    hf, mc = f"model.layers.{layer}.", f"mtp.layers.{depth}."
+    hf, mc, hidden = f"model.layers.{layer}.", f"mtp.layers.{depth}.", shape.hidden_size
     return [
-        Weight.same(hf + "enorm.weight", mc + "enorm.weight"),
-        Weight.same(hf + "hnorm.weight", mc + "hnorm.weight"),
-        Weight.rows(hf + "eh_proj.weight", mc + "eh_proj.weight"),
-        Weight.same(hf + "shared_head.norm.weight", mc + "final_layernorm.weight"),
+        Weight.same(hf + "enorm.weight", mc + "enorm.weight", hidden),
+        Weight.same(hf + "hnorm.weight", mc + "hnorm.weight", hidden),
+        Weight.rows(hf + "eh_proj.weight", mc + "eh_proj.weight", hidden, 2 * hidden),
+        Weight.same(hf + "shared_head.norm.weight", mc + "final_layernorm.weight", hidden),
     ]
 
 
@@ -139,32 +145,45 @@ def grouped_query_rows(layer: int, shape: Any) -> list[Weight]:
     """Tensors of `grouped_query` attention."""
     hf, mc = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
     heads = (shape.num_attention_heads, shape.num_key_value_heads)
+    hidden, width = shape.hidden_size, shape.head_width
     table = []
     for kind in ("weight", "bias") if shape.attention_bias else ("weight",):
         q, k, v = (f"{hf}{name}_proj.{kind}" for name in "qkv")
-        table.append(Weight.grouped(q, k, v, f"{mc}linear_qkv.{kind}", heads))
+        head = (width, hidden) if kind == "weight" else (width,)
+        table.append(Weight.grouped(q, k, v, f"{mc}linear_qkv.{kind}", heads, *head))
     if shape.has_qk_norm:
-        table.append(Weight.same(hf + "q_norm.weight", mc + "q_layernorm.weight"))
-        table.append(Weight.same(hf + "k_norm.weight", mc + "k_layernorm.weight"))
-    return [*table, Weight.columns(hf + "o_proj.weight", mc + "linear_proj.weight")]
+        table.append(Weight.same(hf + "q_norm.weight", mc + "q_layernorm.weight", width))
+        table.append(Weight.same(hf + "k_norm.weight", mc + "k_layernorm.weight", width))
+    return [*table, _output(layer, hidden, heads[0] * width)]
+
+
+def _output(layer: int, hidden: int, width: int) -> Weight:
+    hf, mc = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
+    return Weight.columns(hf + "o_proj.weight", mc + "linear_proj.weight", hidden, width)
 
 
 def latent_rows(layer: int, shape: Any) -> list[Weight]:
     """Tensors of `latent` attention."""
     hf, mc = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
+    hidden, heads, narrow = shape.hidden_size, shape.num_attention_heads, shape.kv_lora_rank
+    queries = heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
+    kv_a = hf + "kv_a_proj_with_mqa.weight", mc + "linear_kv_down_proj.weight"
+    kv_b = hf + "kv_b_proj.weight", mc + "linear_kv_up_proj.weight"
+    both = heads * (shape.qk_nope_head_dim + shape.v_head_dim)
     table = [
-        Weight.same(hf + "kv_a_proj_with_mqa.weight", mc + "linear_kv_down_proj.weight"),
-        Weight.same(hf + "kv_a_layernorm.weight", mc + "kv_layernorm.weight"),
-        Weight.rows(hf + "kv_b_proj.weight", mc + "linear_kv_up_proj.weight"),
-        Weight.columns(hf + "o_proj.weight", mc + "linear_proj.weight"),
+        Weight.same(*kv_a, narrow + shape.qk_rope_head_dim, hidden),
+        Weight.same(hf + "kv_a_layernorm.weight", mc + "kv_layernorm.weight", narrow),
+        Weight.rows(*kv_b, both, narrow),
+        _output(layer, hidden, heads * shape.v_head_dim),
     ]
-    if shape.q_lora_rank is None:
-        return [*table, Weight.rows(hf + "q_proj.weight", mc + "linear_q_proj.weight")]
+    if (rank := shape.q_lora_rank) is None:
+        q = hf + "q_proj.weight", mc + "linear_q_proj.weight"
+        return [*table, Weight.rows(*q, queries, hidden)]
     return [
         *table,
-        Weight.same(hf + "q_a_proj.weight", mc + "linear_q_down_proj.weight"),
-        Weight.same(hf + "q_a_layernorm.weight", mc + "q_layernorm.weight"),
-        Weight.rows(hf + "q_b_proj.weight", mc + "linear_q_up_proj.weight"),
+        Weight.same(hf + "q_a_proj.weight", mc + "linear_q_down_proj.weight", rank, hidden),
+        Weight.same(hf + "q_a_layernorm.weight", mc + "q_layernorm.weight", rank),
+        Weight.rows(hf + "q_b_proj.weight", mc + "linear_q_up_proj.weight", queries, rank),
     ]
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 Shard = Literal["same", "rows", "columns", "gated", "grouped", "vocab"]
+Size = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,75 +22,100 @@ class Weight:
     """One megatron parameter and the checkpoint tensors it is made of.
 
     Args:
-        hf:     checkpoint names, in the order they are stacked.
-        name:   megatron name, with the layer's and the expert's ids counted over the whole model.
-        shard:  how tensor-parallel ranks divide it: not at all, by rows, by columns, by rows within
-                each stacked tensor (gate and up), by rows with the tensors' query groups taking
-                turns (query, key, value), or by rows of a vocabulary padded to a multiple.
-        expert: id of the expert it belongs to (then the expert-parallel groups divide it), or None.
-        heads:  (query heads, key/value heads) of a "grouped" one.
+        hf:      checkpoint names, in the order they are stacked.
+        name:    megatron name, with the layer's and the expert's ids counted over the whole model.
+        shard:   how tensor-parallel ranks divide it: not at all, by rows, by columns, by rows
+                 within each stacked tensor (gate and up), by rows with the tensors' query groups
+                 taking turns (query, key, value), or by rows of a vocabulary padded to a multiple.
+        shapes:  of the checkpoint tensors, in the order of ``hf``.
+        expert:  id of the expert it belongs to (then the expert-parallel groups divide it), or
+                 None.
+        heads:   (query heads, key/value heads) of a "grouped" one.
+        float32: whether it is that, whatever the type of the model.
     """
 
     hf: tuple[str, ...]
     name: str
     shard: Shard
+    shapes: tuple[Size, ...]
     expert: int | None = None
     heads: tuple[int, int] = (1, 1)
+    float32: bool = False
 
     @classmethod
-    def same(cls, hf: str, name: str) -> Weight:
-        return cls((hf,), name, "same")
+    def same(cls, hf: str, name: str, *size: int, float32: bool = False) -> Weight:
+        return cls((hf,), name, "same", (size,), float32=float32)
 
     @classmethod
-    def rows(cls, hf: str, name: str) -> Weight:
-        return cls((hf,), name, "rows")
+    def rows(cls, hf: str, name: str, *size: int) -> Weight:
+        return cls((hf,), name, "rows", (size,))
 
     @classmethod
-    def columns(cls, hf: str, name: str, expert: int | None = None) -> Weight:
-        return cls((hf,), name, "columns", expert)
+    def columns(cls, hf: str, name: str, *size: int, expert: int | None = None) -> Weight:
+        return cls((hf,), name, "columns", (size,), expert)
 
     @classmethod
-    def gated(cls, gate: str, up: str, name: str, expert: int | None = None) -> Weight:
-        return cls((gate, up), name, "gated", expert)
+    def gated(cls, gate: str, up: str, name: str, *size: int, expert: int | None = None) -> Weight:
+        return cls((gate, up), name, "gated", (size, size), expert)
 
     @classmethod
-    def grouped(cls, q: str, k: str, v: str, name: str, heads: tuple[int, int]) -> Weight:
-        return cls((q, k, v), name, "grouped", heads=heads)
+    def grouped(
+        cls, q: str, k: str, v: str, name: str, heads: tuple[int, int], *head: int
+    ) -> Weight:
+        """``head``: the size of one query, key or value head."""
+        width, *rest = head
+        shapes = tuple((n * width, *rest) for n in (heads[0], heads[1], heads[1]))
+        return cls((q, k, v), name, "grouped", shapes, heads=heads)
 
     @classmethod
-    def vocab(cls, hf: str, name: str) -> Weight:
-        return cls((hf,), name, "vocab")
+    def vocab(cls, hf: str, name: str, *size: int) -> Weight:
+        return cls((hf,), name, "vocab", (size,))
+
+    def part(self, size: int) -> Size:
+        """Shape of the part that each of ``size`` tensor-parallel ranks holds."""
+        rows, *rest = self.shapes[0]
+        if self.shard == "same":
+            return self.shapes[0]
+        if self.shard == "columns":
+            return rows, rest[0] // size
+        return -(-sum(shape[0] for shape in self.shapes) // size), *rest
 
 
 # rows that families have in common ---------------------------------------------------------------
 
 
-def language_model(tied: bool, layers: Iterable[list[Weight]]) -> list[Weight]:
+def language_model(shape: Any, layers: Iterable[list[Weight]]) -> list[Weight]:
     """Embedding, ``layers``, final norm, and the head where it is not the embedding again."""
-    embedding, head = "embedding.word_embeddings.weight", "output_layer.weight"
-    table = [Weight.vocab("model.embed_tokens.weight", embedding)]
+    hidden, size = shape.hidden_size, (shape.vocab_size, shape.hidden_size)
+    table = [Weight.vocab("model.embed_tokens.weight", "embedding.word_embeddings.weight", *size)]
     for layer in layers:
         table += layer
-    table.append(Weight.same("model.norm.weight", "decoder.final_layernorm.weight"))
-    return table if tied else [*table, Weight.vocab("lm_head.weight", head)]
+    table.append(Weight.same("model.norm.weight", "decoder.final_layernorm.weight", hidden))
+    if shape.tie_word_embeddings:
+        return table
+    return [*table, Weight.vocab("lm_head.weight", "output_layer.weight", *size)]
 
 
-def mlp(layer: int, hf_name: str, mc_name: str, expert: int | None = None) -> list[Weight]:
-    """A gated MLP of layer ``layer``, or one expert's."""
+def mlp(
+    layer: int, hf_name: str, mc_name: str, hidden: int, width: int, expert: int | None = None
+) -> list[Weight]:
+    """A gated MLP of layer ``layer``, or one expert's, with ``width`` rows of gate and up each."""
     hf, mc = f"model.layers.{layer}.{hf_name}.", f"decoder.layers.{layer}.{mc_name}."
     gate, up, down = (f"{hf}{name}_proj.weight" for name in ("gate", "up", "down"))
     return [
-        Weight.gated(gate, up, mc + "linear_fc1.weight", expert),
-        Weight.columns(down, mc + "linear_fc2.weight", expert),
+        Weight.gated(gate, up, mc + "linear_fc1.weight", width, hidden, expert=expert),
+        Weight.columns(down, mc + "linear_fc2.weight", hidden, width, expert=expert),
     ]
 
 
-def routed_experts(layer: int, num_experts: int) -> list[Weight]:
+def routed_experts(layer: int, shape: Any) -> list[Weight]:
     """The router of layer ``layer`` and its experts."""
     hf, mc = f"model.layers.{layer}.mlp.gate.weight", f"decoder.layers.{layer}.mlp.router.weight"
-    table = [Weight.same(hf, mc)]
-    for e in range(num_experts):
-        table += mlp(layer, f"mlp.experts.{e}", f"mlp.experts.local_experts.{e}", expert=e)
+    hidden, width = shape.hidden_size, shape.moe_intermediate_size
+    table = [Weight.same(hf, mc, shape.num_experts, hidden)]
+    for e in range(shape.num_experts):
+        names = f"mlp.experts.{e}", f"mlp.experts.local_experts.{e}"
+        table += mlp(layer, *names, hidden, width, expert=e)
     return table
 
 
@@ -114,23 +139,23 @@ def shard_of(weight: Weight, tensors: Sequence[Tensor], size: int, rank: int) ->
     return torch.cat([t.chunk(size, 0)[rank] for t in tensors])
 
 
-def whole_of(weight: Weight, shards: Sequence[Tensor], vocab_size: int) -> list[Tensor]:
-    """The checkpoint tensors that ``shards`` (by rank) were cut from: the inverse of `shard_of`."""
+def whole_of(weight: Weight, shards: Sequence[Tensor]) -> list[Tensor]:
+    """The checkpoint tensors that ``shards`` (by rank) were cut from: the inverse of `shard_of`.
+
+    They are views of the shards where they can be.
+    """
+    single = len(shards) == 1
     if weight.shard == "same":
         return [shards[0]]
-    if weight.shard == "columns":
-        return [torch.cat(list(shards), 1) if len(shards) > 1 else shards[0]]
-    if weight.shard == "vocab":
-        return [torch.cat(list(shards))[:vocab_size] if len(shards) > 1 else shards[0][:vocab_size]]
+    if weight.shard == "gated":
+        gates, ups = zip(*(shard.chunk(2, 0) for shard in shards), strict=True)
+        return [gates[0], ups[0]] if single else [torch.cat(gates), torch.cat(ups)]
+    whole = shards[0] if single else torch.cat(list(shards), int(weight.shard == "columns"))
     if weight.shard == "grouped":
         heads, groups = weight.heads
-        by_group = torch.cat(list(shards)).unflatten(0, (groups, heads // groups + 2, -1))
+        by_group = whole.unflatten(0, (groups, heads // groups + 2, -1))
         return [t.flatten(0, 2) for t in by_group.split((heads // groups, 1, 1), 1)]
-    pieces = [s.chunk(len(weight.hf), 0) for s in shards]
-    return [
-        torch.cat([p[i] for p in pieces]) if len(pieces) > 1 else pieces[0][i]
-        for i in range(len(weight.hf))
-    ]
+    return [whole[: weight.shapes[0][0]]]
 
 
 def live(chunks: Sequence[torch.nn.Module], ep_rank: int, local_experts: int) -> dict[str, Tensor]:
@@ -199,7 +224,7 @@ def load(
     for weight in table:
         if (target := mine.get(weight.name)) is None:
             continue
-        size, rank, _ = _tensor_split(weight, topo)
+        size, rank, _ = tensor_split(weight, topo)
         part = shard_of(weight, [read(name) for name in weight.hf], size, rank)
         if part.shape != target.shape:
             raise ValueError(
@@ -209,85 +234,10 @@ def load(
         target.copy_(part)
 
 
-@torch.no_grad()
-def export(
-    table: Sequence[Weight], mine: Mapping[str, Tensor], vocab_size: int, topo: Any
-) -> Iterator[tuple[str, Tensor]]:
-    """Every checkpoint tensor, whole, on every rank, in the table's order.
-
-    A tensor may alias a live parameter: it is valid until the next update.
-
-    Communicates: per tensor an all-gather over its tensor-parallel group, and a broadcast over the
-    expert-parallel and pipeline groups from the rank that holds it.
-    """
-    held_by = _holders(mine, topo)
-    for weight in table:
-        tensor = mine.get(weight.name)
-        size, _, group = _tensor_split(weight, topo)
-        if tensor is not None:
-            tensor = tensor.detach()
-            shards = _all_gather(tensor, size, group) if weight.shard != "same" else [tensor]
-            whole = whole_of(weight, shards, vocab_size)
-        else:
-            whole = [None] * len(weight.hf)
-        if topo.ep_size > 1 or topo.pp_size > 1:
-            whole = _share(weight, whole, held_by, topo)
-        yield from zip(weight.hf, whole, strict=True)  # type: ignore[misc]
-
-
-def _tensor_split(weight: Weight, topo: Any) -> tuple[int, int, Any]:
+def tensor_split(weight: Weight, topo: Any) -> tuple[int, int, Any]:
     """(size, rank, group) of the tensor-parallel group that divides this weight."""
     group = topo.groups.tp if weight.expert is None else topo.groups.expt_tp
     return group.size(), group.rank(), group
-
-
-def _all_gather(tensor: Tensor, size: int, group: Any) -> list[Tensor]:
-    if size == 1:
-        return [tensor]
-    parts = [torch.empty_like(tensor) for _ in range(size)]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return parts
-
-
-def _holders(mine: Mapping[str, Tensor], topo: Any) -> dict[str, tuple[int, list, Any]]:
-    """name -> (pipeline stage, expert-parallel rank, shapes and dtype), agreed on by all ranks."""
-    if topo.ep_size == 1 and topo.pp_size == 1:
-        return {}
-    here = {n: (topo.pp_rank, topo.groups.ep.rank(), t.dtype) for n, t in mine.items()}
-    everywhere: list[Any] = [None] * topo.world_size
-    dist.all_gather_object(everywhere, here)
-    merged: dict[str, Any] = {}
-    for names in everywhere:
-        merged.update(names)
-    return merged
-
-
-def _share(weight: Weight, whole: list, held_by: Mapping[str, Any], topo: Any) -> list[Tensor]:
-    stage, expert_rank, dtype = held_by[weight.name]
-    device = topo.device
-    for i, tensor in enumerate(whole):
-        if weight.expert is not None and topo.ep_size > 1 and topo.pp_rank == stage:
-            tensor = _broadcast(tensor, dtype, expert_rank, topo.groups.ep, device)
-        if topo.pp_size > 1:
-            tensor = _broadcast(tensor, dtype, stage, topo.groups.pp, device)
-        whole[i] = tensor
-    return whole
-
-
-def _broadcast(
-    tensor: Tensor | None, dtype: torch.dtype, source: int, group: Any, device: torch.device
-) -> Tensor:
-    """``tensor`` of group rank ``source`` on every rank of the group; its shape travels first."""
-    root = dist.get_global_rank(group, source)
-    is_root = group.rank() == source
-    assert not is_root or tensor is not None
-    shape = [list(tensor.shape) if is_root and tensor is not None else None]
-    dist.broadcast_object_list(shape, src=root, group=group)
-    if not is_root or tensor is None:
-        tensor = torch.empty(shape[0] or [], dtype=dtype, device=device)
-    tensor = tensor.contiguous()
-    dist.broadcast(tensor, root, group=group)
-    return tensor
 
 
 # where full tensors come from and go to ----------------------------------------------------------
@@ -345,21 +295,12 @@ def save_safetensors(folder: str | Path, named: Iterator[tuple[str, Tensor]], hf
 class RandomWeights:
     """Initial weights from a seed, alike under every layout: each tensor has its own random stream.
 
-    Matrices are normal with standard deviation ``std``, norms one, biases zero. Shapes are taken
-    from the live tensors of this rank.
+    Matrices are normal with standard deviation ``std``, norms one, biases zero.
     """
 
-    def __init__(
-        self, table: Sequence[Weight], mine: Mapping[str, Tensor], shape: Any, seed: int, topo: Any
-    ):
-        self.std, self.seed = shape.initializer_range, seed
-        self.shapes: dict[str, torch.Size] = {}
-        for weight in table:
-            if (tensor := mine.get(weight.name)) is not None:
-                size, _, _ = _tensor_split(weight, topo)
-                shards = [torch.empty_like(tensor, device="meta")] * size
-                whole = whole_of(weight, shards, shape.vocab_size)
-                self.shapes.update(zip(weight.hf, (t.shape for t in whole), strict=True))
+    def __init__(self, table: Sequence[Weight], std: float, seed: int):
+        self.std, self.seed = std, seed
+        self.shapes = {n: s for w in table for n, s in zip(w.hf, w.shapes, strict=True)}
 
     def __call__(self, name: str) -> Tensor:
         shape = self.shapes[name]

@@ -192,6 +192,9 @@ class Rollout(Section):
     """a shared GPU is free of the engine's weights and cache while the trainer works (hf, vllm)"""
     offload_trainer: Literal["none", "optimizer", "all"] = "none"
     """what of the trainer waits in host memory while a shared GPU generates"""
+    bucket_bytes: Positive = 2**30
+    """of weights that travel to the engine together [bytes]; a layer's experts, and a tensor, are
+    never split"""
     engine_options: dict[str, Any] = {}
     """arguments of the engine that have no key here, passed on as they are (vllm)"""
     temperature: Rate = 1.0
