@@ -112,7 +112,7 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     yield from passes
     yield from _optimizer_scratch(plan, stage, passes)
     yield from _routes(plan, stage, load)
-    yield _export(plan)
+    yield _publish(plan)
     yield from _engine(plan, load)
     yield from _context(plan)
 
@@ -306,14 +306,17 @@ def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
 # Engine and machine -----------------------------------------------------------------------------
 
 
-def _export(plan: Plan) -> Item:
-    """Weights go to the engine one tensor at a time."""
-    shape, parallel = plan.shape, plan.parallel
+def _publish(plan: Plan) -> Item:
+    """Weights go to the engine a bucket at a time, cut into tensors one by one."""
+    shape, parallel, each = plan.shape, plan.parallel, DTYPE_BYTES[plan.model.dtype]
     widest = max(shape.vocab_size, shape.intermediate_size) * shape.hidden_size
-    copies = 2 if parallel.tp > 1 else int(parallel.pp > 1 or parallel.ep > 1)
-    held = widest * (copies * DTYPE_BYTES[plan.model.dtype] + 1)
-    why = f"{copies} copies of the largest tensor while it is gathered, and its check for nan"
-    return Item("export", held, ("publish",), why, exact=False)
+    held, why = widest * (each + 1), "the largest tensor and its check for nan"
+    if max(parallel.tp, parallel.pp, parallel.ep, parallel.etp_size) > 1:
+        never_split = max(widest, *(layer.expert for layer in shape.layers))
+        bucket = max(plan.rollout.bucket_bytes, each * never_split)
+        held += min(bucket, each * parameters(shape).total)
+        why = f"a bucket, {why}"
+    return Item("publish", held, ("publish",), why, exact=False)
 
 
 def _engine(plan: Plan, load: Load) -> Iterator[Item]:

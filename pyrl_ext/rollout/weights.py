@@ -26,6 +26,7 @@ class Destinations:
     def __init__(self, model: Any):
         self.where = type(model).__name__
         self.views = dict(_views(model))
+        self.wholes = [t for t in model.state_dict().values() if t.is_floating_point()]
         layers = int(model.config.num_hidden_layers)
         extra = int(getattr(model.config, "num_nextn_predict_layers", None) or 0)
         self.mtp_layers = range(layers, layers + extra)
@@ -41,39 +42,39 @@ class Destinations:
             ValueError: listing what is unknown, missing, given twice, of another shape or not
                 finite; the model is then half written
 
-        Syncs: once, for the finiteness of all tensors together.
+        Syncs: once, for the finiteness of all tensors together, as the engine holds them.
         """
-        written: set[str] = set()
+        given: set[str] = set()
+        written: list[str] = []
         problems: list[str] = []
-        finite: dict[str, Tensor] = {}
         for name, value in named:
             target = self.views.get(name)
             if target is None:
                 layer = _LAYER.match(name)
                 if layer is None or int(layer[1]) not in self.mtp_layers:
                     problems.append(f"{name}: unknown name")
-            elif name in written:
+            elif name in given:
                 problems.append(f"{name}: given twice")
             elif value.shape != target.shape:
                 problems.append(f"{name}: shape {list(value.shape)}, expected {list(target.shape)}")
-                written.add(name)
             else:
-                finite[name] = torch.isfinite(value).all().to(target.device, non_blocking=True)
                 target.copy_(value)
-                written.add(name)
-        problems += [f"{name}: missing" for name in self.views if name not in written]
-        if finite:
-            flags = torch.stack(list(finite.values())).tolist()
-            problems += [
-                f"{name}: holds nan or inf"
-                for name, good in zip(finite, flags, strict=True)
-                if not good
-            ]
+                written.append(name)
+            given.add(name)
+        problems += [f"{name}: missing" for name in self.views if name not in given]
+        problems += [f"{name}: holds nan or inf" for name in self._not_finite(written)]
         if problems:
             raise ValueError(
                 f"{self.where}.load_weights: {len(problems)} problems, expected every parameter "
                 f"and persistent buffer exactly once:\n  " + "\n  ".join(problems)
             )
+
+    def _not_finite(self, written: list[str]) -> list[str]:
+        """The model's own tensors are fewer than a checkpoint's, and are asked first."""
+        extremes = [torch.stack(torch.aminmax(whole)).float() for whole in self.wholes]
+        if not extremes or bool(torch.stack(extremes).isfinite().all()):
+            return []
+        return [name for name in written if not self.views[name].isfinite().all()]
 
 
 def _views(model: Any) -> Iterable[tuple[str, Tensor]]:

@@ -1,0 +1,204 @@
+"""Weights from four ranks into the engine of each: ``python -m benchmarks.publish``.
+
+A model of 2,000 small tensors on four gloo ranks, in buckets (`pyrl_ext.publish`) against a gather
+of one tensor after the other: an all-gather of what tensor-parallel ranks divide, a broadcast from
+the rank that has an expert and one from the stage that has a layer, with shapes known beforehand.
+Both end in the embedded engine's `load_weights`, whose share is a row of its own.
+
+What must move is little: 17 MB into a buffer, over a socket and into the engine, 0.05 s with four
+ranks on two cores. What is predicted, before it was measured: a collective of a few KB takes 0.7 to
+1.1 ms here, whatever its size, so 2,000 tensors with one or two each take 2 to 4 s. Five buckets
+have three collectives each, of 1 to 3 ms: 0.1 s, and as much again for Python to cut 2,000 views
+and copy them into the engine. So 10 to 20 times as fast to gather, 5 to 10 times with the load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.measure import extra_bytes
+from benchmarks.run import device_name
+from pyrl_ext import topology
+from pyrl_ext.models.weights import tensor_split, whole_of
+from pyrl_ext.plan import compile_plan
+from pyrl_ext.policy import Policy
+from pyrl_ext.publish import Place
+from pyrl_ext.rollout.build import build_engine
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+RANKS, ROUNDS = 4, 2
+MODEL = {
+    "num_hidden_layers": 10,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 9,
+    "n_routed_experts": 72,
+}
+LAYOUTS = {
+    "tp2 pp2 ep2": ("parallel.tp=2", "parallel.pp=2", "parallel.ep=2", "parallel.etp=1"),
+    "dp4 ep4": ("parallel.dp=4", "parallel.ep=4"),
+}
+COMMON = ("rollout.bucket_bytes=4MiB", "replay=off", "threads=1")
+TIMES = 3.0  # bar: as fast as this, load included
+
+
+def one_by_one(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """What `Policy.weights` yields, with collectives of its own for every parameter."""
+    live, topo = policy._live(), policy.topo
+    for bucket in policy.buckets:
+        for place in bucket.places:
+            row = place.row
+            whole = None
+            if bucket.stage == topo.pp_rank and place.owner in (None, topo.groups.ep.rank()):
+                size, _, group = tensor_split(row, topo)
+                part = live[row.name].detach().contiguous()
+                parts = [part]
+                if size > 1 and row.shard != "same":
+                    parts = [torch.empty_like(part) for _ in range(size)]
+                    dist.all_gather(parts, part, group=group)
+                whole = whole_of(row, parts)
+            yield from zip(row.hf, _spread(place, bucket.stage, whole, topo), strict=True)
+
+
+def _spread(place: Place, stage: int, whole: list[Tensor] | None, topo: Any) -> list[Tensor]:
+    """``whole`` of the rank that has it, on all: first over its stage, then over the stages."""
+    groups = [(topo.groups.pp, stage)]
+    if place.owner is not None and topo.pp_rank == stage:
+        groups.insert(0, (topo.groups.ep, place.owner))
+    sizes = place.row.shapes
+    tensors = whole or [torch.empty(s, dtype=place.dtype, device=topo.device) for s in sizes]
+    for group, source in groups:
+        if group.size() > 1:
+            tensors = [tensor.contiguous() for tensor in tensors]
+            for tensor in tensors:
+                dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
+    return tensors
+
+
+@dataclass
+class Row:
+    """A layout's times [s], by what was done in buckets and one by one, and its memory [bytes]."""
+
+    tensors: int
+    bytes: int
+    buckets: int
+    largest: int
+    gather: tuple[float, float]
+    load: float
+    publish: tuple[float, float]
+    extra: int
+
+
+def measure(overrides: tuple[str, ...], config: Path) -> Row:
+    """On this rank; every time is the slowest rank's."""
+    plan = compile_plan(CONFIGS / "tiny.yaml", (f"model.config={config}", *COMMON, *overrides))
+    with topology.start(plan) as topo:
+        policy, engine = Policy.build(plan, topo, trainable=False), build_engine(plan, topo.device)
+        held = [(name, tensor.clone()) for name, tensor in policy.weights()]
+        for (name, ours), (other, theirs) in zip(held, one_by_one(policy), strict=True):
+            if name != other or not torch.equal(ours, theirs):
+                raise ValueError(f"{name}: gathered one by one it is another, expected the same")
+        extra = torch.tensor(extra_bytes(lambda: _drain(policy.weights()), "cpu"))
+        dist.all_reduce(extra, dist.ReduceOp.MAX)
+        times = _in_turns(
+            lambda: _drain(policy.weights()),
+            lambda: _drain(one_by_one(policy)),
+            lambda: engine.load_weights(held, version=0),
+            lambda: engine.load_weights(policy.weights(), version=0),
+            lambda: engine.load_weights(one_by_one(policy), version=0),
+        )
+        moved = sum(tensor.nbytes for _, tensor in held)
+        sizes = [bucket.bytes for bucket in policy.buckets]
+        gathered, load, published = times[:2], times[2], times[3:]
+        return Row(
+            len(held), moved, len(sizes), max(sizes), gathered, load, published, int(extra)
+        )  # fmt: skip
+
+
+def _drain(named: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in named:
+        pass
+
+
+def _in_turns(*runs: Callable[[], Any]) -> Any:
+    """The fastest round of each; the first is not counted."""
+    best = torch.full((ROUNDS + 1, len(runs)), float("inf"))
+    for times in best:
+        for i, run in enumerate(runs):
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            times[i] = time.perf_counter() - start
+    dist.all_reduce(best, dist.ReduceOp.MAX)
+    return tuple(best[1:].amin(0).tolist())
+
+
+def on_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["WORLD_SIZE"] = str(RANKS)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    rows = {name: measure(o, Path(folder, "config.json")) for name, o in LAYOUTS.items()}
+    if rank == 0:
+        show(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(rows: dict[str, Row]) -> None:
+    load = os.getloadavg()[0]
+    table = Table(
+        *("layout", "tensors", "MB", "buckets", "gather ms", "one by one", "times"),
+        *("load ms", "publish ms", "one by one", "times", "extra MB", "buckets"),
+        title=f"publish: torch {torch.__version__}, {RANKS} ranks, {device_name('cpu')} each, "
+        f"load {load:.1f}, {date.today()}",
+        caption="gather: every tensor whole on every rank; load: into the engine, from tensors "
+        "that are there; publish: both. Fastest of "
+        f"{ROUNDS} rounds, slowest rank. extra: peak memory of a gather, in MB and in buckets of "
+        "the largest size",
+        caption_justify="left",
+        padding=(0, 1),
+    )
+    for name, row in rows.items():
+        cells = [f"{row.tensors}", f"{row.bytes / 1e6:.1f}", f"{row.buckets}"]
+        cells += [f"{1e3 * s:.0f}" for s in row.gather] + [f"{_ratio(row.gather):.1f}x"]
+        cells += [f"{1e3 * row.load:.0f}"]
+        cells += [f"{1e3 * s:.0f}" for s in row.publish] + [f"{_ratio(row.publish):.1f}x"]
+        cells += [f"{row.extra / 1e6:.1f}", f"{row.extra / row.largest:.2f}"]
+        table.add_row(name, *cells)
+    Console(width=140).print(table)
+    for name, row in rows.items():
+        times, held = _ratio(row.publish), row.extra / row.largest
+        print(_bar(times >= TIMES, f"{name}: times as fast as one by one at least {TIMES}", times))
+        print(_bar(held < 2, f"{name}: extra memory below 2 buckets", held))
+
+
+def _ratio(times: tuple[float, float]) -> float:
+    return times[1] / times[0]
+
+
+def _bar(reached: bool, text: str, found: float) -> str:
+    return f"{'PASS' if reached else 'FAIL'}  {text}:  {found:.3g}"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        hf = json.loads((CONFIGS / "tiny" / "config.json").read_text()) | MODEL
+        Path(folder, "config.json").write_text(json.dumps(hf))
+        torch.multiprocessing.spawn(on_rank, (folder,), RANKS)  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()
