@@ -32,6 +32,7 @@ class RunFolder:
         self.path = Path(plan.run)
         self.checkpoints = self.path / "checkpoints"
         self.sinks: list[Sink] = []
+        self.progress: ProgressSink | None = None
         self._saved_at: int | None = None
 
     def check(self) -> None:
@@ -61,12 +62,18 @@ class RunFolder:
         if self.plan.log.tensorboard:
             self.sinks.append(TensorBoardSink(self.path / "tensorboard", policy.step))
         if self.plan.log.progress:
-            self.sinks.append(ProgressSink(self.plan.steps, policy.step))
+            self.progress = ProgressSink(self.plan.steps, policy.step)
+            self.sinks.append(self.progress)
 
     def write(self, row: Row) -> None:
         """One step's metrics to every sink."""
         for sink in self.sinks:
             sink.write(row)
+
+    def note(self, text: str) -> None:
+        """How far the step is, on the progress line."""
+        if self.progress is not None:
+            self.progress.note(text)
 
     def save(self, policy: Policy) -> None:
         """A checkpoint of ``policy.step``, unless there is one; older ones are pruned after it."""

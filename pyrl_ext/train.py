@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.policy import Policy, Scores
 from pyrl_ext.rollout import Engine, Sample, Sampling
 from pyrl_ext.rollout.build import Source, build_engine, build_source, sampling_of
-from pyrl_ext.rollout.shared import generate_shared
+from pyrl_ext.rollout.shared import Asked, generate_shared
 from pyrl_ext.run import Interrupt, RunFolder
 from pyrl_ext.schedule import Schedule, plan_microbatches
 from pyrl_ext.topology import Topology
@@ -45,7 +45,7 @@ def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
 
     clock = PhaseClock(peers)
     with (
-        closing(Rollouts(plan, topo, source)) as rollouts,
+        closing(Rollouts(plan, topo, source, run.note)) as rollouts,
         Interrupt(topo.device).watched() as interrupt,
     ):
         run.resume(policy)
@@ -76,7 +76,9 @@ def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
             if plan.replay.enabled:
                 models = [m for m in (policy, reference) if m is not None]
                 row["time/replay"] = sum(m.replay.stopwatch.take() for m in models)
-            run.write(row | batch.stats() | compare(batch, old) | speed(clock, batch))
+            run.write(
+                row | batch.stats() | rollouts.aborted | compare(batch, old) | speed(clock, batch)
+            )
             stop = interrupt.agreed()
             if stop or run.due(policy):
                 with clock("time/checkpoint"):  # in the next row: this one must not wait for it
@@ -95,10 +97,24 @@ def schedule(plan: Plan, batch: Batch) -> Schedule:
 
 
 class Rollouts:
-    """The engine of this rank, fed with its share of the plan's prompts."""
+    """The engine of this rank, fed with its share of the plan's prompts.
 
-    def __init__(self, plan: Plan, topo: Topology, source: Source):
-        self.plan, self.source = plan, source
+    Args:
+        show: takes a line of text as samples come.
+
+    Attributes:
+        aborted: metrics of the last `train`, about the groups that were not waited for.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        topo: Topology,
+        source: Source,
+        show: Callable[[str], None] | None = None,
+    ):
+        self.plan, self.source, self.show = plan, source, show
+        self.aborted: dict[str, float] = {}
         self.engine: Engine = build_engine(plan, topo.device)
         if plan.replay.enabled and not self.engine.capabilities.routes:
             raise ValueError(
@@ -134,21 +150,35 @@ class Rollouts:
         return found
 
     def train(self, step: int) -> list[Sample]:
-        """The scored samples of a step, alike on every rank."""
-        prompts = self.source.prompts.take(step, self.plan.batching.prompts)
-        return self._generate(prompts, sampling_of(self.plan, self.source, step))
+        """The scored samples of a step, alike on every rank.
+
+        The prompts of a step are a function of its number. Those that are aborted come again as
+        often as any other: in the next epoch.
+        """
+        keep = self.plan.batching.prompts
+        prompts = self.source.prompts.take(step, self.plan.prompts_asked)
+        sampling = sampling_of(self.plan, self.source, step)
+        samples, lost = self._generate(prompts, sampling, keep)
+        if len(prompts) > keep:
+            self.aborted = {
+                "rollout/aborted_groups": len(prompts) - keep,
+                "rollout/aborted_tokens": lost,
+            }
+        return samples
 
     def held_out_reward(self) -> float:
         """Mean reward on held-out prompts, one response each, the likeliest token every time."""
         prompts = self.source.prompts.held_out(self.plan.evaluate.prompts)
         sampling = sampling_of(self.plan, self.source, 0)
-        samples = self._generate(prompts, replace(sampling, greedy=True, samples_per_prompt=1))
+        sampling = replace(sampling, greedy=True, samples_per_prompt=1)
+        samples, _ = self._generate(prompts, sampling, len(prompts))
         return sum(s.reward for s in samples) / len(samples)
 
-    def _generate(self, prompts: list, sampling: Sampling) -> list[Sample]:
+    def _generate(self, prompts: list, sampling: Sampling, keep: int) -> tuple[list[Sample], int]:
         scorer = self.source.scorer(prompts)
+        asked = Asked(prompts, sampling, keep)
         tp = self.plan.rollout.tp
-        return generate_shared(self.engine, prompts, sampling, scorer, self.group, tp)
+        return generate_shared(self.engine, asked, scorer, self.group, tp, self.show)
 
 
 def compare(batch: Batch, old: Scores) -> dict[str, float]:

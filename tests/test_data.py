@@ -291,7 +291,7 @@ def test_score_gives_the_text_before_the_stop_token():
 
     samples = [rolled(3, 0, "ab", "stop"), rolled(4, 1, "abc", "length")]
     prompts = [Prompt(4, (5,), "x"), Prompt(3, (5,), "y")]
-    assert [s.reward for s in score(samples, prompts, reward, decode)] == [2.0, 3.0]
+    assert [s.reward for s in score(samples, prompts, reward, decode, (1,))] == [2.0, 3.0]
     assert seen == [("y", "ab", 1), ("x", "abc", ord("c"))]
     assert math.isnan(samples[0].reward)
 
@@ -303,12 +303,12 @@ def test_score_refuses_other_values(value: Any):
 
     message = r"odd\(prompt 3, sample 2, completion 'ab'\): returned .*, expected a finite number"
     with pytest.raises(RuntimeError, match=message):
-        score([rolled(3, 2, "ab", "stop")], [Prompt(3, (5,))], odd, decode)
+        score([rolled(3, 2, "ab", "stop")], [Prompt(3, (5,))], odd, decode, (1,))
 
 
 @pytest.mark.parametrize("value", [True, 2, 0.5, np.float32(0.5), np.int64(3)])
 def test_score_takes_any_number(value: Any):
-    [scored] = score([rolled(3, 2, "a", "stop")], [Prompt(3, (5,))], lambda *_: value, decode)
+    [scored] = score([rolled(3, 2, "a", "stop")], [Prompt(3, (5,))], lambda *_: value, decode, (1,))
     assert type(scored.reward) is float and scored.reward == value
 
 
@@ -320,6 +320,6 @@ def test_score_reports_what_a_reward_function_raises():
         r"test_data:.*fragile\(prompt 3, sample 2, completion 'z+\.\.\.'\): raised KeyError: 'z"
     )
     with pytest.raises(RuntimeError, match=message) as caught:
-        score([rolled(3, 2, "z" * 300, "length")], [Prompt(3, (5,))], fragile, decode)
+        score([rolled(3, 2, "z" * 300, "length")], [Prompt(3, (5,))], fragile, decode, (1,))
     assert isinstance(caught.value.__cause__, KeyError)
     assert "z" * 201 not in str(caught.value).split("raised")[0]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
+from collections.abc import Generator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from pyrl_ext.rollout import Capabilities, Prompt, Sample, Sampling
+from pyrl_ext.rollout import Capabilities, Engine, Prompt, Sample, Sampling
 from pyrl_ext.rollout.recorded import RecordedEngine, load_samples, save_samples
-from pyrl_ext.rollout.shared import generate_shared
+from pyrl_ext.rollout.shared import Asked, generate_shared
 
 
 def sample(prompt: int, index: int, size: int, experts: int | None = 8, version: int = 2) -> Sample:
@@ -187,22 +190,36 @@ def test_engine_without_batches(tmp_path: Path):
         RecordedEngine(tmp_path)
 
 
-class Seeded:
-    """An engine of its own kind: samples are a function of prompt and index, one rank may fail."""
+class Seeded(Engine):
+    """An engine of its own kind: samples are a function of prompt and index, one rank may fail.
 
-    capabilities = Capabilities(routes=True)
+    Sample i of prompt p comes at the time p * step % 11 + 4 * i. `open` counts streams that are not
+    closed, `given` the samples of the last one.
+    """
 
-    def __init__(self, fails: bool = False):
-        self.fails, self.asked = fails, 0
+    def __init__(self, fails: bool = False, step: int = 0):
+        self.fails, self.step = fails, step
+        self.asked = self.open = self.given = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(routes=True)
 
     def load_weights(self, named: Any, version: int) -> None: ...
 
-    def generate(self, prompts: Any, sampling: Sampling) -> list[Sample]:
-        self.asked = len(prompts)
+    def stream(self, prompts: Any, sampling: Sampling) -> Generator[Sample, None, None]:
+        self.asked, self.given = len(prompts), 0
         if self.fails:
             raise ValueError("out of paper")
         group = range(sampling.samples_per_prompt)
-        return [sample(p.id, i, 5 + p.id % 3) for p in prompts for i in group]
+        jobs = [(p.id * self.step % 11 + 4 * i, p.id, i) for p in prompts for i in group]
+        self.open += 1
+        try:
+            for _, prompt, index in sorted(jobs):
+                self.given += 1
+                yield sample(prompt, index, 5 + prompt % 3)
+        finally:
+            self.open -= 1
 
     def sleep(self) -> int:
         return 0
@@ -214,12 +231,52 @@ def scored(samples: list[Sample]) -> list[Sample]:
     return [dataclasses.replace(s, reward=float(s.prompt_id)) for s in samples]
 
 
+PAIRS = Sampling(4, samples_per_prompt=2)
+
+
+def expected(*ids: int) -> list[Sample]:
+    return scored([sample(i, j, 5 + i % 3) for i in ids for j in range(2)])
+
+
+def asked(ids: Sequence[int], keep: int | None = None, sampling: Sampling = PAIRS) -> Asked:
+    return Asked([Prompt(i, (1,)) for i in ids], sampling, len(ids) if keep is None else keep)
+
+
 def test_one_process():
-    prompts = [Prompt(i, (1,)) for i in range(5)]
-    got = generate_shared(Seeded(), prompts, Sampling(4, samples_per_prompt=2), scored, None)
-    assert_same(got, scored([sample(i, j, 5 + i % 3) for i in range(5) for j in range(2)]))
+    lines: list[str] = []
+    got, lost = generate_shared(Seeded(step=5), asked(range(5)), scored, show=lines.append)
+    assert_same(got, expected(*range(5)))
+    assert lost == 0 and len(lines) == 10
+    assert lines[-1].startswith("rollout: 10 samples, 5 of 5 groups, ")
     with pytest.raises(ValueError, match="out of paper"):
-        generate_shared(Seeded(True), prompts, Sampling(4))
+        generate_shared(Seeded(True), asked(range(5)))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4, 7])
+def test_the_groups_that_are_complete_first_are_kept(keep: int):
+    """Groups finish in the order of their places, which here is that of id * 5 modulo 11."""
+    ids = range(7)
+    order = sorted(ids, key=lambda i: (i * 5 % 11, i))
+    engine, judged = Seeded(step=5), []
+
+    def judge(group: list[Sample]) -> list[Sample]:
+        judged.append([(s.prompt_id, s.index) for s in group])
+        return scored(group)
+
+    got, lost = generate_shared(engine, asked(ids, keep), judge)
+    assert_same(got, expected(*sorted(order[:keep])))
+    assert judged == [[(i, 0), (i, 1)] for i in order[:keep]]
+    kept = sum(len(s.tokens) - s.prompt_len for s in got)
+    whole = list(islice(Seeded(step=5).stream(asked(ids).prompts, PAIRS), engine.given))
+    assert lost == sum(len(s.tokens) - s.prompt_len for s in whole) - kept
+    assert engine.open == 0 and (engine.given < 14 or keep == 7)
+
+
+def test_a_reward_that_fails_ends_the_stream():
+    engine = Seeded(step=5)
+    with pytest.raises(ZeroDivisionError):
+        generate_shared(engine, asked(range(5)), judge_fails)
+    assert engine.open == 0 and engine.given == 2
 
 
 def judge_fails(samples: list[Sample]) -> list[Sample]:
@@ -228,22 +285,41 @@ def judge_fails(samples: list[Sample]) -> list[Sample]:
 
 def over_ranks(group: dist.ProcessGroup) -> None:
     rank, ranks = group.rank(), group.size()
-    prompts = [Prompt(i, (1,)) for i in range(7)]
-    sampling = Sampling(4, samples_per_prompt=2)
+    everything = asked(range(7))
     engine = Seeded()
-    got = generate_shared(engine, prompts, sampling, scored, group)
-    assert engine.asked == len(prompts[rank::ranks])
-    assert_same(got, scored([sample(i, j, 5 + i % 3) for i in range(7) for j in range(2)]))
-    few = generate_shared(engine, prompts[:1], sampling, scored, group)
+    got, _ = generate_shared(engine, everything, scored, group)
+    assert engine.asked == len(range(rank, 7, ranks))
+    assert_same(got, expected(*range(7)))
+    few, _ = generate_shared(engine, asked([0]), scored, group)
     assert_same(few, got[:2])
     message = f"1 of {ranks} ranks failed.*\n  rank 1: ValueError: out of paper"
     with pytest.raises(RuntimeError, match=message):
-        generate_shared(Seeded(rank == 1), prompts, sampling, scored, group)
+        generate_shared(Seeded(rank == 1), everything, scored, group)
     with pytest.raises(RuntimeError, match="rank 2: ZeroDivisionError"):
-        generate_shared(engine, prompts, sampling, scored if rank < 2 else judge_fails, group)
+        generate_shared(engine, everything, scored if rank < 2 else judge_fails, group)
     with pytest.raises(RuntimeError, match=r"ranks \[2\] were given other prompts"):
-        generate_shared(engine, prompts[: 7 if rank < 2 else 6], sampling, None, group)
-    assert_same(generate_shared(engine, prompts, sampling, scored, group), got)
+        generate_shared(engine, asked(range(7 if rank < 2 else 6)), None, group)
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] were given other prompts"):
+        generate_shared(engine, asked(range(7), 5 if rank == 1 else 6), None, group)
+    assert_same(generate_shared(engine, everything, scored, group)[0], got)
+    own_quotas(group)
+
+
+def own_quotas(group: dist.ProcessGroup) -> None:
+    """What is kept is each engine's own first groups, however late the others are."""
+    rank, ranks = group.rank(), group.size()
+    kept = []
+    for other in range(ranks):
+        share = sorted(range(other, 10, ranks), key=lambda i: i * 5 % 11)
+        kept += share[: len(range(other, 7, ranks))]
+    for slow in range(ranks):
+        engine = Seeded(step=5)
+        time.sleep(0.2 * (rank == slow))
+        got, lost = generate_shared(engine, asked(range(10), 7), scored, group)
+        assert_same(got, expected(*sorted(kept)))
+        assert lost > 0 and engine.open == 0
+    got, _ = generate_shared(Seeded(step=5), asked(range(4), 1), scored, group)  # two have no quota
+    assert_same(got, expected(0))
 
 
 def test_ranks_share_prompts_and_errors():

@@ -171,6 +171,16 @@ _METRICS = (
         "Fraction of groups whose samples have equal rewards, which give no gradient.",
         (0.8, 0.99),
     ),
+    Metric(
+        "rollout/aborted_groups",
+        "groups",
+        "Groups asked for by rollout.oversample that were not among the first to be complete.",
+    ),
+    Metric(
+        "rollout/aborted_tokens",
+        "tokens",
+        "Tokens of whole responses in aborted groups; of responses cut off midway none is counted.",
+    ),
     # schedule
     Metric("schedule/microbatches", "1", "Microbatches of a rank in the step."),
     Metric(

@@ -223,6 +223,11 @@ class ProgressSink:
         line = f"step {done}/{self._total}  {_numbers(row)}  left {_clock(left)}"
         self._console.print(line, highlight=False, soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """Show how far the step is, in place of the last one's numbers; in a terminal only."""
+        if self._bar is not None:
+            self._bar.update(self._task, numbers=text)
+
     def close(self) -> None:
         """Leave the bar as it is."""
         if self._bar is not None:

@@ -124,6 +124,11 @@ class Plan(Sections):
         return self.batching.prompts * self.batching.samples_per_prompt
 
     @property
+    def prompts_asked(self) -> int:
+        """Prompts that a rollout step asks the engines for; it trains on batching.prompts."""
+        return math.ceil(round(self.batching.prompts * self.rollout.oversample, 6))
+
+    @property
     def samples_per_minibatch(self) -> int:
         """Samples of one optimizer step."""
         return self.samples // self.batching.minibatches

@@ -142,6 +142,8 @@ def _type_of(annotation: Any, marks: Any = ()) -> str:
         return " | ".join(inner)
     if annotation is type(None):
         return "null"
+    if kind is list:
+        return f"list, each a {_type_of(inner[0])}"
     if kind in (dict, tuple):
         each = f" of {len(inner)}, each a {_type_of(inner[0])}" if kind is tuple else ""
         return "mapping" if kind is dict else f"list{each}"

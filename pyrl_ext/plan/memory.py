@@ -349,8 +349,8 @@ def _engine(plan: Plan, load: Load) -> Iterator[Item]:
 
 
 def _embedded_cache(plan: Plan, load: Load) -> Item:
-    samples = -(-plan.batching.prompts // plan.parallel.world_size)
-    slots = min(plan.rollout.max_running, samples * plan.batching.samples_per_prompt)
+    prompts = -(-plan.prompts_asked // plan.parallel.world_size)
+    slots = min(plan.rollout.max_running, prompts * plan.batching.samples_per_prompt)
     tokens = slots * load.longest
     each = _cache_bytes_per_token(plan, 1)
     # a slot's token, log-prob and routes, and three float32 copies of its logits

@@ -28,6 +28,12 @@ def notes(plan: Plan) -> tuple[str, ...]:
         found.append(
             "replay.old and replay.train differ: the first update's ratio compares different routes"
         )
+    if plan.rollout.oversample > 1:
+        found.append(
+            f"rollout.oversample {plan.rollout.oversample:g}: a step asks for {plan.prompts_asked} "
+            f"prompts and trains on the {plan.batching.prompts} that are answered first, so on "
+            "fewer long answers than the policy gives; estimated times are without it"
+        )
     if plan.data.prompts and plan.data.eval_prompts is None:
         found.append("data.eval_prompts is null: every eighth of data.prompts is held out instead")
     if (tight := seems_to_fit(plan)) is not None:

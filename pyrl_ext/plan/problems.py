@@ -61,6 +61,7 @@ _EXPECTED = {
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
     "tuple_type": "a list",
+    "list_type": "a list",
     "too_long": "at most {max_length} values",
     "dict_type": "a mapping",
     "model_type": "a mapping",

@@ -205,6 +205,10 @@ class Rollout(Section):
     """sample from the k likeliest tokens; 0: from all"""
     max_new_tokens: Positive
     """longest response [tokens]"""
+    stop: list[Text] = []
+    """a response that holds one of these texts ends with the token that completes it"""
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """prompts asked for each one trained on; the slowest are aborted: short answers are favoured"""
     max_running: Positive = 128
     """sequences the embedded engine decodes at a time"""
     logprobs: Literal["processed", "raw"] = "processed"

@@ -7,7 +7,7 @@ transformers), `recorded.RecordedEngine` (replays stored batches) and `vllm.VLLM
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Capabilities", "Engine", "Prompt", "Sample", "Sampling", "route_dtype"]
+__all__ = ["Capabilities", "Engine", "Prompt", "Sample", "Sampling", "in_order", "route_dtype"]
 
 FINISH_REASONS = ("stop", "length")
 
@@ -52,6 +52,8 @@ class Sampling:
         top_p: smallest set of tokens whose probabilities reach it is kept, in (0, 1]
         top_k: number of most likely tokens kept; 0 = all
         stop_ids: a sampled token of these ends the response and is part of it
+        stop: texts; the token that completes one of them in the response's text ends it and is
+            part of it
         samples_per_prompt: group size
         seed: already mixed with the training step by the caller
         greedy: argmax instead of a draw; log-probs are then those of the unfiltered model
@@ -65,6 +67,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     samples_per_prompt: int = 1
     seed: int = 0
     greedy: bool = False
@@ -82,6 +85,7 @@ class Sampling:
         )
         need(0 < self.top_p <= 1, "top_p", "a number in (0, 1]")
         need(self.top_k >= 0, "top_k", "0 (all tokens) or a positive count")
+        need(all(self.stop), "stop", "texts of at least one character")
         need(self.samples_per_prompt >= 1, "samples_per_prompt", "at least 1")
 
 
@@ -102,7 +106,8 @@ class Sample:
         layer_ids: [L] 0-based global ids of the layers that have a router
         route_mask: [T] bool, tokens that have a route (the last token never was an input)
         weight_version: of the weights that generated the sample
-        finish_reason: "stop" (a stop token was sampled) or "length" (the budget ran out)
+        finish_reason: "stop" (a stop token was sampled or a stop string is complete) or
+            "length" (the budget ran out)
         reward: nan until scored
     """
 
@@ -228,7 +233,7 @@ class Capabilities:
 
 
 class Engine(Protocol):
-    """Generates samples from weights."""
+    """Generates samples from weights. Engines that inherit it have `generate`."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -239,9 +244,19 @@ class Engine(Protocol):
         """Takes new weights, under the names of the model's Hugging Face safetensors."""
         ...
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
-        """Returns samples prompt by prompt, index by index."""
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Generator[Sample, None, None]:
+        """Yields samples as they finish; closing it aborts what still runs.
+
+        The order is a function of weights, prompts and sampling, not of time, so that ranks that
+        hold an engine together see the same one.
+        """
         ...
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
+        """All samples of `stream`, prompt by prompt, index by index."""
+        return in_order(self.stream(prompts, sampling), prompts)
 
     def sleep(self) -> int:
         """Gives the memory of weights and caches back until the next `load_weights`; bytes."""
@@ -250,6 +265,12 @@ class Engine(Protocol):
     def close(self) -> None:
         """Ends what the engine has started; it does not generate any more."""
         ...
+
+
+def in_order(samples: Iterable[Sample], prompts: Sequence[Prompt]) -> list[Sample]:
+    """The samples of these prompts, prompt by prompt, index by index."""
+    places = {prompt.id: place for place, prompt in enumerate(prompts)}
+    return sorted(samples, key=lambda sample: (places[sample.prompt_id], sample.index))
 
 
 def route_dtype(num_experts: int) -> torch.dtype:

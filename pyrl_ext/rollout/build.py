@@ -36,7 +36,13 @@ class Source:
 
     def scorer(self, prompts: list[Any]) -> Callable[[list[Sample]], list[Sample]]:
         """Fills in the rewards of samples of ``prompts``."""
-        return partial(score, prompts=prompts, reward=self.reward, decode=self.decode)
+        return partial(
+            score,
+            prompts=prompts,
+            reward=self.reward,
+            decode=self.decode,
+            stop_ids=self.stop_ids,
+        )
 
 
 def build_source(plan: Plan) -> Source:
@@ -79,6 +85,7 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
             dtype=getattr(torch, plan.rollout_dtype),
             device=device,
             max_running=plan.rollout.max_running,
+            tokenizer=load_tokenizer(folder) if (folder := _stops_with(plan)) else None,
         )
     if plan.rollout.engine == "recorded":
         from pyrl_ext.rollout.recorded import RecordedEngine
@@ -88,6 +95,11 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
     if plan.rollout.engine == "vllm":
         return _vllm(plan)
     raise NotImplementedError(f"rollout.engine: {plan.rollout.engine!r} is not built")
+
+
+def _stops_with(plan: Plan) -> str | None:
+    """Folder of the tokenizer, for an engine that looks for stop strings."""
+    return plan.tokenizer_path if plan.rollout.stop else None
 
 
 def _vllm(plan: Plan) -> Engine:
@@ -104,6 +116,7 @@ def _vllm(plan: Plan) -> Engine:
         max_running=plan.rollout.max_running,
         memory=plan.rollout.memory,
         sleeps=plan.engine_sleeps,
+        tokenizer=_stops_with(plan),
         options=plan.rollout.engine_options,
     )
 
@@ -117,6 +130,7 @@ def sampling_of(plan: Plan, source: Source, step: int) -> Sampling:
         top_p=options.top_p,
         top_k=options.top_k,
         stop_ids=source.stop_ids,
+        stop=tuple(options.stop),
         samples_per_prompt=plan.batching.samples_per_prompt,
         seed=plan.seed * 1_000_003 + step,
     )

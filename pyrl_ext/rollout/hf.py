@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, initialization
 
-from pyrl_ext.rollout import Capabilities, Prompt, Sample, Sampling, route_dtype
+from pyrl_ext.rollout import Capabilities, Engine, Prompt, Sample, Sampling, route_dtype
 from pyrl_ext.rollout.routers import expert_ids, find_routers, num_experts
 from pyrl_ext.rollout.sampling import draw, stream_keys
 from pyrl_ext.rollout.slots import Slots
+from pyrl_ext.rollout.stops import StopStrings
 from pyrl_ext.rollout.weights import Destinations
 from pyrl_ext.transfer import Aside
 
 
-class HFEngine:
+class HFEngine(Engine):
     """Generates with `AutoModelForCausalLM` in this process, and reports routed experts.
 
     The samples of one prompt share its prefill. Log-probs are those of the distribution the token
@@ -34,7 +35,7 @@ class HFEngine:
         max_running: sequences that run at once
         max_prefill_tokens: padded prompt tokens of one prefill; a longer prompt runs alone
         experts, attention: implementations of transformers by name; None = the faster ones here
-        on_progress: called as on_progress(samples done, samples in all) when samples finish
+        tokenizer: of transformers, for sampling with stop strings
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class HFEngine:
         max_prefill_tokens: int = 16384,
         experts: str | None = None,
         attention: str | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        tokenizer: Any = None,
     ):
         if max_running < 1:
             raise ValueError(f"HFEngine.max_running: {max_running}, expected at least 1")
         self.device = torch.device(device)
         self.max_running, self.max_prefill_tokens = max_running, max_prefill_tokens
-        self.on_progress = on_progress
+        self.tokenizer = tokenizer
         self.model = _build(_config(config), dtype, self.device, experts, attention)
         self.layer_ids, routers = find_routers(self.model)
         self.route_dtype = route_dtype(max((num_experts(r) for r in routers), default=1))
@@ -91,35 +92,37 @@ class HFEngine:
         self.version = version
 
     @torch.no_grad()  # not inference_mode: its tensors could not take part in a loss
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Generator[Sample, None, None]:
         """Draws `samples_per_prompt` responses to every prompt.
 
         Args:
             prompts: with distinct ids, token ids inside the vocabulary
             sampling: see `Sampling`
 
-        Returns:
-            samples, prompt by prompt, index by index; on the CPU, not scored
+        Yields:
+            samples as they finish; on the CPU, not scored
 
         Raises:
             RuntimeError: no complete weights are loaded, or the model produced non-finite logits
-            ValueError: a prompt is empty, out of the vocabulary, too long, or its id is repeated
+            ValueError: a prompt is empty, out of the vocabulary, too long, or its id is repeated;
+                stop strings without a tokenizer
 
         Syncs: once a token.
         """
         if self.version is None:
             raise RuntimeError(
-                f"HFEngine.generate: {self._refusal}, expected a load_weights that succeeded"
+                f"HFEngine.stream: {self._refusal}, expected a load_weights that succeeded"
             )
         self._check(prompts, sampling)
         run = _Run(self, prompts, sampling)
         while run.waiting or run.slots.running:
             first = run.slots.running
             if run.should_admit():
-                run.advance(first, self._prefill(run))
+                yield from run.advance(first, self._prefill(run))
             else:
-                run.advance(0, self._decode(run.slots))
-        return run.finished()
+                yield from run.advance(0, self._decode(run.slots))
 
     def sleep(self) -> int:
         """Gives the memory of the weights back until the next `load_weights`; bytes."""
@@ -130,11 +133,16 @@ class HFEngine:
         """Nothing runs outside of the calls."""
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(
+                f"HFEngine.stream: stop strings {list(sampling.stop)} without a tokenizer, "
+                "expected one, which makes text of tokens. Build the engine with tokenizer"
+            )
         vocab = self.model.config.vocab_size
         limit = self.model.config.max_position_embeddings
         seen: set[int] = set()
         for prompt in prompts:
-            where = f"HFEngine.generate(prompt {prompt.id})"
+            where = f"HFEngine.stream(prompt {prompt.id})"
             if prompt.id in seen:
                 raise ValueError(f"{where}: id given twice, expected distinct prompt ids")
             seen.add(prompt.id)
@@ -228,16 +236,14 @@ class HFEngine:
 
 
 class _Run:
-    """One call of `generate`: who waits, who runs, what is finished."""
+    """One call of `stream`: who waits and who runs."""
 
     def __init__(self, engine: HFEngine, prompts: Sequence[Prompt], sampling: Sampling):
         self.engine, self.prompts, self.sampling = engine, prompts, sampling
         self.group = sampling.samples_per_prompt
         assert engine.version is not None
         self.version = engine.version
-        total = len(prompts) * self.group
-        self.next = 0
-        self.samples: list[Sample | None] = [None] * total
+        self.next, self.total = 0, len(prompts) * self.group
         ids = torch.tensor([p.id for p in prompts], dtype=torch.int64)
         self.keys = stream_keys(
             sampling.seed,
@@ -245,11 +251,12 @@ class _Run:
             torch.arange(self.group).repeat(len(prompts)),
         )
         self.stop = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=engine.device)
+        self.stops = StopStrings(engine.tokenizer, sampling.stop) if sampling.stop else None
         sizes = [len(p.tokens) for p in prompts]
         self.limit = np.repeat(np.array(sizes, dtype=np.int64), self.group)
         self.limit += sampling.max_new_tokens
         self.slots = Slots(
-            min(engine.max_running, total),
+            min(engine.max_running, self.total),
             max(sizes, default=0) + sampling.max_new_tokens,
             engine._route_shape(),
             _stored(engine.route_dtype),
@@ -258,7 +265,7 @@ class _Run:
 
     @property
     def waiting(self) -> int:
-        return len(self.samples) - self.next
+        return self.total - self.next
 
     def should_admit(self) -> bool:
         """A prefill costs a whole forward: rather wait until a quarter of the slots is free."""
@@ -285,23 +292,36 @@ class _Run:
         jobs = np.arange(first, self.next)
         return jobs, prompts, jobs // self.group - first // self.group
 
-    def advance(self, first: int, logits: Tensor) -> None:
-        """Draws a token for the rows first..running-1 and takes finished rows out."""
+    def advance(self, first: int, logits: Tensor) -> list[Sample]:
+        """Draws a token for the rows first..running-1; takes finished rows out and returns them."""
         slots = self.slots
         span = slice(first, slots.running)
         places = torch.from_numpy(slots.length[span]).to(logits.device)
         tokens, logprobs = draw(logits, slots.keys[span], places, self.sampling)
         slots.append(first, tokens, logprobs)
         stopped = torch.isin(tokens, self.stop).cpu().numpy()
+        if self.stops is not None:
+            stopped |= self.stops.complete(self._tails(span, self.stops.window))
         done = np.zeros(slots.running, dtype=bool)
         done[span] = stopped | (slots.length[span] >= self.limit[slots.job[span]])
-        if done.any():
-            self._harvest(np.flatnonzero(done), stopped[done[span]])
-            slots.retire(done)
-            if self.engine.on_progress:
-                self.engine.on_progress(self.next - slots.running, len(self.samples))
+        if not done.any():
+            return []
+        finished = self._harvest(np.flatnonzero(done), stopped[done[span]])
+        slots.retire(done)
+        return finished
 
-    def _harvest(self, rows: np.ndarray, stopped: np.ndarray) -> None:
+    def _tails(self, span: slice, window: int) -> list[list[int]]:
+        """The last `window` tokens of the responses in these rows, fewer where there are fewer."""
+        ends, jobs = self.slots.length[span], self.slots.job[span]
+        begins = np.maximum(ends - window, self.limit[jobs] - self.sampling.max_new_tokens)
+        low = begins.min()
+        block = self.slots.tokens[span, low : ends.max()].cpu().numpy()
+        return [
+            row[begin - low : end - low].tolist()
+            for row, begin, end in zip(block, begins, ends, strict=True)
+        ]
+
+    def _harvest(self, rows: np.ndarray, stopped: np.ndarray) -> list[Sample]:
         """Copies finished rows out as samples."""
         slots, engine = self.slots, self.engine
         take = torch.from_numpy(rows).to(engine.device)
@@ -313,10 +333,11 @@ class _Run:
             row = int((~torch.isfinite(logprobs)).any(1).nonzero()[0])
             prompt = self.prompts[int(slots.job[rows[row]]) // self.group]
             raise RuntimeError(
-                f"HFEngine.generate(prompt {prompt.id}): non-finite logits, expected numbers; "
+                f"HFEngine.stream(prompt {prompt.id}): non-finite logits, expected numbers; "
                 f"weights of version {self.version} produced them"
             )
         sizes, jobs = slots.length[rows].tolist(), slots.job[rows].tolist()
+        finished = []
         for row, (job, size) in enumerate(zip(jobs, sizes, strict=True)):
             prompt = self.prompts[job // self.group]
             count = len(prompt.tokens)
@@ -327,7 +348,7 @@ class _Run:
                 experts = routes[row, :size].clone()
                 experts[-1] = 0
                 experts = experts.view(engine.route_dtype)
-            self.samples[job] = Sample(
+            sample = Sample(
                 prompt_id=prompt.id,
                 index=job % self.group,
                 tokens=tokens[row, :size].clone(),
@@ -340,9 +361,8 @@ class _Run:
                 weight_version=self.version,
                 finish_reason="stop" if stopped[row] else "length",
             )
-
-    def finished(self) -> list[Sample]:
-        return [s for s in self.samples if s is not None]
+            finished.append(sample)
+        return finished
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:

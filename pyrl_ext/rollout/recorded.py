@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pyrl_ext.rollout import Capabilities, Prompt, Sample, Sampling
+from pyrl_ext.rollout import Capabilities, Engine, Prompt, Sample, Sampling
 
 FORMAT = "pyrl_ext rollout 1"
 _RAGGED = ("tokens", "loss_mask", "rollout_logprobs", "route_mask", "routes")
@@ -94,8 +94,8 @@ def load_samples(path: str | Path) -> list[Sample]:
     return samples
 
 
-class RecordedEngine:
-    """Plays stored samples back: `generate` returns what was recorded for each prompt.
+class RecordedEngine(Engine):
+    """Plays stored samples back: `stream` yields what was recorded for each prompt.
 
     A prompt is found by the weight version last given to `load_weights` and by its id, so a
     resumed run, and a run over more ranks, gets the same samples as the first. Weights are not
@@ -136,8 +136,10 @@ class RecordedEngine:
         """Notes the version, which selects the samples; the weights are not read."""
         self.version = version
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
-        """The recorded samples of these prompts.
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Generator[Sample, None, None]:
+        """The recorded samples of these prompts, in their order.
 
         Raises:
             RuntimeError: no version was given
@@ -145,7 +147,7 @@ class RecordedEngine:
         """
         if self.version is None:
             raise RuntimeError(
-                "RecordedEngine.generate: no weight version, expected load_weights first"
+                "RecordedEngine.stream: no weight version, expected load_weights first"
             )
         keys = [(self.version, p.id) for p in prompts]
         if missing := [prompt for _, prompt in (k for k in keys if k not in self.files)]:
@@ -161,7 +163,8 @@ class RecordedEngine:
                     groups[sample.prompt_id].append(sample)
         for prompt in prompts:
             self._check(groups[prompt.id], prompt, sampling.samples_per_prompt)
-        return [sample for prompt in prompts for sample in groups[prompt.id]]
+        for prompt in prompts:
+            yield from groups[prompt.id]
 
     def sleep(self) -> int:
         """There is nothing to give back."""

@@ -50,29 +50,33 @@ def score(
     prompts: Sequence[Prompt],
     reward: Reward,
     decode: Callable[[list[int]], str],
+    stop_ids: Sequence[int],
 ) -> list[Sample]:
     """The samples with their rewards.
 
     Args:
         samples: of these prompts, in any order
         prompts: with distinct ids
-        reward: fn(prompt, text, tokens) -> float; text is the decoded response without the token
-            that stopped it, tokens are all its ids
+        reward: fn(prompt, text, tokens) -> float; text is the decoded response without a stop
+            token at its end (a stop string is part of it), tokens are all its ids
         decode: token ids -> text
+        stop_ids: tokens that end a response
 
     Raises:
         RuntimeError: the reward function raised, or returned something else than a finite number;
             names the function, the prompt, the sample and the completion
     """
     by_id = {prompt.id: prompt for prompt in prompts}
-    return [replace(s, reward=_one(s, by_id[s.prompt_id], reward, decode)) for s in samples]
+
+    def one(sample: Sample) -> Sample:
+        tokens = sample.response
+        text = decode(tokens[:-1] if tokens[-1] in stop_ids else tokens)
+        return replace(sample, reward=_one(sample, by_id[sample.prompt_id], reward, text))
+
+    return [one(sample) for sample in samples]
 
 
-def _one(
-    sample: Sample, prompt: Prompt, reward: Reward, decode: Callable[[list[int]], str]
-) -> float:
-    tokens = sample.response
-    text = decode(tokens[:-1] if sample.finish_reason == "stop" else tokens)
+def _one(sample: Sample, prompt: Prompt, reward: Reward, text: str) -> float:
     shown = repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
     name = getattr(reward, "__qualname__", repr(reward))
     where = (
@@ -80,7 +84,7 @@ def _one(
         f"(prompt {sample.prompt_id}, sample {sample.index}, completion {shown})"
     )
     try:
-        value = reward(prompt, text, tokens)
+        value = reward(prompt, text, sample.response)
     except Exception as error:
         raise RuntimeError(
             f"{where}: raised {type(error).__name__}: {error}, expected a number"

@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
+import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from pyrl_ext.rollout import Engine, Prompt, Sample, Sampling
+from pyrl_ext.rollout import Engine, Prompt, Sample, Sampling, in_order
+
+Score = Callable[[list[Sample]], list[Sample]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked of the engines together.
+
+    Args:
+        prompts: with distinct ids
+        sampling: how responses are drawn
+        keep: groups that are returned, at most one a prompt
+    """
+
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    keep: int
 
 
 def generate_shared(
     engine: Engine,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    score: Callable[[list[Sample]], list[Sample]] | None = None,
+    asked: Asked,
+    score: Score | None = None,
     group: dist.ProcessGroup | None = None,
     ranks_per_engine: int = 1,
-) -> list[Sample]:
+    show: Callable[[str], None] | None = None,
+) -> tuple[list[Sample], int]:
     """Every engine generates and scores its share; all ranks return all samples in the same order.
 
-    Engine e takes prompts e, e + engines, ...: whole groups, and long and short prompts alike.
+    Engine e takes prompts e, e + engines, ...: whole groups, and long and short prompts alike. Of
+    what is kept it has a quota of its own, the groups that are complete first in its stream: how
+    fast other engines are plays no part.
 
     Args:
         engine: of this rank, holding the same weights on every rank
-        prompts: the same list on every rank
-        sampling: the same on every rank
-        score: fills in the rewards of this rank's samples
+        asked: the same on every rank
+        score: fills in the rewards of a group, as soon as it is complete
         group: None = this process alone
         ranks_per_engine: ranks that hold one engine together: 0 to n - 1, n to 2n - 1, ...
+        show: takes a line about the samples of this rank's engine whenever one is finished
 
     Returns:
-        samples, prompt by prompt, index by index
+        samples, prompt by prompt, index by index; and how many response tokens were thrown away
+        with whole responses of groups that were not complete in time
 
     Raises:
         RuntimeError: on every rank if one rank failed, naming it and its error; or if the ranks
@@ -43,44 +67,66 @@ def generate_shared(
         routes)
     """
     engines = 1 if group is None else group.size() // ranks_per_engine
-    mine = prompts[0 if group is None else group.rank() // ranks_per_engine :: engines]
+    number = 0 if group is None else group.rank() // ranks_per_engine
+    quota = len(range(number, asked.keep, engines))
+    mine = Asked(asked.prompts[number::engines] if quota else (), asked.sampling, quota)
     try:
-        samples = engine.generate(mine, sampling)
-        samples = score(samples) if score is not None else samples
-        _whole(samples, len(mine) * sampling.samples_per_prompt)
+        label = "rollout" if engines == 1 else f"rollout, engine {number} of {engines}"
+        share = _complete_groups(engine, mine, score, show, label)
         error = None
     except Exception as caught:  # every rank must learn of it, or the others wait for ever
-        samples, error = [], caught
+        share, error = ([], 0), caught
     if group is None:
         if error is not None:
             raise error
-        return samples
-    _agree(prompts, sampling, error, group)
+        samples, lost = share
+        return in_order(samples, asked.prompts), lost
+    _agree(asked, error, group)
     first = group.rank() % ranks_per_engine == 0  # the others of an engine have the same
-    shares = _gather(samples if first else [], group)[::ranks_per_engine]
-    size = sampling.samples_per_prompt
-    return [
-        sample
-        for i in range(len(prompts))
-        for sample in shares[i % engines][i // engines * size : (i // engines + 1) * size]
-    ]
+    shares = _gather(share if first else None, group)[::ranks_per_engine]
+    samples = [sample for samples, _ in shares for sample in samples]
+    return in_order(samples, asked.prompts), sum(lost for _, lost in shares)
 
 
-def _whole(samples: list[Sample], count: int) -> None:
-    if len(samples) != count:
-        raise RuntimeError(f"generate_shared: engine gave {len(samples)} samples, expected {count}")
+def _complete_groups(
+    engine: Engine,
+    asked: Asked,
+    score: Score | None,
+    show: Callable[[str], None] | None,
+    label: str,
+) -> tuple[list[Sample], int]:
+    """The groups that are complete first, and the response tokens of the samples beside them."""
+    size = asked.sampling.samples_per_prompt
+    begun: defaultdict[int, list[Sample]] = defaultdict(list)
+    kept: list[Sample] = []
+    finished, tokens, start = 0, 0, time.monotonic()
+    with closing(engine.stream(asked.prompts, asked.sampling)) as stream:
+        for sample in stream:
+            begun[sample.prompt_id].append(sample)
+            finished, tokens = finished + 1, tokens + len(sample.tokens) - sample.prompt_len
+            if len(begun[sample.prompt_id]) == size:
+                group = begun.pop(sample.prompt_id)
+                kept += score(group) if score is not None else group
+            if show is not None:
+                speed = tokens / max(time.monotonic() - start, 1e-9)
+                groups = f"{len(kept) // size} of {asked.keep} groups"
+                show(f"{label}: {finished} samples, {groups}, {speed:,.0f} tokens/s")
+            if len(kept) == asked.keep * size:
+                break
+    if len(kept) != asked.keep * size:
+        raise RuntimeError(
+            f"generate_shared: engine gave {len(kept) // size} groups of {size} samples, expected "
+            f"{asked.keep}"
+        )
+    return kept, tokens - sum(len(sample.tokens) - sample.prompt_len for sample in kept)
 
 
-def _agree(
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    error: Exception | None,
-    group: dist.ProcessGroup,
-) -> None:
+def _agree(asked: Asked, error: Exception | None, group: dist.ProcessGroup) -> None:
     """Raises on every rank if any rank failed or was asked something else."""
-    asked = zlib.crc32(repr(([(p.id, p.tokens) for p in prompts], sampling)).encode())
+    known = [(p.id, p.tokens) for p in asked.prompts]
+    digest = zlib.crc32(repr((known, asked.sampling, asked.keep)).encode())
     failed = None if error is None else f"{type(error).__name__}: {error}"
-    states: list[tuple[str | None, int]] = _gather((failed, asked), group)
+    states: list[tuple[str | None, int]] = _gather((failed, digest), group)
     lines = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(states) if text is not None]
     if lines:
         raise RuntimeError(

