@@ -317,6 +317,7 @@ def test_plain_progress_lines_are_few():
     out = io.StringIO()
     sink = ProgressSink(100, first_step=40, every=60.0, file=out)
     for step in range(40, 100):
+        sink.note("not in plain lines")
         sink.write({"step": step, "reward": step / 100, "tokens_per_s": 1234.5})
     sink.write({"step": 100, "eval_reward": 0.5})  # of the final weights
     sink.close()
@@ -333,7 +334,12 @@ def test_progress_bar_in_a_terminal(monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
     sink = ProgressSink(10, file=out)
+    sink.note("rollout: 3 samples")
+    sink.close()
+    assert "0/10" in out.getvalue() and "rollout: 3 samples" in out.getvalue()
+    sink = ProgressSink(10, file=out)
     for step in range(10):
+        sink.note("rollout: 4 samples")
         sink.write({"step": step, "reward": 0.5, "eval_reward": 0.25})
     sink.close()
     assert "10/10" in out.getvalue() and "reward 0.500  eval 0.250" in out.getvalue()

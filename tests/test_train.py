@@ -56,6 +56,19 @@ def test_a_run_that_went_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
     assert (tmp_path / "whole/plan.json").read_text() == shown  # what `plan --json` prints
 
 
+def test_with_more_prompts_than_are_kept_a_run_goes_on_as_well(tmp_path):
+    """The first four groups of seven, of responses that end at stop strings, are trained on."""
+    common = ("rollout.oversample=1.75", 'rollout.stop=["1", "3", "2b"]', "evaluate.every=0")
+    assert run(tmp_path / "whole", "steps=3", *common) == 0
+    assert run(tmp_path / "parts", "steps=1", *common) == 0
+    assert run(tmp_path / "parts", "steps=3", *common) == 0
+    rows = numbers(tmp_path / "whole")
+    assert rows == numbers(tmp_path / "parts")
+    assert all(row["rollout/aborted_groups"] == 3 for row in rows)
+    assert any(row["rollout/aborted_tokens"] > 0 for row in rows)
+    assert all(row["rollout/response_len"] < 6 for row in rows)
+
+
 def test_a_crash_between_checkpoints_repeats_the_lost_steps(tmp_path):
     assert run(tmp_path / "whole", "steps=4", "checkpoint.every=2") == 0
     assert run(tmp_path / "crashed", "steps=3", "checkpoint.every=2") == 0
