@@ -207,6 +207,9 @@ class Seeded(Engine):
 
     def load_weights(self, named: Any, version: int) -> None: ...
 
+    def checksums(self, names: Any) -> dict[str, int]:
+        return {}
+
     def stream(self, prompts: Any, sampling: Sampling) -> Generator[Sample, None, None]:
         self.asked, self.given = len(prompts), 0
         if self.fails:

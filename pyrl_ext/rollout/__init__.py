@@ -254,6 +254,16 @@ class Engine(Protocol):
         """
         ...
 
+    def checksums(self, names: Sequence[str] | None) -> dict[str, int]:
+        """Name -> digest (`digest.digest`) of the tensors of the last load, as the engine took
+        them: in the type they came in, or in its own.
+
+        Args:
+            names: of the checkpoint's tensors; None: all, and what else it computes with, under
+                names of its own
+        """
+        ...
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
         """All samples of `stream`, prompt by prompt, index by index."""
         return in_order(self.stream(prompts, sampling), prompts)

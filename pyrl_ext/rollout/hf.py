@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, initialization
 
 from pyrl_ext.rollout import Capabilities, Engine, Prompt, Sample, Sampling, route_dtype
+from pyrl_ext.rollout.digest import digest_on_device, read
 from pyrl_ext.rollout.routers import expert_ids, find_routers, num_experts
 from pyrl_ext.rollout.sampling import draw, stream_keys
 from pyrl_ext.rollout.slots import Slots
@@ -90,6 +91,28 @@ class HFEngine(Engine):
         self._aside.take_back()
         self._destinations.fill(named)
         self.version = version
+
+    def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
+        """Digests of the parameters that it generates with, as they are now.
+
+        Args:
+            names: of a checkpoint's tensors; None = all
+
+        Raises:
+            RuntimeError: no complete weights are loaded
+            ValueError: a name that the model does not have
+
+        Syncs: once.
+        """
+        if self.version is None:
+            raise RuntimeError(
+                f"HFEngine.checksums: {self._refusal}, expected a load_weights that succeeded"
+            )
+        views = self._destinations.views
+        if unknown := [name for name in names or () if name not in views]:
+            raise ValueError(f"HFEngine.checksums: {unknown[:4]}, expected names of its weights")
+        wanted = views if names is None else names
+        return read({name: digest_on_device(views[name]) for name in wanted})
 
     @torch.no_grad()  # not inference_mode: its tensors could not take part in a loss
     def stream(

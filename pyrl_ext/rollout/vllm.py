@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -112,18 +112,39 @@ class VLLMEngine(Engine):
             version: kept on each sample
 
         Raises:
-            ValueError: a tensor holds nan or inf, or a name is given twice
+            ValueError: listing unknown, missing and twice given names, wrong shapes and tensors
+                with non-finite values
 
-        Syncs: once a tensor, for its finiteness.
+        Syncs: once, for the finiteness of all tensors together.
         """
         self.version = None
         self._refusal = f"loading version {version} failed and left the weights incomplete"
         self._wake("weights")
-        self._engine.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": _checked(named, version)}
-        )
+        self._engine.collective_rpc("take_weights", args=(named,))
         self._engine.reset_prefix_cache()
         self.version = version
+
+    def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
+        """Digests of the tensors that the last load brought, as vLLM's loader took them.
+
+        Args:
+            names: of a checkpoint's tensors; None = all, and what lies in each worker's memory now,
+                as ``vllm rank <n>: <parameter>``
+
+        Raises:
+            RuntimeError: no complete weights are loaded
+            ValueError: a name that was not loaded
+
+        Syncs: once.
+        """
+        if self.version is None:
+            raise RuntimeError(
+                f"VLLMEngine.checksums: {self._refusal}, expected a load_weights that succeeded"
+            )
+        found = self._engine.collective_rpc("weight_digests", args=(names,))
+        merged = {name: number for each in found for name, number in each.items()}
+        apart = [n for each in found for n, number in each.items() if number != merged[n]]
+        return merged | dict.fromkeys(apart, 0)  # workers that took different ones agree with none
 
     def sleep(self) -> int:
         """Gives the memory of weights and cache back; the next `load_weights` takes that of the
@@ -313,16 +334,3 @@ def _params(sampling: Sampling, prompt: Prompt, index: int) -> Any:
         seed=seed % 2**63,
         logprobs=0,
     )
-
-
-def _checked(named: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
-    seen = set()
-    for name, tensor in named:
-        if name in seen or not bool(torch.isfinite(tensor).all()):
-            what = "given twice" if name in seen else "holds nan or inf"
-            raise ValueError(
-                f"VLLMEngine.load_weights(version {version}): {name} {what}, expected every tensor "
-                "once, of finite numbers; the engine refuses to generate until a load succeeds"
-            )
-        seen.add(name)
-        yield name, tensor

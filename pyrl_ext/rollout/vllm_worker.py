@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers: catches the experts that its routers choose."""
+"""Runs inside vLLM's workers: catches the experts that its routers choose, and loads weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.rollout import vllm_cpu
+from pyrl_ext.rollout.vllm_loading import Loading
 
 if vllm_cpu.installed():
     vllm_cpu.patch()
 
 
-class RouteCapture:
+class RouteCapture(Loading):
     """`worker_extension_cls` of vLLM: its methods are called by name through `collective_rpc`.
 
     vLLM's own way (`enable_return_routed_experts`) needs Triton, which on a CPU is interpreted, 100

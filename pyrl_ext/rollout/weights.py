@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
@@ -31,6 +33,14 @@ class Destinations:
         extra = int(getattr(model.config, "num_nextn_predict_layers", None) or 0)
         self.mtp_layers = range(layers, layers + extra)
 
+    @classmethod
+    def on_paper(cls, folder: str | Path) -> Destinations:
+        """Of the model that the folder's config.json describes; without memory, for `check`."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model.tie_weights()
+        return cls(model)
+
     @torch.no_grad()
     def fill(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Writes every destination exactly once; multi-token-prediction layers are not used.
@@ -44,9 +54,37 @@ class Destinations:
 
         Syncs: once, for the finiteness of all tensors together, as the engine holds them.
         """
-        given: set[str] = set()
         written: list[str] = []
         problems: list[str] = []
+        for name, value in self._sorted_out(named, problems):
+            self.views[name].copy_(value)
+            written.append(name)
+        problems += [f"{name}: holds nan or inf" for name in self._not_finite(written)]
+        self._refuse(problems)
+
+    def check(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Passes on what has a destination, for an engine that writes it elsewhere.
+
+        Raises:
+            ValueError: after the last one, as `fill`
+
+        Syncs: once, after the last one, for the finiteness of all tensors together.
+        """
+        finite: dict[str, Tensor] = {}
+        problems: list[str] = []
+        for name, value in self._sorted_out(named, problems):
+            finite[name] = torch.isfinite(value).all()
+            yield name, value
+        if finite:
+            first, *_ = finite.values()
+            good = torch.stack([each.to(first.device) for each in finite.values()]).tolist()
+            problems += [f"{n}: holds nan or inf" for n, ok in zip(finite, good) if not ok]
+        self._refuse(problems)
+
+    def _sorted_out(
+        self, named: Iterable[tuple[str, Tensor]], problems: list[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        given: set[str] = set()
         for name, value in named:
             target = self.views.get(name)
             if target is None:
@@ -58,11 +96,11 @@ class Destinations:
             elif value.shape != target.shape:
                 problems.append(f"{name}: shape {list(value.shape)}, expected {list(target.shape)}")
             else:
-                target.copy_(value)
-                written.append(name)
+                yield name, value
             given.add(name)
         problems += [f"{name}: missing" for name in self.views if name not in given]
-        problems += [f"{name}: holds nan or inf" for name in self._not_finite(written)]
+
+    def _refuse(self, problems: list[str]) -> None:
         if problems:
             raise ValueError(
                 f"{self.where}.load_weights: {len(problems)} problems, expected every parameter "
