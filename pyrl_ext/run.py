@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,14 +17,16 @@ from pyrl_ext.metrics.report import load_run, print_report
 from pyrl_ext.metrics.sinks import JsonlSink, ProgressSink, Row, Sink, TensorBoardSink
 from pyrl_ext.plan import Plan
 from pyrl_ext.policy import Policy
+from pyrl_ext.rollout import Sample
+from pyrl_ext.rollout.recorded import Recorder
 from pyrl_ext.topology import Topology
 
 
 class RunFolder:
     """What a run writes; only the main rank touches files other than checkpoints.
 
-    ``plan.json``, ``metrics.jsonl``, ``checkpoints/step-<n>``, ``tensorboard/`` when asked,
-    ``report.png`` at the end.
+    ``plan.json``, ``metrics.jsonl``, ``checkpoints/step-<n>``, ``tensorboard/`` and every step's
+    samples (`rollout.recorded.Recorder`) when asked, ``report.png`` at the end.
     """
 
     def __init__(self, plan: Plan, topo: Topology):
@@ -33,6 +35,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.sinks: list[Sink] = []
         self.progress: ProgressSink | None = None
+        self._recorder: Recorder | None = None
         self._saved_at: int | None = None
 
     def check(self) -> None:
@@ -56,6 +59,8 @@ class RunFolder:
             moved = "" if before == now else f", written under {before}; now {now}"
             done = f"step {policy.step} of {self.plan.steps}"
             print(f"going on from {newest} ({done}){moved}", flush=True)
+        if (folder := self.plan.rollout.record) is not None:
+            self._recorder = Recorder(self.path / folder, policy.step)
         lines = JsonlSink(self.path / "metrics.jsonl")
         lines.rewind(policy.step)
         self.sinks = [lines]
@@ -74,6 +79,11 @@ class RunFolder:
         """How far the step is, on the progress line."""
         if self.progress is not None:
             self.progress.note(text)
+
+    def record(self, step: int, samples: Sequence[Sample]) -> None:
+        """Keeps the samples of a step, where the plan asks for it."""
+        if self._recorder is not None:
+            self._recorder.save(step, samples)
 
     def save(self, policy: Policy) -> None:
         """A checkpoint of ``policy.step``, unless there is one; older ones are pruned after it."""

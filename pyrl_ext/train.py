@@ -27,6 +27,7 @@ from pyrl_ext.rollout.shared import Asked, generate_shared
 from pyrl_ext.run import Interrupt, RunFolder
 from pyrl_ext.schedule import Schedule, plan_microbatches
 from pyrl_ext.topology import Topology
+from pyrl_ext.verify import check_batch, publish
 
 AWAY = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "gradients", "weights")}
 STOPPED = 130  # exit code of a shell command that Ctrl-C ended
@@ -49,7 +50,8 @@ def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
         Interrupt(topo.device).watched() as interrupt,
     ):
         run.resume(policy)
-        for step in range(policy.step, plan.steps):
+        first = policy.step
+        for step in range(first, plan.steps):
             peers.step = step
             with clock("time/step"):
                 with clock("time/publish"):
@@ -59,11 +61,14 @@ def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
                         row["eval_reward"] = rollouts.held_out_reward()
                 with clock("time/rollout"):
                     samples = rollouts.train(step)
+                run.record(step, samples)
                 row |= rollouts.rest(policy, clock)
                 batch = Batch.of(samples, advantage, num_experts=experts, layer_ids=layers)
                 whole = schedule(plan, batch)
                 with clock("time/old_logprobs"):
                     old = policy.scores(batch, whole, plan.replay.old)
+                if step == first or plan.rollout.max_mismatch is not None:
+                    check_batch(rollouts.engine, policy, batch, old, rollouts.group)
                 batch = batch.with_(old_logprobs=old.logprobs)
                 if reference is not None:
                     with clock("time/ref_logprobs"):
@@ -134,11 +139,11 @@ class Rollouts:
         for part in (p for p in away if p != "weights"):
             with clock("time/make_room"):
                 freed += policy.put_aside(part)
-        self.engine.load_weights(policy.weights(), version=version)
+        row = publish(self.engine, policy, version)
         if "weights" in away:
             with clock("time/make_room"):
                 freed += policy.put_aside("weights")
-        return {"memory/put_aside": freed} if away else {}
+        return row | {"memory/put_aside": freed} if away else row
 
     def rest(self, policy: Policy, clock: Clock) -> dict[str, float]:
         """The device is the trainer's again. The metrics of it."""

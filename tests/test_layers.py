@@ -19,18 +19,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER: list[str] = [
     *("plan", "named", "ops", "layout", "transfer", "unshard", "logprob", "linear_logprob"),
     *("routes", "replay", "schedule", "objective", "topology", "rollout", "batch", "microbatch"),
-    *(
-        "megatron",
-        "models",
-        "publish",
-        "triton_cache",
-        "feed",
-        "policy",
-        "metrics",
-        "peers",
-        "run",
-        "train",
-    ),
+    *("megatron", "models", "publish", "triton_cache", "feed", "policy", "metrics", "verify"),
+    *("peers", "run", "train"),
     "measure",
 ]
 

@@ -214,6 +214,11 @@ _METRICS = (
     ),
     Metric("memory/put_aside", "bytes", "What rank 0's trainer held in host memory meanwhile."),
     Metric("memory/engine_slept", "bytes", "What rank 0's engine gave back when it fell asleep."),
+    Metric(
+        "publish/checked",
+        "tensors",
+        "Tensors whose digest in the engine was found to be that of what the trainer sent.",
+    ),
     Metric("time/eval", "s", "Wall time of the held-out evaluation."),
     Metric("time/checkpoint", "s", "Wall time of saving a checkpoint."),
     Metric(

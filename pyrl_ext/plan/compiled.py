@@ -28,7 +28,7 @@ FREE_ON_RESUME = (
     *("batching.tokens_per_microbatch", "model.recompute", "model.offload_layers"),
     *("logprob", "kernels"),
     *("rollout.gpus", "rollout.memory", "rollout.sleep", "rollout.offload_trainer"),
-    "rollout.bucket_bytes",
+    *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "world_size")

@@ -217,6 +217,16 @@ class Rollout(Section):
     """allow top_p and top_k although the trainer scores the full distribution"""
     path: File | None = None
     """recorded samples, relative to this YAML file (recorded)"""
+    record: Text | None = None
+    """folder for every step's samples, relative to the run folder, which path then plays back;
+    null: they are not kept"""
+    check_tensors: Count | Literal["all"] = 16
+    """tensors a publish whose digest in the engine must be that of what the trainer sent; others
+    each time, so that all have their turn; 0: none"""
+    max_mismatch: Rate | None = None
+    """mean difference of trainer's and engine's log-probs that ends the run, at any step; null: in
+    the first step after each start, above 1e-4 where both are float32, else above 0.1 (not where
+    top_p or top_k cut the distribution)"""
 
 
 class Replay(Section):

@@ -6,7 +6,8 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,17 @@ def save_samples(path: str | Path, samples: Sequence[Sample]) -> None:
     ]
     index = json.dumps({"layer_ids": layers, "samples": entries})
     metadata = {"format": FORMAT, "index": index, "index_crc32": str(zlib.crc32(index.encode()))}
-    path = Path(path)
+    with _replacing(Path(path)) as partial:
+        save_file(tensors, partial, metadata=metadata)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of ``path`` when all is written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        save_file(tensors, partial, metadata=metadata)
+        yield partial
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -92,6 +99,55 @@ def load_samples(path: str | Path) -> list[Sample]:
         samples.append(Sample(**fields).check())
         start = stop
     return samples
+
+
+class Recorder:
+    """Writes the rollout batches of a run: a file a step, and ``index.json`` with a line a file.
+
+    Args:
+        folder: made when the first batch comes
+        start: first weight version to come; files of it and later ones, of a run that went on
+            after its last checkpoint, are removed
+
+    Raises:
+        ValueError: the index is not one
+    """
+
+    def __init__(self, folder: str | Path, start: int = 0):
+        self.folder = Path(folder)
+        self.index = self.folder / "index.json"
+        self.batches: list[dict[str, Any]] = []
+        if self.index.exists():
+            try:
+                held = json.loads(self.index.read_text())
+                self.batches = [entry for entry in held if entry["version"] < start]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{self.index}: unreadable ({error!r}), expected a list of recorded batches"
+                ) from error
+        for file in self.folder.glob("step-*.safetensors"):
+            if int(file.stem.removeprefix("step-")) >= start:
+                file.unlink()
+
+    def save(self, version: int, samples: Sequence[Sample]) -> None:
+        """Writes the scored samples of a step, and then their line in the index.
+
+        Raises:
+            ValueError: as `save_samples`
+        """
+        file = self.folder / f"step-{version:06d}.safetensors"
+        save_samples(file, samples)
+        entry = {
+            "version": version,
+            "file": file.name,
+            "samples": len(samples),
+            "tokens": sum(s.tokens.numel() for s in samples),
+            "bytes": file.stat().st_size,
+        }
+        self.batches.append(entry)
+        with _replacing(self.index) as partial:
+            lines = ",\n".join(json.dumps(each) for each in self.batches)
+            partial.write_text(f"[\n{lines}\n]\n")
 
 
 class RecordedEngine(Engine):

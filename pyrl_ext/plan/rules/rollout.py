@@ -29,6 +29,9 @@ READERS = {
     "max_running": ("hf",),
     "stop": ("hf", "vllm"),
     "oversample": ("hf", "vllm"),
+    "record": ("hf", "vllm"),
+    "check_tensors": ("hf", "vllm"),
+    "max_mismatch": ("hf", "vllm"),
 }
 # vLLM pads the vocabulary to a multiple of this before it splits it.
 VOCABULARY_UNIT = 64
