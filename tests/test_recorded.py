@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import shutil
 import time
 from collections.abc import Generator, Sequence
 from itertools import islice
@@ -14,9 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tiny import CONFIG
 
+from pyrl_ext import train
+from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.rollout import Capabilities, Engine, Prompt, Sample, Sampling
-from pyrl_ext.rollout.recorded import RecordedEngine, load_samples, save_samples
+from pyrl_ext.rollout.recorded import RecordedEngine, Recorder, load_samples, save_samples
 from pyrl_ext.rollout.shared import Asked, generate_shared
 
 
@@ -327,3 +332,77 @@ def own_quotas(group: dist.ProcessGroup) -> None:
 
 def test_ranks_share_prompts_and_errors():
     run_ranks(over_ranks, 3)
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+def recorder_files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_recorder_writes_whole_files_and_an_index(tmp_path: Path):
+    folder = tmp_path / "rollouts"
+    recorder = Recorder(folder)
+    assert not folder.exists()
+    for version in range(3):
+        recorder.save(version, batch(version=version))
+    index = json.loads((folder / "index.json").read_text())
+    assert [entry["version"] for entry in index] == [0, 1, 2]
+    for entry in index:
+        samples = load_samples(folder / entry["file"])
+        assert_same(samples, batch(version=entry["version"]))
+        assert entry["samples"] == 6 and entry["tokens"] == sum(s.tokens.numel() for s in samples)
+        assert entry["bytes"] == (folder / entry["file"]).stat().st_size
+    with pytest.raises(ValueError, match="prompt_len 0"):
+        recorder.save(3, [dataclasses.replace(sample(9, 0, 5), prompt_len=0)])
+    assert json.loads((folder / "index.json").read_text()) == index
+    assert len(recorder_files(folder)) == 4
+
+
+def test_a_recorder_that_goes_on_forgets_what_comes_again(tmp_path: Path):
+    recorder = Recorder(tmp_path)
+    for version in range(4):
+        recorder.save(version, batch(version=version))
+    save_samples(tmp_path / "step-000004.safetensors", batch())  # as if killed before the index
+    again = Recorder(tmp_path, start=2)
+    assert recorder_files(tmp_path)[1:] == ["step-000000.safetensors", "step-000001.safetensors"]
+    again.save(2, batch(version=2))
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert [entry["version"] for entry in index] == [0, 1, 2]
+    (tmp_path / "index.json").write_text('[{"file": 1}]')
+    with pytest.raises(ValueError, match=r"index.json: unreadable \(KeyError"):
+        Recorder(tmp_path)
+
+
+@pytest.mark.parametrize("experts", [8, 300])
+def test_routes_take_layers_times_experts_times_their_size(tmp_path: Path, experts: int):
+    save_samples(tmp_path / "a", batch(experts))
+    raw = (tmp_path / "a").read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    sizes = {
+        n: h["data_offsets"][1] - h["data_offsets"][0] for n, h in header.items() if n[0] != "_"
+    }
+    tokens = sum(s.tokens.numel() for s in batch())
+    assert sizes["routes"] == tokens * 3 * 2 * (1 if experts <= 256 else 2)
+    assert sum(sizes.values()) - sizes["routes"] == tokens * (8 + 4 + 1 + 1)
+
+
+def test_a_run_from_its_recording_has_the_same_numbers(tmp_path: Path):
+    """To the last bit; recorded in two parts, the second of which repeats a step."""
+    quick = ("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6")
+    quick += ("evaluate.every=0", "log.progress=false", "checkpoint.every=2")
+
+    def run(name: str, *overrides: str) -> list[dict[str, float]]:
+        assert train.main([str(CONFIG), f"run={tmp_path / name}", *quick, *overrides]) == 0
+        rows = read_rows(tmp_path / name / "metrics.jsonl")
+        apart = ("time/", "tokens_per_s", "publish/checked")
+        return [{k: v for k, v in row.items() if not k.startswith(apart)} for row in rows]
+
+    run("live", "steps=3", "rollout.record=rollouts")
+    shutil.rmtree(tmp_path / "live/checkpoints/step-3")  # as if it had crashed after step 2
+    live = run("live", "steps=4", "rollout.record=rollouts")
+    folder = tmp_path / "live/rollouts"
+    assert len(recorder_files(folder)) == 5
+    played = run("played", "steps=4", "rollout.engine=recorded", f"rollout.path={folder}")
+    assert [row["step"] for row in live] == [0, 1, 2, 3] and live == played
