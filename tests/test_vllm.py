@@ -156,7 +156,7 @@ def test_new_weights_are_what_generates(pair: Pair):
 
 
 def test_an_interrupted_load_leaves_an_engine_that_refuses(pair: Pair):
-    weights = random_weights(pair.hf, 0)
+    weights = random_weights(pair.hf, 3)  # of which nothing may be left at the end
     sampling = Sampling(max_new_tokens=4)
 
     def dies() -> Iterator[tuple[str, Tensor]]:
@@ -167,8 +167,11 @@ def test_an_interrupted_load_leaves_an_engine_that_refuses(pair: Pair):
     broken[5][1].view(-1)[3] = torch.nan
     for named, problem in (
         (dies(), "the sender is gone"),
-        (broken, f"{broken[5][0]} holds nan or inf"),
-        (weights + weights[:1], "given twice"),
+        (broken, f"{broken[5][0]}: holds nan or inf"),
+        (weights + weights[:1], f"{weights[0][0]}: given twice"),
+        (weights[:7] + weights[8:], f"{weights[7][0]}: missing"),
+        ([*weights, ("model.norm.bias", weights[0][1])], "model.norm.bias: unknown name"),
+        ([(n, v[:1] if n == "model.norm.weight" else v) for n, v in weights], r"shape \[1\]"),
     ):
         with pytest.raises((ValueError, OSError), match=problem):
             pair.vllm.load_weights(named, version=3)
@@ -176,6 +179,41 @@ def test_an_interrupted_load_leaves_an_engine_that_refuses(pair: Pair):
             pair.vllm.generate(prompts(5), sampling)
     pair.load(0)
     assert pair.check(pair.vllm.generate(prompts(5), sampling), sampling)[0] < 1e-5
+
+
+def test_what_vllm_took_and_holds_is_known_by_its_digest(pair: Pair):
+    """Also from a sender that writes one tensor over the other."""
+    weights = random_weights(pair.hf, 0)
+    memory = torch.empty(max(v.numel() for _, v in weights))
+
+    def overwriting() -> Iterator[tuple[str, Tensor]]:
+        for name, value in weights:
+            view = memory[: value.numel()].view(value.shape)
+            yield name, view.copy_(value)
+            memory.fill_(7.0)
+
+    found = pair.vllm.checksums()
+    taken = pair.hf.checksums()
+    assert {name: found[name] for name in taken} == taken
+    own = {name for name in found if name not in taken}
+    layers = pair.hf.model.config.num_hidden_layers
+    assert all(any(f"layers.{i}.mlp" in name for name in own) for i in range(layers))
+    assert pair.vllm.checksums(["lm_head.weight"]) == {"lm_head.weight": taken["lm_head.weight"]}
+    pair.vllm.load_weights(overwriting(), version=0)
+    assert pair.vllm.checksums() == found
+
+    model = pair.vllm._engine.model_executor.driver_worker.worker.model_runner.model
+    model.lm_head.weight.data[3, 4] += 1e-3
+    model.model.layers[2].mlp.experts.routed_experts.w2_weight.data[1, 2, 3] += 1e-3
+    after = pair.vllm.checksums()
+    assert {name for name in found if after[name] != found[name]} == {
+        "vllm rank 0: lm_head.weight",
+        "vllm rank 0: model.layers.2.mlp.experts.routed_experts.w2_weight",
+    }
+    pair.load(0)
+    assert pair.vllm.checksums() == found
+    with pytest.raises(ValueError, match=r"nowhere.*expected names of its weights"):
+        pair.vllm.checksums(["nowhere"])
 
 
 def test_nothing_is_left_after_a_generation_that_was_stopped(pair: Pair):
@@ -243,3 +281,28 @@ def test_ranks_with_an_engine_each_or_for_two_together_train_alike(tmp_path: Pat
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
         for row in (a, b):
             assert row["mismatch/max"] < 1e-5 and row["route/agree_topk"] == 1.0
+
+
+STALE = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from test_verify import DOWN, Disturbed, Stale
+
+from pyrl_ext import train
+build = train.build_engine
+train.build_engine = lambda *given: Disturbed(build(*given), Stale(DOWN))
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_stale_tensor_stops_the_run_at_once(tmp_path: Path):
+    """One expert of 24 keeps its first weights: the step after it is not trained on."""
+    command = [sys.executable, "-c", STALE, str(Path(__file__).parent), str(CONFIGS / "tiny.yaml")]
+    command += ["rollout.engine=vllm", f"run={tmp_path}", "steps=3", "rollout.check_tensors=all"]
+    command += ["batching.prompts=4", "evaluate.every=0", "log.progress=false"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "publish: rank 0, version 1: 1 of " in done.stderr
+    assert "\n  model.layers.2.mlp.experts.3.down_proj.weight has digest" in done.stderr
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert row["mismatch/max"] < 1e-4 and row["publish/checked"] > 100

@@ -34,7 +34,13 @@ class Loading:
         self._taken = {}
         if self._destinations is None:
             self._destinations = Destinations.on_paper(self.vllm_config.model_config.model)
-        self.reload_weights(weights_iterator=self._noted(self._destinations.check(named)))
+        try:
+            self.reload_weights(weights_iterator=self._noted(self._destinations.check(named)))
+        except BaseException:
+            # vLLM keeps the parts of layers that it waits to complete, and would complete them with
+            # parts of the next load; an empty one ends the waiting
+            self.reload_weights(weights_iterator=())
+            raise
 
     def _noted(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """A digest of each, of a copy: vLLM holds tensors until their layer is complete."""
