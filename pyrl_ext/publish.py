@@ -258,7 +258,7 @@ def _fill(bucket: Bucket, live: Mapping[str, Tensor], buffer: Tensor, topo: Topo
 
 def _gather_at_once(segments: Tensor, group: Any) -> None:
     """All ranks' rows of ``segments``, in place."""
-    dist.all_gather_into_tensor(segments, segments[group.rank()], group=group)
+    dist.all_gather_into_tensor(segments.flatten(), segments[group.rank()], group=group)
 
 
 def _gather_in_turn(segments: Tensor, group: Any) -> None:
