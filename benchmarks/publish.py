@@ -110,8 +110,6 @@ def measure(overrides: tuple[str, ...], config: Path) -> Row:
         for (name, ours), (other, theirs) in zip(held, one_by_one(policy), strict=True):
             if name != other or not torch.equal(ours, theirs):
                 raise ValueError(f"{name}: gathered one by one it is another, expected the same")
-        extra = torch.tensor(extra_bytes(lambda: _drain(policy.weights()), "cpu"))
-        dist.all_reduce(extra, dist.ReduceOp.MAX)
         times = _in_turns(
             lambda: _drain(policy.weights()),
             lambda: _drain(one_by_one(policy)),
@@ -119,6 +117,8 @@ def measure(overrides: tuple[str, ...], config: Path) -> Row:
             lambda: engine.load_weights(policy.weights(), version=0),
             lambda: engine.load_weights(one_by_one(policy), version=0),
         )
+        extra = torch.tensor(extra_bytes(lambda: _drain(policy.weights()), "cpu"))
+        dist.all_reduce(extra, dist.ReduceOp.MAX)
         moved = sum(tensor.nbytes for _, tensor in held)
         sizes = [bucket.bytes for bucket in policy.buckets]
         gathered, load, published = times[:2], times[2], times[3:]

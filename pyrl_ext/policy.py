@@ -132,9 +132,7 @@ class Policy:
         weights.load(self.table, live, read, self.topo)
 
     def weights(self, only: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every checkpoint tensor (HF name, value), whole on every rank.
-
-        It may be a live parameter or part of a buffer: valid until the next is asked for.
+        """Every checkpoint tensor (HF name, value), whole on every rank; may alias live parameters.
 
         Args:
             only: names that are asked for; None: all.

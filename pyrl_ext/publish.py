@@ -58,7 +58,7 @@ class Place:
         return math.prod(self.part) * self.dtype.itemsize
 
     def view(self, buffer: Tensor, rank: int) -> Tensor:
-        """Its part of ``rank`` in the uint8 ``buffer``."""
+        """The part of ``rank`` in the uint8 ``buffer``."""
         start = self.at[rank % len(self.at)]  # one place for all where it is not divided
         return buffer[start : start + self.bytes].view(self.dtype).view(self.part)
 
@@ -192,9 +192,9 @@ def gather_buckets(
 ) -> Iterator[tuple[str, Tensor]]:
     """Every checkpoint tensor asked for, (HF name, value), whole on every rank, in their order.
 
-    A tensor is valid until the next one is asked for: it lies in a buffer that the next bucket
-    takes, or is the live parameter where every rank has it whole. The buffer, as large as the
-    largest bucket, is let go with the iterator.
+    A tensor is the live parameter where every rank has it whole, and else memory of its own, for
+    engines keep some until they have all that they fuse with them, whichever buckets those are in.
+    The one buffer, of the largest bucket, is let go with the iterator.
 
     A rank that raises in between leaves the others waiting for its part of the next bucket: in a
     run they end within seconds and name it (`peers.watched`), elsewhere when its process ends or
@@ -214,6 +214,8 @@ def gather_buckets(
         _fill(bucket, live, buffer[: bucket.bytes], topo)
         for place in bucket.places:
             parts = [place.view(buffer, rank) for rank in range(len(place.at))]
+            if len(parts) == 1:  # more are copied when they are put together
+                parts = [parts[0].clone()]
             whole = whole_of(place.row, parts or [live[place.row.name].detach()])
             for name, tensor in zip(place.row.hf, whole, strict=True):
                 if name in place.names:
@@ -240,7 +242,7 @@ def _check(buckets: Sequence[Bucket], live: Mapping[str, Tensor], topo: Topology
 
 
 def _fill(bucket: Bucket, live: Mapping[str, Tensor], buffer: Tensor, topo: Topology) -> None:
-    """The bucket's buffer, whole on every rank."""
+    """The bucket's buffer, complete on every rank."""
     if bucket.stage == topo.pp_rank:
         for place in _mine(bucket, topo):
             if place.at:

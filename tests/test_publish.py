@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from test_families import COUNTED, FEWER, MODELS
 from tiny import QWEN3, random_batch, tiny_plan
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from benchmarks.measure import extra_bytes
 from benchmarks.publish import one_by_one
 from pyrl_ext import peers, publish, topology
 from pyrl_ext.models import family
@@ -167,8 +169,10 @@ CASES = {
         TINY | {"vocab_size": 127, "tie_word_embeddings": True},
         *("parallel.tp=4", "parallel.etp=1"),
     ),
-    "odd vocabulary": (TINY | {"vocab_size": 127}, "parallel.tp=2", "parallel.pp=2"),
-    "grouped queries": (TINY_QWEN3, "parallel.tp=2", "parallel.pp=2"),
+    "grouped queries, odd vocabulary": (
+        TINY_QWEN3 | {"vocab_size": 127},
+        *("parallel.tp=2", "parallel.pp=2"),
+    ),
 }
 UPDATED = {"tp2 pp2", "dp4 ep4", "tp4 ep2 etp2"}
 SMALL = 20_000  # bytes, less than a layer's experts
@@ -204,8 +208,8 @@ def check_case(policy, updated):
     """Kind of publishing -> names that it got wrong."""
     topo, found = policy.topo, {"one bucket": differing(policy.weights(), drawn(policy))}
     buckets = plan_buckets(with_limit(policy.plan, SMALL), policy.table)
-    small = gather_buckets(buckets, policy._live(), topo)
-    found["small buckets"] = differing(small, drawn(policy))
+    kept = list(gather_buckets(buckets, policy._live(), topo))  # as engines do that fuse tensors
+    found["small buckets"] = differing(kept, drawn(policy))
     with patch.object(publish, "_gather_in_turn", publish._gather_at_once):  # as on a GPU
         found["as on a GPU"] = differing(policy.weights(), drawn(policy))
     only = {name for i, (name, _) in enumerate(drawn(policy)) if i % 5 == 2}
@@ -222,22 +226,38 @@ def check_case(policy, updated):
     return found, len(buckets)
 
 
+class Held(TorchDispatchMode):
+    """Peak bytes of the tensors that are made while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {id_of(each) for each in tree_leaves((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and id_of(each) not in before:
+                storage = each.untyped_storage()
+                self.alive[id_of(each)] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: held for key, held in self.alive.items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+def id_of(value):
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
 def memory(folder, *overrides):
-    """(bytes of a publish at its peak, of the largest bucket, of the model), a few buckets."""
+    """(bytes held at the peak of a publish, of the largest bucket, of the model), a few buckets."""
     plan = plan_of(folder, "wide", TINY | WIDE, "rollout.bucket_bytes=3MiB", *overrides)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
-
-        def drain():
+        with Held() as held:
             for _ in policy.weights():
                 pass
-
-        drain()
-        return (
-            extra_bytes(drain, "cpu"),
-            max(b.bytes for b in policy.buckets),
-            bytes_of(policy.table),
-        )
+    return held.peak, max(b.bytes for b in policy.buckets), bytes_of(policy.table)
 
 
 def on_ranks(group, folder):
@@ -267,7 +287,7 @@ def test_every_rank_gets_the_same_model_bit_for_bit(ranks, case):
 def test_memory_is_less_than_two_buckets(ranks):
     for _, measured in ranks:
         for extra, bucket, model in measured:
-            assert bucket / 2 < extra < 2 * bucket < model
+            assert bucket <= extra < 2 * bucket < model
 
 
 def test_one_process_publishes_its_own_parameters():

@@ -123,7 +123,8 @@ def _experts(layer: int, shape: Any) -> list[Weight]:
     if shape.has_router_bias:
         gate, router = f"model.layers.{layer}.mlp.gate", f"decoder.layers.{layer}.mlp.router"
         names = gate + ".e_score_correction_bias", router + ".expert_bias"
-        table.append(Weight.same(*names, shape.num_experts, float32=True))
+        # beside the router's weight: engines wait for both
+        table.insert(1, Weight.same(*names, shape.num_experts, float32=True))
     if width := shape.shared_expert_width:
         names = "mlp.shared_experts", "mlp.shared_experts"
         table += mlp(layer, *names, shape.hidden_size, width)
