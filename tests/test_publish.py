@@ -167,7 +167,7 @@ CASES = {
     "layer ahead": (TINY | {"num_nextn_predict_layers": 1}, *MTP),
     "tied, odd vocabulary": (
         TINY | {"vocab_size": 127, "tie_word_embeddings": True},
-        *("parallel.tp=4", "parallel.etp=1"),
+        *("parallel.tp=2", "parallel.etp=1", "parallel.pp=2"),
     ),
     "grouped queries, odd vocabulary": (
         TINY_QWEN3 | {"vocab_size": 127},
