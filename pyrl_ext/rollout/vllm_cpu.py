@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 
 def installed() -> bool:
     """Whether vLLM is the build for CPUs.
@@ -64,6 +66,7 @@ def patch() -> None:
     again: `UnquantizedFusedMoEMethod._setup_kernel` skips it, and generation goes on with wrong
     numbers (0.32 and 0.33).
     """
+    from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
 
     method: Any = experts.UnquantizedFusedMoEMethod
@@ -79,6 +82,14 @@ def patch() -> None:
 
     packing_again.packs_again = True  # type: ignore[attr-defined]
     method._setup_kernel = packing_again
+    embedding: Any = vocab_parallel_embedding.UnquantizedEmbeddingMethod
+    embedding.process_weights_after_loading = _unpacked
+
+
+def _unpacked(_method: Any, layer: torch.nn.Module) -> None:
+    """A head that is tied to the embedding is never loaded itself: with packed weights it would
+    keep those of the first load."""
+    layer.cpu_linear = torch.nn.functional.linear
 
 
 def arguments(cache_bytes: int) -> dict[str, Any]:

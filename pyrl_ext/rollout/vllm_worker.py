@@ -18,6 +18,8 @@ if vllm_cpu.installed():
 class RouteCapture(Loading):
     """`worker_extension_cls` of vLLM: its methods are called by name through `collective_rpc`.
 
+    It also lets a request with a seed be read in parts, which vLLM 0.32 cannot do on a CPU.
+
     vLLM's own way (`enable_return_routed_experts`) needs Triton, which on a CPU is interpreted, 100
     times slower. This uses the same callbacks in its routers.
     """
@@ -25,22 +27,27 @@ class RouteCapture(Loading):
     model_runner: Any
     vllm_config: Any
 
-    def capture_routes(self) -> None:
-        """From here on routes are kept until `take_routes`."""
+    def watch_steps(self, routes: bool) -> None:
+        """From here on requests keep their random numbers and, with `routes`, their routes until
+        `take_routes`."""
+        self._kept: dict[str, list[tuple[int, np.ndarray]]] = {}
+        self._aside: dict[str, torch.Generator] = {}
+        self._execute = self.model_runner.execute_model
+        self.model_runner.execute_model = self._execute_and_keep
+        self._now: Tensor | None = None
+        if not routes:
+            return
         from vllm.model_executor.layers.fused_moe import routed_experts_capturer as capturer
 
         model = self.vllm_config.model_config
         layers, topk = model.get_total_num_hidden_layers(), model.get_num_experts_per_tok()
         rows = self.vllm_config.scheduler_config.max_num_batched_tokens
         self._now = torch.zeros(rows, layers, topk, dtype=torch.int32)
-        self._kept: dict[str, list[tuple[int, np.ndarray]]] = {}
-        self._aside: dict[str, torch.Generator] = {}
         capturer.bind_routed_experts_capturer(self.model_runner.model, self)  # type: ignore[arg-type]
-        self._execute = self.model_runner.execute_model
-        self.model_runner.execute_model = self._execute_and_keep
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
         """vLLM's routers call it, layer after layer, with the rows of the whole batch."""
+        assert self._now is not None
         self._now[: len(topk_ids), layer_id] = topk_ids.to(self._now.device, torch.int32)
 
     def _execute_and_keep(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,9 +59,10 @@ class RouteCapture(Loading):
         for name in runner.input_batch.req_ids if scheduled.total_num_scheduled_tokens else ():
             count = scheduled.num_scheduled_tokens[name]
             start = runner.requests[name].num_computed_tokens
-            part = self._now[row : row + count].to(torch.uint16).numpy()
-            # inside, vLLM adds a random suffix to the name of a request
-            self._kept.setdefault(name.rpartition("-")[0], []).append((start, part))
+            if self._now is not None:
+                part = self._now[row : row + count].to(torch.uint16).numpy()
+                # inside, vLLM adds a random suffix to the name of a request
+                self._kept.setdefault(name.rpartition("-")[0], []).append((start, part))
             row += count
             if start + count < runner.requests[name].num_tokens:
                 self._set_aside(name)
