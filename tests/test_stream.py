@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_rollout import GLM, assert_matches_plain, build, engine_of, prompts_of
+from test_rollout import GLM, assert_matches_plain, build, checkpoint, engine_of, prompts_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -158,6 +158,16 @@ def test_a_stream_that_is_left_runs_no_further(error: Any, count: int):
     for a, b in zip(whole, again, strict=True):
         assert a.routes is not None and b.routes is not None
         assert torch.equal(a.routes, b.routes)
+
+
+def test_a_stream_ends_when_its_weights_are_replaced():
+    model = build(GLM)
+    engine = engine_of(model, GLM, max_running=2)
+    stream = engine.stream(*uneven(engine))
+    next(stream)
+    engine.load_weights(checkpoint(model).items(), version=4)
+    with pytest.raises(RuntimeError, match="version 3 of the weights was replaced"):
+        list(stream)
 
 
 def test_two_streams_of_one_engine_do_not_mix():

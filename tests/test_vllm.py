@@ -256,10 +256,6 @@ def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(pair: Pair
     endings = [decode(s.response) for s in cut if s.finish_reason == "stop"]
     assert any(text.endswith(stop[:-2]) for text in endings), "none spans several tokens"
     assert pair.check(cut, free)[0] < 1e-5
-    pair.vllm.has_tokenizer = False
-    with pytest.raises(ValueError, match="without a tokenizer"):
-        pair.vllm.generate(prompts(6), replace(free, stop=stop))
-    pair.vllm.has_tokenizer = True
 
 
 def test_a_response_of_one_token(pair: Pair):
@@ -289,6 +285,28 @@ def test_nothing_is_left_of_a_stream_that_was_left(pair: Pair, error: Any):
     assert len(again) == 32 and pair.check(again, sampling)[0] < 1e-5
     for sample in some + again:
         assert torch.equal(sample.tokens, whole[sample.prompt_id, sample.index].tokens)
+
+
+def test_a_stream_that_ctrl_c_ends_inside_a_forward(pair: Pair):
+    sampling = Sampling(max_new_tokens=12, samples_per_prompt=8)
+    before = pair.vllm.generate(prompts(5, 200, 3), sampling)
+    worker = pair.vllm._engine.engine_core.engine_core.model_executor.driver_worker.worker
+    seen: list[int] = []
+
+    def interrupt(*_: Any) -> None:
+        seen.append(1)
+        if len(seen) in (2, 9):  # while prompts are read, and while tokens are drawn
+            raise KeyboardInterrupt
+
+    hook = worker.model_runner.model.register_forward_hook(interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            pair.vllm.generate(prompts(5, 200, 3), sampling)
+        assert not pair.vllm._engine.has_unfinished_requests()
+    hook.remove()
+    again = pair.vllm.generate(prompts(5, 200, 3), sampling)
+    assert pair.check(again, sampling)[0] < 1e-5
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(before, again, strict=True))
 
 
 def test_samples_come_as_they_finish(pair: Pair):

@@ -17,7 +17,7 @@ from pyrl_ext.rollout.digest import digest_on_device, read
 from pyrl_ext.rollout.routers import expert_ids, find_routers, num_experts
 from pyrl_ext.rollout.sampling import draw, stream_keys
 from pyrl_ext.rollout.slots import Slots
-from pyrl_ext.rollout.stops import StopStrings
+from pyrl_ext.rollout.stops import StopStrings, need_tokenizer
 from pyrl_ext.rollout.weights import Destinations
 from pyrl_ext.transfer import Aside
 
@@ -141,6 +141,11 @@ class HFEngine(Engine):
         self._check(prompts, sampling)
         run = _Run(self, prompts, sampling)
         while run.waiting or run.slots.running:
+            if self.version != run.version:
+                raise RuntimeError(
+                    f"HFEngine.stream: version {run.version} of the weights was replaced while a "
+                    "stream of it was open, expected the stream closed before"
+                )
             first = run.slots.running
             if run.should_admit():
                 yield from run.advance(first, self._prefill(run))
@@ -156,11 +161,7 @@ class HFEngine(Engine):
         """Nothing runs outside of the calls."""
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError(
-                f"HFEngine.stream: stop strings {list(sampling.stop)} without a tokenizer, "
-                "expected one, which makes text of tokens. Build the engine with tokenizer"
-            )
+        need_tokenizer("HFEngine", sampling, self.tokenizer)
         vocab = self.model.config.vocab_size
         limit = self.model.config.max_position_embeddings
         seen: set[int] = set()

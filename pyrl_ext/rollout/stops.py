@@ -7,6 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from pyrl_ext.rollout import Sampling
+
+
+def need_tokenizer(engine: str, sampling: Sampling, tokenizer: object) -> None:
+    """Raises ValueError for stop strings in an engine that has no tokenizer."""
+    if sampling.stop and tokenizer is None:
+        raise ValueError(
+            f"{engine}.stream: stop strings {list(sampling.stop)} without a tokenizer, expected "
+            "one, which makes text of tokens. Build the engine with tokenizer"
+        )
+
 
 class StopStrings:
     """Finds the token that completes a stop string, wherever in its tokens it begins and ends.

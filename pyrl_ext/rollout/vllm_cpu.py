@@ -86,7 +86,7 @@ def patch() -> None:
     embedding.process_weights_after_loading = _unpacked
 
 
-def _unpacked(_method: Any, layer: torch.nn.Module) -> None:
+def _unpacked(_method: Any, layer: Any) -> None:
     """A head that is tied to the embedding is never loaded itself: with packed weights it would
     keep those of the first load."""
     layer.cpu_linear = torch.nn.functional.linear
