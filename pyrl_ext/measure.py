@@ -36,6 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyrl_ext import topology
 from pyrl_ext.batch import Batch
 from pyrl_ext.feed import Feed
+from pyrl_ext.hub import fetch
 from pyrl_ext.metrics.profile import Clock
 from pyrl_ext.objective import build_advantage, build_loss
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
@@ -360,6 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(plan.threads)
     try:
         with topology.start(plan) as topo:
+            plan = fetch(plan, topo)
             result = report(plan, topo, *measure(plan, topo))
             every: list[Any] = [None] * topo.world_size
             torch.distributed.all_gather_object(every, result)

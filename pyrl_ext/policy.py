@@ -24,7 +24,7 @@ from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.megatron.model import build_chunks, release, unwrap, wrap_ddp
 from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, state_tensors, warmed_up
 from pyrl_ext.microbatch import Microbatch
-from pyrl_ext.models import family, weights
+from pyrl_ext.models import family, files, weights
 from pyrl_ext.objective import LossFn
 from pyrl_ext.ops import Inverse, invert_rows, sum_rows
 from pyrl_ext.publish import gather_buckets, plan_buckets
@@ -68,8 +68,13 @@ class Policy:
         self._aside = {part: Aside() for part in ("weights", "gradients", "optimizer")}
 
     @classmethod
-    def build(cls, plan: Any, topo: Topology, trainable: bool = True) -> Policy:
-        """The plan's model with its initial weights; without ``trainable``, a frozen reference."""
+    def build(
+        cls, plan: Any, topo: Topology, trainable: bool = True, initial: bool = True
+    ) -> Policy:
+        """The plan's model with its initial weights; without ``trainable``, a frozen reference.
+
+        Without ``initial`` the weights are undefined until `load`.
+        """
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         if topo.device.type == "cpu":
@@ -86,7 +91,8 @@ class Policy:
         if trainable:
             weakref.finalize(policy, release, chunks)
         policy._check_stages()
-        policy.load_initial_weights()
+        if initial:
+            policy.load_initial_weights()
         if trainable:  # after the weights: mixed precision copies them to fp32 masters
             policy.optimizer = build_optimizer(plan, chunks, topo.groups)
             policy._config.grad_scale_func = policy.optimizer.scale_loss
@@ -123,13 +129,17 @@ class Policy:
 
     def load_initial_weights(self) -> None:
         """From ``model.weights``, a checkpoint folder, or drawn from the plan's seed."""
-        live, plan = self._live(), self.plan
+        live, plan, rows = self._live(), self.plan, self.table
+        weights.check_claims(self.table, live)
         if plan.weights_path is None:
             read = weights.RandomWeights(self.table, plan.shape.initializer_range, plan.seed)
         else:
-            read = weights.SafetensorsFolder(plan.weights_path)
+            read = files.SafetensorsFolder(plan.weights_path)
             read.check(self.table, self.family.ignored(plan.shape, self.mtp_layers))
-        weights.load(self.table, live, read, self.topo)
+            size = sum(t.nbytes for t in live.values())
+            shown = self.topo.is_main and plan.log.progress
+            rows = files.progress(rows, f"reading {plan.weights_path}", len(rows), size, shown)
+        weights.load(rows, live, read, self.topo)
 
     def weights(self, only: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every checkpoint tensor (HF name, value), whole on every rank; may alias live parameters.
@@ -390,10 +400,17 @@ class Policy:
     # disk ----------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Model, optimizer and counters into ``folder``, whole or not at all."""
+        """Model, optimizer and counters into ``folder``, whole or not at all; with
+        ``checkpoint.hf`` the weights once more in its ``hf/``, as Hugging Face has them."""
         self._need(*self._aside)
+        plan, topo = self.plan, self.topo
         counters = {"step": self.step, "updates": self.updates}
-        checkpoint.save(folder, self._models, self.optimizer, counters, self.plan, self.topo)
+
+        def write_hf(writing: Path) -> None:
+            files.write_hf(writing / "hf", self.weights(), plan, topo)
+
+        also = [write_hf] if plan.checkpoint.hf else []
+        checkpoint.save(folder, self._models, self.optimizer, counters, plan, topo, *also)
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote, under this or another layout."""

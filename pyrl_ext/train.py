@@ -14,6 +14,7 @@ import torch
 
 from pyrl_ext import topology
 from pyrl_ext.batch import Batch
+from pyrl_ext.hub import fetch
 from pyrl_ext.metrics.mismatch import mismatch
 from pyrl_ext.metrics.profile import Clock
 from pyrl_ext.objective import build_advantage, build_loss
@@ -250,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve_gpu_from(plan.kernels.backend)
     try:
         with topology.start(plan) as topo, watched(topo) as peers:
+            plan = fetch(plan, topo)
             load_kernels(plan, topo)
             done = train(plan, topo, peers)
     except ConfigError as error:

@@ -19,7 +19,7 @@ from pyrl_ext.megatron.attention import PackedSequences
 from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.microbatch import Microbatch
 from pyrl_ext.models import family
-from pyrl_ext.models.weights import SafetensorsFolder, save_safetensors
+from pyrl_ext.models.files import SafetensorsFolder, save_safetensors
 from pyrl_ext.objective import build_advantage, build_loss
 from pyrl_ext.plan.shape import embedding_parameters, mtp_parameters, parameters, read_shape
 from pyrl_ext.policy import Policy

@@ -20,7 +20,7 @@ from pyrl_ext.megatron.head import loss_rows
 from pyrl_ext.megatron.model import unwrap
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.microbatch import Microbatch
-from pyrl_ext.models.weights import save_safetensors
+from pyrl_ext.models.files import save_safetensors
 from pyrl_ext.objective import build_loss
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.policy import Policy

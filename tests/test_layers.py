@@ -18,10 +18,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A room imports rooms to its left. `plan` is a world of its own that everyone may read.
 ORDER: list[str] = [
     *("plan", "named", "ops", "layout", "transfer", "unshard", "logprob", "linear_logprob"),
-    *("routes", "replay", "schedule", "objective", "topology", "rollout", "batch", "microbatch"),
-    *("megatron", "models", "publish", "triton_cache", "feed", "policy", "metrics", "verify"),
-    *("peers", "run", "train"),
-    "measure",
+    *("routes", "replay", "schedule", "objective", "topology", "hub", "rollout", "batch"),
+    *("microbatch", "megatron", "models", "publish", "triton_cache", "feed", "policy", "metrics"),
+    *("verify", "peers", "run", "train", "export", "measure"),
 ]
 
 MAX_FUNCTION_LINES = 80
@@ -35,6 +34,7 @@ NAMED_AFTER = {
     "triton": {"triton", "vllm"},  # which runs on it
     "vllm": {"vllm"},
     "transformer_engine": {"te", "transformer"},
+    "huggingface_hub": {"hub"},
     "pyrl_ext._C": {"native"},
 }
 MEGATRON_ROOMS = {"topology", "replay", "megatron", "models", "policy"}

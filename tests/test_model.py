@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from tiny import random_batch, tiny_plan
 from transformers import AutoModelForCausalLM
 
-from pyrl_ext import topology
-from pyrl_ext.models import family, weights
+from pyrl_ext import models, topology
+from pyrl_ext.models import family
+from pyrl_ext.models.files import save_safetensors
 from pyrl_ext.plan.schema import Model
 from pyrl_ext.plan.shape import parameters
 from pyrl_ext.policy import Policy
@@ -24,7 +25,7 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
     plan = tiny_plan("seed=3")
     with topology.start(plan) as topo:
-        weights.save_safetensors(folder, Policy.build(plan, topo).weights(), plan.hf)
+        save_safetensors(folder, Policy.build(plan, topo).weights(), plan.hf)
     return folder
 
 
@@ -39,7 +40,7 @@ def test_logits_agree_with_transformers(tmp_path, pattern):
     plan, batch = tiny_plan(f"model.config={tmp_path}/config.json", "seed=3"), random_batch(9)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        weights.save_safetensors(tmp_path, policy.weights(), plan.hf)
+        save_safetensors(tmp_path, policy.weights(), plan.hf)
         scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert sum(p.numel() for p in theirs.parameters()) == parameters(plan.shape).total
@@ -99,7 +100,7 @@ def test_a_wrong_shape_names_the_tensor(exported, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with (
         topology.start(plan := tiny_plan(f"model.weights={tmp_path}")) as topo,
-        pytest.raises(ValueError, match=r"lm_head.weight gives \[128, 32\].*expected \[128, 64\]"),
+        pytest.raises(ValueError, match=r"lm_head.weight is \[128, 32\].*expected \[128, 64\]"),
     ):
         Policy.build(plan, topo)
 
@@ -118,6 +119,6 @@ def test_multi_token_prediction_layers_are_left_out_by_name(exported, tmp_path):
 
 
 def test_a_family_is_a_file_of_its_name_in_both_rooms():
-    package = Path(weights.__file__).parents[1]
+    package = Path(models.__file__).parents[1]
     for name in get_args(Model.model_fields["family"].annotation):
         assert family(name).weights and (package / f"plan/families/{name}.py").is_file()

@@ -19,7 +19,7 @@ from pyrl_ext import topology, train
 from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.microbatch import Microbatch
-from pyrl_ext.models.weights import save_safetensors
+from pyrl_ext.models.files import save_safetensors
 from pyrl_ext.objective import build_loss
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.memory import stage_parameters

@@ -26,22 +26,16 @@ def save(
     counters: dict,
     plan: Any,
     topo: Topology,
+    *also: Callable[[Path], None],
 ) -> None:
-    """Write into ``<folder>.writing`` and rename when all ranks are done. The plan goes with it.
+    """`write_whole` of models, optimizer, counters and the plan.
 
-    Raises: OSError naming the folder when a rank cannot write (no space, no permission); what was
-        begun is deleted, older checkpoints are untouched.
+    Args:
+        also: write what else belongs into the folder that they are called with, on every rank.
     """
     from megatron.core import dist_checkpointing
 
-    writing = folder.with_name(folder.name + ".writing")
-
-    def begin() -> None:
-        if topo.is_main:
-            shutil.rmtree(writing, ignore_errors=True)
-            writing.mkdir(parents=True)
-
-    def write() -> None:
+    def write(writing: Path) -> None:
         _collect_in_process()
         with quiet():
             dist_checkpointing.save(_state(models, optimizer, topo), str(writing))
@@ -50,22 +44,38 @@ def save(
             (writing / PLAN).write_text(plan.to_json())
             (writing / COUNTERS).write_text(json.dumps(counters | facts))
 
-    def finish() -> None:
+    write_whole(folder, topo, write, *also)
+
+
+def write_whole(folder: Path, topo: Topology, *stages: Callable[[Path], None]) -> None:
+    """Let ``stages`` write into ``<folder>.writing``, and rename it when all ranks are done.
+
+    Communicates: as the stages do, and after each whether a rank failed.
+    Raises: OSError naming the folder when a rank cannot write (no space, no permission); what was
+        begun is deleted, what was there before is untouched.
+    """
+
+    def begin(writing: Path) -> None:
+        if topo.is_main:
+            shutil.rmtree(writing, ignore_errors=True)
+            writing.mkdir(parents=True)
+
+    def finish(writing: Path) -> None:
         if topo.is_main:
             shutil.rmtree(folder, ignore_errors=True)
             writing.rename(folder)
 
-    for stage in (begin, write, finish):
-        _on_all_ranks(stage, writing, topo)
+    for stage in (begin, *stages, finish):
+        _on_all_ranks(stage, folder.with_name(folder.name + ".writing"), topo)
 
 
-def _on_all_ranks(stage: Callable[[], None], writing: Path, topo: Topology) -> None:
+def _on_all_ranks(stage: Callable[[Path], None], writing: Path, topo: Topology) -> None:
     """Run ``stage``; where it failed on any rank, clean up and raise on every rank."""
     from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
     problem = None
     try:
-        stage()
+        stage(writing)
     except (Exception, CheckpointException) as error:
         problem = error
     problems: list[Any] = [None] * topo.world_size

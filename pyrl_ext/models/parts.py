@@ -189,12 +189,16 @@ def latent_rows(layer: int, shape: Any) -> list[Weight]:
 
 
 def ignored(shape: Any, mtp_layers: int) -> dict[str, str]:
-    """Patterns of the tensors of layers for multi-token prediction that are not loaded."""
+    """Patterns of the tensors that are not loaded: of layers for multi-token prediction, and what
+    follows from others."""
     first = shape.num_hidden_layers
     what, why = ".*", "multi-token prediction layer; the plan says model.mtp: off"
     if mtp_layers:
         what, why = r"(embed_tokens|shared_head\.head)\.weight", "a copy of the model's own"
-    return {
+    found = {
         rf"model\.layers\.{i}\.{what}": why
         for i in range(first, first + shape.num_nextn_predict_layers)
     }
+    if shape.tie_word_embeddings:
+        found[r"lm_head\.weight"] = "a copy of the embedding"
+    return found | {r".*\.rotary_emb\.inv_freq": "computed from the config"}

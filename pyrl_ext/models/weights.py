@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -122,21 +120,49 @@ def routed_experts(layer: int, shape: Any) -> list[Weight]:
 # checkpoint tensors <-> this rank's part ---------------------------------------------------------
 
 
-def shard_of(weight: Weight, tensors: Sequence[Tensor], size: int, rank: int) -> Tensor:
-    """The part of checkpoint ``tensors`` that rank ``rank`` of ``size`` holds."""
+class Sliceable(Protocol):
+    """A tensor, or one of a file, of which only the part that is asked for is read."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def __getitem__(self, at: Any, /) -> Tensor: ...
+
+
+def shard_of(weight: Weight, tensors: Sequence[Sliceable], size: int, rank: int) -> Tensor:
+    """The part of checkpoint ``tensors`` that rank ``rank`` of ``size`` holds.
+
+    No more of them is read, but for query groups that ranks share: these are read whole.
+    """
     if weight.shard == "same":
-        return tensors[0]
+        return tensors[0][:]
     if weight.shard == "columns":
-        return tensors[0].chunk(size, 1)[rank]
+        return tensors[0][:, _part(tensors[0].shape[1], size, rank)]
     if weight.shard == "vocab":
         (full,) = tensors
-        padded = -(-full.shape[0] // size) * size
-        full = torch.cat([full, full.new_zeros(padded - full.shape[0], full.shape[1])])
-        return full.chunk(size, 0)[rank]
+        part = _part(full.shape[0], size, rank)
+        found = full[part]
+        padding = found.new_zeros(part.stop - part.start - len(found), full.shape[1])
+        return torch.cat([found, padding]) if len(padding) else found
     if weight.shard == "grouped":
-        by_group = [t.unflatten(0, (weight.heads[1], -1)) for t in tensors]
-        return torch.cat(by_group, 1).flatten(0, 1).chunk(size, 0)[rank]
-    return torch.cat([t.chunk(size, 0)[rank] for t in tensors])
+        return _grouped_shard(weight, tensors, size, rank)
+    parts = [t[_part(t.shape[0], size, rank)] for t in tensors]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _part(length: int, size: int, rank: int) -> slice:
+    each = -(-length // size)
+    return slice(rank * each, (rank + 1) * each)
+
+
+def _grouped_shard(weight: Weight, tensors: Sequence[Sliceable], size: int, rank: int) -> Tensor:
+    groups = weight.heads[1]
+    rows = sum(t.shape[0] for t in tensors) // groups  # of a group
+    mine = _part(groups * rows, size, rank)
+    first, last = mine.start // rows, -(-mine.stop // rows)
+    taken = [t[slice(*(g * t.shape[0] // groups for g in (first, last)))] for t in tensors]
+    by_group = torch.cat([t.unflatten(0, (last - first, -1)) for t in taken], 1).flatten(0, 1)
+    return by_group[mine.start - first * rows : mine.stop - first * rows]
 
 
 def whole_of(weight: Weight, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -208,88 +234,37 @@ def check_claims(table: Sequence[Weight], mine: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def load(
-    table: Sequence[Weight],
+    table: Iterable[Weight],
     mine: Mapping[str, Tensor],
-    read: Callable[[str], Tensor],
+    read: Callable[[str], Sliceable],
     topo: Any,
 ) -> None:
-    """Copy a checkpoint into this rank's live tensors.
+    """Copy a checkpoint into this rank's live tensors, whatever its float type.
 
     Args:
-        read: checkpoint name -> full tensor, called only for names this rank needs.
+        read: checkpoint name -> full tensor, called only for names this rank needs, and sliced to
+            the part that it holds.
 
     Raises: ValueError naming the tensor whose shape is not the model's.
     """
-    check_claims(table, mine)
     for weight in table:
         if (target := mine.get(weight.name)) is None:
             continue
         size, rank, _ = tensor_split(weight, topo)
-        part = shard_of(weight, [read(name) for name in weight.hf], size, rank)
-        if part.shape != target.shape:
-            raise ValueError(
-                f"models: {' + '.join(weight.hf)} gives {list(part.shape)} on this rank, expected "
-                f"{list(target.shape)} for {weight.name}; is this checkpoint of another model?"
-            )
-        target.copy_(part)
+        tensors = [read(name) for name in weight.hf]
+        for name, tensor, shape in zip(weight.hf, tensors, weight.shapes, strict=True):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"checkpoint: {name} is {list(tensor.shape)}, expected {list(shape)} for "
+                    f"{weight.name} of this model; is the checkpoint of another?"
+                )
+        target.copy_(shard_of(weight, tensors, size, rank))
 
 
 def tensor_split(weight: Weight, topo: Any) -> tuple[int, int, Any]:
     """(size, rank, group) of the tensor-parallel group that divides this weight."""
     group = topo.groups.tp if weight.expert is None else topo.groups.expt_tp
     return group.size(), group.rank(), group
-
-
-# where full tensors come from and go to ----------------------------------------------------------
-
-
-class SafetensorsFolder:
-    """A HF checkpoint folder, read tensor by tensor; ``names`` are all tensors in it."""
-
-    def __init__(self, folder: str | Path):
-        from safetensors import safe_open
-
-        folder = Path(folder)
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(
-                f"{folder}: no *.safetensors here, expected a Hugging Face checkpoint folder"
-            )
-        self._open = safe_open
-        self._file_of: dict[str, Path] = {}
-        for file in files:
-            with safe_open(file, framework="pt") as f:
-                self._file_of.update(dict.fromkeys(f.keys(), file))
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
-    def __call__(self, name: str) -> Tensor:
-        with self._open(self._file_of[name], framework="pt") as f:
-            return f.get_tensor(name)
-
-    def check(self, table: Sequence[Weight], ignored: Mapping[str, str]) -> None:
-        """Raises: ValueError listing names the model lacks or the folder lacks."""
-        wanted = {name for w in table for name in w.hf}
-        skipped = {n for n in self.names if any(re.fullmatch(p, n) for p in ignored)}
-        missing, unknown = sorted(wanted - self.names), sorted(self.names - wanted - skipped)
-        if missing or unknown:
-            raise ValueError(
-                f"checkpoint: {len(missing)} tensors are missing {missing[:6]}, {len(unknown)} are "
-                f"not the model's {unknown[:6]}; expected exactly the names of the model's table"
-            )
-
-
-def save_safetensors(folder: str | Path, named: Iterator[tuple[str, Tensor]], hf: dict) -> None:
-    """Write one ``model.safetensors`` and ``config.json`` that transformers loads."""
-    from safetensors.torch import save_file
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in named}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
 
 
 class RandomWeights:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from pyrl_ext.plan.compiled import Plan
 from pyrl_ext.plan.problems import ConfigError, Key, describe
 from pyrl_ext.plan.schema import Section, Sections, Unchecked
 from pyrl_ext.plan.shape import read_shape
-from pyrl_ext.plan.source import Source, read
+from pyrl_ext.plan.source import Source, apply, read
 from pyrl_ext.plan.values import settle
 
 
@@ -43,6 +43,40 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         "unsupported": notes.unsupported(draft),
     }
     return Plan.model_validate(source.tree | derived)
+
+
+def changed_plan(saved: Plan, changes: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
+    """A saved plan under another layout, for a command that goes on from it.
+
+    Of the sections that were not changed nothing is checked again: their files may be gone by now.
+
+    Args:
+        changes: section, or key without one, -> its value
+        overrides: `section.key=value`, the value read as YAML
+
+    Raises:
+        ConfigError: with every problem of what was changed, one a line, or with what a resumed run
+            may not change
+    """
+    source = Source(saved.source, saved.model_dump(mode="json", include=set(Sections.model_fields)))
+    source.tree |= changes
+    apply(source, overrides)
+    settle(source)
+    _check_fields(source)
+    if source.problems:
+        raise ConfigError(source.problems)
+    plan = Plan.model_validate(
+        source.tree | {"source": saved.source, "world_size": 1, "hf": saved.hf}
+    )
+    plan.check_resumes(saved)
+    touched = {*changes, *(key[0] for key in source.overrides)}
+    for key, message in rules.check(plan):
+        if key.split(".")[0] in touched:
+            source.problems.append(source.problem(tuple(key.split(".")), message))
+    if source.problems:
+        raise ConfigError(source.problems)
+    refused = tuple(r for r in notes.unsupported(plan) if r.split(".")[0] in touched)
+    return plan.model_copy(update={"world_size": plan.parallel.world_size, "unsupported": refused})
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:

@@ -31,7 +31,7 @@ FREE_ON_RESUME = (
     *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
 )
 # Derived from the rest, or only where the YAML lay.
-NOT_COMPARED = ("source", "notes", "unsupported", "world_size")
+NOT_COMPARED = ("source", "notes", "unsupported", "world_size", "fetched")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -60,6 +60,8 @@ class Plan(Sections):
     """worth knowing, nothing wrong"""
     unsupported: tuple[str, ...] = ()
     """what this plan names that the trainer cannot run yet"""
+    fetched: dict[str, str] = {}  # noqa: RUF012 (pydantic copies it)
+    """hub id -> its folder on this node, once it is there"""
 
     @property
     def derived(self) -> dict[str, Any]:
@@ -167,12 +169,12 @@ class Plan(Sections):
 
     @property
     def tokenizer_path(self) -> str | None:
-        """Absolute folder of the tokenizer, or a hub id."""
+        """Absolute folder of the tokenizer; a hub id until it is fetched."""
         return self._local_or_hub(self.model.tokenizer)
 
     @property
     def weights_path(self) -> str | None:
-        """Absolute folder of the initial weights, or a hub id."""
+        """Absolute folder of the initial weights; a hub id until they are fetched."""
         return self._local_or_hub(self.model.weights)
 
     @property
@@ -199,9 +201,9 @@ class Plan(Sections):
         return bool(_HUB_ID.fullmatch(name)) and not os.path.exists(self.resolve(name))
 
     def _local_or_hub(self, name: str | None) -> str | None:
-        if name is None or self.is_hub_id(name):
-            return name
-        return self.resolve(name)
+        if name is None:
+            return None
+        return self.fetched.get(name, name) if self.is_hub_id(name) else self.resolve(name)
 
     def to_json(self) -> str:
         """JSON with a line a field; what is derived is for readers, and computed anew when read."""

@@ -22,7 +22,8 @@ def notes(plan: Plan) -> tuple[str, ...]:
     for key, name in (("tokenizer", model.tokenizer), ("weights", model.weights)):
         if name is not None and plan.is_hub_id(name):
             found.append(
-                f"model.{key}: {name} is no folder beside the YAML, so it is taken as a hub id"
+                f"model.{key}: {name} is no folder beside the YAML, so it is taken as a hub id, "
+                "and fetched when a run starts"
             )
     if plan.replay.old != plan.replay.train:
         found.append(
@@ -66,12 +67,6 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
         found.append(f"model.backend: {plan.model.backend} is not connected yet. Use local")
     found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]
     found += _engine(plan)
-    for key, name in (("tokenizer", plan.model.tokenizer), ("weights", plan.model.weights)):
-        if name is not None and plan.is_hub_id(name):
-            found.append(
-                f"model.{key}: {name} is a hub id, which is not fetched yet. Download it and name "
-                "the folder"
-            )
     return tuple(found)
 
 

@@ -335,6 +335,9 @@ class Checkpoint(Section):
     """rollout steps between checkpoints; 0: only the last step"""
     keep: Positive = 2
     """newest checkpoints kept on disk"""
+    hf: bool = False
+    """write the weights of every checkpoint as a Hugging Face folder too: hf/ in it, with config
+    and tokenizer"""
 
 
 class Log(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,11 +103,16 @@ def read(path: str | Path, overrides: tuple[str, ...] = ()) -> Source:
     unreadable is in `.problems`."""
     source = Source(str(path))
     _read_file(source)
-    for text in overrides:
-        _override(source, text)
+    apply(source, overrides)
     if source.complete:
         _extend(source, (source.path,))
     return source
+
+
+def apply(source: Source, overrides: Sequence[str]) -> None:
+    """Set what `overrides`, each `section.key=value`, say in the tree of `source`."""
+    for text in overrides:
+        _override(source, text)
 
 
 def _read_file(source: Source, child: Source | None = None) -> None:

@@ -1,0 +1,166 @@
+"""Every model family against transformers: `python -m benchmarks.families`, a README table.
+
+A shipped config with smaller sizes is given random fp32 weights and saved by transformers. The
+trainer reads them; its logits of the same tokens are compared with those of transformers, and what
+it writes in several files with what it read. The bar: logits within 1e-4, tensors bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from pyrl_ext import topology
+from pyrl_ext.batch import Batch
+from pyrl_ext.megatron.attention import PackedSequences
+from pyrl_ext.microbatch import Microbatch
+from pyrl_ext.models import family
+from pyrl_ext.models.files import save_checkpoint_hf
+from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan.shape import read_shape
+from pyrl_ext.policy import Policy
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+QWEN3_8B = {
+    **{"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "head_dim": 128},
+    **{"intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
+    **{"max_position_embeddings": 40960, "initializer_range": 0.02},
+}
+MODELS = {
+    **{"GLM-4.7-Flash": "glm47", "GLM-4.7": "glm47_355b", "DeepSeek-V3": "deepseek_v3"},
+    **{"Moonlight": "moonlight", "Qwen3-30B-A3B": "qwen3_30b", "Qwen3-8B": None},
+}
+SMALLER = {
+    **{"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32},
+    **{"intermediate_size": 256, "moe_intermediate_size": 48, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "n_routed_experts": 32, "num_experts": 32},
+    **{"kv_lora_rank": 32, "q_lora_rank": 48, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16},
+    **{"v_head_dim": 24, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+    **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
+}
+COLUMNS = (
+    *("family", "as a small", "tensors of the whole", "logits differ by", "largest logit"),
+    *("weights there and back", "layers"),
+)
+TOKENS = 96
+ALLOWED = 1e-4
+
+
+def config_of(name: str | None) -> dict[str, Any]:
+    return json.loads((CONFIGS / name / "config.json").read_text()) if name else QWEN3_8B
+
+
+def smaller(hf: dict[str, Any]) -> dict[str, Any]:
+    sizes = {key: size for key, size in SMALLER.items() if hf.get(key) is not None}
+    if "kv_lora_rank" not in hf:
+        sizes["num_key_value_heads"] = 2
+    return hf | sizes
+
+
+def write_model(folder: Path, hf: dict[str, Any]) -> Any:
+    """A random model of transformers with the config ``hf``, saved by it."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[hf["model_type"]].from_dict(dict(hf))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    biases = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    with torch.no_grad():
+        for name, value in [*model.named_parameters(), *biases]:
+            noise = torch.randn(value.shape)
+            value.copy_(1 + 0.3 * noise if "norm" in name else 0.1 * noise)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(hf))
+    return model
+
+
+def plan_of(folder: Path, hf: dict[str, Any], *overrides: str) -> Plan:
+    model = {"family": hf["model_type"], "config": f"{folder}/config.json", "weights": folder}
+    settings = [f"model.{key}={value}" for key, value in model.items()]
+    return compile_plan(CONFIGS / "tiny.yaml", [*settings, "replay=off", *overrides])
+
+
+def logits_of(policy: Policy, tokens: Tensor) -> Tensor:
+    """[T, V] of megatron, of one sequence."""
+    rows = len(tokens)
+    batch = Batch(
+        seqlens=(rows,),
+        tokens=tokens,
+        targets=tokens,
+        positions=torch.arange(rows),
+        loss_mask=torch.ones(rows, dtype=torch.bool),
+        rollout_logprobs=torch.zeros(rows),
+        advantages=torch.zeros(rows),
+        rewards=torch.zeros(1),
+        routes=None,
+        layer_ids=(),
+        route_mask=torch.zeros(rows, dtype=torch.bool),
+    )
+    micro = Microbatch.of(batch, [0], policy.topo, 1)
+    packed = PackedSequences.of(micro.layout, 0, policy.topo.device)
+    (model,) = policy._models
+    with torch.no_grad():
+        inputs = micro.tokens[None], packed.positions[None], None
+        return model.eval()(*inputs, packed_seq_params=packed)[0][:rows]
+
+
+def row(name: str, source: str | None, folder: Path) -> tuple[str, bool]:
+    """A line of the table, and whether it is within the bar."""
+    whole = config_of(source)
+    hf = smaller(whole)
+    theirs, tokens = write_model(folder, hf), torch.randint(3, 512, (TOKENS,))
+    plan = plan_of(folder, hf)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo, trainable=False)
+        with torch.no_grad():
+            exact = theirs(tokens[None]).logits[0]
+        off = (logits_of(policy, tokens) - exact).abs().max().item()
+        third = (folder / "model.safetensors").stat().st_size // 3
+        save_checkpoint_hf(folder / "back", policy.weights(), plan, topo, max_shard_bytes=third)
+    saved, back = load_file(folder / "model.safetensors"), {}
+    for file in (folder / "back").glob("*.safetensors"):
+        back |= load_file(file)
+    equal = saved.keys() == back.keys() and all(back[n].equal(t) for n, t in saved.items())
+    table = family(hf["model_type"]).weights(read_shape(whole), 0)
+    te = plan_of(folder, hf, "device=cuda", "model.backend=te")
+    refused = any(reason.startswith("model.backend: te") for reason in te.unsupported)
+    cells = (
+        f"`{hf['model_type']}`",
+        name,
+        f"{sum(len(weight.hf) for weight in table):,}",
+        f"{off:.1e}",
+        f"{exact.abs().max():.1f}",
+        "bit for bit" if equal else "DIFFERS",
+        "local; TE not connected" if refused else "local, TE",
+    )
+    return f"| {' | '.join(cells)} |", equal and off <= ALLOWED
+
+
+def main() -> int:
+    """Exit code 1 where a family is outside the bar."""
+    logging.disable(logging.WARNING)
+    disable_progress_bar()
+    torch.set_num_threads(1)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, source in track(list(MODELS.items()), "families", transient=True):
+            rows.append(row(name, source, Path(folder) / name))
+    print(
+        "\n".join([f"| {' | '.join(COLUMNS)} |", "| --- | --- | ---: | ---: | ---: | --- | --- |"])
+    )
+    print("\n".join(line for line, _ in rows))
+    return 0 if all(holds for _, holds in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
