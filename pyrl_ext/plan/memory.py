@@ -307,15 +307,18 @@ def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
 
 
 def _publish(plan: Plan) -> Item:
-    """Weights go to the engine a bucket at a time, cut into tensors one by one."""
+    """Weights go to the engine a bucket at a time, taken out of it one by one."""
     shape, parallel, each = plan.shape, plan.parallel, DTYPE_BYTES[plan.model.dtype]
     widest = max(shape.vocab_size, shape.intermediate_size) * shape.hidden_size
     held, why = widest * (each + 1), "the largest tensor and its check for nan"
     if max(parallel.tp, parallel.pp, parallel.ep, parallel.etp_size) > 1:
-        never_split = max(widest, *(layer.expert for layer in shape.layers))
-        bucket = max(plan.rollout.bucket_bytes, each * never_split)
+        experts = max(layer.expert for layer in shape.layers)
+        bucket = max(plan.rollout.bucket_bytes, each * max(widest, experts))
         held += min(bucket, each * parameters(shape).total)
         why = f"a bucket, {why}"
+        if plan.rollout.engine == "vllm" and plan.rollout.gpus is None:
+            held += each * experts
+            why += ", a layer's experts, which vLLM keeps until it has all"
     return Item("publish", held, ("publish",), why, exact=False)
 
 
