@@ -10,7 +10,7 @@ KERNEL_TESTS := $(patsubst %,tests/test_%.py,gather_rows gather_fields gather_ro
                 replay_probs token_logprob logprob unshard)
 
 .PHONY: help venv build browser demo test parity parity-large faults two-hosts check bench \
-        replay-effect gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm clean
+        replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -71,8 +71,13 @@ test-vllm-gpu: build  ## needs a GPU: the same there, memory that trainer and en
 	$(BIN)/pip install -c constraints.txt --no-build-isolation --editable '.[dev,vllm]'
 	$(BIN)/python -m pytest -q -rs tests/test_vllm_gpu.py
 
-demo-vllm: vllm-cpu  ## the demo with vLLM's rollouts
-	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml rollout.engine=vllm seed=$(SEED) run=$(RUN)-vllm
+demo-vllm: vllm-cpu  ## the demo with vLLM's rollouts, equal at every step; then a publish is broken
+	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml rollout.engine=vllm seed=$(SEED) \
+	  run=$(RUN)-vllm rollout.max_mismatch=1e-4
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_vllm.py -k stale
+
+replay-effect-vllm: vllm-cpu  ## the same with vLLM's routes and log-probs
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.replay_effect --engine vllm --steps 8 --std 0.2
 
 parity: build  ## every parallel layout of 1, 2 and 4 ranks against one process: a table
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py
