@@ -1,16 +1,17 @@
 """What routing replay does to the mismatch of engine and trainer.
 
-`python -m benchmarks.replay_effect`: a run in bf16, where the two round differently. At every step
-the same samples are scored by the same weights twice, with the engine's routes forced and with the
-routers choosing for themselves, so that nothing but the routing differs between the columns. The
-model has GLM-4.7-Flash's routing (64 experts, 4 of them a token, in every layer but the first) at
-the tiny model's width.
+`python -m benchmarks.replay_effect [--engine vllm]`: a run in bf16, where the two round differently.
+At every step the same samples are scored by the same weights twice, with the engine's routes forced
+and with the routers choosing for themselves, so that nothing but the routing differs between the
+columns. The model has GLM-4.7-Flash's routing (64 experts, 4 of them a token, in every layer but the
+first) at the tiny model's width. Its random weights give nearly flat distributions, in which no
+token's probability can double; those of `--std 0.2` are sharp enough for it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,16 +37,17 @@ MODEL = {
     "n_routed_experts": 64,
     "num_experts_per_tok": 4,
 }
-STEPS = 30
 SHOWN = ("k3", "abs_mean", "p99", "max", "prob_abs_mean", "f2")
 
 
-def run_steps(plan: Plan, topo: Topology) -> tuple[list[dict], list[dict], list[Scores]]:
+def run_steps(
+    plan: Plan, topo: Topology, steps: int
+) -> tuple[list[dict], list[dict], list[Scores]]:
     """Mismatch without and with replay of each step's samples, and the replayed scores."""
     policy, rollouts = Policy.build(plan, topo), Rollouts(plan, topo, build_source(plan))
     advantage, loss = build_advantage(plan.objective), build_loss(plan.objective)
     native, replayed, scores = [], [], []
-    for step in track(range(STEPS), "steps"):
+    for step in track(range(steps), "steps"):
         rollouts.engine.load_weights(policy.weights(), version=step)
         batch = Batch.of(rollouts.train(step), advantage)
         own = policy.scores(batch, schedule(plan, batch), replay=False)
@@ -60,7 +62,9 @@ def run_steps(plan: Plan, topo: Topology) -> tuple[list[dict], list[dict], list[
 def show(native: Sequence[dict], replayed: Sequence[dict], scores: Sequence[Scores]) -> None:
     table = Table("mean over steps", "without replay", "with replay", "ratio")
     for name in SHOWN:
-        off, on = (sum(r[f"mismatch/{name}"] for r in rows) / STEPS for rows in (native, replayed))
+        off, on = (
+            sum(r[f"mismatch/{name}"] for r in rows) / len(rows) for rows in (native, replayed)
+        )
         ratio = f"{off / on:.2f}x" if on else "-"
         table.add_row(f"mismatch/{name}", f"{off:.3e}", f"{on:.3e}", ratio)
     Console().print(table)
@@ -72,14 +76,25 @@ def show(native: Sequence[dict], replayed: Sequence[dict], scores: Sequence[Scor
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay_effect")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of tiny.yaml")
+    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument(
+        "--std", type=float, default=0.05, help="of the initial weights [%(default)s]"
+    )
+    given = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
         hf = json.loads((CONFIGS / "tiny" / "config.json").read_text()) | MODEL
         path = Path(folder) / "config.json"
-        path.write_text(json.dumps(hf))
+        path.write_text(json.dumps(hf | {"initializer_range": given.std}))
         options = (f"model.config={path}", "model.dtype=bfloat16", f"run={folder}/run")
-        plan = compile_plan(CONFIGS / "tiny.yaml", (*options, *sys.argv[1:]))
+        engine = f"rollout.engine={given.engine}"
+        plan = compile_plan(CONFIGS / "tiny.yaml", (*options, engine, *given.overrides))
         with topology.start(plan) as topo:
-            show(*run_steps(plan, topo))
+            native, replayed, scores = run_steps(plan, topo, given.steps)
+        print(f"{given.engine} engine, {given.steps} steps, initial weights of std {given.std}")
+        show(native, replayed, scores)
 
 
 if __name__ == "__main__":
