@@ -17,7 +17,9 @@ from pyrl_ext.policy import Policy, Scores
 from pyrl_ext.rollout import Engine
 from pyrl_ext.rollout.digest import digest_on_device, read
 
-FLOAT32_BOUND = 1e-4  # nat; two float32 implementations of a model differ by 1e-6 to 1e-5
+# nat. Two float32 implementations of a model differ by 1e-7 to 1e-5; with bfloat16 in either,
+# `benchmarks.replay_effect` finds up to 0.024, and 0.16 where routers choose for themselves.
+FLOAT32_BOUND, ROUNDED_BOUND, ROUTED_BOUND = 1e-4, 0.1, 0.5
 SHOWN = 8
 
 
@@ -122,9 +124,7 @@ def bound(plan: Plan) -> float | None:
         return None
     if {plan.model.dtype, plan.rollout_dtype} == {"float32"}:
         return FLOAT32_BOUND
-    band = GLOSSARY["mismatch/abs_mean"].band
-    assert band is not None
-    return band[1]
+    return ROUTED_BOUND if plan.router_layers and not plan.replay.old else ROUNDED_BOUND
 
 
 def check_batch(

@@ -256,6 +256,7 @@ def test_the_first_batch_shows_what_is_wrong(parts: Parts):
         ((), 1e-4),
         (("rollout.dtype=bfloat16",), 0.1),
         (("model.dtype=bfloat16",), 0.1),
+        (("model.dtype=bfloat16", "replay=off"), 0.5),
         (("rollout.top_k=5", "rollout.accept_truncated_sampling=true"), None),
         (
             (

@@ -225,8 +225,8 @@ class Rollout(Section):
     each time, so that all have their turn; 0: none"""
     max_mismatch: Rate | None = None
     """mean difference of trainer's and engine's log-probs that ends the run, at any step; null: in
-    the first step after each start, above 1e-4 where both are float32, else above 0.1 (not where
-    top_p or top_k cut the distribution)"""
+    the first step after each start, above 1e-4 where both are float32, else above 0.1, or 0.5 with
+    routers that are not replayed (not where top_p or top_k cut the distribution)"""
 
 
 class Replay(Section):
