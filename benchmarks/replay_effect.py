@@ -1,10 +1,10 @@
 """What routing replay does to the mismatch of engine and trainer.
 
-`python -m benchmarks.replay_effect [--engine vllm]`: a run in bf16, where the two round differently.
-At every step the same samples are scored by the same weights twice, with the engine's routes forced
+`python -m benchmarks.replay_effect [--engine vllm]`: a run in bf16, where the two round apart. At
+every step the same samples are scored by the same weights twice, with the engine's routes forced
 and with the routers choosing for themselves, so that nothing but the routing differs between the
-columns. The model has GLM-4.7-Flash's routing (64 experts, 4 of them a token, in every layer but the
-first) at the tiny model's width. Its random weights give nearly flat distributions, in which no
+columns. The model has GLM-4.7-Flash's routing (64 experts, 4 of them a token, in every layer but
+the first) at the tiny model's width. Its random weights give nearly flat distributions, in which no
 token's probability can double; those of `--std 0.2` are sharp enough for it.
 """
 

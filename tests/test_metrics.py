@@ -388,7 +388,7 @@ def write_run(folder, steps: int, factor: float = 1.0, **more: float):
 def test_summary_of_a_run(tmp_path):
     write_run(tmp_path / "a", 10)
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 10, "eval_reward": 0.45}\n')  # of the final weights
+        file.write('{"step": 10, "eval_reward": 0.45, "mismatch/abs_mean": 0.09}\n')
     run = report.load_run(tmp_path / "a")
     figures = report.summary(run)
     assert figures["steps"] == 10
@@ -396,6 +396,7 @@ def test_summary_of_a_run(tmp_path):
     assert (figures["eval reward start"], figures["eval reward end"]) == (0.0, 0.45)
     assert figures["mismatch/k3"] == pytest.approx(1e-3)
     assert figures[report.WORST_LAYER] == pytest.approx(0.8)
+    assert figures[report.WORST_STEP] == pytest.approx(0.09)
     seconds = report.phase_seconds(run)
     wanted = {"time/rollout": 5.0, "time/update": 2.5, "time/publish": 1.0, "other": 1.5}
     assert seconds == {name: pytest.approx(value) for name, value in wanted.items()}

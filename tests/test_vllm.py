@@ -224,11 +224,11 @@ def test_what_vllm_took_and_holds_is_known_by_its_digest(pair: Pair):
     assert pair.vllm.checksums() == found
 
     model = pair.vllm._engine.model_executor.driver_worker.worker.model_runner.model
-    model.lm_head.weight.data[3, 4] += 1e-3
+    model.model.norm.weight.data[3] += 1e-3
     model.model.layers[2].mlp.experts.routed_experts.w2_weight.data[1, 2, 3] += 1e-3
     after = pair.vllm.checksums()
     assert {name for name in found if after[name] != found[name]} == {
-        "vllm rank 0: lm_head.weight",
+        "vllm rank 0: model.norm.weight",
         "vllm rank 0: model.layers.2.mlp.experts.routed_experts.w2_weight",
     }
     pair.load(0)
@@ -461,26 +461,60 @@ def test_ranks_with_an_engine_each_or_for_two_together_train_alike(tmp_path: Pat
             assert row["mismatch/max"] < 1e-5 and row["route/agree_topk"] == 1.0
 
 
-STALE = """
+BROKEN = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
 from test_verify import DOWN, Disturbed, Stale
-
 from pyrl_ext import train
+
+class Touched(Disturbed):
+    factor = 1.5
+
+    def load_weights(self, named, version):
+        super().load_weights(named, version)
+        worker = self.engine._engine.model_executor.driver_worker.worker
+        worker.model_runner.model.model.norm.weight.data *= self.factor
+        self.factor = 1.0  # once
+
 build = train.build_engine
-train.build_engine = lambda *given: Disturbed(build(*given), Stale(DOWN))
+broken = {"stale": lambda e: Disturbed(e, Stale(DOWN)), "touched": lambda e: Touched(e, list)}
+wrap = broken[sys.argv.pop(1)]
+train.build_engine = lambda *given: wrap(build(*given))
 sys.exit(train.main(sys.argv[1:]))
 """
 
 
-def test_a_stale_tensor_stops_the_run_at_once(tmp_path: Path):
-    """One expert of 24 keeps its first weights: the step after it is not trained on."""
-    command = [sys.executable, "-c", STALE, str(Path(__file__).parent), str(CONFIGS / "tiny.yaml")]
-    command += ["rollout.engine=vllm", f"run={tmp_path}", "steps=3", "rollout.check_tensors=all"]
-    command += ["batching.prompts=4", "evaluate.every=0", "log.progress=false"]
+@pytest.mark.parametrize(
+    ("kind", "steps", "messages"),
+    [
+        (  # one expert of 24 keeps its first weights: the step after it is not trained on
+            "stale",
+            1,
+            (
+                "publish: rank 0, version 1: 1 of ",
+                "\n  model.layers.2.mlp.experts.3.down_proj.weight",
+            ),
+        ),
+        (  # vLLM's own memory changes after the load: the first batch's log-probs tell
+            "touched",
+            0,
+            (
+                "rollout.max_mismatch: step 0: ",
+                "\n  rank 0: vllm rank 0: model.norm.weight is another",
+            ),
+        ),
+    ],
+    ids=["stale", "touched"],
+)
+def test_a_broken_publish_stops_the_run(
+    kind: str, steps: int, messages: tuple[str, str], tmp_path: Path
+):
+    command = [sys.executable, "-c", BROKEN, str(Path(__file__).parent), kind]
+    command += [str(CONFIGS / "tiny.yaml"), "rollout.engine=vllm", f"run={tmp_path}", "steps=3"]
+    command += ["rollout.check_tensors=all", "batching.prompts=4", "evaluate.every=0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "publish: rank 0, version 1: 1 of " in done.stderr
-    assert "\n  model.layers.2.mlp.experts.3.down_proj.weight has digest" in done.stderr
-    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert row["mismatch/max"] < 1e-4 and row["publish/checked"] > 100
+    assert all(message in done.stderr for message in messages), done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == steps
+    assert all(row["mismatch/max"] < 1e-4 and row["publish/checked"] > 100 for row in rows)

@@ -39,6 +39,7 @@ MEANS = (
 )
 
 WORST_LAYER = "route/agree_topk, worst layer"
+WORST_STEP = "mismatch/abs_mean, worst step"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ def summary(run: Run) -> dict[str, float]:
     """The figures of the report: name -> value, in the order shown.
 
     ``reward first`` and ``last`` are single steps, ``best`` the highest step; other metrics are
-    means over all steps, NaN if one step is. ``worst layer`` has the lowest mean agreement.
+    means over all steps, NaN if one step is. ``worst layer`` has the lowest mean agreement, ``worst
+    step`` the largest value.
     """
     _, reward = run.series("reward")
     figures: dict[str, float] = {"steps": len(reward)}
@@ -97,6 +99,9 @@ def summary(run: Run) -> dict[str, float]:
     for name in MEANS:
         if (mean := run.mean(name)) is not None:
             figures[name] = mean
+    _, apart = run.series("mismatch/abs_mean")
+    if len(apart):
+        figures[WORST_STEP] = np.max(apart)  # NaN if one is
     layers = {n for row in run.rows for n in row if n.startswith("route/agree_topk/layer_")}
     if layers:
         figures[WORST_LAYER] = min(run.series(name)[1].mean() for name in layers)
@@ -173,7 +178,7 @@ def _interleave(cells: list[str], ratios: list[str]) -> list[str]:
 def _figure(name: str, value: float | None) -> str:
     if value is None:
         return "-"
-    metric = lookup("route/agree_topk" if name == WORST_LAYER else name)
+    metric = lookup(name.split(", worst")[0])
     unit = "" if metric is None or metric.unit in ("1", "reward") else f" {metric.unit}"
     text = f"{value:,.0f}" if abs(value) >= 1000 or name.startswith("steps") else f"{value:.4g}"
     level = "ok" if metric is None else metric.level(value)

@@ -52,7 +52,7 @@ def digest_on_device(tensor: Tensor) -> Tensor:
     Takes up to 5 MiB beside the tensor.
     """
     seed = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    total = torch.tensor(seed, device=tensor.device)
+    total = torch.full((), seed, dtype=torch.int64, device=tensor.device)
     if not tensor.numel():
         return total
     tensor = tensor.detach().reshape(tensor.shape or (1,))

@@ -63,10 +63,12 @@ class Loading:
         library has packed out of sight is seen by what it makes of a vector."""
         for name, module in self.model_runner.model.named_modules():
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None:
-                    continue
-                if key == "weight" and not tensor.numel() and hasattr(module, "cpu_linear"):
-                    width = getattr(module, "input_size_per_partition", module.input_size)
-                    vector = torch.arange(1.0, width + 1).sin().to(tensor.dtype)[None]
-                    tensor = module.cpu_linear(vector, tensor, None)
-                yield f"{name}.{key}", tensor
+                if tensor is not None:
+                    yield f"{name}.{key}", tensor
+            if (packed := getattr(module, "cpu_linear", None)) is not None:
+                weight = module.weight
+                width = weight.shape[-1] or getattr(
+                    module, "input_size_per_partition", module.input_size
+                )
+                vector = torch.arange(1.0, width + 1).sin().to(weight.dtype)[None]
+                yield f"{name}.weight as packed", packed(vector, weight, None)
