@@ -287,6 +287,16 @@ def test_nothing_is_left_of_a_stream_that_was_left(pair: Pair, error: Any):
         assert torch.equal(sample.tokens, whole[sample.prompt_id, sample.index].tokens)
 
 
+def test_a_request_that_vllm_lost_is_an_error(pair: Pair):
+    sampling = Sampling(max_new_tokens=30, samples_per_prompt=2, stop_ids=tuple(range(64)))
+    stream = pair.vllm.stream(prompts(5, 6, 7, 8), sampling)
+    done = next(stream)
+    lost = "1" if done.prompt_id or done.index != 1 else "0"
+    pair.vllm._engine.abort_request([lost])
+    with pytest.raises(RuntimeError, match="ended without 1 of 8 samples"):
+        list(stream)
+
+
 def test_a_stream_that_ctrl_c_ends_inside_a_forward(pair: Pair):
     sampling = Sampling(max_new_tokens=12, samples_per_prompt=8)
     before = pair.vllm.generate(prompts(5, 200, 3), sampling)

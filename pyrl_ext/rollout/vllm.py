@@ -208,6 +208,11 @@ class VLLMEngine(Engine):
                 for name, output in done.items():
                     del left[name]
                     yield self._sample(*wanted[name], output, routes.get(name))
+            if left:
+                raise RuntimeError(
+                    f"VLLMEngine.stream: vLLM ended without {len(left)} of {len(wanted)} samples, "
+                    "expected all of them"
+                )
         finally:  # also when the caller closes the stream, and after Ctrl-C
             if left:
                 self._engine.abort_request(list(left))
