@@ -121,7 +121,7 @@ class Rollouts:
     ):
         self.plan, self.source, self.show = plan, source, show
         self.aborted: dict[str, float] = {}
-        self.engine: Engine = build_engine(plan, topo.device)
+        self.engine: Engine = build_engine(plan, topo.device, topo.rank)
         if plan.replay.enabled and not self.engine.capabilities.routes:
             raise ValueError(
                 f"replay: the {plan.rollout.engine} engine returns no routes, expected one that "
@@ -182,9 +182,8 @@ class Rollouts:
 
     def _generate(self, prompts: list, sampling: Sampling, keep: int) -> tuple[list[Sample], int]:
         scorer = self.source.scorer(prompts)
-        asked = Asked(prompts, sampling, keep)
-        tp = self.plan.rollout.tp
-        return generate_shared(self.engine, asked, scorer, self.group, tp, self.show)
+        asked, held = Asked(prompts, sampling, keep), self.plan.engine_of_rank
+        return generate_shared(self.engine, asked, scorer, self.group, held, self.show)
 
 
 def compare(batch: Batch, old: Scores) -> dict[str, float]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -29,6 +29,7 @@ FREE_ON_RESUME = (
     *("logprob", "kernels"),
     *("rollout.gpus", "rollout.memory", "rollout.sleep", "rollout.offload_trainer"),
     *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
+    *("rollout.bucket_bytes", "rollout.transport"),
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "world_size", "fetched")
@@ -161,6 +162,26 @@ class Plan(Sections):
         rollout = self.rollout
         shared = self.device == "cuda" and rollout.gpus is None
         return shared and rollout.sleep and rollout.engine != "recorded"
+
+    @property
+    def transport(self) -> Literal["inprocess", "shm", "ipc", "broadcast"]:
+        """How weights reach the engine, with auto resolved."""
+        if self.rollout.transport != "auto":
+            return self.rollout.transport
+        return "inprocess" if self.rollout.gpus is None else "broadcast"
+
+    @property
+    def engine_of_rank(self) -> tuple[int | None, ...]:
+        """By trainer rank, the engine that it holds, or holds a part of; None: it holds none.
+
+        One in a process of its own belongs to one rank, one in process to as many as it has parts.
+        """
+        world, tp, gpus = self.world_size, self.rollout.tp, self.rollout.gpus
+        if self.transport == "inprocess":
+            return tuple(rank // tp for rank in range(world))
+        engines = (world if gpus is None else gpus) // tp
+        owners = {engine * world // engines: engine for engine in range(engines)}
+        return tuple(owners.get(rank) for rank in range(world))
 
     @property
     def config_path(self) -> str:

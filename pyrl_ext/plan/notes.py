@@ -75,6 +75,12 @@ def _engine(plan: Plan) -> list[str]:
     rollout, found = plan.rollout, []
     if rollout.engine != "vllm":
         return found
+    ranks, node = plan.parallel.world_size, plan.hardware.per_node
+    if rollout.gpus is not None and ranks + rollout.gpus > node:
+        found.append(
+            f"rollout.gpus: {rollout.gpus} beside {ranks} ranks of the trainer are more than the "
+            f"{node} GPUs of a node; engines on other nodes are not built yet"
+        )
     return found
 
 
@@ -83,7 +89,6 @@ def _not_built(plan: Plan) -> list[tuple[str, object]]:
     fields = {
         "model": ("offload_layers", "fp8"),
         "parallel": ("dynamic_cp",),
-        "rollout": ("gpus",),
         "optimizer": ("offload",),
     }
     sections = ((name, getattr(plan, name)) for name in fields)

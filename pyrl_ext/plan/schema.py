@@ -192,6 +192,11 @@ class Rollout(Section):
     """a shared GPU is free of the engine's weights and cache while the trainer works (hf, vllm)"""
     offload_trainer: Literal["none", "optimizer", "all"] = "none"
     """what of the trainer waits in host memory while a shared GPU generates"""
+    transport: Literal["auto", "inprocess", "shm", "ipc", "broadcast"] = "auto"
+    """how weights reach the engine. inprocess: it runs in the trainer's process and takes them as
+    they are; the others run it in a process of its own, and pass them through shared memory (shm,
+    CPU), through the GPU that both use (ipc) or by gloo or NCCL (broadcast). auto: broadcast with
+    gpus of its own, else inprocess"""
     bucket_bytes: Positive = 2**30
     """of weights that travel to the engine together [bytes]; a layer's experts, and a tensor, are
     never split"""

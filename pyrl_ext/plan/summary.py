@@ -223,14 +223,17 @@ def ranges(ids: tuple[int, ...]) -> str:
 
 def _engine(plan: Plan) -> str:
     rollout = plan.rollout
+    way = "in the trainer's process"
+    if plan.transport != "inprocess":
+        way = f"in a process of its own, weights by {plan.transport}"
     if rollout.engine != "vllm":
-        return rollout.engine
+        return rollout.engine if rollout.engine == "recorded" else f"{rollout.engine}, {way}"
     where = "of their own" if rollout.gpus else "that the trainer shares"
     number, devices = (
         (rollout.gpus or plan.world_size) // rollout.tp,
         rollout.gpus or plan.world_size,
     )
-    return f"vllm, {number} of tp {rollout.tp} on {devices} devices {where}"
+    return f"vllm, {number} of tp {rollout.tp} on {devices} devices {where}, {way}"
 
 
 def _routes(plan: Plan) -> str:

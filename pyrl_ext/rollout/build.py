@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +13,10 @@ import torch
 
 from pyrl_ext.named import load_function
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout import Engine, Sample, Sampling
+from pyrl_ext.rollout import Capabilities, Engine, Sample, Sampling
 from pyrl_ext.rollout.data import PromptSource, load_prompts, load_tokenizer
 from pyrl_ext.rollout.rewards import Reward, score
+from pyrl_ext.rollout.served import NoEngine, ServedEngine
 from pyrl_ext.rollout.tasks import Task
 
 
@@ -75,8 +77,55 @@ def build_source(plan: Plan) -> Source:
     )
 
 
-def build_engine(plan: Plan, device: torch.device) -> Engine:
-    """The engine that ``rollout.engine`` names."""
+def build_engine(plan: Plan, device: torch.device, rank: int = 0) -> Engine:
+    """What ``rollout.engine`` names for this rank: in this process, in one of its own, or none.
+
+    Raises: RuntimeError when there are fewer GPUs than the trainer's ranks and the engines need.
+    """
+    transport = plan.transport
+    if transport == "inprocess":
+        return build_here(plan, device)
+    number = plan.engine_of_rank[rank]
+    if number is None:
+        return NoEngine(Capabilities(routes=bool(plan.router_layers)))
+    return ServedEngine(
+        build_there,
+        (plan,),
+        transport=transport,
+        bucket_bytes=plan.rollout.bucket_bytes,
+        readers=plan.rollout.tp,
+        device=device,
+        log=Path(plan.run) / f"engine-{number}.log",
+        environment=_devices(plan, number) if device.type == "cuda" else None,
+    )
+
+
+def build_there(plan: Plan) -> Engine:
+    """The engine, in a process of its own whose GPUs are the engine's."""
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    return build_here(plan, torch.device(plan.device))
+
+
+def _devices(plan: Plan, number: int) -> dict[str, str]:
+    """The GPUs of engine ``number``: the next ones after the trainer's, or its rank's."""
+    local, ranks = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(i) for i in range(torch.cuda.device_count())]
+    gpus, tp = plan.rollout.gpus, plan.rollout.tp
+    if gpus is None:
+        return {"CUDA_VISIBLE_DEVICES": names[local]}
+    if len(names) < ranks + gpus:
+        raise RuntimeError(
+            f"rollout.gpus: {gpus} beside the trainer's {ranks}, expected {ranks + gpus} GPUs on "
+            f"this machine; there are {len(names)}"
+        )
+    first = ranks + number * tp
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + tp])}
+
+
+def build_here(plan: Plan, device: torch.device) -> Engine:
+    """The engine that ``rollout.engine`` names, in this process."""
     if plan.rollout.engine == "hf":
         from pyrl_ext.rollout.hf import HFEngine
 

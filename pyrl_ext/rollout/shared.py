@@ -37,7 +37,7 @@ def generate_shared(
     asked: Asked,
     score: Score | None = None,
     group: dist.ProcessGroup | None = None,
-    ranks_per_engine: int = 1,
+    engine_of_rank: Sequence[int | None] | None = None,
     show: Callable[[str], None] | None = None,
 ) -> tuple[list[Sample], int]:
     """Every engine generates and scores its share; all ranks return all samples in the same order.
@@ -51,7 +51,8 @@ def generate_shared(
         asked: the same on every rank
         score: fills in the rewards of a group, as soon as it is complete
         group: None = this process alone
-        ranks_per_engine: ranks that hold one engine together: 0 to n - 1, n to 2n - 1, ...
+        engine_of_rank: the engine that a rank holds, or holds a part of; None for a rank: it has no
+            engine, and gets no prompts. None altogether: rank r holds engine r
         show: takes a line about the samples of this rank's engine whenever one is finished
 
     Returns:
@@ -66,9 +67,10 @@ def generate_shared(
         group, all-gather of a line of text and then of the samples (12 bytes a token and its
         routes)
     """
-    engines = 1 if group is None else group.size() // ranks_per_engine
-    number = 0 if group is None else group.rank() // ranks_per_engine
-    quota = len(range(number, asked.keep, engines))
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    held = list(range(ranks) if engine_of_rank is None else engine_of_rank)
+    engines, number = len({*held} - {None}), held[rank]
+    quota = 0 if number is None else len(range(number, asked.keep, engines))
     mine = Asked(asked.prompts[number::engines] if quota else (), asked.sampling, quota)
     try:
         label = "rollout" if engines == 1 else f"rollout, engine {number} of {engines}"
@@ -82,8 +84,9 @@ def generate_shared(
         samples, lost = share
         return in_order(samples, asked.prompts), lost
     _agree(asked, error, group)
-    first = group.rank() % ranks_per_engine == 0  # the others of an engine have the same
-    shares = _gather(share if first else None, group)[::ranks_per_engine]
+    firsts = [held.index(engine) for engine in range(engines)]  # its other ranks have the same
+    gathered = _gather(share if rank in firsts else None, group)
+    shares = [gathered[first] for first in firsts]
     samples = [sample for samples, _ in shares for sample in samples]
     return in_order(samples, asked.prompts), sum(lost for _, lost in shares)
 

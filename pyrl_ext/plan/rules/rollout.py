@@ -26,6 +26,7 @@ READERS = {
     "engine_options": ("vllm",),
     "offload_trainer": ("hf", "vllm"),
     "dtype": ("hf", "vllm"),
+    "transport": ("hf", "vllm"),
     "max_running": ("hf",),
     "stop": ("hf", "vllm"),
     "oversample": ("hf", "vllm"),
@@ -74,6 +75,47 @@ def own_gpus_are_not_shared(plan: Plan) -> Found:
         yield (
             f"{rollout.gpus} with rollout.offload_trainer {rollout.offload_trainer}, expected "
             "null; only a trainer that shares its GPUs makes room for the engine. Remove one"
+        )
+
+
+@rule("rollout.gpus")
+def own_gpus_have_an_owner(plan: Plan) -> Found:
+    rollout, ranks = plan.rollout, plan.parallel.world_size
+    if rollout.gpus is None or rollout.engine != "vllm":
+        return
+    if plan.device == "cpu":
+        yield f"{rollout.gpus} with device cpu, expected null; there are none"
+    elif rollout.gpus % rollout.tp == 0 and rollout.gpus // rollout.tp > ranks:
+        yield (
+            f"{rollout.gpus} with rollout.tp {rollout.tp} are {rollout.gpus // rollout.tp} "
+            f"engines, expected at most {ranks}, one for each of the trainer's ranks. Use a larger "
+            "rollout.tp"
+        )
+
+
+@rule("rollout.transport")
+def weights_can_reach_the_engine(plan: Plan) -> Found:
+    rollout, shared = plan.rollout, plan.rollout.gpus is None
+    way, on_cpu = rollout.transport, plan.device == "cpu"
+    if rollout.engine == "recorded":
+        return None
+    if way == "inprocess" and not shared:
+        return (
+            f"inprocess with rollout.gpus {rollout.gpus}, expected broadcast; an engine on GPUs of "
+            "its own has a process of its own"
+        )
+    if way == "shm" and not on_cpu:
+        return "shm with device cuda, expected another; weights would go through host memory"
+    if way == "ipc" and (on_cpu or not shared or rollout.tp > 1):
+        there = "device cpu" if on_cpu else f"rollout.gpus {show(rollout.gpus)}"
+        there = there if on_cpu or not shared else f"rollout.tp {rollout.tp}"
+        return (
+            f"ipc with {there}, expected one GPU that the trainer's rank and the whole engine share"
+        )
+    if way == "broadcast" and shared and not on_cpu:
+        return (
+            "broadcast with rollout.gpus null, expected inprocess or ipc; NCCL refuses two "
+            "processes on one GPU"
         )
 
 
