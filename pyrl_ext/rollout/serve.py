@@ -66,8 +66,10 @@ def pack(sample: Sample) -> bytes:
 
 def unpack(packed: bytes) -> Sample:
     """Against `pack`."""
-    values: list[Any] = pickle.loads(packed)
-    return Sample(*(torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in values))
+    values: Any = (
+        torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in pickle.loads(packed)
+    )
+    return Sample(*values)
 
 
 def serve(channel: Connection) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +165,12 @@ class ServedEngine:
     def _begin(self, *message: Any) -> None:
         """Ask, once the engine is built and what was interrupted here is over."""
         _ = self.capabilities
-        while self._owed:
-            with suppress(Exception):
+        while owed := self._owed:
+            try:
                 self._answer(message[0])
+            except Exception:
+                if self._owed == owed:  # no answer, and none will come
+                    raise
         self._ask(*message)
 
     def _ask(self, *message: Any) -> None:
@@ -249,7 +252,7 @@ class RemoteError(Exception):
     """The traceback of an error in an engine's process."""
 
 
-class _Answered(Exception):  # noqa: N818 (it is news, which most wait for)
+class _Answered(Exception):
     """The engine has something to say."""
 
 

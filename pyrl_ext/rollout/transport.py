@@ -16,6 +16,7 @@ import pickle
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -34,7 +35,7 @@ ALIGNMENT = 64  # of a tensor in a bucket [bytes]
 PATIENCE = timedelta(minutes=10)  # of a broadcast
 
 
-class Lost(Exception):  # noqa: N818 (the reader's own error is the one to show)
+class Lost(Exception):
     """A reader left before the end of a publish."""
 
 
@@ -67,7 +68,7 @@ def hear(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())
 
 
-# the ways of the bytes -----------------------------------------------------------------------------
+# the ways of the bytes ----------------------------------------------------------------------------
 
 
 class Way:
@@ -180,8 +181,11 @@ class Broadcast(Way):
         self.make(slot, size)
 
     def packed(self) -> None:
-        if self._sent is not None:
-            self._sent.wait()
+        try:
+            if self._sent is not None:
+                self._sent.wait()
+        except RuntimeError as error:  # gloo says it so
+            raise ConnectionError(str(error)) from error
 
     def send(self, slot: int, used: int) -> None:
         self._sent = self._group.broadcast(self.buckets[slot][:used], 0)
@@ -218,7 +222,16 @@ def _view(bucket: Tensor, tensor: Packed) -> Tensor:
     return bucket[tensor.start : tensor.start + size].view(tensor.dtype).view(tensor.shape)
 
 
-# the two ends --------------------------------------------------------------------------------------
+@contextmanager
+def _lost() -> Iterator[None]:
+    """What the system says about a reader that is gone, as `Lost`."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise Lost(f"Sender: a reader is gone: {error}") from error
+
+
+# the two ends -------------------------------------------------------------------------------------
 
 
 class Sender:
@@ -265,7 +278,8 @@ class Sender:
         Communicates: every byte once to every reader.
         """
         if not self._connections:
-            self._meet(wait)
+            with _lost():
+                self._meet(wait)
         slot, used, new, packed = 0, 0, False, []
         for name, tensor in named:
             start = -(-used // ALIGNMENT) * ALIGNMENT
@@ -281,8 +295,9 @@ class Sender:
             used = start + tensor.nbytes
         if packed:
             self._hand_over(slot, used, new, packed, wait)
-        self._await_requests(wait)
-        self._tell_all(None)
+        with _lost():
+            self._await_requests(wait)
+            self._tell_all(None)
 
     def drop(self) -> None:
         """End a publish in its middle: the readers see their sockets close."""
@@ -323,32 +338,27 @@ class Sender:
     def _hand_over(
         self, slot: int, used: int, is_new: bool, packed: list[Packed], wait: Wait
     ) -> None:
-        assert self._way is not None
-        self._way.packed()
-        self._await_requests(wait)
-        size = len(self._way.buckets[slot])
-        self._tell_all(Bucket(slot, size, is_new, used, packed))
-        for connection in self._connections if is_new else ():
-            self._way.give(slot, connection)
-        self._way.send(slot, used)
+        way = self._way
+        assert way is not None
+        with _lost():
+            way.packed()
+            self._await_requests(wait)
+            self._tell_all(Bucket(slot, len(way.buckets[slot]), is_new, used, packed))
+            for connection in self._connections if is_new else ():
+                way.give(slot, connection)
+            way.send(slot, used)
 
     def _await_requests(self, wait: Wait) -> None:
         """All readers are done with what they were given."""
         silent = list(self._connections)
         while silent:
             for connection in wait(silent):
-                try:
-                    hear(connection)
-                except (EOFError, OSError) as error:
-                    raise Lost("Sender: a reader closed its socket") from error
+                hear(connection)
                 silent.remove(connection)
 
     def _tell_all(self, message: Bucket | None) -> None:
         for connection in self._connections:
-            try:
-                tell(connection, message)
-            except OSError as error:
-                raise Lost("Sender: a reader closed its socket") from error
+            tell(connection, message)
 
 
 @dataclass(frozen=True)

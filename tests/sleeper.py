@@ -1,0 +1,28 @@
+"""An engine that takes its time and little else: what tests start in a process of its own."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from pyrl_ext.rollout import Capabilities, Prompt, Sample, Sampling
+
+
+class Sleeper:
+    """Its stream sleeps as many seconds as the sampling's seed says, and has no samples."""
+
+    capabilities = Capabilities(routes=False)
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        for _ in named:
+            time.sleep(0.001)
+
+    def stream(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Sample]:
+        time.sleep(sampling.seed)
+        yield from ()
+
+    def close(self) -> None: ...
+
+
+def unbuildable(message: str) -> Sleeper:
+    raise ImportError(message)
