@@ -1,23 +1,27 @@
 """An engine that takes its time and little else: what tests start in a process of its own."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 from torch import Tensor
 
-from pyrl_ext.rollout import Capabilities, Prompt, Sample, Sampling
+from pyrl_ext.rollout import Capabilities, Engine, Prompt, Sample, Sampling
 
 
-class Sleeper:
+class Sleeper(Engine):
     """Its stream sleeps as many seconds as the sampling's seed says, and has no samples."""
 
-    capabilities = Capabilities(routes=False)
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(routes=False)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         for _ in named:
             time.sleep(0.001)
 
-    def stream(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Sample]:
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Generator[Sample, None, None]:
         time.sleep(sampling.seed)
         yield from ()
 

@@ -30,12 +30,13 @@ from pyrl_ext.rollout import Prompt, Sample, Sampling, served
 from pyrl_ext.rollout.build import _devices
 from pyrl_ext.rollout.hf import HFEngine
 from pyrl_ext.rollout.served import NoEngine, RemoteError, ServedEngine
-from pyrl_ext.rollout.shared import generate_shared
+from pyrl_ext.rollout.shared import Asked, generate_shared
 from pyrl_ext.rollout.transport import Kind, Sender, _Reader
 
 ROOT = Path(__file__).parents[1]
 SMALL = 20_000  # bytes of a bucket; one tensor is larger, all are sixty times that
 WEIGHTS = list(checkpoint(build(GLM)).items())
+NORM = "model.layers.1.input_layernorm.weight"
 PROMPTS = prompts_of([1, 7, 3, 12, 5], GLM["vocab_size"])
 
 
@@ -81,6 +82,8 @@ def test_samples_are_those_of_an_engine_in_this_process(engine: ServedEngine):
         loaded(engine, version)
         for sampling in (Sampling(8, samples_per_prompt=3), Sampling(5, greedy=True)):
             assert_same(engine.generate(PROMPTS, sampling), here.generate(PROMPTS, sampling))
+        assert engine.checksums() == here.checksums()
+        assert [*engine.checksums([NORM])] == [NORM]
 
 
 def test_a_stream_that_is_closed_early_leaves_a_usable_engine(engine: ServedEngine):
@@ -107,7 +110,6 @@ def spoilt(name: str, to: Any) -> list[tuple[str, Tensor]]:
     return [(n, to(t)) if n == name else (n, t) for n, t in WEIGHTS]
 
 
-NORM = "model.layers.1.input_layernorm.weight"
 BAD = {
     "the source fails at once": (lambda: interrupted(0), FloatingPointError, "rank 1 holds nan"),
     "the source fails": (lambda: interrupted(40), FloatingPointError, "rank 1 holds nan"),
@@ -298,12 +300,16 @@ def trained(group: Any, folder: str) -> list[list[dict[str, float]]]:
 def shares_of_ranks_without_an_engine(group: Any) -> None:
     engine = HFEngine(GLM)
     engine.load_weights(WEIGHTS, 3)
-    expected = engine.generate(PROMPTS, Sampling(4, samples_per_prompt=2))
-    held = NoEngine(engine.capabilities) if group.rank() == 0 else engine
-    held.load_weights(iter(WEIGHTS), 3)
     sampling = Sampling(4, samples_per_prompt=2)
-    got = generate_shared(held, PROMPTS, sampling, None, group, (None, 0))
-    assert_same(got, expected)
+    expected = engine.generate(PROMPTS, sampling)
+    held = NoEngine(routes=True) if group.rank() == 0 else engine
+    held.load_weights(iter(WEIGHTS), 3)
+    for keep in (5, 3):
+        asked = Asked(PROMPTS, sampling, keep)
+        got, _ = generate_shared(held, asked, None, group, (None, 0))
+        ids = {sample.prompt_id for sample in got}
+        assert len(ids) == keep
+        assert_same(got, [sample for sample in expected if sample.prompt_id in ids])
 
 
 def test_a_run_has_the_numbers_of_one_with_engines_in_process(tmp_path: Path):

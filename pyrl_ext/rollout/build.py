@@ -13,7 +13,7 @@ import torch
 
 from pyrl_ext.named import load_function
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout import Capabilities, Engine, Sample, Sampling
+from pyrl_ext.rollout import Engine, Sample, Sampling
 from pyrl_ext.rollout.data import PromptSource, load_prompts, load_tokenizer
 from pyrl_ext.rollout.rewards import Reward, score
 from pyrl_ext.rollout.served import NoEngine, ServedEngine
@@ -87,7 +87,7 @@ def build_engine(plan: Plan, device: torch.device, rank: int = 0) -> Engine:
         return build_here(plan, device)
     number = plan.engine_of_rank[rank]
     if number is None:
-        return NoEngine(Capabilities(routes=bool(plan.router_layers)))
+        return NoEngine(routes=bool(plan.router_layers))
     return ServedEngine(
         build_there,
         (plan,),

@@ -26,7 +26,7 @@ LEAVE = 10.0  # seconds that a process has to end by itself
 LINES = 20  # of its log in an error
 
 
-class ServedEngine:
+class ServedEngine(Engine):
     """Starts a process that builds an engine, hands calls on to it, and ends it.
 
     The process ends when this one does, however that happens; when it dies or hangs, whoever waits
@@ -133,15 +133,13 @@ class ServedEngine:
                     tell(self._channel, ("stop",))
                 self._answer("stream")
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
-        """All samples, prompt by prompt, index by index. Raises: as `stream`."""
-        place = {prompt.id: i for i, prompt in enumerate(prompts)}
-        samples = self.stream(prompts, sampling)
-        return sorted(samples, key=lambda sample: (place[sample.prompt_id], sample.index))
-
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """Digest of every tensor that the engine took, or of those of ``names``."""
+        """Digests of the weights that the engine took, computed there."""
         return self._call("checksums", names)
+
+    def sleep(self) -> int:
+        """Gives the engine's memory back until the next `load_weights`; bytes."""
+        return self._call("sleep")
 
     def close(self) -> None:
         """Ends the engine, and its process if it does not end by itself."""
@@ -256,15 +254,20 @@ class _Answered(Exception):
     """The engine has something to say."""
 
 
-class NoEngine:
+class NoEngine(Engine):
     """On a rank that no engine belongs to: takes part in what all ranks do together.
 
     Args:
-        capabilities: of the engines of the other ranks.
+        routes: the engines of the other ranks report them.
     """
 
-    def __init__(self, capabilities: Capabilities):
-        self.capabilities = capabilities
+    def __init__(self, routes: bool):
+        self._routes = routes
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Weights change nothing here."""
+        return Capabilities(routes=self._routes, weights=False)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Reads ``named`` to its end, since other ranks wait for this one in it."""
@@ -279,13 +282,13 @@ class NoEngine:
             raise ValueError(f"NoEngine.stream: {len(prompts)} prompts, expected none on this rank")
         yield from ()
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
-        """As `stream`."""
-        return list(self.stream(prompts, sampling))
-
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
         """No tensor was taken here."""
         return {}
+
+    def sleep(self) -> int:
+        """0: there is nothing to give back."""
+        return 0
 
     def close(self) -> None:
         """Nothing runs."""
