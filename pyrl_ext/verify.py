@@ -143,7 +143,7 @@ def check_batch(
         that differ or, if none does, the first layer whose routers chose otherwise.
     """
     limit = bound(policy.plan)
-    if limit is None or not engine.capabilities.weights:
+    if limit is None or policy.plan.rollout.engine == "recorded":
         return
     gap = (old.logprobs - batch.rollout_logprobs).abs().double()
     gap = torch.where(batch.loss_mask, gap, 0.0)
@@ -204,6 +204,9 @@ def faults(engine: Engine, policy: Policy) -> dict[str, str]:
 
     Communicates: see `Policy.weights`. Syncs: twice, for the digests.
     """
+    if not engine.capabilities.weights:  # this rank has no engine, and takes part
+        engine.load_weights(policy.weights(), policy.step)
+        return {}
     names = tensors(policy)
     sent = Sent(names, getattr(torch, policy.plan.rollout_dtype))
     asleep = policy.plan.engine_sleeps  # then nothing is left of what it generated with

@@ -29,7 +29,7 @@ FREE_ON_RESUME = (
     *("logprob", "kernels"),
     *("rollout.gpus", "rollout.memory", "rollout.sleep", "rollout.offload_trainer"),
     *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
-    *("rollout.bucket_bytes", "rollout.transport"),
+    "rollout.transport",
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "world_size", "fetched")
