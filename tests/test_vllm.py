@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,7 @@ from pyrl_ext.rollout import Prompt, Sample, Sampling
 from pyrl_ext.rollout.data import load_tokenizer
 from pyrl_ext.rollout.hf import HFEngine
 from pyrl_ext.rollout.sampling import processed_logprobs
+from pyrl_ext.rollout.served import ServedEngine
 from pyrl_ext.rollout.vllm import VLLMEngine
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -528,3 +530,36 @@ def test_a_broken_publish_stops_the_run(
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == steps
     assert all(row["mismatch/max"] < 1e-4 and row["publish/checked"] > 100 for row in rows)
+
+
+def served(model: str) -> VLLMEngine:
+    """Built in a process of its own, with a process for each half of the model."""
+    layers = HFEngine(CONFIGS / model).layer_ids
+    return VLLMEngine(
+        CONFIGS / model, num_experts=8, layer_ids=layers, max_tokens=256, max_running=16, tp=2
+    )
+
+
+def test_an_engine_in_processes_of_its_own_is_transformers(tmp_path: Path):
+    """Each half reads the weights itself; after a failed publish both take the next one."""
+    pair = Pair.__new__(Pair)  # of transformers and the served one
+    pair.hf = HFEngine(CONFIGS / "tiny")
+    sampling = Sampling(max_new_tokens=8, samples_per_prompt=2)
+    log = tmp_path / "engine.log"
+    with closing(
+        ServedEngine(served, ("tiny",), transport="shm", bucket_bytes=20_000, readers=2, log=log)
+    ) as engine:
+        for seed in (0, 1):
+            weights = random_weights(pair.hf, seed)
+            pair.hf.load_weights(weights, seed)
+            for broken, problem in ((weights[:-1], "missing"), (weights * 2, "given twice")):
+                with pytest.raises(ValueError, match=problem):
+                    engine.load_weights(broken, version=7)
+                with pytest.raises(RuntimeError, match="loading version 7 failed"):
+                    engine.generate(prompts(5), sampling)
+            engine.load_weights(weights, seed)
+            samples = engine.generate(prompts(5, 33), sampling)
+            assert pair.check(samples, sampling)[0] < 1e-5
+            assert {sample.weight_version for sample in samples} == {seed}
+            taken = engine.checksums([name for name, _ in weights])
+            assert taken == pair.hf.checksums()

@@ -130,6 +130,8 @@ def main() -> None:
     _end_with(parent)
     threading.Thread(target=_beat, args=(mmap.mmap(page, PAGE.size),), daemon=True).start()
     serve(Connection(channel))
+    sys.stderr.flush()
+    os._exit(0)  # an engine may leave threads that do not end
 
 
 if __name__ == "__main__":

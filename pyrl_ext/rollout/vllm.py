@@ -119,7 +119,9 @@ class VLLMEngine(Engine):
         self.version = None
         self._refusal = f"loading version {version} failed and left the weights incomplete"
         self._wake("weights")
-        self._engine.collective_rpc("take_weights", args=(named,))
+        for error in self._engine.collective_rpc("take_weights", args=(named,)):
+            if error is not None:
+                raise error
         self._engine.reset_prefix_cache()
         self.version = version
 
@@ -301,6 +303,8 @@ def _start(interpreted: bool, **arguments: Any) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if vllm_cpu.installed():
         vllm_cpu.prepare(interpreted)
+        if arguments["tensor_parallel_size"] > 1 and not dist.is_initialized():
+            vllm_cpu.share_cores()
     if dist.is_initialized() and dist.get_world_size() > 1:  # ranks that are running already
         arguments["distributed_executor_backend"] = "external_launcher"
     random = torch.get_rng_state()  # vLLM seeds the whole process

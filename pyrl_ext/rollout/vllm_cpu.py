@@ -52,6 +52,12 @@ def prepare(interpreted: bool) -> None:
         backends.backends.setdefault("cpu", named)
 
 
+def share_cores() -> None:
+    """Of an engine whose parts are processes: vLLM would bind each to a memory node of its own, and
+    refuse where there are fewer."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
 def without_sampling_kernel() -> None:
     """Top-k and top-p by torch: Triton's interpreter cannot run vLLM's kernel for them."""
     from vllm.v1.sample.ops import topk_topp_sampler

@@ -22,15 +22,23 @@ class Loading:
     _destinations: Destinations | None = None
     _taken: dict[str, Tensor]
 
-    def take_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def take_weights(self, named: Iterable[tuple[str, Tensor]]) -> Exception | None:
         """Loads a whole checkpoint. vLLM itself keeps the old values of what is missing.
 
         Args:
             named: (name, tensor); a tensor may change as soon as the next one is asked for
 
-        Raises:
-            ValueError: as `Destinations.check`
+        Returns:
+            what went wrong, such as the ValueError of `Destinations.check`. Were it raised, vLLM
+            would not wait for its other workers, and take their answers for those to the next call
         """
+        try:
+            self._take(named)
+        except Exception as error:
+            return error
+        return None
+
+    def _take(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self._taken = {}
         if self._destinations is None:
             self._destinations = Destinations.on_paper(self.vllm_config.model_config.model)
