@@ -290,13 +290,23 @@ def test_nothing_is_left_of_a_stream_that_was_left(pair: Pair, error: Any):
 
 
 def test_a_request_that_vllm_lost_is_an_error(pair: Pair):
-    sampling = Sampling(max_new_tokens=30, samples_per_prompt=2, stop_ids=tuple(range(64)))
+    sampling = Sampling(max_new_tokens=30, samples_per_prompt=2, stop_ids=tuple(range(16)))
     stream = pair.vllm.stream(prompts(5, 6, 7, 8), sampling)
-    done = next(stream)
-    lost = "1" if done.prompt_id or done.index != 1 else "0"
-    pair.vllm._engine.abort_request([lost])
-    with pytest.raises(RuntimeError, match="ended without 1 of 8 samples"):
+    next(stream)
+    pair.vllm._engine.abort_request([str(n) for n in range(8)])
+    with pytest.raises(RuntimeError, match=r"ended without \d of 8 samples"):
         list(stream)
+
+
+def test_a_stream_ends_when_its_weights_are_replaced(pair: Pair):
+    sampling = Sampling(max_new_tokens=30, samples_per_prompt=2, stop_ids=tuple(range(16)))
+    stream = pair.vllm.stream(prompts(5, 6, 7, 8), sampling)
+    next(stream)
+    pair.load(1)
+    with pytest.raises(RuntimeError, match="version 0 of the weights was replaced"):
+        list(stream)
+    assert not pair.vllm._engine.has_unfinished_requests()
+    pair.load(0)
 
 
 def test_a_stream_that_ctrl_c_ends_inside_a_forward(pair: Pair):
