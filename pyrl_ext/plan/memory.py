@@ -319,6 +319,9 @@ def _publish(plan: Plan) -> Item:
         if plan.rollout.engine == "vllm" and plan.rollout.gpus is None:
             held += each * experts
             why += ", a layer's experts, which vLLM keeps until it has all"
+    if plan.transport in ("ipc", "broadcast"):
+        held += 2 * plan.rollout.bucket_bytes
+        why = f"{why}, and two buckets on their way"
     return Item("publish", held, ("publish",), why, exact=False)
 
 

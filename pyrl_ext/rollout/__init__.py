@@ -1,7 +1,8 @@
 """Rollouts: what goes into an engine (Prompt, Sampling) and what comes out (Sample).
 
 An engine is any object with the `Engine` protocol. Three are here: `hf.HFEngine` (embedded, on
-transformers), `recorded.RecordedEngine` (replays stored batches) and `vllm.VLLMEngine`.
+transformers), `recorded.RecordedEngine` (replays stored batches) and `vllm.VLLMEngine`; any of them
+runs in a process of its own as a `served.ServedEngine`.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ class VLLMEngine(Engine):
         self.version = None
         self._refusal = f"loading version {version} failed and left the weights incomplete"
         self._wake("weights")
-        for error in self._engine.collective_rpc("take_weights", args=(named,)):
-            if error is not None:
+        for errors in self._engine.collective_rpc("take_weights", args=(named,)):
+            for error in errors:
                 raise error
         self._engine.reset_prefix_cache()
         self.version = version

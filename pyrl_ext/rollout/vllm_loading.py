@@ -22,7 +22,7 @@ class Loading:
     _destinations: Destinations | None = None
     _taken: dict[str, Tensor]
 
-    def take_weights(self, named: Iterable[tuple[str, Tensor]]) -> Exception | None:
+    def take_weights(self, named: Iterable[tuple[str, Tensor]]) -> list[Exception]:
         """Loads a whole checkpoint. vLLM itself keeps the old values of what is missing.
 
         Args:
@@ -30,13 +30,14 @@ class Loading:
 
         Returns:
             what went wrong, such as the ValueError of `Destinations.check`. Were it raised, vLLM
-            would not wait for its other workers, and take their answers for those to the next call
+            would not wait for its other workers, and take their answers for those to the next
+            call. A list, since it also raises what is returned as an error
         """
         try:
             self._take(named)
         except Exception as error:
-            return error
-        return None
+            return [error]
+        return []
 
     def _take(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self._taken = {}
