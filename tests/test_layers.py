@@ -25,8 +25,8 @@ ORDER: list[str] = [
 
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 450
-# Lines of code: docstrings, comments and blank lines are free. Operators and engines are read one at
-# a time, and the compiler without the trainer.
+# Lines of code: docstrings, comments and blank lines are free. Operators and engines are read one
+# at a time, and the compiler without the trainer.
 MAX_CODE = {"plan": 5500, "ops": 2000, "rollout": 2800, "the trainer": 6500}
 
 # Modules that only files whose name starts with one of these words may import.
