@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-WORDS = 1 << 18  # integers that are multiplied at a time: their products fit a CPU's cache
+WORDS = 1 << 19  # integers that are multiplied at a time: enough for a GPU, and near a CPU's caches
 STEP = 0x5851F42D4C957F2D  # odd: from one such chunk to the next
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -49,7 +49,7 @@ def read(found: Mapping[str, Tensor]) -> dict[str, int]:
 def digest_on_device(tensor: Tensor) -> Tensor:
     """`digest` as a scalar int64 on the tensor's device, without waiting for it.
 
-    Takes up to 5 MiB beside the tensor.
+    Takes up to 6 MiB beside the tensor.
     """
     seed = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
     total = torch.full((), seed, dtype=torch.int64, device=tensor.device)
@@ -60,8 +60,8 @@ def digest_on_device(tensor: Tensor) -> Tensor:
     size = gcd(4, tensor.shape[-1] * tensor.itemsize)
     factors = _factors(tensor.device)
     for chunk in _chunks(tensor, WORDS * size // tensor.itemsize):
-        words = _words(chunk, size).to(torch.int64)
-        total = torch.add((words * factors[: len(words)]).sum(), total, alpha=STEP)
+        words = _words(chunk, size).to(torch.int64)  # wider than any of INTEGERS: a copy
+        total = torch.add(words.mul_(factors[: len(words)]).sum(), total, alpha=STEP)
     return total
 
 
