@@ -159,8 +159,10 @@ def test_one_that_hangs_is_told_from_one_that_is_busy(
     engine = ServedEngine(Sleeper, (), transport="shm", log=tmp_path / "log")
     assert engine.generate([], Sampling(1, seed=3)) == []  # longer than the patience
     engine.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
     with pytest.raises(RuntimeError, match="gave no sign of life for 2 s"):
         engine.generate([], Sampling(1))
+    assert time.monotonic() - began < 4  # it was waited for once
     engine.process.send_signal(signal.SIGCONT)
     assert engine.generate([], Sampling(1)) == []
     engine.process.send_signal(signal.SIGSTOP)

@@ -78,6 +78,7 @@ class ServedEngine(Engine):
         os.close(page)
         self._ended = os.pidfd_open(self.process.pid)
         self._owed = 0  # answers that have not come yet
+        self._silent = False  # it hangs: do not wait for it again before it is asked again
         self._capabilities: Capabilities | None = None
         self._ask(build, arguments)
 
@@ -112,7 +113,8 @@ class ServedEngine(Engine):
         except BaseException:
             self._sender.drop()
             with suppress(Exception):  # it says that the weights stopped coming
-                self._answer(call)
+                if not self._silent:
+                    self._answer(call)
             raise
         self._answer(call)
 
@@ -128,7 +130,7 @@ class ServedEngine(Engine):
             while isinstance(message := self._hear("stream"), bytes):
                 yield unpack(message)
         finally:
-            if self._owed and self.process.poll() is None:
+            if self._owed and not self._silent and self.process.poll() is None:
                 with suppress(OSError):
                     tell(self._channel, ("stop",))
                 self._answer("stream")
@@ -206,7 +208,7 @@ class ServedEngine(Engine):
         Raises: _Answered when the engine says something instead; RuntimeError when its process
             ended, or gave no sign of life while this one was awake to see it.
         """
-        missed, before = 0, 0
+        missed, before, self._silent = 0, 0, False
         while True:
             found = wait([*things, self._channel, self._ended], BEAT)
             if self._channel in found:
@@ -219,6 +221,7 @@ class ServedEngine(Engine):
             missed = missed + 1 if beats == before > 0 else 0  # Python itself takes long to start
             before = beats
             if missed >= SILENT:
+                self._silent = True
                 raise self._error(call, f"gave no sign of life for {SILENT * BEAT:.0f} s")
 
     def _died(self, call: str) -> RuntimeError:
