@@ -305,4 +305,4 @@ def test_the_measuring_command_prints_json_and_tables(capsys: pytest.CaptureFixt
     assert all(name in shown for name in (*rank["items"], *PHASES))
     assert main([str(CONFIG), "parallel.dp=2"]) == 1
     assert "2 processes" in capsys.readouterr().err
-    assert main([str(GLM47)]) == 2
+    assert main([str(GLM47.with_name("glm47_long.yaml"))]) == 2

@@ -336,7 +336,13 @@ def test_verdicts():
         return {each.answer: each.tone for each in Summary(plan_of(name, *overrides)).verdicts}
 
     whole = answers("glm47")
-    assert (whole["consistent"], whole["fits"], whole["cannot run yet"]) == ("good", "good", "bad")
+    assert [whole[each] for each in ("consistent", "fits", "runs")] == ["good"] * 3
+    assert (
+        answers("glm47", "parallel.cp=2", "parallel.dp=4", "parallel.dynamic_cp=8")[
+            "cannot run yet"
+        ]
+        == "bad"
+    )
     assert answers("glm47", "hardware.gpu=null")["memory"] == "plain"
     assert answers("tiny")["runs"] == "good"
     full = Summary(plan_of("tiny"))
