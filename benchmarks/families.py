@@ -69,8 +69,9 @@ def smaller(hf: dict[str, Any]) -> dict[str, Any]:
     return hf | sizes
 
 
-def write_model(folder: Path, hf: dict[str, Any]) -> Any:
-    """A random model of transformers with the config ``hf``, saved by it."""
+def write_model(folder: Path, hf: dict[str, Any], spread: float = 0.1) -> Any:
+    """A random model of transformers with the config ``hf``, saved by it, with ``hf`` beside it as
+    checkpoints have it."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[hf["model_type"]].from_dict(dict(hf))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -78,7 +79,7 @@ def write_model(folder: Path, hf: dict[str, Any]) -> Any:
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *biases]:
             noise = torch.randn(value.shape)
-            value.copy_(1 + 0.3 * noise if "norm" in name else 0.1 * noise)
+            value.copy_(1 + 0.3 * noise if "norm" in name else spread * noise)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(hf))
     return model

@@ -148,11 +148,12 @@ class Rollouts:
 
     def rest(self, policy: Policy, clock: Clock) -> dict[str, float]:
         """The device is the trainer's again. The metrics of it."""
-        found = {}
-        with clock("time/take_back"):
-            if self.plan.engine_sleeps:
-                found["memory/engine_slept"] = self.engine.sleep()
-            policy.take_back()
+        sleeps, found = self.plan.engine_sleeps, {}
+        if sleeps or self.plan.rollout.offload_trainer != "none":
+            with clock("time/take_back"):
+                if sleeps:
+                    found["memory/engine_slept"] = self.engine.sleep()
+                policy.take_back()
         return found
 
     def train(self, step: int) -> list[Sample]:

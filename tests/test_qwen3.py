@@ -3,14 +3,15 @@
 import json
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import QWEN3, random_batch, tiny_plan
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from benchmarks import families
 from pyrl_ext import topology, train
 from pyrl_ext.batch import Batch
 from pyrl_ext.models.weights import Weight, shard_of, whole_of
@@ -48,19 +49,7 @@ def changed(changes):
     return {k: v for k, v in (HF | changes).items() if v is not None}
 
 
-def write_model(folder, hf):
-    """A random model as transformers saves it, with the config ``hf``, as checkpoints have it."""
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[hf["model_type"]].from_dict(dict(hf))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    biases = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
-    with torch.no_grad():
-        for name, value in [*model.named_parameters(), *biases]:
-            noise = torch.randn(value.shape)
-            value.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
-    model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(hf))
-    return model
+write_model = partial(families.write_model, spread=0.2)
 
 
 def plan_of(folder, *overrides):
