@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -66,8 +66,13 @@ class Sent:
         return wrong
 
 
-def publish(engine: Engine, policy: Policy, version: int) -> dict[str, float]:
+def publish(
+    engine: Engine, policy: Policy, version: int, only: Set[str] | None = None
+) -> dict[str, float]:
     """Hands the policy's weights over and compares ``rollout.check_tensors`` of them.
+
+    Args:
+        only: names of the tensors that changed; None: all are sent.
 
     Returns: metrics: ``publish/checked``, the tensors compared.
 
@@ -76,12 +81,13 @@ def publish(engine: Engine, policy: Policy, version: int) -> dict[str, float]:
     Raises: RuntimeError on the rank whose engine holds another tensor than was sent.
     """
     if not engine.capabilities.weights:
-        engine.load_weights(policy.weights(), version)
+        engine.load_weights(policy.weights(only), version, only)
         return {}
     plan = policy.plan
-    names = chosen(tensors(policy), plan.rollout.check_tensors, plan.seed, version)
+    names = [name for name in tensors(policy) if only is None or name in only]
+    names = chosen(names, plan.rollout.check_tensors, plan.seed, version)
     sent = Sent(names, getattr(torch, plan.rollout_dtype))
-    engine.load_weights(sent.noted(policy.weights()), version)
+    engine.load_weights(sent.noted(policy.weights(only)), version, only)
     if wrong := sent.unlike(engine.checksums(names)):
         raise RuntimeError(
             f"publish: rank {policy.topo.rank}, version {version}: {len(wrong)} of {len(names)} "

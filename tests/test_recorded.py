@@ -210,7 +210,7 @@ class Seeded(Engine):
     def capabilities(self) -> Capabilities:
         return Capabilities(routes=True)
 
-    def load_weights(self, named: Any, version: int) -> None: ...
+    def load_weights(self, named: Any, version: int, only: Any = None) -> None: ...
 
     def checksums(self, names: Any) -> dict[str, int]:
         return {}

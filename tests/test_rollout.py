@@ -395,6 +395,27 @@ def test_bad_weights_are_all_listed_and_block_generation():
     assert engine.generate([Prompt(0, (5,))], Sampling(2))[0].weight_version == 5
 
 
+def test_some_tensors_beside_those_that_are_there():
+    first, then = checkpoint(build(GLM)), checkpoint(build(GLM, seed=1))
+    some = {"model.norm.weight", "model.layers.2.mlp.experts.5.up_proj.weight"}
+    engine = engine_of(build(GLM), GLM)
+    parts = [(name, then[name]) for name in some]
+    engine.load_weights(first.items(), 0)
+    engine.load_weights(parts, 1, only=some)
+    mixed = engine_of(build(GLM), GLM)
+    mixed.load_weights((first | dict(parts)).items(), 1)
+    assert engine.checksums() == mixed.checksums() and engine.version == 1
+    for given, words in (
+        (parts[:1], f"{parts[1][0]}: missing"),
+        ([*parts, ("lm_head.weight", first["lm_head.weight"])], "lm_head.weight: not among the 2"),
+    ):
+        engine.load_weights(first.items(), 0)
+        with pytest.raises(ValueError, match=words):
+            engine.load_weights(given, 2, only=some)
+        with pytest.raises(RuntimeError, match=r"2 tensors were to come .* version 2 failed"):
+            engine.load_weights(parts, 3, only=some)
+
+
 def test_every_tensor_of_a_checkpoint_is_needed():
     engine, tensors = HFEngine(GLM), checkpoint(build(GLM))
     for name in ("lm_head.weight", "model.layers.0.mlp.gate_proj.weight", "model.norm.weight"):

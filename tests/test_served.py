@@ -28,6 +28,7 @@ from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.peers import watched
 from pyrl_ext.rollout import Prompt, Sample, Sampling, served
 from pyrl_ext.rollout.build import _devices
+from pyrl_ext.rollout.digest import digest
 from pyrl_ext.rollout.hf import HFEngine
 from pyrl_ext.rollout.served import NoEngine, RemoteError, ServedEngine
 from pyrl_ext.rollout.shared import Asked, generate_shared
@@ -68,6 +69,10 @@ def engine(request: pytest.FixtureRequest, engines: dict[str, ServedEngine]) -> 
     return engines[request.param]
 
 
+def digests(named: list[tuple[str, Tensor]]) -> dict[str, int]:
+    return {name: digest(tensor) for name, tensor in named}
+
+
 def loaded(engine: ServedEngine, version: int = 3) -> ServedEngine:
     engine.load_weights(WEIGHTS, version)
     return engine
@@ -83,6 +88,13 @@ def test_samples_are_those_of_an_engine_in_this_process(engine: ServedEngine):
             assert_same(engine.generate(PROMPTS, sampling), here.generate(PROMPTS, sampling))
         assert engine.checksums() == here.checksums()
         assert [*engine.checksums([NORM])] == [NORM]
+
+
+def test_some_weights_reach_an_engine_that_keeps_the_others(engine: ServedEngine):
+    loaded(engine)
+    engine.load_weights([(NORM, dict(WEIGHTS)[NORM] * 2)], 4, only={NORM})
+    before, after = digests(WEIGHTS), engine.checksums()
+    assert {name for name in after if after[name] != before[name]} == {NORM}
 
 
 def test_memory_that_weights_travel_in_has_no_name(engine: ServedEngine):

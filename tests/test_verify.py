@@ -21,6 +21,7 @@ from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.objective import build_advantage
 from pyrl_ext.policy import Policy
 from pyrl_ext.rollout.build import build_source
+from pyrl_ext.rollout.digest import digest
 from pyrl_ext.train import Rollouts, schedule
 
 QUICK = (
@@ -41,8 +42,8 @@ class Disturbed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def load_weights(self, named: Named, version: int) -> None:
-        self.engine.load_weights(self.disturb(named), version)
+    def load_weights(self, named: Named, version: int, only: Any = None) -> None:
+        self.engine.load_weights(self.disturb(named), version, only)
 
 
 def swapped(named: Named) -> Iterator[tuple[str, Tensor]]:
@@ -199,6 +200,18 @@ def test_an_engine_with_half_of_an_update_refuses_to_generate(parts: Parts):
                 call()
     parts.publish()
     assert parts.rollouts.train(0)
+
+
+def test_only_what_changed_is_sent(parts: Parts):
+    parts.publish()
+    before = parts.engine.checksums(None)
+    parts.move()
+    parts.version += 1
+    row = verify.publish(parts.engine, parts.policy, parts.version, only={NORM, DOWN})
+    after, now = parts.engine.checksums(None), {n: digest(t) for n, t in parts.policy.weights()}
+    assert row == {"publish/checked": 2} and parts.engine.version == parts.version
+    assert after == before | {name: now[name] for name in (NORM, DOWN)} != before
+    parts.publish()
 
 
 def test_all_tensors_are_visited_in_turn(parts: Parts):

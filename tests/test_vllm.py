@@ -267,6 +267,25 @@ def test_a_response_of_one_token(pair: Pair):
     assert pair.check(samples, sampling)[0] < 1e-5
 
 
+def test_layers_that_changed_reach_vllm_and_the_others_stay(pair: Pair):
+    """Fused modules of a layer come whole; a part of one would be completed by anything."""
+    first, then = (dict(random_weights(pair.hf, seed)) for seed in (0, 1))
+    some = {n for n in first if n.startswith("model.layers.2.") or n == "model.norm.weight"}
+    for engine in (pair.hf, pair.vllm):
+        engine.load_weights(((n, then[n]) for n in first if n in some), 1, only=some)
+    sampling = Sampling(max_new_tokens=8, samples_per_prompt=2)
+    samples = pair.vllm.generate(prompts(5, 33), sampling)
+    assert pair.check(samples, sampling)[0] < 1e-5
+    taken = pair.hf.checksums()
+    assert {n: pair.vllm.checksums()[n] for n in taken} == taken
+    lacking = some - {"model.layers.2.mlp.experts.3.up_proj.weight"}
+    with pytest.raises(ValueError, match=r"1 tensors of 1 layers .*experts\.3\.up_proj"):
+        pair.vllm.load_weights(((n, then[n]) for n in lacking), 2, only=lacking)
+    with pytest.raises(RuntimeError, match="version 2 failed"):
+        pair.vllm.generate(prompts(5), sampling)
+    pair.load(0)
+
+
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
 def test_nothing_is_left_of_a_stream_that_was_left(pair: Pair, error: Any):
     """Some samples have come, others run, a prompt is read in part, and some wait."""
@@ -492,8 +511,8 @@ from pyrl_ext import train
 class Touched(Disturbed):
     factor = 1.5
 
-    def load_weights(self, named, version):
-        super().load_weights(named, version)
+    def load_weights(self, named, version, only=None):
+        super().load_weights(named, version, only)
         worker = self.engine._engine.model_executor.driver_worker.worker
         worker.model_runner.model.model.norm.weight.data *= self.factor
         self.factor = 1.0  # once

@@ -8,7 +8,7 @@ runs in a process of its own as a `served.ServedEngine`.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -241,8 +241,17 @@ class Engine(Protocol):
         """What this engine can do."""
         ...
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes new weights, under the names of the model's Hugging Face safetensors."""
+    def load_weights(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """Takes new weights, under the names of the model's Hugging Face safetensors.
+
+        Args:
+            only: names of those that come, the others stay as they are; None: all come
+        """
         ...
 
     def stream(
@@ -276,6 +285,14 @@ class Engine(Protocol):
     def close(self) -> None:
         """Ends what the engine has started; it does not generate any more."""
         ...
+
+
+def incomplete(engine: str, only: Collection[str], refusal: str) -> RuntimeError:
+    """For an engine that is to keep weights which it does not have."""
+    return RuntimeError(
+        f"{engine}.load_weights: {len(only)} tensors were to come beside the others, of which "
+        f"{refusal}, expected all"
+    )
 
 
 def in_order(samples: Iterable[Sample], prompts: Sequence[Prompt]) -> list[Sample]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, initialization
 
-from pyrl_ext.rollout import Capabilities, Engine, Prompt, Sample, Sampling, route_dtype
+from pyrl_ext.rollout import (
+    Capabilities,
+    Engine,
+    Prompt,
+    Sample,
+    Sampling,
+    incomplete,
+    route_dtype,
+)
 from pyrl_ext.rollout.digest import digest_on_device, read
 from pyrl_ext.rollout.routers import expert_ids, find_routers, num_experts
 from pyrl_ext.rollout.sampling import draw, stream_keys
@@ -72,24 +80,33 @@ class HFEngine(Engine):
         """Routes if the model has routers; processed log-probs; every kind of sampling."""
         return Capabilities(routes=bool(self.layer_ids))
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        only: Collection[str] | None = None,
+    ) -> None:
         """Copies new weights in; until it has succeeded once, and after it failed, no generation.
 
         Args:
             named: (name, tensor of any device and float dtype) under the names of the model's
                 safetensors, experts one by one; every parameter and persistent buffer exactly once
             version: kept on each sample
+            only: names of those that come, the others stay as they are; None: all come
 
         Raises:
             ValueError: listing unknown, missing and twice given names, wrong shapes and tensors
                 with non-finite values
+            RuntimeError: some come to an engine whose others are not complete
 
         Syncs: once.
         """
+        if only is not None and self.version is None:
+            raise incomplete("HFEngine", only, self._refusal)
         self.version = None
         self._refusal = f"loading version {version} failed and left the weights incomplete"
         self._aside.take_back()
-        self._destinations.fill(named)
+        self._destinations.fill(named, only)
         self.version = version
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:

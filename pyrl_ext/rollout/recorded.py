@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,12 @@ class RecordedEngine(Engine):
         """Routes if every batch has them; whatever the recording engine sampled."""
         return Capabilities(routes=self.routes, weights=False)
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        only: Collection[str] | None = None,
+    ) -> None:
         """Notes the version, which selects the samples; the weights are not read."""
         self.version = version
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
@@ -90,20 +90,26 @@ class ServedEngine(Engine):
         found: Any = self._capabilities
         return found
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        only: Collection[str] | None = None,
+    ) -> None:
         """Sends new weights; until it has succeeded, and after it failed, no generation.
 
         Args:
             named: (name, tensor) as the engine wants them; one is copied before the next is asked
                 for
             version: kept on each sample
+            only: see `Engine.load_weights`
 
         Raises: what the engine raises; RuntimeError when its process dies or hangs; what ``named``
             raises, after the engine was told that no more will come.
         Communicates: every byte once to each process of the engine.
         """
         call = f"load_weights(version {version})"
-        self._begin("load_weights", self._sender.incoming, version)
+        self._begin("load_weights", self._sender.incoming, version, only)
         try:
             self._sender.send(named, lambda readers: self._wait(readers, call))
         except (Lost, _Answered):
@@ -272,7 +278,12 @@ class NoEngine(Engine):
         """Weights change nothing here."""
         return Capabilities(routes=self._routes, weights=False)
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        only: Collection[str] | None = None,
+    ) -> None:
         """Reads ``named`` to its end, since other ranks wait for this one in it."""
         for _ in named:
             pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -21,6 +21,7 @@ from pyrl_ext.rollout import (
     Prompt,
     Sample,
     Sampling,
+    incomplete,
     route_dtype,
     vllm_cpu,
 )
@@ -102,24 +103,33 @@ class VLLMEngine(Engine):
         """Routes if the model has routers; processed log-probs; every kind of sampling."""
         return Capabilities(routes=bool(self.layer_ids))
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        only: Collection[str] | None = None,
+    ) -> None:
         """Hands new weights over; until it has succeeded, and after it failed, no generation.
 
         Args:
             named: (name, tensor of any device and float dtype) under the names of the model's
                 safetensors, experts one by one
             version: kept on each sample
+            only: names of those that come, layers whole, the others stay as they are; None: all
 
         Raises:
             ValueError: listing unknown, missing and twice given names, wrong shapes and tensors
-                with non-finite values
+                with non-finite values; a layer in part
+            RuntimeError: some come to an engine whose others are not complete
 
         Syncs: once, for the finiteness of all tensors together.
         """
+        if only is not None and self.version is None:
+            raise incomplete("VLLMEngine", only, self._refusal)
         self.version = None
         self._refusal = f"loading version {version} failed and left the weights incomplete"
         self._wake("weights")
-        for errors in self._engine.collective_rpc("take_weights", args=(named,)):
+        for errors in self._engine.collective_rpc("take_weights", args=(named, only)):
             for error in errors:
                 raise error
         self._engine.reset_prefix_cache()
@@ -316,7 +326,7 @@ def _start(interpreted: bool, **arguments: Any) -> Any:
         EngineArgs(
             load_format="dummy",
             logprobs_mode="processed_logprobs",
-            worker_extension_cls="pyrl_ext.rollout.vllm_worker.RouteCapture",
+            worker_extension_cls="pyrl_ext.rollout.vllm_worker.WorkerExtension",
             **arguments,
         )
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,15 @@ class Loading:
     _destinations: Destinations | None = None
     _taken: dict[str, Tensor]
 
-    def take_weights(self, named: Iterable[tuple[str, Tensor]]) -> list[Exception]:
-        """Loads a whole checkpoint. vLLM itself keeps the old values of what is missing.
+    def take_weights(
+        self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None
+    ) -> list[Exception]:
+        """Loads a checkpoint, or whole layers of it. vLLM itself keeps the old values of modules of
+        which nothing comes; one of which a part comes it completes with what memory holds.
 
         Args:
             named: (name, tensor); a tensor may change as soon as the next one is asked for
+            only: names of those that come; None: all
 
         Returns:
             what went wrong, such as the ValueError of `Destinations.check`. Were it raised, vLLM
@@ -34,17 +38,20 @@ class Loading:
             call. A list, since it also raises what is returned as an error
         """
         try:
-            self._take(named)
+            self._take(named, only)
         except Exception as error:
             return [error]
         return []
 
-    def _take(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self._taken = {}
+    def _take(self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None) -> None:
         if self._destinations is None:
             self._destinations = Destinations.on_paper(self.vllm_config.model_config.model)
+        if only is None:
+            self._taken = {}
+        else:
+            self._destinations.need_whole_layers(only)
         try:
-            self.reload_weights(weights_iterator=self._noted(self._destinations.check(named)))
+            self.reload_weights(weights_iterator=self._noted(self._destinations.check(named, only)))
         except BaseException:
             # vLLM keeps the parts of layers that it waits to complete, and would complete them with
             # parts of the next load; an empty one ends the waiting

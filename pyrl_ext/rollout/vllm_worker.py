@@ -15,7 +15,7 @@ if vllm_cpu.installed():
     vllm_cpu.patch()
 
 
-class RouteCapture(Loading):
+class WorkerExtension(Loading):
     """`worker_extension_cls` of vLLM: its methods are called by name through `collective_rpc`.
 
     It also lets a request with a seed be read in parts, which vLLM 0.32 cannot do on a CPU.

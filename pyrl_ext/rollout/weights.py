@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,14 @@ class Destinations:
         return cls(model)
 
     @torch.no_grad()
-    def fill(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def fill(
+        self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None = None
+    ) -> None:
         """Writes every destination exactly once; multi-token-prediction layers are not used.
 
         Args:
             named: (name, tensor)
+            only: names of those that come; None: all
 
         Raises:
             ValueError: listing what is unknown, missing, given twice, of another shape or not
@@ -56,14 +59,19 @@ class Destinations:
         """
         written: list[str] = []
         problems: list[str] = []
-        for name, value in self._sorted_out(named, problems):
+        for name, value in self._sorted_out(named, only, problems):
             self.views[name].copy_(value)
             written.append(name)
         problems += [f"{name}: holds nan or inf" for name in self._not_finite(written)]
         self._refuse(problems)
 
-    def check(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def check(
+        self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Passes on what has a destination, for an engine that writes it elsewhere.
+
+        Args:
+            only: names of those that come; None: all
 
         Raises:
             ValueError: after the last one, as `fill`
@@ -72,7 +80,7 @@ class Destinations:
         """
         finite: dict[str, Tensor] = {}
         problems: list[str] = []
-        for name, value in self._sorted_out(named, problems):
+        for name, value in self._sorted_out(named, only, problems):
             finite[name] = torch.isfinite(value).all()
             yield name, value
         if finite:
@@ -82,15 +90,20 @@ class Destinations:
         self._refuse(problems)
 
     def _sorted_out(
-        self, named: Iterable[tuple[str, Tensor]], problems: list[str]
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        only: Collection[str] | None,
+        problems: list[str],
     ) -> Iterator[tuple[str, Tensor]]:
-        given: set[str] = set()
+        wanted, given = self.views.keys() if only is None else set(only), set[str]()
         for name, value in named:
             target = self.views.get(name)
             if target is None:
                 layer = _LAYER.match(name)
                 if layer is None or int(layer[1]) not in self.mtp_layers:
                     problems.append(f"{name}: unknown name")
+            elif name not in wanted:
+                problems.append(f"{name}: not among the {len(wanted)} that were to come")
             elif name in given:
                 problems.append(f"{name}: given twice")
             elif value.shape != target.shape:
@@ -98,7 +111,18 @@ class Destinations:
             else:
                 yield name, value
             given.add(name)
-        problems += [f"{name}: missing" for name in self.views if name not in given]
+        missing = wanted - given
+        problems += [f"{name}: missing" for name in self.views if name in missing]
+
+    def need_whole_layers(self, names: Collection[str]) -> None:
+        """Raises ValueError where some tensors of a decoder layer are in ``names``, others not."""
+        layers = {found[0] for name in names if (found := _LAYER.match(name))}
+        lacking = [n for n in self.views if n not in names and n.startswith(tuple(layers))]
+        if lacking:
+            raise ValueError(
+                f"{self.where}.load_weights: {len(lacking)} tensors of {len(layers)} layers do not "
+                f"come, {lacking[:4]}, expected layers whole; this engine fuses their tensors"
+            )
 
     def _refuse(self, problems: list[str]) -> None:
         if problems:
