@@ -6,8 +6,9 @@ a transport can come down to one copy. Written before measuring: shared memory t
 copies, gloo, which copies four more times and through the kernel, 3 to 6. Bar: shared memory at
 most 2 copies.
 
-Measured on two cores that other programs used as well: 2.0 to 2.5 copies (7 to 9 GB/s), and 8 to 9
-by gloo (2 GB/s). The bar is missed there: little of packing and reading overlapped.
+Measured: 1.9 to 2.1 copies (8 to 9 GB/s) and 6 to 7 by gloo (2.5 to 3 GB/s), more on cores that
+other programs use as well: little of packing and reading overlaps, and the bar is just met or just
+missed.
 """
 
 from __future__ import annotations
