@@ -287,6 +287,12 @@ class Engine(Protocol):
         ...
 
 
+def need_weights(call: str, version: int | None, refusal: str) -> None:
+    """Raises RuntimeError where an engine holds no complete weights; ``refusal`` says why."""
+    if version is None:
+        raise RuntimeError(f"{call}: {refusal}, expected a load_weights that succeeded")
+
+
 def incomplete(engine: str, only: Collection[str], refusal: str) -> RuntimeError:
     """For an engine that is to keep weights which it does not have."""
     return RuntimeError(

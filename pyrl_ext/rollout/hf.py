@@ -19,6 +19,7 @@ from pyrl_ext.rollout import (
     Sample,
     Sampling,
     incomplete,
+    need_weights,
     route_dtype,
 )
 from pyrl_ext.rollout.digest import digest_on_device, read
@@ -121,10 +122,7 @@ class HFEngine(Engine):
 
         Syncs: once.
         """
-        if self.version is None:
-            raise RuntimeError(
-                f"HFEngine.checksums: {self._refusal}, expected a load_weights that succeeded"
-            )
+        need_weights("HFEngine.checksums", self.version, self._refusal)
         views = self._destinations.views
         if unknown := [name for name in names or () if name not in views]:
             raise ValueError(f"HFEngine.checksums: {unknown[:4]}, expected names of its weights")
@@ -151,10 +149,7 @@ class HFEngine(Engine):
 
         Syncs: once a token.
         """
-        if self.version is None:
-            raise RuntimeError(
-                f"HFEngine.stream: {self._refusal}, expected a load_weights that succeeded"
-            )
+        need_weights("HFEngine.stream", self.version, self._refusal)
         self._check(prompts, sampling)
         run = _Run(self, prompts, sampling)
         while run.waiting or run.slots.running:

@@ -22,6 +22,7 @@ from pyrl_ext.rollout import (
     Sample,
     Sampling,
     incomplete,
+    need_weights,
     route_dtype,
     vllm_cpu,
 )
@@ -148,10 +149,7 @@ class VLLMEngine(Engine):
 
         Syncs: once.
         """
-        if self.version is None:
-            raise RuntimeError(
-                f"VLLMEngine.checksums: {self._refusal}, expected a load_weights that succeeded"
-            )
+        need_weights("VLLMEngine.checksums", self.version, self._refusal)
         found = self._engine.collective_rpc("weight_digests", args=(names,))
         merged = {name: number for each in found for name, number in each.items()}
         apart = [n for each in found for n, number in each.items() if number != merged[n]]
@@ -232,10 +230,7 @@ class VLLMEngine(Engine):
                 self._engine.collective_rpc("forget_routes")
 
     def _check(self, sampling: Sampling) -> None:
-        if self.version is None:
-            raise RuntimeError(
-                f"VLLMEngine.stream: {self._refusal}, expected a load_weights that succeeded"
-            )
+        need_weights("VLLMEngine.stream", self.version, self._refusal)
         if self._engine.has_unfinished_requests():
             raise RuntimeError("VLLMEngine.stream: a stream is open, expected it closed before")
         need_tokenizer("VLLMEngine", sampling, self.tokenizer)
