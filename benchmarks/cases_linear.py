@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import peers_logprob as peers
 from benchmarks.cases_logprob import EXACT_ROWS, Values, exact_error
 from benchmarks.measure import Case
-from pyrl_ext import linear_logprob as fused
-from pyrl_ext.linear_logprob.call import describe
+from pyrl_ext.loss import fused_head as fused
+from pyrl_ext.loss.fused_head.chunking import describe
 
 FLASH, LARGE = (2048, 154880), (5120, 151552)  # hidden, vocabulary: GLM-4.7-Flash, 355B
 FITS = 100e9  # bytes that all logits, their softmax and the gradients of both may take on cuda

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks import peers_logprob as peers
 from benchmarks.measure import Case
-from pyrl_ext.logprob import vocab_parallel_logprob
+from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
 
 VOCAB = 154880
 SHAPES = [(VOCAB, torch.bfloat16), (VOCAB // 8, torch.bfloat16), (VOCAB // 8, torch.float32)]

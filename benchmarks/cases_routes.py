@@ -9,8 +9,8 @@ from torch import Tensor
 from benchmarks.lengths import lognormal
 from benchmarks.measure import Case
 from benchmarks.per_sequence import TRAINERS
-from pyrl_ext.layout import TokenLayout
 from pyrl_ext.ops import gather_routes as op
+from pyrl_ext.pack.layout import TokenLayout
 
 PARTS = (2, 0, 4, 0)  # cp_size, cp_rank, tp_size, tp_rank
 X_WRITTEN = {torch.uint8: 3.5, torch.int32: 3.0}  # bars against a copy of the result

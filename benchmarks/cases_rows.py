@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.lengths import lognormal
 from benchmarks.measure import Case
 from pyrl_ext import ops
-from pyrl_ext.layout import TokenLayout
+from pyrl_ext.pack.layout import TokenLayout
 
 TOKENS = 131_072  # of all sequences: 64k rows a rank
 

@@ -21,15 +21,15 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from pyrl_ext import topology
-from pyrl_ext.batch import Batch
-from pyrl_ext.megatron.attention import PackedSequences
-from pyrl_ext.microbatch import Microbatch
+from pyrl_ext.dist import topology
+from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.models import family
-from pyrl_ext.models.files import save_checkpoint_hf
+from pyrl_ext.models.hf_folder import save_checkpoint_hf
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.shape import read_shape
-from pyrl_ext.policy import Policy
+from pyrl_ext.plan.model.sizes import read_shape
+from pyrl_ext.trainer.policy import Policy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 QWEN3_8B = {

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from torch import Tensor
 
-from pyrl_ext.named import load_function
+from pyrl_ext.dist.named import load_function
 
 Pair = tuple[Tensor, Tensor | None]  # log-probs and, where there are any, entropies
 

@@ -12,19 +12,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pyrl_ext.rollout.engine.build import build_source
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from pyrl_ext import topology
-from pyrl_ext.batch import Batch
-from pyrl_ext.metrics.profile import Clock
-from pyrl_ext.objective import build_advantage, build_loss
+from pyrl_ext.dist import topology
+from pyrl_ext.dist.clock import Clock
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.loss.registry import build_advantage, build_loss
+from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.policy import Policy
-from pyrl_ext.rollout.build import build_source
-from pyrl_ext.topology import Topology
 from pyrl_ext.train import Rollouts, schedule
+from pyrl_ext.trainer.policy import Policy
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 OURS = {

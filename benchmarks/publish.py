@@ -1,8 +1,9 @@
 """Weights from four ranks into the engine of each: ``python -m benchmarks.publish``.
 
-A model of 2,000 small tensors on four gloo ranks, in buckets (`pyrl_ext.publish`) against a gather
-of one tensor after the other: an all-gather of what tensor-parallel ranks divide, a broadcast from
-the rank that has an expert and one from the stage that has a layer, with shapes known beforehand.
+A model of 2,000 small tensors on four gloo ranks, in buckets (`pyrl_ext.weights.gather`) against a
+gather of one tensor after the other: an all-gather of what tensor-parallel ranks divide, a
+broadcast from the rank that has an expert and one from the stage that has a layer, with shapes
+known beforehand.
 Both end in the embedded engine's `load_weights`, whose share is a row of its own.
 
 What must move is little: 17 MB into a buffer, over a socket and into the engine, 0.05 s with four
@@ -26,18 +27,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pyrl_ext.rollout.engine.build import build_engine
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from benchmarks.measure import extra_bytes
 from benchmarks.run import device_name
-from pyrl_ext import topology
-from pyrl_ext.models.weights import tensor_split, whole_of
+from pyrl_ext.dist import topology
+from pyrl_ext.models.weight_table import tensor_split, whole_of
 from pyrl_ext.plan import compile_plan
-from pyrl_ext.policy import Policy
-from pyrl_ext.publish import Place
-from pyrl_ext.rollout.build import build_engine
+from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.weights.gather import Place
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RANKS, ROUNDS = 4, 2

@@ -31,6 +31,13 @@ NOTE = (
     "(nats) against float64, 64 rows."
 )
 
+# where a family's tests are, if not in tests/ops/test_<family>.py
+TESTS = {
+    "feed": "tests/trainer/test_prefetch.py",
+    "layout": "tests/pack/test_layout.py",
+    "linear_logprob": "tests/loss/test_fused_head.py",
+}
+
 
 def main() -> None:
     args = _arguments()
@@ -96,7 +103,8 @@ def _arguments() -> argparse.Namespace:
 
 def _run_tests(family: str) -> None:
     """Exits where the family's tests fail: a wrong kernel is not timed."""
-    command = [sys.executable, "-m", "pytest", "-q", f"tests/test_{family}.py"]
+    tests_file = TESTS.get(family, f"tests/ops/test_{family}.py")
+    command = [sys.executable, "-m", "pytest", "-q", tests_file]
     tests = subprocess.run(
         command,
         cwd=Path(__file__).parents[1],
@@ -105,9 +113,9 @@ def _run_tests(family: str) -> None:
         text=True,
     )
     lines = (tests.stdout + tests.stderr).strip().splitlines()
-    print(f"tests/test_{family}.py: {lines[-1] if lines else 'no output'}")
+    print(f"{tests_file}: {lines[-1] if lines else 'no output'}")
     if tests.returncode:
-        print(f"{family}: its tests fail, so it is not timed. See: pytest tests/test_{family}.py")
+        print(f"{family}: its tests fail, so it is not timed. See: pytest {tests_file}")
         sys.exit(1)
 
 

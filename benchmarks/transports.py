@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.rollout.transport import Incoming, Kind, Sender
+from pyrl_ext.rollout.process.channel import Incoming, Kind, Sender
 
 BAR = 2.0  # copies
 

@@ -12,23 +12,25 @@ from pathlib import Path
 
 import torch
 
-from pyrl_ext import topology
-from pyrl_ext.batch import Batch
-from pyrl_ext.hub import fetch
+from pyrl_ext.dist import topology
+from pyrl_ext.dist.clock import Clock
+from pyrl_ext.dist.heartbeat import Peers, PhaseClock, watched
+from pyrl_ext.dist.hub import fetch
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.metrics.mismatch import mismatch
-from pyrl_ext.metrics.profile import Clock
-from pyrl_ext.objective import build_advantage, build_loss
 from pyrl_ext.ops import serve_gpu_from
-from pyrl_ext.peers import Peers, PhaseClock, watched
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
-from pyrl_ext.policy import Policy, Scores
-from pyrl_ext.rollout import Engine, Sample, Sampling
-from pyrl_ext.rollout.build import Source, build_engine, build_source, sampling_of
-from pyrl_ext.rollout.shared import Asked, generate_shared
-from pyrl_ext.run import Interrupt, RunFolder
-from pyrl_ext.schedule import Schedule, plan_microbatches
-from pyrl_ext.topology import Topology
-from pyrl_ext.verify import check_batch, publish
+from pyrl_ext.rollout.distribute import Asked, generate_shared
+from pyrl_ext.rollout.engine import Engine
+from pyrl_ext.rollout.engine.build import Source, build_engine, build_source, sampling_of
+from pyrl_ext.run.folder import RunFolder
+from pyrl_ext.run.interrupt import Interrupt
+from pyrl_ext.samples import Sample, Sampling
+from pyrl_ext.trainer.policy import Policy, Scores
+from pyrl_ext.weights.check import check_batch, publish
 
 AWAY = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "gradients", "weights")}
 STOPPED = 130  # exit code of a shell command that Ctrl-C ended
@@ -225,9 +227,9 @@ def load_kernels(plan: Plan, topo: Topology) -> None:
     """Let Triton load what was compiled for this plan, and say so."""
     if (folder := plan.kernels.prebuilt) is None:
         return
-    from pyrl_ext import triton_cache  # needs triton
+    from pyrl_ext.tools import prebuild  # needs triton
 
-    launches = triton_cache.use(plan, Path(folder))
+    launches = prebuild.use(plan, Path(folder))
     if topo.is_main:
         print(f"kernels: {launches} kinds of Triton launches are prebuilt in {folder}", flush=True)
 

@@ -5,7 +5,8 @@
 
 import pytest
 import torch
-from ranks import poison_empty
+
+from tests.helpers.ranks import poison_empty
 
 # the files that take longest
 LONGEST = ("test_train.py", "test_parallel.py", "test_checkpoint.py", "test_head.py")

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from probe import Probe
-from ranks import run_ranks
 
-from pyrl_ext import topology
-from pyrl_ext.batch import Batch
-from pyrl_ext.objective import build_loss
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.policy import Policy
-from pyrl_ext.schedule import plan_microbatches
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers.probe import Probe
+from tests.helpers.ranks import run_ranks
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # deviations allowed: loss absolute, gradients and changes by their norm, per parameter

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import CONFIG, tiny_plan
+from pyrl_ext.rollout.engine.build import build_source
+from pyrl_ext.rollout.engine.recorded import load_samples, save_samples
 
-from pyrl_ext import topology, train
+from pyrl_ext import train
+from pyrl_ext.dist import topology
 from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan import compile_plan
-from pyrl_ext.policy import Policy
-from pyrl_ext.rollout.build import build_source
-from pyrl_ext.rollout.recorded import load_samples, save_samples
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers.tiny import CONFIG, tiny_plan
 
 ROOT = Path(__file__).parents[1]
 QUICK = (
@@ -226,7 +227,7 @@ def test_the_wrong_number_of_processes_says_how_to_start(tmp_path, capsys):
 # prompts from a file ------------------------------------------------------------------------------
 
 FILE = ("data.task=null", "data.task_options={}", "data.prompts=data/arithmetic.jsonl")
-REWARD = "data.reward=pyrl_ext.rollout.rewards:number_match"
+REWARD = "data.reward=pyrl_ext.data.rewards:number_match"
 
 
 def test_the_shipped_prompt_file_trains(tmp_path):

@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn import Module
 
-from pyrl_ext.megatron.model import quiet
+from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.optimizer import load_state, sharded_state
-from pyrl_ext.topology import Topology
+from pyrl_ext.megatron.quiet import quiet
 
 COUNTERS, PLAN = "counters.json", "plan.json"
 

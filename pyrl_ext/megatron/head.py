@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from pyrl_ext.batch import Batch
-from pyrl_ext.linear_logprob import linear_logprob, linear_logprob_loss
-from pyrl_ext.logprob import vocab_parallel_logprob
-from pyrl_ext.microbatch import Microbatch
-from pyrl_ext.objective import LossFn, LossInputs, Sums
+from pyrl_ext.loss.fused_head import linear_logprob, linear_logprob_loss
+from pyrl_ext.loss.inputs import LossFn, LossInputs, Sums
+from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.plan import Plan
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.megatron.model import DTYPES, quiet
+from pyrl_ext.megatron.config import DTYPES
+from pyrl_ext.megatron.quiet import quiet
 
 
 def build_optimizer(plan: Any, chunks: Sequence[Any], groups: Any) -> Any:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pyrl_ext.models.parts import ignored
-from pyrl_ext.models.weights import Weight
-from pyrl_ext.plan.shape import Yarn
+from pyrl_ext.models.blocks import ignored
+from pyrl_ext.models.weight_table import Weight
+from pyrl_ext.plan.model.sizes import Yarn
 
 
 def rotary(shape: Any) -> tuple[int, float, Yarn | None]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyrl_ext.models import Family, parts
+from pyrl_ext.models import Family, blocks
 
 
 def config(shape: Any) -> dict[str, Any]:
-    return parts.common(shape) | parts.latent(shape) | parts.sigmoid_router(shape)
+    return blocks.common(shape) | blocks.latent(shape) | blocks.sigmoid_router(shape)
 
 
-FAMILY = Family(config, parts.decoder(parts.latent_rows))
+FAMILY = Family(config, blocks.decoder(blocks.latent_rows))

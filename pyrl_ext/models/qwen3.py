@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyrl_ext.models import Family, parts
+from pyrl_ext.models import Family, blocks
 
 
 def config(shape: Any) -> dict[str, Any]:
-    return parts.common(shape) | parts.grouped_query(shape)
+    return blocks.common(shape) | blocks.grouped_query(shape)
 
 
-FAMILY = Family(config, parts.decoder(parts.grouped_query_rows))
+FAMILY = Family(config, blocks.decoder(blocks.grouped_query_rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyrl_ext.models import Family, parts, qwen3
+from pyrl_ext.models import Family, blocks, qwen3
 
 
 def config(shape: Any) -> dict[str, Any]:
@@ -16,4 +16,4 @@ def config(shape: Any) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(config, parts.decoder(parts.grouped_query_rows))
+FAMILY = Family(config, blocks.decoder(blocks.grouped_query_rows))

@@ -1,7 +1,7 @@
 """`python -m pyrl_ext.plan CONFIG [section.key=value ...]`: check a plan and show it.
 
 With --measure, run a few of its steps in this process as well; under torchrun, start
-`pyrl_ext.measure` with the same arguments.
+`pyrl_ext.tools.measure` with the same arguments.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from pyrl_ext.plan.compile import compile_plan, load
-from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.problems import ConfigError
+from pyrl_ext.plan.language.errors import ConfigError
+from pyrl_ext.plan.plan import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.explain or options.schema or options.reference:
             return _document(options)
         if options.suggest is not None:
-            from pyrl_ext.plan.suggest_show import print_suggestions
+            from pyrl_ext.plan.show.suggestions import print_suggestions
 
             return print_suggestions(options.config, options.overrides, options.suggest)
         plan = compile_plan(options.config, options.overrides)
@@ -52,16 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not _write_page(options.html, plan):
         return 2
     if options.measure:
-        return _run("pyrl_ext.measure", options, *["--json"] * options.json)
+        return _run("pyrl_ext.tools.measure", options, *["--json"] * options.json)
     if options.json:
         print(plan.to_json(), end="")
         return 0
     if options.build:
-        return _run("pyrl_ext.triton_cache", options, "--into", options.build)
+        return _run("pyrl_ext.tools.prebuild", options, "--into", options.build)
     # rich costs a tenth of a second that --json and errors need not wait for
     from rich.console import Console
 
-    from pyrl_ext.plan.show import print_plan
+    from pyrl_ext.plan.show.terminal import print_plan
 
     print_plan(plan, Console(), everything=options.all)
     return 0
@@ -72,14 +72,14 @@ def _document(options: argparse.Namespace) -> int:
     if options.explain:
         from rich.console import Console
 
-        from pyrl_ext.plan.explain import explain
+        from pyrl_ext.plan.show.explain import explain
 
         source = load(options.config, options.overrides) if options.config else None
         explain(options.explain, source, Console())
         return 0
-    from pyrl_ext.plan import reference
+    from pyrl_ext.plan.show import keys_page
 
-    print(reference.schema() if options.schema else reference.page(), end="")
+    print(keys_page.schema() if options.schema else keys_page.page(), end="")
     return 0
 
 
@@ -87,7 +87,7 @@ def _write_page(path: str | None, content: Plan | ConfigError) -> bool:
     """Write the page of a plan or of its problems, if one is asked for; whether that went well."""
     if path is None:
         return True
-    from pyrl_ext.plan.page import write_page
+    from pyrl_ext.plan.show.html.page import write_page
 
     try:
         write_page(path, content)

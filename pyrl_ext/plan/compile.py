@@ -11,12 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from pyrl_ext.plan import notes, rules
-from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.problems import ConfigError, Key, describe
+from pyrl_ext.plan.language.errors import ConfigError, Key, describe
+from pyrl_ext.plan.language.resolve import settle
+from pyrl_ext.plan.language.yaml_tree import Source, apply, read
+from pyrl_ext.plan.model.sizes import read_shape
+from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import Section, Sections, Unchecked
-from pyrl_ext.plan.shape import read_shape
-from pyrl_ext.plan.source import Source, apply, read
-from pyrl_ext.plan.values import settle
 
 
 def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.fit import seems_to_fit
+from pyrl_ext.plan.forecast.fits import seems_to_fit
+from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules import changed
 
 

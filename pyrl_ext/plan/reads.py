@@ -19,8 +19,8 @@ from functools import cache, cached_property
 from types import FunctionType, ModuleType
 from typing import Any, get_type_hints
 
-from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.problems import Key
+from pyrl_ext.plan.language.errors import Key
+from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules import RULES, sentence
 from pyrl_ext.plan.schema import Section, Sections
 

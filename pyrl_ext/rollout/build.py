@@ -3,78 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from pyrl_ext.named import load_function
+from pyrl_ext.data.source import Source
+from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout import Engine, Sample, Sampling
-from pyrl_ext.rollout.data import PromptSource, load_prompts, load_tokenizer
-from pyrl_ext.rollout.rewards import Reward, score
-from pyrl_ext.rollout.served import NoEngine, ServedEngine
-from pyrl_ext.rollout.tasks import Task
-
-
-@dataclass(frozen=True)
-class Source:
-    """Prompts of the run, and how their responses are judged.
-
-    Args:
-        prompts:  ``take(step, n)`` and ``held_out(n)``.
-        reward:   (prompt, text, tokens) -> number.
-        decode:   token ids -> text.
-        stop_ids: tokens that end a response.
-    """
-
-    prompts: Task | PromptSource
-    reward: Reward
-    decode: Callable[[list[int]], str]
-    stop_ids: tuple[int, ...]
-
-    def scorer(self, prompts: list[Any]) -> Callable[[list[Sample]], list[Sample]]:
-        """Fills in the rewards of samples of ``prompts``."""
-        return partial(
-            score,
-            prompts=prompts,
-            reward=self.reward,
-            decode=self.decode,
-            stop_ids=self.stop_ids,
-        )
-
-
-def build_source(plan: Plan) -> Source:
-    """Read prompts, tokenizer and reward; every problem of a prompt file is reported at once.
-
-    Raises: DataError, ValueError.
-    """
-    if plan.tokenizer_path is None:
-        raise ValueError("model.tokenizer: null, expected a folder: prompts are encoded with it")
-    tokenizer = load_tokenizer(plan.tokenizer_path)
-    eos = plan.hf.get("eos_token_id")
-    stop_ids = tuple(eos) if isinstance(eos, list) else (tokenizer.eos_token_id,)
-    if plan.data.task is not None:
-
-        def encode(text: str) -> list[int]:
-            return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-        options = dict(plan.data.task_options)
-        task = Task(plan.data.task, encode, stop_ids[0], plan.seed, options)
-        return Source(task, task.reward, tokenizer.decode, stop_ids)
-    longest = plan.data.max_prompt_tokens
-    assert plan.prompts_path is not None and plan.data.reward is not None  # a rule says so
-    prompts = load_prompts(plan.prompts_path, tokenizer, longest)
-    held_out = None
-    if plan.eval_prompts_path is not None:
-        held_out = load_prompts(plan.eval_prompts_path, tokenizer, longest)
-    source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
-    return Source(
-        source, load_function("data.reward", plan.data.reward), tokenizer.decode, stop_ids
-    )
+from pyrl_ext.rollout.engine import Engine
+from pyrl_ext.rollout.process.client import NoEngine, ServedEngine
+from pyrl_ext.samples import Sampling
 
 
 def build_engine(plan: Plan, device: torch.device, rank: int = 0) -> Engine:
@@ -127,7 +65,7 @@ def _devices(plan: Plan, number: int) -> dict[str, str]:
 def build_here(plan: Plan, device: torch.device) -> Engine:
     """The engine that ``rollout.engine`` names, in this process."""
     if plan.rollout.engine == "hf":
-        from pyrl_ext.rollout.hf import HFEngine
+        from pyrl_ext.rollout.hf.engine import HFEngine
 
         return HFEngine(
             plan.hf,
@@ -137,7 +75,7 @@ def build_here(plan: Plan, device: torch.device) -> Engine:
             tokenizer=load_tokenizer(folder) if (folder := _stops_with(plan)) else None,
         )
     if plan.rollout.engine == "recorded":
-        from pyrl_ext.rollout.recorded import RecordedEngine
+        from pyrl_ext.rollout.engine.recorded import RecordedEngine
 
         assert plan.recorded_path is not None  # a rule says so
         return RecordedEngine(plan.recorded_path)
@@ -152,7 +90,7 @@ def _stops_with(plan: Plan) -> str | None:
 
 
 def _vllm(plan: Plan) -> Engine:
-    from pyrl_ext.rollout.vllm import VLLMEngine
+    from pyrl_ext.rollout.vllm.engine import VLLMEngine
 
     tokens = plan.data.max_prompt_tokens + plan.rollout.max_new_tokens
     return VLLMEngine(

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pyrl_ext.rollout import Capabilities, Engine, Prompt, Sample, Sampling
+from pyrl_ext.rollout.engine import Capabilities, Engine
+from pyrl_ext.samples import Prompt, Sample, Sampling
 
 FORMAT = "pyrl_ext rollout 1"
 _RAGGED = ("tokens", "loss_mask", "rollout_logprobs", "route_mask", "routes")

@@ -75,7 +75,7 @@ def gather_rows(src: Tensor, rows: Tensor, fill: Tensor, inverse: Inverse | None
         ValueError, TypeError: shapes, dtypes or devices do not fit.
         IndexError: an entry of ``rows`` is out of range (on CPU). On a GPU the native and Triton
             kernels do not check, since that would wait for the device; there, rows come from
-            :class:`~pyrl_ext.layout.TokenLayout`, which knows the range.
+            :class:`~pyrl_ext.pack.layout.TokenLayout`, which knows the range.
     """
     if src.ndim < 1 or rows.ndim != 1 or fill.shape != src.shape[1:]:
         raise ValueError(

@@ -6,9 +6,9 @@ With ``z = logits * scale`` (scale = 1 / temperature) over the columns of all sh
     combine m = max over shards, S = sum(exp(z - m * scale)), W = sum((z - m * scale) * exp(...))
     logprob = (target - m) * scale - log S           entropy = log S - W / S
 
-:mod:`pyrl_ext.logprob` has the combination, the collective and the derivative; these two operators
-are its local halves, each one pass over the logits. Differences to the maximum are formed before
-anything is scaled or rounded, so large common offsets cost no accuracy.
+:mod:`pyrl_ext.loss.vocab_parallel` has the combination, the collective and the derivative; these
+two operators are its local halves, each one pass over the logits. Differences to the maximum are
+formed before anything is scaled or rounded, so large common offsets cost no accuracy.
 
 Backends: native (C++ threads with AVX-512, AVX2 or portable code chosen at run time; CUDA), triton,
 reference (torch; float64 too).

@@ -7,15 +7,15 @@ wrong raises `Unchecked` by that read, and is skipped.
 
 from pyrl_ext.plan.rules import (  # noqa: F401 (each registers its rules)
     batching,
-    context,
     data,
+    dynamic_cp,
+    hardware,
     kernels,
     logprob,
-    memory,
     model,
     optimizer,
     parallel,
-    passed_on,
+    passthrough,
     pipeline,
     replay,
     rollout,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 
-from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import Section, Unchecked
 
 # A message, or several; (name, message) is about the entry `name` of the rule's key.

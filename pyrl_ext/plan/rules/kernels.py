@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, rule
 
 

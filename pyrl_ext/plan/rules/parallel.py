@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule, unfit_for_heads
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.rules._rule import Found, divisors, in_config, rule
-from pyrl_ext.plan.stages import (
+from pyrl_ext.plan.model.chunks import (
     a_split_that_fits,
     chunks_problem,
     counts_problem,
@@ -12,6 +10,8 @@ from pyrl_ext.plan.stages import (
     layout_problem,
     split_keys,
 )
+from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.rules._rule import Found, divisors, in_config, rule
 
 
 @rule("parallel.pp")

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from pyrl_ext.plan.compiled import Plan
+from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from pyrl_ext.plan.compiled import Plan
-from pyrl_ext.plan.problems import show
+from pyrl_ext.plan.language.errors import show
+from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import (
     Found,
     changed,

@@ -1,0 +1,1 @@
+"""Prompts, tasks, rewards and the tokenizer."""

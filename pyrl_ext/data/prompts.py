@@ -1,0 +1,224 @@
+"""Prompts from files: read, checked and encoded before any model is built."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from pyrl_ext.samples import Prompt
+
+_SHOWN_PROBLEMS = 50
+
+
+class DataError(ValueError):
+    """Everything that is wrong with a prompt file, a line each."""
+
+
+class _Broken(Exception):
+    """One record cannot be used: (what, expected rule)."""
+
+
+def load_prompts(path: str | Path, tokenizer: Any, max_prompt_tokens: int) -> list[Prompt]:
+    """Reads a file of prompts; ids are the places of the records in it.
+
+    A record holds either `prompt`, a text that is encoded as it is, or `messages`, a list of
+    {"role": ..., "content": ...} rendered by the tokenizer's chat template up to where the
+    assistant begins. `answer` and any other field are kept.
+
+    Args:
+        path: .jsonl (UTF-8, one object a line, blank lines ignored) or .parquet
+        tokenizer: of `load_tokenizer`
+        max_prompt_tokens: a longer prompt is an error [tokens]
+
+    Raises:
+        DataError: listing every record that cannot be used, as file:line: what, expected rule
+    """
+    path = Path(path)
+    prompts: list[Prompt] = []
+    problems: list[str] = []
+    for where, read in _records(path):
+        try:
+            prompt = _prompt(read(), tokenizer, max_prompt_tokens)
+            prompts.append(replace(prompt, id=len(prompts)))
+        except _Broken as broken:
+            problems.append(f"{where}: {broken.args[0]}, expected {broken.args[1]}")
+    if problems:
+        more = len(problems) - _SHOWN_PROBLEMS
+        lines = problems[:_SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
+        raise DataError(
+            f"{path}: {len(problems)} of {len(problems) + len(prompts)} records cannot be used\n  "
+            + "\n  ".join(lines)
+        )
+    if not prompts:
+        raise DataError(f"{path}: no records, expected at least one prompt")
+    return prompts
+
+
+class PromptSource:
+    """A stream of training prompts over a list, and a held-out set.
+
+    The order of epoch e is a shuffle by (seed, e), and where a step begins follows from its number
+    alone: a resumed run needs no cursor.
+
+    Args:
+        prompts: to train on
+        held_out: to evaluate on; None = every eighth of `prompts` by a hash of its tokens, which
+            are then not trained on
+        seed: of the order
+        shuffle: False = file order
+
+    Raises:
+        ValueError: nothing to train on or nothing to evaluate on
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        held_out: Sequence[Prompt] | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+    ):
+        train = list(prompts)
+        if held_out is None:
+            train, held_out = _split(train)
+        if not train or not held_out:
+            raise ValueError(
+                f"PromptSource: {len(train)} prompts to train on and {len(held_out)} held out, "
+                "expected at least one of each; give more prompts or an evaluation file"
+            )
+        self.prompts, self.seed, self.shuffle = train, seed, shuffle
+        self._held_out = [replace(p, id=-1 - i) for i, p in enumerate(held_out)]
+
+    def take(self, step: int, n: int) -> list[Prompt]:
+        """The n prompts of a training step; an id is the place in the stream, step * n + i."""
+        size = len(self.prompts)
+        orders: dict[int, list[int]] = {}
+        found = []
+        for place in range(step * n, (step + 1) * n):
+            epoch, offset = divmod(place, size)
+            if epoch not in orders:
+                orders[epoch] = self._order(epoch)
+            found.append(replace(self.prompts[orders[epoch][offset]], id=place))
+        return found
+
+    def held_out(self, n: int) -> list[Prompt]:
+        """The first n held-out prompts, or all if there are fewer; ids are -1, -2, ..."""
+        return self._held_out[:n]
+
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(len(self.prompts)))
+        if self.shuffle:
+            random.Random(f"{self.seed}/epoch/{epoch}").shuffle(order)
+        return order
+
+
+def _split(prompts: list[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """(train, held out): an eighth of the distinct prompts, at least one, by rank of a hash."""
+    # a hash without structure: a checksum would hold out related prompts together
+    marks = {p.tokens: sha256(repr(p.tokens).encode()).digest() for p in prompts}
+    ranked = sorted(marks, key=lambda tokens: marks[tokens])
+    chosen = set(ranked[: max(1, len(ranked) // 8)])
+    train = [p for p in prompts if p.tokens not in chosen]
+    return train, list({p.tokens: p for p in prompts if p.tokens in chosen}.values())
+
+
+def _records(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """(where, read) of each record; read() gives it or raises _Broken."""
+    if path.is_dir():
+        raise DataError(f"{path}: a folder, expected a .jsonl or .parquet file")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file, expected a .jsonl or .parquet file")
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+            if line.strip():
+                yield f"{path}:{number}", lambda line=line: _parse(line)
+    elif path.suffix == ".parquet":
+        try:
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{path}: {error}, expected a parquet file") from error
+        for number, row in enumerate(rows):
+            # a column that a row does not use is null, the same as an absent field
+            yield (
+                f"{path}: row {number}",
+                lambda r=row: {k: v for k, v in r.items() if v is not None},
+            )
+    else:
+        raise DataError(f"{path}: suffix {path.suffix!r}, expected .jsonl or .parquet")
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _Broken(
+            f"byte {line[error.start]:#04x} at column {error.start + 1}", "UTF-8"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise _Broken(f"{error.msg} at column {error.colno}", "one JSON object a line") from None
+
+
+def _prompt(record: Any, tokenizer: Any, max_prompt_tokens: int) -> Prompt:
+    if not isinstance(record, dict):
+        raise _Broken(f"a {type(record).__name__}", "a JSON object")
+    if ("prompt" in record) == ("messages" in record):
+        has = ", ".join(record) or "nothing"
+        raise _Broken(f"fields {has}", "either `prompt` or `messages`")
+    if "prompt" in record:
+        text = record["prompt"]
+        if not isinstance(text, str) or not text:
+            raise _Broken(f"prompt {text!r}", "a non-empty text")
+        tokens = list(tokenizer(text)["input_ids"])
+    else:
+        text = _render(record["messages"], tokenizer)
+        tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
+        raise _Broken(
+            f"{_unknown(text, tokenizer)} in {_cut(text)}", "characters the tokenizer knows"
+        )
+    if not 1 <= len(tokens) <= max_prompt_tokens:
+        raise _Broken(
+            f"{len(tokens)} tokens in {_cut(text)}", f"1 to max_prompt_tokens {max_prompt_tokens}"
+        )
+    rest = {k: v for k, v in record.items() if k not in ("prompt", "messages", "answer")}
+    return Prompt(0, tuple(tokens), record.get("answer"), text, rest)
+
+
+def _render(messages: Any, tokenizer: Any) -> str:
+    rule = 'a non-empty list of {"role": text, "content": non-empty text}'
+    if not isinstance(messages, list) or not messages:
+        raise _Broken(f"messages {_cut(messages)}", rule)
+    for number, message in enumerate(messages):
+        role, content = (
+            (message.get("role"), message.get("content")) if isinstance(message, dict) else (0, 0)
+        )
+        if not (isinstance(role, str) and role and isinstance(content, str) and content):
+            raise _Broken(f"messages[{number}] {_cut(message)}", rule)
+    if not tokenizer.chat_template:
+        raise _Broken("messages, but the tokenizer has no chat template", "one, or `prompt`")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise what they like
+        raise _Broken(
+            f"chat template: {type(error).__name__}: {error}", "messages it can render"
+        ) from None
+
+
+def _unknown(text: str, tokenizer: Any) -> str:
+    for character in text:
+        if tokenizer.unk_token_id in tokenizer(character, add_special_tokens=False)["input_ids"]:
+            return f"character {character!r} (U+{ord(character):04X})"
+    return "an unknown token"
+
+
+def _cut(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:60]}..."

@@ -1,0 +1,73 @@
+"""The prompts of a run and how their responses are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pyrl_ext.data.prompts import PromptSource, load_prompts
+from pyrl_ext.data.rewards import Reward, score
+from pyrl_ext.data.tasks import Task
+from pyrl_ext.data.tokenizer import load_tokenizer
+from pyrl_ext.dist.named import load_function
+from pyrl_ext.plan import Plan
+from pyrl_ext.samples import Sample
+
+
+@dataclass(frozen=True)
+class Source:
+    """Prompts of the run, and how their responses are judged.
+
+    Args:
+        prompts:  ``take(step, n)`` and ``held_out(n)``.
+        reward:   (prompt, text, tokens) -> number.
+        decode:   token ids -> text.
+        stop_ids: tokens that end a response.
+    """
+
+    prompts: Task | PromptSource
+    reward: Reward
+    decode: Callable[[list[int]], str]
+    stop_ids: tuple[int, ...]
+
+    def scorer(self, prompts: list[Any]) -> Callable[[list[Sample]], list[Sample]]:
+        """Fills in the rewards of samples of ``prompts``."""
+        return partial(
+            score,
+            prompts=prompts,
+            reward=self.reward,
+            decode=self.decode,
+            stop_ids=self.stop_ids,
+        )
+
+
+def build_source(plan: Plan) -> Source:
+    """Read prompts, tokenizer and reward; every problem of a prompt file is reported at once.
+
+    Raises: DataError, ValueError.
+    """
+    if plan.tokenizer_path is None:
+        raise ValueError("model.tokenizer: null, expected a folder: prompts are encoded with it")
+    tokenizer = load_tokenizer(plan.tokenizer_path)
+    eos = plan.hf.get("eos_token_id")
+    stop_ids = tuple(eos) if isinstance(eos, list) else (tokenizer.eos_token_id,)
+    if plan.data.task is not None:
+
+        def encode(text: str) -> list[int]:
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        options = dict(plan.data.task_options)
+        task = Task(plan.data.task, encode, stop_ids[0], plan.seed, options)
+        return Source(task, task.reward, tokenizer.decode, stop_ids)
+    longest = plan.data.max_prompt_tokens
+    assert plan.prompts_path is not None and plan.data.reward is not None  # a rule says so
+    prompts = load_prompts(plan.prompts_path, tokenizer, longest)
+    held_out = None
+    if plan.eval_prompts_path is not None:
+        held_out = load_prompts(plan.eval_prompts_path, tokenizer, longest)
+    source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
+    return Source(
+        source, load_function("data.reward", plan.data.reward), tokenizer.decode, stop_ids
+    )

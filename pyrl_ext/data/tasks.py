@@ -1,0 +1,196 @@
+"""Built-in verifiable tasks: endless prompts from a seed, an exact answer, partial credit.
+
+They are small on purpose: a model of a few layers learns one from random weights in minutes on a
+CPU, so that a whole training run can be watched, tested and bisected without a download.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any
+
+from pyrl_ext.samples import Prompt
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Difficulty of a built-in task.
+
+    Args:
+        length: letters or digits of a prompt; a prompt has min_length to length of them
+        min_length: 0 = always `length`
+        alphabet: number of different letters in use, 2 to 26, or of digits, 2 to 9 or 10
+        end: text after the letters that tells where the answer begins
+        held_out: one prompt in this many is never trained on
+    """
+
+    length: int = 4
+    min_length: int = 0
+    alphabet: int = 6
+    end: str = ""
+    held_out: int = 8
+
+    def check(self, task: str, most: int) -> None:
+        """Raises ValueError for a field outside its range."""
+
+        def need(ok: bool, field: str, rule: str) -> None:
+            if not ok:
+                value = getattr(self, field)
+                raise ValueError(f"task {task}, option {field}: {value!r}, expected {rule}")
+
+        need(self.length >= 1, "length", "at least 1")
+        need(0 <= self.min_length <= self.length, "min_length", f"0 to length {self.length}")
+        need(2 <= self.alphabet <= most, "alphabet", f"2 to {most}")
+        need(self.held_out >= 2, "held_out", "at least 2")
+
+
+def _copy(letters: str, alphabet: str) -> str:
+    return letters
+
+
+def _reverse(letters: str, alphabet: str) -> str:
+    return letters[::-1]
+
+
+def _sort(letters: str, alphabet: str) -> str:
+    return "".join(sorted(letters))
+
+
+def _next(letters: str, alphabet: str) -> str:
+    """Every letter becomes the next one of the alphabet, the last one the first."""
+    return "".join(alphabet[(alphabet.index(c) + 1) % len(alphabet)] for c in letters)
+
+
+def _countdown(digits: str, alphabet: str) -> str:
+    """From the last digit down to 0, which no prompt holds."""
+    return "".join(str(d) for d in reversed(range(int(digits[-1]))))
+
+
+def _add(digits: str, alphabet: str) -> str:
+    """Sum of the digits."""
+    return str(sum(int(d) for d in digits))
+
+
+TASKS: dict[str, Callable[[str, str], str]] = {
+    "copy": _copy,
+    "reverse": _reverse,
+    "sort": _sort,
+    "next": _next,
+    "countdown": _countdown,
+    "add": _add,
+}
+
+SYMBOLS = {"countdown": "123456789", "add": "0123456789"}  # the others use letters
+
+
+class Task:
+    """A stream of prompts with their reward.
+
+    Args:
+        name: one of `TASKS`
+        encode: text -> token ids
+        eos_id: token that ends a response; a right answer ends with it
+        seed: of the stream
+        options: fields of `TaskOptions`
+
+    Raises:
+        ValueError: unknown task or option, or a value outside its range
+    """
+
+    def __init__(
+        self,
+        name: str,
+        encode: Callable[[str], Sequence[int]],
+        eos_id: int,
+        seed: int = 0,
+        options: dict[str, Any] | None = None,
+    ):
+        if name not in TASKS:
+            raise ValueError(f"data.task: {name!r}, expected one of {', '.join(TASKS)}")
+        options = dict(options or {})
+        known = [f.name for f in fields(TaskOptions)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(
+                f"data.task_options: {', '.join(unknown)}, expected some of {', '.join(known)}"
+            )
+        self.name, self.seed, self.options = name, seed, TaskOptions(**options)
+        symbols = SYMBOLS.get(name, LETTERS)
+        self.options.check(name, len(symbols))
+        self.alphabet = symbols[: self.options.alphabet]
+        # the same few answers are scored over and over
+        self.encode = lru_cache(4096)(lambda text: tuple(encode(text)))
+        self.eos_id = eos_id
+
+    def take(self, step: int, n: int) -> list[Prompt]:
+        """The n prompts of a training step; the same for the same (seed, step, n)."""
+        draw = random.Random(f"{self.seed}/train/{step}")
+        return [self._prompt(step * n + i, self._text(draw, held_out=False)) for i in range(n)]
+
+    def held_out(self, n: int) -> list[Prompt]:
+        """n distinct prompts (ids -1, -2, ...) that `take` never returns.
+
+        Raises:
+            ValueError: the task does not have that many
+        """
+        draw = random.Random(f"{self.seed}/held-out")
+        texts: dict[str, None] = {}
+        misses = 0
+        while len(texts) < n and misses < 50 * n + 1000:
+            before = len(texts)
+            texts[self._text(draw, held_out=True)] = None
+            misses += before == len(texts)
+        if len(texts) < n:
+            raise ValueError(
+                f"task {self.name}: {len(texts)} held-out prompts of length "
+                f"{self.options.length} over {len(self.alphabet)} symbols, expected {n}; "
+                "take longer prompts, a larger alphabet or fewer evaluation prompts"
+            )
+        return [self._prompt(-1 - i, text) for i, text in enumerate(texts)]
+
+    def reward(self, prompt: Prompt, text: str, tokens: list[int]) -> float:
+        """Longest common subsequence of answer and response over the longer one's length.
+
+        Both count with the end token, so a right answer that does not stop is not fully right.
+        """
+        target = [*self.encode(prompt.answer), self.eos_id]
+        return common_subsequence(target, tokens) / max(len(target), len(tokens))
+
+    def _text(self, draw: random.Random, held_out: bool) -> str:
+        low = self.options.min_length or self.options.length
+        for _ in range(10_000):
+            size = draw.randint(low, self.options.length)
+            text = "".join(draw.choice(self.alphabet) for _ in range(size))
+            digest = sha256(f"{self.seed}/{text}".encode()).digest()
+            mark = int.from_bytes(digest[:8]) % self.options.held_out
+            if (mark == 0) == held_out:
+                return text
+        kind = "held-out" if held_out else "training"
+        raise ValueError(
+            f"task {self.name}: no {kind} prompt among 10000 draws of length "
+            f"{self.options.length} over {len(self.alphabet)} symbols, expected some; take longer "
+            "prompts or a larger alphabet"
+        )
+
+    def _prompt(self, number: int, letters: str) -> Prompt:
+        text = letters + self.options.end
+        answer = TASKS[self.name](letters, self.alphabet)
+        return Prompt(id=number, tokens=self.encode(text), answer=answer, text=text)
+
+
+def common_subsequence(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest sequence that both hold in order, gaps allowed."""
+    best = [0] * (len(second) + 1)
+    for x in first:
+        diagonal = 0
+        for j, y in enumerate(second, 1):
+            above = best[j]
+            best[j] = diagonal + 1 if x == y else max(above, best[j - 1])
+            diagonal = above
+    return best[-1]

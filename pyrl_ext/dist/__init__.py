@@ -1,0 +1,1 @@
+"""The machine: ranks and groups, heartbeats, host and device memory, clocks, downloads."""

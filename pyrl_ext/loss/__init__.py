@@ -1,0 +1,1 @@
+"""Advantages, losses, and the log-probs that they need."""

@@ -1,0 +1,75 @@
+"""megatron-core's DistributedDataParallel: wrap chunks, reach their gradient buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn import Module
+
+from pyrl_ext.megatron.quiet import quiet
+
+
+def wrap_ddp(plan: Any, chunks: Sequence[Module], groups: Any) -> list[Module]:
+    """megatron's DistributedDataParallel around each chunk: gradients in fp32 buffers."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.utils import get_model_config
+
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=plan.optimizer.overlap_grad_reduce,
+        use_distributed_optimizer=plan.optimizer.distributed,
+        check_for_nan_in_grad=False,  # the optimizer's norm says it once, for all ranks
+    )
+    with quiet():
+        wrapped: list[Any] = [
+            DistributedDataParallel(
+                config=get_model_config(chunk),
+                ddp_config=ddp,
+                module=chunk,
+                disable_bucketing=i > 0,
+                pg_collection=groups,
+            )
+            for i, chunk in enumerate(chunks)
+        ]
+    if ddp.overlap_grad_reduce:  # only the last microbatch's backward passes may reduce
+        pauses = [chunk.no_sync for chunk in wrapped]
+        get_model_config(chunks[0]).no_sync_func = pauses if len(pauses) > 1 else pauses[0]
+    return wrapped
+
+
+def release(chunks: Sequence[Any]) -> None:
+    """Let go of wrapped chunks that nobody needs any more. megatron's wrapper and its hooks hold
+    each other through autograd's nodes, where Python's collector does not look, and dispatchers
+    keep the graph of their last microbatch: a process that builds several models would keep them
+    all, with their process groups."""
+    for chunk in chunks:
+        chunk.grad_accs.clear()
+        for module in chunk.modules():
+            if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
+                dispatcher.probs = None
+
+
+def unwrap(module: Module) -> Module:
+    """The GPTModel inside DistributedDataParallel and Float16Module."""
+    while isinstance(inner := getattr(module, "module", None), Module):
+        module = inner
+    return module
+
+
+def buffers(chunks: Sequence[Any]) -> list[Any]:
+    """Of the parameters outside of experts, and of experts, chunk after chunk."""
+    return [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def gather_shards(chunks: Sequence[Any]) -> None:
+    """Complete buffers that the distributed optimizer left reduced in this rank's shard only.
+
+    Communicates: all-gather of the gradients over the ranks that share them.
+    """
+    for buffer in buffers(chunks):
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            mine = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)

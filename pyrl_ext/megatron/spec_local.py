@@ -1,0 +1,64 @@
+"""Layer specs of megatron-core's local backend, with our attention and norms in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def local_spec(config: Any, vp_stage: int | None) -> Any:
+    """megatron's decoder block spec with the parts it lacks for packed sequences."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from pyrl_ext.megatron.local_layers import RMSNorm
+
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    for layer in spec.layer_specs:  # type: ignore[union-attr]
+        _fit(layer, config)
+    spec.layer_norm = RMSNorm
+    return spec
+
+
+def local_mtp_spec(config: Any, vp_stage: int | None) -> Any:
+    """The layers for multi-token prediction of this model chunk, each a decoder layer with experts;
+    None where there are none."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from pyrl_ext.megatron import mtp
+    from pyrl_ext.megatron.local_layers import RMSNorm
+
+    if not mtp.layers_here(config, vp_stage):
+        return None
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    _fit(layer, config)
+    return mtp.block_spec(layer, config.mtp_num_layers, norm=RMSNorm, linear=ColumnParallelLinear)
+
+
+def _fit(layer: Any, config: Any) -> None:
+    """Put the parts for packed sequences into the spec of one layer."""
+    from megatron.core.transformer import multi_latent_attention
+
+    from pyrl_ext.megatron.local_layers import LatentAttention, ReplicatedLinear, RMSNorm
+    from pyrl_ext.megatron.packed_attention import PackedAttention
+
+    parts = layer.submodules
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        # megatron asks "is this TELinear?" to see whether a down projection is replicated; without
+        # TransformerEngine that name is None, and this is what stands for it
+        multi_latent_attention.TELinear = ReplicatedLinear  # type: ignore[attr-defined]
+        parts.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm

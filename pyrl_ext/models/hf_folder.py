@@ -1,0 +1,321 @@
+"""Hugging Face checkpoint folders: read slice by slice, written file by file."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.dist.hub import TOKENIZER_FILES
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.megatron.checkpoint import write_whole
+from pyrl_ext.models.weight_table import Weight
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.model.sizes import parameters
+
+INDEX = "model.safetensors.index.json"
+FLOATS = {"F64", "F32", "BF16", "F16"}
+SHARD_BYTES = 5_000_000_000  # what others write too; a rank holds as much while it writes
+_FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
+_MANY = 1 << 30  # bytes that take long enough for a progress bar
+
+
+# reading -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file. Slicing it, as a tensor, reads that part and no more.
+
+    Args:
+        data:   the tensor in the file, by safetensors.
+        shape:  of this one.
+        expert: where the file holds a layer's experts as one tensor, the place in it.
+        first:  and the row in that expert's part.
+    """
+
+    data: Any
+    shape: torch.Size
+    expert: int | None = None
+    first: int = 0
+
+    def __getitem__(self, at: Any, /) -> Tensor:
+        if self.expert is None:
+            return self.data[at]
+        rows, *columns = at if isinstance(at, tuple) else (at,)
+        start, stop, _ = rows.indices(self.shape[0])
+        return self.data[(self.expert, slice(self.first + start, self.first + stop), *columns)]
+
+
+class SafetensorsFolder:
+    """A HF checkpoint folder, of which tensors, or parts of them, are read when they are asked for.
+
+    Experts may be stored one by one or a layer's in one tensor; they are named one by one.
+
+    Raises: FileNotFoundError or ValueError naming the file, and the tensor, when there are no
+        weights, the index is wrong, a file is missing or torn, or a tensor is in two files.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        index = self._index()
+        files = sorted({self.folder / name for name in index.values()})
+        files = files or sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(
+                f"{folder}: no *.safetensors here, expected a Hugging Face checkpoint folder"
+            )
+        self._stored: dict[str, Stored] = {}
+        found: dict[str, str] = {}
+        for file in files:
+            opened = _open(file)
+            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                if name in found:
+                    raise ValueError(
+                        f"checkpoint: {name} is in {self.folder}/{found[name]} and in {file.name}, "
+                        "expected it in one file. Keep the files of one checkpoint"
+                    )
+                found[name] = file.name
+                self._stored |= _parts(name, opened.get_slice(name))
+        for name, file in index.items():
+            if found.get(name) != file:
+                raise ValueError(
+                    f"checkpoint: {self.folder / INDEX} says that {name} is in {file}, but it is "
+                    f"in {found.get(name, 'none of its files')}. Fetch index and files again"
+                )
+
+    def _index(self) -> dict[str, str]:
+        """Tensor -> file, as the index says; empty where there is none."""
+        path = self.folder / INDEX
+        if not path.exists():
+            return {}
+        try:
+            index = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"checkpoint: {path}: {type(error).__name__}: {error}, expected HF's JSON with "
+                "weight_map"
+            ) from error
+        files = set(index.values())
+        if missing := sorted(name for name in files if not (self.folder / name).is_file()):
+            raise FileNotFoundError(
+                f"checkpoint: {self.folder / missing[0]} is not there ({len(missing)} of "
+                f"{len(files)} files missing), expected all that {INDEX} names. Fetch them again"
+            )
+        return index
+
+    @property
+    def names(self) -> set[str]:
+        """All tensors of the checkpoint, experts one by one."""
+        return set(self._stored)
+
+    def __call__(self, name: str) -> Stored:
+        return self._stored[name]
+
+    def check(self, table: Sequence[Weight], ignored: Mapping[str, str]) -> None:
+        """Raises: ValueError when weights are quantised, or listing names that the model or the
+        folder lacks."""
+        wanted = {name for w in table for name in w.hf}
+        kinds = {n: self._stored[n].data.get_dtype() for n in wanted & self.names}
+        if quantised := sorted(n for n, kind in kinds.items() if kind not in FLOATS):
+            scales = sorted(n for n in self.names if n.endswith(("_scale_inv", "_scale")))
+            beside = f", with {len(scales)} scales such as {scales[0]}" if scales else ""
+            raise ValueError(
+                f"checkpoint: {quantised[0]} in {self.folder} is {kinds[quantised[0]]} "
+                f"({len(quantised)} tensors{beside}), expected one of {', '.join(sorted(FLOATS))}; "
+                "quantised weights are not trained. Convert the checkpoint to bfloat16"
+            )
+        skipped = {n for n in self.names if any(re.fullmatch(p, n) for p in ignored)}
+        missing, unknown = sorted(wanted - self.names), sorted(self.names - wanted - skipped)
+        if missing or unknown:
+            raise ValueError(
+                f"checkpoint: {self.folder}: {len(missing)} tensors are missing {missing[:6]}, "
+                f"{len(unknown)} are not the model's {unknown[:6]}; expected exactly the names of "
+                "the model's table"
+            )
+
+
+def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(
+            f"checkpoint: {file} ({file.stat().st_size} bytes): {error}, expected a whole "
+            "safetensors file. Fetch it again"
+        ) from error
+
+
+def _parts(name: str, data: Any) -> Iterator[tuple[str, Stored]]:
+    """What ``data`` is called in a checkpoint of single experts; itself where it is none."""
+    shape = data.get_shape()
+    fused = _FUSED.fullmatch(name)
+    if fused is None or len(shape) != 3:
+        yield name, Stored(data, torch.Size(shape))
+        return
+    kinds = ("gate", "up") if fused[2] == "gate_up" else ("down",)
+    each = torch.Size((shape[1] // len(kinds), shape[2]))
+    for expert in range(shape[0]):
+        for i, kind in enumerate(kinds):
+            stored = Stored(data, each, expert, i * each[0])
+            yield f"{fused[1]}.{expert}.{kind}_proj.weight", stored
+
+
+# writing -----------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Tensors into files of at most ``limit`` bytes, one of which is held at a time."""
+
+    def __init__(self, folder: Path, limit: int):
+        self.folder, self.limit = folder, limit
+        self.files: list[dict[str, int]] = []  # tensor -> bytes
+        self._kept: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        held = sum(t.nbytes for t in self._kept.values())
+        if self._kept and held + tensor.nbytes > self.limit:
+            self._flush()
+        self._kept[name] = tensor
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        file = self.folder / f"{len(self.files)}.part"
+        save_file(self._kept, file, metadata={"format": "pt"})
+        self.files.append({name: tensor.nbytes for name, tensor in self._kept.items()})
+        self._kept = {}
+
+    def finish(self) -> None:
+        """The last file, the names that tell how many there are, and the index."""
+        self._flush()
+        count, where = len(self.files), {}
+        for i, names in enumerate(self.files):
+            file = f"model-{i + 1:05}-of-{count:05}.safetensors"
+            file = file if count > 1 else "model.safetensors"
+            part = (self.folder / f"{i}.part").rename(self.folder / file)
+            shutil.copymode(self.folder / "config.json", part)  # safetensors: for the owner alone
+            where |= dict.fromkeys(names, file)
+        if count > 1:
+            size = sum(sum(names.values()) for names in self.files)
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def save_safetensors(
+    folder: Path,
+    named: Iterable[tuple[str, Tensor]],
+    hf: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write ``model-00001-of-0000n.safetensors``, their index and ``config.json``, as transformers
+    loads them; one ``model.safetensors`` where that is enough.
+
+    Args:
+        named: each tensor is copied before the next is asked for.
+        dtype: of the tensors in the files, but for the routers' selection bias; None: as they are.
+        max_shard_bytes: of a file, and what is held at a time; a larger tensor is a file by itself.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+    writer = _Writer(folder, max_shard_bytes)
+    for name, tensor in named:
+        kind = None if name.endswith("e_score_correction_bias") else dtype
+        kept = tensor.detach().to("cpu", kind, copy=True)
+        writer.add(name, kept.contiguous())
+    writer.finish()
+
+
+def write_hf(
+    folder: Path,
+    named: Iterator[tuple[str, Tensor]],
+    plan: Plan,
+    topo: Topology,
+    dtype: str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """The main rank writes ``named``, the model's config and the tokenizer into ``folder``; the
+    others take part in ``named``, also when writing fails.
+
+    Args:
+        dtype: see `save_safetensors`; None: the plan's.
+    """
+    if not topo.is_main:
+        _drain(named)
+        return
+    name = dtype or plan.model.dtype
+    kind, hf = getattr(torch, name), written_config(plan, name)
+    size = parameters(plan.shape).total * kind.itemsize
+    shown = progress(named, f"writing {folder}", None, size, plan.log.progress)
+    try:
+        save_safetensors(folder, shown, hf, kind, max_shard_bytes)
+        _copy_tokenizer(plan, folder)
+    finally:
+        _drain(named)
+
+
+def save_checkpoint_hf(
+    folder: Path,
+    named: Iterator[tuple[str, Tensor]],
+    plan: Plan,
+    topo: Topology,
+    dtype: str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """`write_hf`, whole or not at all; a folder that is there is replaced.
+
+    Communicates: as ``named`` does, and whether a rank failed.
+    Raises: OSError on every rank when the main one cannot write; what was begun is deleted.
+    """
+
+    def write(writing: Path) -> None:
+        write_hf(writing, named, plan, topo, dtype, max_shard_bytes)
+
+    write_whole(folder, topo, write)
+
+
+def written_config(plan: Plan, dtype: str) -> dict[str, Any]:
+    """The HF config of what is written: its dtype, not quantised, with the layers it has."""
+    hf = {key: value for key, value in plan.hf.items() if key != "quantization_config"}
+    if "num_nextn_predict_layers" in hf:
+        hf["num_nextn_predict_layers"] = plan.num_mtp_layers
+    return hf | dict.fromkeys({"dtype", "torch_dtype"} & hf.keys() or {"dtype"}, dtype)
+
+
+def _copy_tokenizer(plan: Plan, folder: Path) -> None:
+    if plan.tokenizer_path is None:
+        return
+    for pattern in TOKENIZER_FILES:
+        for file in Path(plan.tokenizer_path).glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _drain(named: Iterator[Any]) -> None:
+    for _ in named:
+        pass
+
+
+def progress[T](
+    things: Iterable[T], what: str, count: int | None, size: int, shown: bool
+) -> Iterable[T]:
+    """``things``, with a progress bar while they are taken, if their ``size`` [bytes] is worth it.
+
+    Args:
+        count: of things, where it is known.
+        shown: False: never.
+    """
+    if not shown or size < _MANY:
+        return things
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(things, what, count, console=Console(stderr=True))

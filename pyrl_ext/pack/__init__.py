@@ -1,0 +1,1 @@
+"""Samples to the rows of a rank: layout, schedule, batch, microbatch."""

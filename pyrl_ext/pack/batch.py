@@ -1,0 +1,341 @@
+"""Batch: ragged samples as one stream of model-input rows, with everything a loss needs beside it.
+
+A sample of n tokens gives n - 1 rows. Row t is the model input ``tokens[t]`` and its target is
+``tokens[t + 1]``: nothing is predicted from the last token, so it never is an input. Routes at a
+row are about the input token; the loss mask, log-probs and advantages are about the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops import gather_rows
+from pyrl_ext.samples import Sample
+
+Advantage = Callable[[Tensor, Tensor], Tensor]
+
+_PER_ROW = ("tokens", "targets", "positions", "loss_mask", "rollout_logprobs", "advantages")
+_PER_ROW += ("routes", "route_mask", "old_logprobs", "ref_logprobs")
+
+_ROWS_AT_ONCE = 1 << 14  # the copies of a route check stay small
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """S samples as T = sum(seqlens) rows.
+
+    Args:
+        seqlens: rows of each sample, its tokens less one.
+        tokens, targets: [T] int64, model input and the token to predict from it.
+        positions: [T] int64, counting from 0 in each sample.
+        loss_mask: [T] bool, targets that the policy chose and is trained on.
+        rollout_logprobs: [T] float32, of the target in the engine's distribution [nats].
+        advantages: [T] float32, the sample's advantage on each of its rows.
+        rewards: [S] float32.
+        routes: [T, L, K] narrowest unsigned type, experts that processed the input; or None.
+        layer_ids: [L] 0-based global ids of the layers that have a router.
+        route_mask: [T] bool, rows that have a route.
+        old_logprobs, ref_logprobs: [T] float32, of the target in the policy before the update
+            and in the reference policy [nats]; None until computed.
+        groups: [S] group of each sample (its prompt id); empty if every sample is its own group.
+        prompt_lens: [S] prompt tokens of each sample; empty if unknown.
+        truncated: [S] whether the sample ended for want of room; empty if unknown.
+    """
+
+    seqlens: tuple[int, ...]
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    loss_mask: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    rewards: Tensor
+    routes: Tensor | None
+    layer_ids: tuple[int, ...]
+    route_mask: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    groups: tuple[int, ...] = ()
+    prompt_lens: tuple[int, ...] = ()
+    truncated: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        num_rows, num_samples = sum(self.seqlens), len(self.seqlens)
+        for name in _PER_ROW:
+            value = getattr(self, name)
+            if value is not None and value.shape[:1] != (num_rows,):
+                raise ValueError(
+                    f"Batch: {name} has shape {list(value.shape)}, expected {num_rows} rows"
+                )
+        for name in ("rewards", "groups", "prompt_lens", "truncated"):
+            value = getattr(self, name)
+            if len(value) != num_samples and not (isinstance(value, tuple) and value == ()):
+                raise ValueError(
+                    f"Batch: {name} has {len(value)} entries, expected one for each of "
+                    f"{num_samples} samples"
+                )
+
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[Sample],
+        advantage: Advantage,
+        *,
+        num_experts: int | None = None,
+        layer_ids: tuple[int, ...] | None = None,
+        topk: int | None = None,
+    ) -> Batch:
+        """Check the samples and lay them out as rows; nothing is repaired, wrong data is refused.
+
+        Args:
+            samples: [S] rollouts with their rewards set.
+            advantage: (rewards [S] float32, groups [S] int64) -> [S] float.
+            num_experts: experts of a layer; None leaves the upper bound of the ids unchecked.
+            layer_ids: [L] layers that must have routes; None takes those of the first sample.
+            topk: experts of a token in a layer, K; None takes that of the first sample.
+
+        Syncs: if the samples are on a device, their checks read them back.
+
+        Raises:
+            ValueError: naming the sample, and where it applies the token and the layer.
+        """
+        if not samples:
+            raise ValueError("Batch.of: 0 samples, expected at least 1")
+        first = samples[0]
+        if first.routes is not None:
+            layer_ids = first.layer_ids if layer_ids is None else layer_ids
+            topk = first.routes.shape[-1] if topk is None else topk
+        for sample in samples:
+            sample.check()
+            if not np.isfinite(sample.reward):
+                _refuse(sample, f"reward {sample.reward}", "a finite number; score it first")
+            _check_routes_shape(sample, first.routes, layer_ids, topk)
+        routes = None
+        if first.routes is not None:
+            routes = torch.cat([s.routes[:-1] for s in samples if s.routes is not None])
+        route_mask = torch.cat([s.route_mask[:-1] for s in samples])
+        if routes is not None:
+            _check_route_ids(samples, routes, route_mask, num_experts)
+        rewards = torch.tensor([s.reward for s in samples], dtype=torch.float32)
+        groups = torch.tensor([s.prompt_id for s in samples])
+        seqlens = tuple(s.tokens.numel() - 1 for s in samples)
+        per_sample = _checked_advantages(advantage, rewards, groups).to(first.tokens.device)
+        counts = torch.tensor(seqlens, device=first.tokens.device)
+        return cls(
+            seqlens=seqlens,
+            tokens=torch.cat([s.tokens[:-1] for s in samples]),
+            targets=torch.cat([s.tokens[1:] for s in samples]),
+            positions=torch.cat([torch.arange(n, device=first.tokens.device) for n in seqlens]),
+            loss_mask=torch.cat([s.loss_mask[1:] for s in samples]),
+            rollout_logprobs=torch.cat([s.rollout_logprobs[1:] for s in samples]),
+            advantages=per_sample.repeat_interleave(counts),
+            rewards=rewards,
+            routes=routes,
+            layer_ids=layer_ids or () if first.routes is not None else (),
+            route_mask=route_mask,
+            groups=tuple(s.prompt_id for s in samples),
+            prompt_lens=tuple(s.prompt_len for s in samples),
+            truncated=tuple(s.finish_reason == "length" for s in samples),
+        )
+
+    @cached_property
+    def num_loss_tokens(self) -> int:
+        """Rows under the loss mask. Syncs: once, if the batch is on a device."""
+        return int(self.loss_mask.sum())
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """[S + 1] int64, first row of each sample, then T."""
+        return np.cumsum([0, *self.seqlens])
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """[T] int64 on the host, the row after the last one of each row's sample."""
+        return torch.from_numpy(np.repeat(self.starts[1:], np.asarray(self.seqlens, np.int64)))
+
+    def ahead(self, rows: Tensor, depth: int) -> Tensor:
+        """[M] int64 on the host, the row ``depth`` further in the same sample; -1: there is none.
+
+        Args:
+            rows: [M] int64 on the host, rows of the batch, -1 = padding.
+        """
+        moved = rows + depth
+        inside = (rows >= 0) & (moved < self.ends[rows.clamp(min=0)])
+        return torch.where(inside, moved, -1)
+
+    def num_loss_tokens_ahead(self, depth: int) -> int:
+        """Loss tokens that a row ``depth`` before them in the same sample can predict.
+
+        Syncs: if the batch is on a device.
+        """
+        return int((self.loss_mask & (self.positions >= depth)).sum())
+
+    def rows(self, ids: Sequence[int]) -> np.ndarray:
+        """[T'] int64, the rows of samples ``ids``, in that order."""
+        chosen = np.asarray(ids, dtype=np.int64)
+        lengths = np.asarray(self.seqlens, dtype=np.int64)[chosen]
+        ends = np.cumsum(lengths)
+        return np.arange(lengths.sum()) + np.repeat(self.starts[chosen] - (ends - lengths), lengths)
+
+    def select(self, ids: Sequence[int]) -> Batch:
+        """The sub-batch of samples ``ids``, in that order: one ragged gather a field.
+
+        A run of consecutive samples is a view, anything else a copy.
+        """
+        wrong = [i for i in ids if not 0 <= i < len(self.seqlens)]
+        if wrong:
+            raise IndexError(
+                f"Batch.select: sample {wrong[0]}, expected 0 to {len(self.seqlens) - 1}"
+            )
+        if ids and list(ids) == list(range(ids[0], ids[0] + len(ids))):
+            index: Any = slice(int(self.starts[ids[0]]), int(self.starts[ids[-1] + 1]))
+        else:
+            index = torch.from_numpy(self.rows(ids)).to(self.tokens.device)
+        changed: dict[str, Any] = {
+            name: _take(value, index)
+            for name in _PER_ROW
+            if (value := getattr(self, name)) is not None
+        }
+        for name in ("seqlens", "groups", "prompt_lens", "truncated"):
+            value = getattr(self, name)
+            changed[name] = tuple(value[i] for i in ids) if value else ()
+        return replace(self, rewards=self.rewards[list(ids)], **changed)
+
+    def split(self, n: int) -> list[Batch]:
+        """``n`` minibatches of equally many whole groups, samples in their order."""
+        groups = self.groups or tuple(range(len(self.seqlens)))
+        order = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+        if n < 1 or len(order) % n:
+            raise ValueError(
+                f"Batch.split: {n} minibatches of {len(order)} groups ({len(groups)} samples), "
+                "expected a divisor of the number of groups"
+            )
+        if n == 1:
+            return [self]
+        members: list[list[int]] = [[] for _ in range(n)]
+        for sample, group in enumerate(groups):
+            members[order[group] * n // len(order)].append(sample)
+        return [self.select(ids) for ids in members]
+
+    def with_(self, **changed: Any) -> Batch:
+        """A copy with some fields replaced; the shapes are checked again."""
+        return replace(self, **changed)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch with every tensor on ``device``; pinned memory is copied without waiting."""
+        tensors = {
+            field.name: value.to(device, non_blocking=True)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **tensors)
+
+    def stats(self) -> dict[str, float]:
+        """Metrics of the rollout, under their glossary names. Syncs: if on a device."""
+        rewards = self.rewards.double().cpu()
+        groups = np.asarray(self.groups or range(len(self.seqlens)))
+        spread = [np.ptp(rewards.numpy()[groups == group]) for group in np.unique(groups)]
+        stats = {
+            "reward": float(rewards.mean()),
+            "rollout/reward_std": float(rewards.std(correction=0)),
+            "rollout/flat_groups": float(np.mean([s == 0 for s in spread])),
+            "rollout/tokens": sum(self.seqlens) + len(self.seqlens),
+        }
+        if self.prompt_lens:
+            tokens = np.asarray(self.seqlens) + 1
+            stats["rollout/response_len"] = float(np.mean(tokens - np.asarray(self.prompt_lens)))
+        if self.truncated:
+            stats["rollout/truncated"] = float(np.mean(self.truncated))
+        if self.routes is not None:
+            without = int((~self.route_mask).sum())
+            stats["route/fallback_rows"] = without
+            stats["route/coverage"] = 1 - without / max(1, self.route_mask.numel())
+        return stats
+
+
+def _take(values: Tensor, rows: slice | Tensor) -> Tensor:
+    if isinstance(rows, slice):
+        return values[rows]
+    return gather_rows(values, rows, values.new_zeros(values.shape[1:]))
+
+
+def _refuse(sample: Sample, what: str, expected: str, at: str = "") -> None:
+    where = f"Sample(prompt {sample.prompt_id}, sample {sample.index}){at}"
+    raise ValueError(f"Batch.of: {where}: {what}, expected {expected}")
+
+
+def _check_routes_shape(
+    sample: Sample, first: Tensor | None, layer_ids: tuple[int, ...] | None, topk: int | None
+) -> None:
+    """Refuse routes that do not fit the expected layers, K, or the first sample's type."""
+    routes = sample.routes
+    if routes is None or first is None:
+        if routes is not first:
+            have, others = ("no routes", "do") if routes is None else ("routes", "do not")
+            _refuse(sample, have, f"none or all: samples before it {others} have them")
+        if layer_ids:
+            _refuse(sample, "no routes", f"routes of layers {list(layer_ids)}")
+        return
+    if sample.layer_ids != layer_ids:
+        _refuse(sample, f"routes of layers {list(sample.layer_ids)}", f"{list(layer_ids or ())}")
+    shape = (sample.tokens.numel(), len(sample.layer_ids), topk)
+    if tuple(routes.shape) != shape:
+        _refuse(sample, f"routes have shape {list(routes.shape)}", f"{list(shape)}, [T, L, K]")
+    if routes.dtype != first.dtype:
+        _refuse(sample, f"routes are {routes.dtype}", f"{first.dtype} as in the first sample")
+
+
+def _check_route_ids(
+    samples: Sequence[Sample], routes: Tensor, route_mask: Tensor, num_experts: int | None
+) -> None:
+    """Refuse expert ids out of range, or twice in one (row, layer), where there is a route."""
+    starts = np.cumsum([0, *(s.tokens.numel() - 1 for s in samples)])
+    for first in range(0, len(routes), _ROWS_AT_ONCE):
+        rows = route_mask[first : first + _ROWS_AT_ONCE].nonzero().squeeze(1) + first
+        slots = routes[rows].permute(2, 0, 1).contiguous().cpu().numpy()  # [K, rows, L]
+        wrong = {
+            "are out of range": slots.max(0) >= num_experts if num_experts is not None else None,
+            "repeat": _repeated(slots),
+        }
+        for what, where in wrong.items():
+            if where is None or not where.any():
+                continue
+            row, layer = np.argwhere(where)[0]
+            sample = int(np.searchsorted(starts, int(rows[row]), side="right")) - 1
+            token = int(rows[row]) - starts[sample]
+            at = f", token {token}, layer {samples[sample].layer_ids[layer]}"
+            rule = f"ids from 0 to {(num_experts or 0) - 1}"
+            expected = f"{len(slots)} distinct ids" if what == "repeat" else rule
+            experts = slots[:, row, layer].tolist()
+            _refuse(samples[sample], f"experts {experts} {what}", expected, at)
+
+
+def _repeated(slots: np.ndarray) -> np.ndarray:
+    """[K, ...] -> [...] bool, whether two of the K are equal."""
+    repeated = np.zeros(slots.shape[1:], dtype=bool)
+    for k in range(1, len(slots)):
+        repeated |= (slots[:k] == slots[k]).any(0)
+    return repeated
+
+
+def _checked_advantages(advantage: Advantage, rewards: Tensor, groups: Tensor) -> Tensor:
+    values = advantage(rewards, groups)
+    if values.shape != rewards.shape:
+        raise ValueError(
+            f"Batch.of: the advantage function returned {list(values.shape)}, expected "
+            f"{list(rewards.shape)}, one a sample"
+        )
+    if not bool(values.isfinite().all()):
+        at = int((~values.isfinite()).nonzero()[0])
+        raise ValueError(
+            f"Batch.of: the advantage function returned {float(values[at])} for sample {at}, "
+            "expected a finite number"
+        )
+    return values.float()

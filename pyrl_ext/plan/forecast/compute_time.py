@@ -1,0 +1,333 @@
+"""Seconds of the trainer's passes over microbatches: what a rank computes, moves and waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from pyrl_ext.plan.forecast.flops import head_widths, stage_flops
+from pyrl_ext.plan.forecast.hardware import Gpu, exchange_rate, group_rate
+from pyrl_ext.plan.forecast.memory import DTYPE_BYTES, chunk_parameters
+from pyrl_ext.plan.forecast.pipeline_schedule import pipeline
+from pyrl_ext.plan.forecast.workload import Bin, Round
+from pyrl_ext.plan.model.chunks import Stage
+from pyrl_ext.plan.model.sizes import Parameters
+from pyrl_ext.plan.plan import Plan
+
+# score: a forward pass for log-probs; forward and backward: those of an update.
+Work = Literal["score", "forward", "backward"]
+
+
+class Reached(NamedTuple):
+    """How much of a data sheet's rate a kind of kernel reaches, assumed."""
+
+    share: float
+    why: str
+
+
+# None of these is measured here on the GPUs they are used for.
+REACHED = {
+    "projections": Reached(0.6, "matrix products of thousands of rows"),
+    "experts": Reached(0.35, "one expert after another, of hundreds of rows each"),
+    "grouped experts": Reached(0.5, "one grouped product for all experts of a rank"),
+    "attention": Reached(0.4, "packed causal attention, of the half that is seen"),
+    "head": Reached(0.4, "chunks whose logits are written in float32 and read twice"),
+    "fp8": Reached(0.45, "8-bit products, with the scaling of what enters them"),
+    "memory": Reached(0.8, "long reads and writes in order"),
+    "ring": Reached(0.75, "collectives of tens of MB"),
+    "exchange": Reached(0.6, "all-to-all, parts of unequal size"),
+    "host": Reached(0.8, "pinned memory"),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Work of one kind that a model chunk makes on one rank."""
+
+    name: str
+    unit: Literal["FLOP", "byte"]
+    rate: float
+    """A second."""
+    why: str
+    fixed: float = 0.0
+    """Amount a microbatch,"""
+    row: float = 0.0
+    """and for every row of its bin,"""
+    pair: float = 0.0
+    """pair of query and key,"""
+    scored: float = 0.0
+    """and scored row."""
+
+    def amount(self, of: Bin, microbatches: int) -> float:
+        """What ``microbatches`` take that make up one bin together."""
+        fixed = self.fixed * microbatches
+        return fixed + self.row * of.rows + self.pair * of.pairs + self.scored * of.scored
+
+
+class Spent(NamedTuple):
+    """What ranks spend on one kind of work, on average over pipeline stages."""
+
+    name: str
+    amount: float
+    unit: str
+    seconds: float
+    why: str
+
+
+def reached(kind: str, peak: float, unit: str = "FLOP") -> tuple[float, str]:
+    """(rate, how it is assumed) of a kind of kernel."""
+    share, why = REACHED[kind]
+    shown = f"{peak / 1e12:g} TFLOP/s" if unit == "FLOP" else f"{peak / 1e9:g} GB/s"
+    return share * peak, f"{share:.0%} of {shown}: {why}"
+
+
+def pass_costs(run: Passes, rounds: Sequence[Round], works: Sequence[Work]) -> list[Spent]:
+    """A pass over the rounds of a batch: forward passes alone, or a minibatch's with backward.
+
+    Every round takes as long as its fullest bin, since routed experts make ranks wait.
+    """
+    plan, pp = run.plan, run.plan.parallel.pp
+    if plan.parallel.vpp_size > 1:  # interleaving runs whole rounds of pp microbatches, padded
+        rounds = [*rounds, *[Round(plan.parallel.cp, (Bin(0, 0, 0),))] * (-len(rounds) % pp)]
+    slowest = [(each.cp, run.slowest(each)) for each in rounds]
+    spent: dict[str, Spent] = {}
+    for cp in dict.fromkeys(each.cp for each in rounds):
+        bins = [of for size, of in slowest if size == cp]
+        together = Bin(*map(sum, zip(*bins, strict=True)))
+        for chunk in (chunk for stage in plan.stages for chunk in stage):
+            for part in (part for work in works for part in run.parts(chunk, cp, work)):
+                _add(spent, part, part.amount(together, len(bins)) / pp)
+    found = [each for each in spent.values() if each.seconds]
+    if pp > 1:
+        busy = sum(each.seconds for each in found)
+        whole = run.ends(slowest, works)
+        why = (
+            f"of stages for each other: {len(rounds)} rounds, {plan.parallel.vpp_size} chunks each"
+        )
+        found.append(Spent("bubble", 100 * (1 - busy / whole), "%", whole - busy, why))
+    return found
+
+
+def _add(spent: dict[str, Spent], part: Part, amount: float) -> None:
+    before = spent.get(part.name, Spent(part.name, 0.0, part.unit, 0.0, part.why))
+    seconds = before.seconds + amount / part.rate
+    spent[part.name] = before._replace(amount=before.amount + amount, seconds=seconds)
+
+
+class Passes:
+    """The passes of a plan; chunks that hold the same are priced once."""
+
+    def __init__(self, plan: Plan, gpu: Gpu, quick: bool = False) -> None:
+        """``quick``: the closed form of a pipeline of equal passes, not its schedule."""
+        self.plan, self.gpu, self.quick = plan, gpu, quick
+        self._parts: dict[tuple, list[Part]] = {}
+        self._rates: dict[tuple, tuple[float, ...]] = {}
+        self._whole: dict[int, tuple[float, ...]] = {}
+        routers = {*plan.router_layers}
+        self._kinds = {
+            id(chunk): (
+                *(len(chunk.layers), len(routers.intersection(chunk.layers))),
+                *(chunk.mtp, chunk.embedding, chunk.loss),
+            )
+            for stage in plan.stages
+            for chunk in stage
+        }
+
+    def parts(self, chunk: Stage, cp: int, work: Work) -> list[Part]:
+        key = (self._kinds[id(chunk)], cp, work)
+        if key not in self._parts:
+            self._parts[key] = chunk_parts(self.plan, self.gpu, chunk, cp, work)
+        return self._parts[key]
+
+    def rates(self, chunk: Stage, cp: int, work: Work) -> tuple[float, ...]:
+        """Seconds of a microbatch, a row, a pair and a scored row."""
+        key = (self._kinds[id(chunk)], cp, work)
+        if key not in self._rates:
+            of_part = [
+                [amount / part.rate for amount in (part.fixed, part.row, part.pair, part.scored)]
+                for part in self.parts(chunk, cp, work)
+            ]
+            self._rates[key] = tuple(map(sum, zip(*of_part, strict=True)))
+        return self._rates[key]
+
+    def seconds(self, chunk: Stage, cp: int, of: Bin, work: Work) -> float:
+        """Of one microbatch."""
+        fixed, row, pair, scored = self.rates(chunk, cp, work)
+        return fixed + row * of.rows + pair * of.pairs + scored * of.scored
+
+    def slowest(self, of: Round) -> Bin:
+        """The bin that takes a forward pass through all stages longest."""
+        if len(of.bins) == 1:
+            return of.bins[0]
+        if of.cp not in self._whole:
+            chunks = [chunk for stage in self.plan.stages for chunk in stage]
+            rates = [self.rates(chunk, of.cp, "score") for chunk in chunks]
+            self._whole[of.cp] = tuple(map(sum, zip(*rates, strict=True)))
+        _, row, pair, scored = self._whole[of.cp]
+        return max(of.bins, key=lambda b: row * b.rows + pair * b.pairs + scored * b.scored)
+
+    def ends(self, rounds: Sequence[tuple[int, Bin]], works: Sequence[Work]) -> float:
+        """When the last rank of the pipeline is done with (cp, bin) after (cp, bin)."""
+        stages, parallel, shape = self.plan.stages, self.plan.parallel, self.plan.shape
+
+        def took(work: Work) -> Callable[[int, int, int], float]:
+            return lambda rank, chunk, number: self.seconds(
+                stages[rank][chunk], *rounds[number], work
+            )
+
+        if self.quick:
+            one = [
+                sum(self.seconds(chunk, *rounds[0], work) for chunk in stage for work in works)
+                for stage in stages
+            ]
+            return max(one) * len(rounds) + (sum(one) - max(one)) / parallel.vpp_size
+        rows = max(of.rows / cp for cp, of in rounds)
+        sent = rows * shape.hidden_size * DTYPE_BYTES[self.plan.model.dtype] / parallel.tp
+        apart = parallel.world_size // parallel.pp
+        rate = group_rate(self.gpu, self.plan.hardware.per_node, parallel.pp, apart)
+        passes = [took(work) for work in works]
+        slots = pipeline(
+            *(parallel.pp, parallel.vpp_size, len(rounds)),
+            *(passes[0], passes[1] if len(passes) > 1 else None),
+            sent / reached("ring", rate, "byte")[0],
+        )
+        return max(slot.end for slot in slots)
+
+
+def chunk_parts(plan: Plan, gpu: Gpu, chunk: Stage, cp: int, work: Work) -> list[Part]:
+    """All work of one rank for one microbatch in a model chunk, ``cp`` ranks to a sequence."""
+    if work == "score":
+        chunk = replace(chunk, mtp=0)  # those layers are trained, and read by nobody else
+    again = _again(plan) if work == "backward" else frozenset()
+    found = [
+        *_products(plan, gpu, chunk, cp, work, again),
+        *_memory(plan, gpu, chunk, cp, work, again),
+    ]
+    return found + _exchanged(plan, gpu, chunk, cp, work, again)
+
+
+def _again(plan: Plan) -> frozenset[str]:
+    """Kinds of work that the backward pass does a second time."""
+    if plan.model.recompute == "none":
+        return frozenset()
+    selected = {"attention", "experts", "context parallel", "expert parallel"}
+    if plan.model.recompute == "selective":  # core attention, and layers of experts
+        return frozenset(selected)
+    return frozenset({*selected, "projections", "memory", "tensor parallel"})
+
+
+def _products(
+    plan: Plan, gpu: Gpu, chunk: Stage, cp: int, work: Work, again: frozenset[str]
+) -> list[Part]:
+    each, ranks = stage_flops(plan.shape, chunk), plan.parallel.tp * cp
+    dtype = "fp8" if plan.model.fp8 else plan.model.dtype
+
+    def share(name: str) -> float:
+        """Of an operation of the forward pass, on this rank."""
+        return (2 if work == "backward" else 1) / ranks + (name in again) / ranks
+
+    kind = "grouped experts" if plan.model.backend == "te" else "experts"
+    wide, plain = gpu.flops[dtype], gpu.flops[plan.model.dtype]
+    return [
+        Part("projections", "FLOP", *reached("fp8" if plan.model.fp8 else "projections", wide),
+             row=each.projections * share("projections")),
+        Part("experts", "FLOP", *reached("fp8" if plan.model.fp8 else kind, wide),
+             row=each.experts * share("experts")),
+        Part("attention", "FLOP", *reached("attention", plain),
+             pair=each.attention * share("attention")),
+        _head(plan, plain, each.head / ranks, work),
+    ]  # fmt: skip
+
+
+def _head(plan: Plan, peak: float, each: float, work: Work) -> Part:
+    """6 T V H operations of an update if logits are kept or the loss is taken in the chunk, 8 if
+    they are made again; a fused head scores tokens with a loss only, unless the loss is the
+    user's."""
+    how, rate = plan.logprob, reached("head", peak)
+    every = how.head == "logits" or work == "score" or ":" in plan.objective.loss
+    columns = -(-plan.shape.vocab_size // plan.parallel.tp)
+    logits = 2 * columns * plan.batching.tokens_per_microbatch * (1 + plan.num_mtp_layers)
+    if work == "score":
+        times = 1.0
+    elif how.head == "logits":
+        times = 1.0 if work == "forward" else 2.0
+    elif how.loss_in_chunk:
+        times = 3.0 if work == "forward" else 0.0
+    else:
+        times = 1.0 if work == "forward" else 3.0 - min(1.0, how.cache_bytes / logits)
+    amount = each * times
+    return Part("head", "FLOP", *rate, row=amount * every, scored=amount * (not every))
+
+
+def _memory(
+    plan: Plan, gpu: Gpu, chunk: Stage, cp: int, work: Work, again: frozenset[str]
+) -> list[Part]:
+    """What is read and written between products, and the weights themselves."""
+    shape, parallel, held = plan.shape, plan.parallel, chunk_parameters(plan, chunk)
+    each = DTYPE_BYTES[plan.model.dtype]
+    routers = len({*plan.router_layers}.intersection(chunk.layers)) + chunk.mtp
+    dense = len(chunk.layers) + chunk.mtp - routers
+    # of a layer: two norms, two residual sums, and queries and keys rotated
+    elements = (dense + routers) * (
+        10 * shape.hidden_size + 4 * shape.num_attention_heads * head_widths(shape)[0]
+    )
+    elements += 3 * dense * shape.intermediate_size  # gate and up are read, their product written
+    widths = shape.topk * shape.moe_intermediate_size + shape.shared_expert_width
+    # rows of experts are sorted by expert and by rank, there and back
+    elements += routers * (3 * widths + 8 * shape.topk * shape.hidden_size)
+    times = 1 if work != "backward" else 2 + ("memory" in again)
+    weights = local_parameters(plan, held)
+    read = each * weights * times
+    if work == "backward":  # a product's gradient is written, read, and added to the float32 sum
+        read += (2 * each + 8) * weights
+    rate = reached("memory", gpu.bandwidth, "byte")
+    row = each * elements * times / (parallel.tp * cp)
+    return [Part("memory", "byte", *rate, fixed=read, row=row)]
+
+
+def local_parameters(plan: Plan, held: Parameters) -> int:
+    """Parameters that one rank holds of ``held``."""
+    parallel = plan.parallel
+    dense = held.replicated + -(-held.tensor // parallel.tp)
+    return dense + -(-held.expert // (parallel.ep * parallel.etp_size))
+
+
+def _exchanged(
+    plan: Plan, gpu: Gpu, chunk: Stage, cp: int, work: Work, again: frozenset[str]
+) -> list[Part]:
+    """Bytes that a rank sends to others in a pass, by group."""
+    parallel, shape, node = plan.parallel, plan.shape, plan.hardware.per_node
+    tp, ep, etp = parallel.tp, parallel.ep, parallel.etp_size
+    layers = len(chunk.layers) + chunk.mtp
+    routers = len({*plan.router_layers}.intersection(chunk.layers)) + chunk.mtp
+    each = DTYPE_BYTES[plan.model.dtype]
+    hidden = each * shape.hidden_size
+    found = []
+    if tp > 1:
+        # attention, and what every token uses of the feed-forward part: gathered before, summed
+        # and split after; the backward pass also gathers the input again
+        shared = layers - (0 if shape.shared_expert_width else routers)
+        times = (1.25 if work == "backward" else 1) + ("tensor parallel" in again)
+        row = 2 * (layers + shared) * times * hidden * (tp - 1) / tp / cp
+        rate = reached("ring", group_rate(gpu, node, tp, 1), "byte")
+        found.append(Part("tensor parallel", "byte", *rate, row=row))
+    times = 1 + ("expert parallel" in again)
+    copies = routers * shape.topk * hidden / (tp * cp)  # of a rank's rows, to their experts
+    if ep > 1:
+        rate = reached("exchange", exchange_rate(gpu, node, ep, etp), "byte")
+        row = 2 * times * copies * (ep - 1) / ep  # there and back
+        found.append(Part("expert parallel", "byte", *rate, row=row))
+    if etp > 1:
+        rate = reached("ring", group_rate(gpu, node, etp, 1), "byte")
+        row = 2 * times * copies * (etp - 1)
+        found.append(Part("expert tensor parallel", "byte", *rate, row=row))
+    if cp > 1:
+        key, value = head_widths(shape)
+        heads = min(shape.num_attention_heads, shape.query_groups or shape.num_attention_heads)
+        width = each * max(1, heads // tp) * (key + value)
+        rate = reached("ring", group_rate(gpu, node, cp, tp), "byte")
+        times = 1 + ("context parallel" in again)
+        row = layers * times * width * (cp - 1) / cp
+        found.append(Part("context parallel", "byte", *rate, row=row))
+    return found

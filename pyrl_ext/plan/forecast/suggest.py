@@ -1,0 +1,335 @@
+"""`--suggest 8xH200`: the fastest plans that hold and fit on so many GPUs, near a given one.
+
+Every way to arrange the ranks is held against all rules. What passes is ordered by a quick estimate
+with nothing saved in memory, which no other setting of the same layout beats. From the fastest on,
+each is priced in full with as little saved as fits, until none of those left can be among the best.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pyrl_ext.plan.compile import compile_plan, draft_of, load
+from pyrl_ext.plan.forecast.compute_time import local_parameters
+from pyrl_ext.plan.forecast.hardware import memory_limit
+from pyrl_ext.plan.forecast.memory import DTYPE_BYTES, memory_of
+from pyrl_ext.plan.forecast.step_time import StepTime, quick_seconds, step_time
+from pyrl_ext.plan.language.errors import ConfigError, Key, show
+from pyrl_ext.plan.model.chunks import SPLIT_WAYS
+from pyrl_ext.plan.model.sizes import parameters
+from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.rules import RULES, check
+
+Values = dict[Key, Any]  # (section, key) -> value
+
+# What candidates may change besides the GPU.
+RANKS = tuple(("parallel", key) for key in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp"))
+SPLIT = tuple(("parallel", key) for key in SPLIT_WAYS)
+LAYOUT = ("parallel", "pipeline_model_parallel_layout")
+TOKENS = ("batching", "tokens_per_microbatch")
+DISTRIBUTED, DYNAMIC = ("optimizer", "distributed"), ("parallel", "dynamic_cp")
+RECOMPUTE, OFFLOAD = ("model", "recompute"), ("optimizer", "offload")
+GPU, MEMORY = ("hardware", "gpu"), ("hardware", "memory")
+
+# Whether it fits is a rule of this key, and depends on more than the layout.
+FIT_KEY = "hardware.gpu"
+# Of a GPU's memory: most of what a step takes is estimated.
+LEFT_FREE = 0.05
+# How much less than a quick estimate a layout may take.
+SLACK = 0.95
+
+
+class Suggestion(NamedTuple):
+    """A plan that holds."""
+
+    overrides: tuple[str, ...]
+    """What to set beside the given overrides."""
+    plan: Plan
+    peak: int
+    """Bytes that the fullest rank holds at most,"""
+    limit: int
+    """of these. A part is left free."""
+    time: StepTime
+
+
+class _Option(NamedTuple):
+    """Values to look at."""
+
+    layout: int
+    """Number of the layout,"""
+    values: Values
+    """with more set."""
+    peak: int | None = None
+    """Bytes of the fullest rank; None: nobody has looked yet whether that fits."""
+
+
+@dataclass
+class Search:
+    """What was looked at, and what came out."""
+
+    layouts: int
+    """Ways to arrange the ranks."""
+    broken: Counter[str] = field(default_factory=Counter)
+    """Rule -> layouts that break it."""
+    held: int = 0
+    """Layouts that break none,"""
+    too_large: int = 0
+    """and of these, what was tried and does not fit."""
+    found: tuple[Suggestion, ...] = ()
+    """Fastest first; of a layout the fastest setting that fits."""
+    smallest: tuple[int, tuple[str, ...]] | None = None
+    """Where it is too much, the least that was found for a rank [bytes], and its overrides."""
+
+
+def suggest(
+    path: str | Path,
+    overrides: Sequence[str],
+    gpus: int,
+    gpu: str,
+    most: int = 6,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Search:
+    """The fastest ``most`` plans for ``gpus`` devices of the kind ``gpu``, near that of a file.
+
+    What is set on the command line stays as it is.
+
+    Args:
+        progress: called now and then with the share that is done.
+
+    Raises:
+        ConfigError: with problems that no layout mends
+    """
+    source = load(path, overrides)
+    draft = draft_of(source)
+    if source.problems:
+        raise ConfigError(source.problems)
+    given = _Given(draft, frozenset(source.overrides), gpus, gpu)
+    search, held = Search(0), []
+    everywhere: Counter[tuple[str, str]] = Counter()
+    for layout in given.layouts():
+        progress(0.0)
+        search.layouts += 1
+        values = layout | {TOKENS: max(given.tokens(layout))}
+        if found := _broken(given.plan(values)):
+            search.broken.update({name for name, *_ in found})
+            everywhere.update({(key, message) for _, key, message in found})
+        else:
+            held.append(layout)
+    for (key, message), times in everywhere.items():
+        if times == search.layouts:
+            source.problems.append(source.problem(tuple(key.split(".")), message))
+    if source.problems:
+        raise ConfigError(source.problems)
+    search.held = len(held)
+    _try(given, held, most, search, progress)
+    for each in search.found:
+        compile_plan(path, [*overrides, *each.overrides])  # as it will be when it is pasted
+    return search
+
+
+def _broken(plan: Plan) -> list[tuple[str, str, str]]:
+    """(rule, key, message) of the rules that do not hold."""
+    return [
+        (function.__name__, *found)
+        for key, function in RULES
+        if key != FIT_KEY
+        for found in check(plan, [(key, function)])
+    ]
+
+
+def _try(
+    given: _Given,
+    layouts: Sequence[Values],
+    most: int,
+    search: Search,
+    progress: Callable[[float], None],
+) -> None:
+    """Fill in what fits, from the layouts that hold."""
+    waiting: list[tuple[float, int, _Option]] = []  # quick estimate, a number to tell them apart
+    for number, layout in enumerate(layouts):
+        progress(number / len(layouts) / 2)
+        if given.weight_bytes(layout) > given.limit:
+            search.too_large += 1
+            continue
+        for tokens in given.tokens(layout):
+            option = _Option(number, layout | {TOKENS: tokens})
+            bare = given.plan(option.values | given.savings()[0])
+            waiting.append((SLACK * quick_seconds(bare), len(waiting), option))
+    heapq.heapify(waiting)
+    best: dict[int, Suggestion] = {}
+    full: set[int] = set()
+    worst, total = math.inf, len(waiting)
+    while waiting and waiting[0][0] <= worst:
+        _, key, option = heapq.heappop(waiting)
+        progress(1 - len(waiting) / total / 2)
+        if option.peak is None:  # what it takes to fit, which may be slower than others
+            if fitting := given.that_fits(option, search):
+                least = SLACK * quick_seconds(given.plan(fitting.values))
+                heapq.heappush(waiting, (least, key, fitting))
+            else:
+                full.add(option.layout)
+            continue
+        found = given.suggestion(option)
+        before = best.get(option.layout)
+        if before is None or found.time.trainer < before.time.trainer:
+            best[option.layout] = found
+        times = sorted(each.time.trainer for each in best.values())
+        worst = times[most - 1] if len(times) >= most else math.inf
+    search.found = tuple(sorted(best.values(), key=lambda each: each.time.total)[:most])
+    search.too_large += len(full - best.keys() - {option.layout for *_, option in waiting})
+
+
+class _Given:
+    """The plan to stay near, and its candidates on other GPUs."""
+
+    def __init__(self, draft: Plan, pinned: frozenset[Key], gpus: int, gpu: str) -> None:
+        self.draft, self.pinned, self.gpus = draft, pinned, gpus
+        self.machine: Values = {GPU: gpu}
+        if draft.hardware.gpu != gpu:
+            self.machine[MEMORY] = None  # it is another GPU's
+        limit = memory_limit(self.plan({}))
+        assert limit is not None, "candidates name a GPU"
+        self.limit, self.room = limit, int((1 - LEFT_FREE) * limit)
+
+    def value(self, key: Key) -> Any:
+        """What the given plan says."""
+        return getattr(getattr(self.draft, key[0]), key[1])
+
+    def choices(self, key: Key, values: Sequence[Any]) -> list[Any]:
+        """``values``, or the one that the command line sets."""
+        return [self.value(key)] if key in self.pinned else list(dict.fromkeys(values))
+
+    def plan(self, values: Values) -> Plan:
+        """The given plan with other values, unchecked."""
+        changed: dict[str, dict[str, Any]] = {}
+        for (section, key), value in (self.machine | values).items():
+            changed.setdefault(section, {})[key] = value
+        plan = self.draft.model_copy()
+        for section, update in changed.items():
+            vars(plan)[section] = getattr(plan, section).model_copy(update=update)
+        vars(plan)["world_size"] = plan.parallel.world_size
+        vars(plan).pop("stages", None)  # follow from what was changed
+        return plan
+
+    def layouts(self) -> Iterator[Values]:
+        """Every way to arrange the ranks, with layers cut into stages for it."""
+        sizes, layers = _divisors(self.gpus), self.draft.shape.num_hidden_layers
+        axes = [self.choices(("parallel", axis), sizes) for axis in ("tp", "pp", "cp")]
+        for tp, pp, cp in product(*axes):
+            dp, odd = divmod(self.gpus, tp * pp * cp)
+            if odd or self.choices(("parallel", "dp"), [dp]) != [dp] or pp > layers:
+                continue
+            chunks = [None, 2] if 1 < pp <= layers // 2 else [None]
+            for vpp, etp in product(
+                self.choices(("parallel", "vpp"), chunks),
+                self.choices(("parallel", "etp"), [None, 1] if tp > 1 else [None]),
+            ):
+                spans = _divisors(max(1, dp * tp * cp // (etp or tp)))
+                for ep in self.choices(("parallel", "ep"), spans):
+                    ranks = dict(zip(RANKS, (dp, tp, pp, vpp, cp, ep, etp), strict=True))
+                    yield ranks | self._split(pp, vpp or 1) | self._spread(dp, cp)
+
+    def _split(self, pp: int, vpp: int) -> Values:
+        """As given for the same stages; else equal ones, or a layout that is nearly even."""
+        same = (pp, vpp) == (self.draft.parallel.pp, self.draft.parallel.vpp_size)
+        if same or any(key in self.pinned for key in SPLIT):
+            return {}
+        found: Values = dict(zip(SPLIT, (None, None, None, False, False), strict=True))
+        layers = self.draft.shape.num_hidden_layers
+        if layers % (pp * vpp):
+            found[LAYOUT] = even_layout(layers, self.draft.num_mtp_layers, pp * vpp)
+        return found
+
+    def _spread(self, dp: int, cp: int) -> Values:
+        """The optimizer's state is spread where there are copies: as many bytes are sent. Dynamic
+        context parallelism, where it is given, has as many ranks as that or as there are."""
+        found: Values = {
+            DISTRIBUTED: self.choices(DISTRIBUTED, [dp * cp > 1 or self.value(DISTRIBUTED)])[0]
+        }
+        if self.draft.parallel.dynamic_cp:
+            most = min(self.draft.parallel.dynamic_cp, dp * cp)
+            fitting = most if most > cp and dp * cp % most == 0 else None
+            found[DYNAMIC] = self.choices(DYNAMIC, [fitting])[0]
+        return found
+
+    def tokens(self, layout: Values) -> list[int]:
+        """Sizes of microbatches: as given, half and twice that, and what the longest sample needs,
+        in blocks of 256."""
+        plan = self.plan(layout)
+        least = -(-plan.max_rows // (plan.parallel.dynamic_cp or plan.parallel.cp))
+        given = plan.batching.tokens_per_microbatch
+        sizes = [n for n in (given, given // 2, 2 * given) if n >= least]
+        return self.choices(TOKENS, sizes or [-(-least // 256) * 256])
+
+    def savings(self) -> list[Values]:
+        """What to do about memory, from nothing to all; what the host does is slowest."""
+        again = self.choices(RECOMPUTE, ["none", "selective", "full"])
+        away = self.choices(OFFLOAD, [0.0, 1.0])
+        return [{OFFLOAD: share, RECOMPUTE: how} for share in away for how in again]
+
+    def that_fits(self, option: _Option, search: Search) -> _Option | None:
+        """The option with the first saving with which it fits; None: it does with none."""
+        *others, most = self.savings()
+        least = self.peak(option.values | most)
+        if search.smallest is None or least < search.smallest[0]:
+            search.smallest = least, self._texts(self.machine | option.values | most)
+        if least > self.room:
+            return None
+        for saving in [*others, most]:
+            values = option.values | saving
+            peak = least if saving is most else self.peak(values)
+            if peak <= self.room and not _broken(self.plan(values)):
+                return _Option(option.layout, values, peak)
+        return None
+
+    def peak(self, values: Values) -> int:
+        """Most bytes of the fullest rank; of the first stage that is too full, if one is."""
+        plan, most = self.plan(values), 0
+        for stage in range(plan.parallel.pp):
+            most = max(most, memory_of(plan, stage).peak)
+            if most > self.room:
+                break
+        return most
+
+    def suggestion(self, option: _Option) -> Suggestion:
+        """An option that fits, priced in full."""
+        plan = self.plan(option.values)
+        time = step_time(plan)
+        assert time is not None and option.peak is not None
+        texts = self._texts(self.machine | option.values)
+        return Suggestion(texts, plan, option.peak, self.limit, time)
+
+    def weight_bytes(self, values: Values) -> float:
+        """What a rank of equal stages holds of weights and gradients, whatever is saved."""
+        plan = self.plan(values)
+        counts = local_parameters(plan, parameters(plan.shape)) / plan.parallel.pp
+        return counts * (DTYPE_BYTES[plan.model.dtype] + 4)
+
+    def _texts(self, values: Values) -> tuple[str, ...]:
+        """The values that are not as given, as overrides."""
+        return tuple(
+            f"{'.'.join(key)}={value if isinstance(value, str) else show(value)}"
+            for key, value in values.items()
+            if value != self.value(key)
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def even_layout(layers: int, mtp: int, stages: int) -> str:
+    """megatron's layout of stages that differ by one layer at most; those at the ends, which have
+    the embedding and the loss, get one more last."""
+    fewest, more = divmod(layers, stages)
+    inner_first = sorted(range(stages), key=lambda i: (-min(i, stages - 1 - i), i))
+    longer = set(inner_first[:more])
+    parts = [f"t*{fewest + (i in longer)}" if fewest + (i in longer) else "" for i in range(stages)]
+    return f"E{'|'.join(parts)}{'m' * mtp}L"

@@ -1,0 +1,236 @@
+"""Lengths that a step's samples are expected to have, and the microbatches that they make."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from statistics import NormalDist
+from typing import NamedTuple
+
+from pyrl_ext.plan.plan import Plan
+
+
+class Sample(NamedTuple):
+    """One sequence: tokens of its prompt and of its response."""
+
+    prompt: int
+    response: int
+
+    @property
+    def rows(self) -> int:
+        """What the trainer computes: the last token of a sample is never an input."""
+        return self.prompt + self.response - 1
+
+
+class Bin(NamedTuple):
+    """Samples that one data-parallel rank computes together, summed up."""
+
+    rows: int
+    """Padded."""
+    pairs: int
+    """Of a query and a key that it may see: L (L + 1) / 2 for every sample of L rows."""
+    scored: int
+    """Rows whose target is a token of a response."""
+
+
+class Round(NamedTuple):
+    """One microbatch of every data-parallel rank; they wait for each other."""
+
+    cp: int
+    """Ranks that share each of its sequences."""
+    bins: tuple[Bin, ...]
+
+
+def step_samples(plan: Plan) -> tuple[Sample, ...]:
+    """All samples of a step, prompt by prompt: even quantiles of lognormals with the means and the
+    spread of ``plan.estimate``, cut at the plan's maxima, in an order that mixes them."""
+    estimate, batching = plan.estimate, plan.batching
+    longest = plan.data.max_prompt_tokens, plan.rollout.max_new_tokens
+    means = estimate.prompt_tokens, estimate.response_tokens
+    prompt, response = (
+        (mean or max(1, most / 2), estimate.spread, most)
+        for mean, most in zip(means, longest, strict=True)
+    )
+    return _samples(batching.prompts, batching.samples_per_prompt, prompt, response)
+
+
+Lognormal = tuple[float, float, int]  # mean, standard deviation of the logarithm, maximum
+
+
+@lru_cache(maxsize=8)
+def _samples(prompts: int, each: int, prompt: Lognormal, response: Lognormal) -> tuple[Sample, ...]:
+    asked, answered = quantiles(prompts, *prompt), quantiles(prompts * each, *response)
+    mixed = [asked[i] for i in _mixed(prompts)]
+    answers = [answered[i] for i in _mixed(prompts * each)]
+    return tuple(Sample(mixed[i // each], length) for i, length in enumerate(answers))
+
+
+def quantiles(count: int, mean: float, spread: float, most: int) -> list[int]:
+    """``count`` lengths of 1 to ``most`` tokens, rising: quantiles of a lognormal, each in the
+    middle of an equal share."""
+    middle = math.log(mean) - spread**2 / 2
+    normal = NormalDist()
+    shares = ((i + 0.5) / count for i in range(count))
+    lengths = (math.exp(middle + spread * normal.inv_cdf(share)) for share in shares)
+    return [min(most, max(1, round(length))) for length in lengths]
+
+
+def _mixed(count: int) -> list[int]:
+    """0 to count - 1 in steps of about a golden section: any stretch of them is spread evenly."""
+    step = max(1, round(count * (math.sqrt(5) - 1) / 2))
+    while math.gcd(step, count) != 1:
+        step += 1
+    return [i * step % count for i in range(count)]
+
+
+def step_rounds(plan: Plan) -> tuple[Round, ...]:
+    """The rounds of a forward pass over all samples, as the log-prob passes take them."""
+    return _rounds_of(plan, step_samples(plan))
+
+
+def update_rounds(plan: Plan) -> tuple[tuple[Round, ...], ...]:
+    """The rounds of every minibatch."""
+    samples, each = step_samples(plan), plan.samples_per_minibatch
+    parts = (samples[first : first + each] for first in range(0, plan.samples, each))
+    return tuple(_rounds_of(plan, part) for part in parts)
+
+
+def even_rounds(plan: Plan, parts: int) -> tuple[Round, ...]:
+    """About the rounds of one of ``parts`` equal minibatches: as few as there can be, all alike."""
+    parallel, samples = plan.parallel, step_samples(plan)
+    rows, pairs, scored = _totals(samples)
+    ranks = parts * parallel.dp
+    number = -(-rows // (ranks * parallel.cp * plan.batching.tokens_per_microbatch))
+    each = Bin(*(total // (ranks * number) for total in (rows, pairs, scored)))
+    return (Round(parallel.cp, (each,)),) * number
+
+
+@lru_cache(maxsize=8)
+def _totals(samples: tuple[Sample, ...]) -> tuple[int, int, int]:
+    whole = _bin(samples, sum(sample.rows for sample in samples))
+    return whole.rows, whole.pairs, whole.scored
+
+
+def _rounds_of(plan: Plan, samples: tuple[Sample, ...]) -> tuple[Round, ...]:
+    parallel, limit = plan.parallel, plan.batching.tokens_per_microbatch
+    sizes = parallel.dp, parallel.tp, parallel.cp, parallel.dynamic_cp
+    return _rounds(samples, *sizes, limit, plan.row_alignment)
+
+
+@lru_cache(maxsize=512)
+def _rounds(
+    samples: tuple[Sample, ...],
+    dp: int,
+    tp: int,
+    cp: int,
+    dynamic: int | None,
+    limit: int,
+    align: int,
+) -> tuple[Round, ...]:
+    """Under dynamic context parallelism, samples that need as many ranks run together: the smallest
+    power of two at which a rank's part is within the limit."""
+    if dynamic is None:
+        return tuple(_pack(samples, cp, dp, limit * cp, align))
+    classes: dict[int, list[Sample]] = {}
+    for sample in samples:
+        size = 1
+        while size < dynamic and _padded(sample.rows, tp if size == 1 else 2 * size * tp) > (
+            limit * size
+        ):
+            size *= 2
+        classes.setdefault(size, []).append(sample)
+    return tuple(
+        each
+        for size, held in sorted(classes.items())
+        for each in _pack(
+            held, size, dp * cp // size, limit * size, tp * max(1, 2 * size * (size > 1))
+        )
+    )
+
+
+def _pack(samples: Sequence[Sample], cp: int, dp: int, limit: int, align: int) -> list[Round]:
+    loads = [_padded(sample.rows, align) for sample in samples]
+    table = microbatches(loads, dp, limit)
+    return [
+        Round(
+            cp, tuple(_bin([samples[i] for i in ids], sum(loads[i] for i in ids)) for ids in turn)
+        )
+        for turn in zip(*table, strict=True)
+    ]
+
+
+def _bin(samples: Sequence[Sample], rows: int) -> Bin:
+    pairs = sum(sample.rows * (sample.rows + 1) // 2 for sample in samples)
+    return Bin(rows, pairs, sum(sample.response for sample in samples))
+
+
+def _padded(rows: int, align: int) -> int:
+    return -(-rows // align) * align
+
+
+# The trainer's rule (pyrl_ext.pack.schedule), on padded lengths ---------------------------------
+
+
+def microbatches(loads: Sequence[int], dp: int, limit: int) -> list[list[list[int]]]:
+    """[dp][microbatches] sample ids, ascending: what `schedule.plan_microbatches` answers.
+
+    A sample beyond the limit has a microbatch of its own, so that a plan that breaks a rule can be
+    priced.
+
+    Args:
+        loads: padded rows of each sample.
+        dp: data-parallel ranks.
+        limit: most padded rows of a microbatch of one rank.
+    """
+    limit = max(limit, *loads)
+    falling = sorted(range(len(loads)), key=lambda i: -loads[i])
+    per_rank = max(1, -(-sum(loads) // (dp * limit)))
+    while True:
+        bins: list[list[int]] | None = _emptiest_first(loads, falling, dp * per_rank)
+        if max(sum(loads[i] for i in ids) for ids in bins) > limit:
+            bins = _first_fit(loads, falling, dp * per_rank, limit)
+        if bins is not None:
+            return _deal(loads, bins, dp)
+        per_rank += 1
+
+
+def _emptiest_first(loads: Sequence[int], falling: list[int], count: int) -> list[list[int]]:
+    heap = [(0, b) for b in range(count)]
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for i in falling:
+        held, b = heap[0]
+        bins[b].append(i)
+        heapq.heapreplace(heap, (held + loads[i], b))
+    return bins
+
+
+def _first_fit(
+    loads: Sequence[int], falling: list[int], count: int, limit: int
+) -> list[list[int]] | None:
+    room = [limit] * count
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for i in falling:
+        b = next((b for b, free in enumerate(room) if free >= loads[i]), None)
+        if b is None:
+            return None
+        room[b] -= loads[i]
+        bins[b].append(i)
+    for ids in bins:  # an empty one takes a sample of the fullest that can spare one
+        spare = [other for other in bins if len(other) > 1]
+        if not ids and spare:
+            ids.append(max(spare, key=lambda other: sum(loads[i] for i in other)).pop())
+    return bins
+
+
+def _deal(loads: Sequence[int], bins: list[list[int]], dp: int) -> list[list[list[int]]]:
+    fullest = sorted(bins, key=lambda ids: -sum(loads[i] for i in ids))
+    ranks: list[list[list[int]]] = [[] for _ in range(dp)]
+    for first in range(0, len(fullest), dp):
+        turn = fullest[first : first + dp]
+        if (first // dp) % 2:
+            turn.reverse()
+        for rank, ids in zip(ranks, turn, strict=True):
+            rank.append(sorted(ids))
+    return ranks

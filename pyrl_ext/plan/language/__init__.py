@@ -1,0 +1,1 @@
+"""YAML to values: files and their parents, sizes, line numbers, errors."""

@@ -1,0 +1,296 @@
+"""A YAML file, its parents and its overrides as a plain tree that knows where every key stands."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from yaml.composer import ComposerError
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from pyrl_ext.plan.language.errors import Key, Problem, show, suggest_path
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people expect it: 1e-3 is a number; 010, 1:30 and dates are text; no aliases."""
+
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (the name is PyYAML's)
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        event = self.peek_event()
+        if getattr(event, "anchor", None) or getattr(event, "tag", None):
+            raise ComposerError(
+                None, None, "anchor, alias or tag, expected the plain value", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+
+for _tag, _pattern, _first in [
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"(?:true|false|yes|no|on|off)", list("tTfFyYnNoO")),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|\.[0-9]+(?:[eE][-+]?[0-9]+)?)",
+        list("-+0123456789."),
+    ),
+]:
+    _flags = re.IGNORECASE if _tag == "bool" else 0
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$", _flags), _first
+    )
+
+
+class Place(NamedTuple):
+    """Where a key was written."""
+
+    file: str
+    line: int
+
+
+_DEEPEST = 64  # what writes a plan as JSON gives up at 255
+
+
+@dataclass
+class Source:
+    """What was written, where, and what could not be read."""
+
+    path: str
+    tree: dict[str, Any] = field(default_factory=dict)
+    places: dict[Key, Place] = field(default_factory=dict)
+    overrides: dict[Key, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    complete: bool = True
+    """Every file could be read, so that what is missing was not written."""
+    failed: set[Key] = field(default_factory=set)
+    """Fields whose value could not be read; the reason is in `problems`."""
+    references: dict[Key, list[Key]] = field(default_factory=dict)
+    """The keys that a value refers to."""
+
+    def origin(self, key: Key) -> tuple[Key, Place | str] | None:
+        """The override (its text) or else the place that wrote `key`, or the section around it."""
+        around = [key[:depth] for depth in range(len(key), -1, -1)]
+        for written in (self.overrides, self.places):
+            for at in around:
+                if at in written:
+                    return at, written[at]
+        return None
+
+    def problem(self, key: Key, message: str, line: int | None = None) -> Problem:
+        """A problem at `line`, or where `key` or its section was written, or on the first line."""
+        text = f"{'.'.join(key)}: {message}" if key else message
+        at, place = self.origin(key) or ((), Place(self.path, 1))
+        if isinstance(place, str):
+            return Problem(f"command line: {place}", 0, message if at == key else text)
+        if line is not None:
+            place = Place(self.path, line)
+        return Problem(f"{place.file}:{place.line}", place.line, text)
+
+    def fail(self, key: Key, message: str) -> None:
+        """Record that the value of `key` cannot be read."""
+        self.problems.append(self.problem(key, message))
+        self.failed.add(key[:2])
+
+
+def read(path: str | Path, overrides: tuple[str, ...] = ()) -> Source:
+    """The tree of `path` with `overrides` applied, above what its parents say; everything
+    unreadable is in `.problems`."""
+    source = Source(str(path))
+    _read_file(source)
+    apply(source, overrides)
+    if source.complete:
+        _extend(source, (source.path,))
+    return source
+
+
+def apply(source: Source, overrides: Sequence[str]) -> None:
+    """Set what `overrides`, each `section.key=value`, say in the tree of `source`."""
+    for text in overrides:
+        _override(source, text)
+
+
+def _read_file(source: Source, child: Source | None = None) -> None:
+    """Read the tree of `source.path`, a parent that `child` names."""
+    source.complete = False
+    try:
+        text = Path(source.path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        source.problems.append(Problem(f"{source.path}:1", 1, f"not UTF-8 text: {error}"))
+        return
+    except (OSError, ValueError) as error:
+        reason = f"{getattr(error, 'strerror', '') or 'cannot be read'}, expected a YAML file"
+        problem = Problem(source.path, 0, reason)
+        if child:
+            problem = child.problem(("extends",), f"{source.path}: {reason}")
+        source.problems.append(problem)
+        return
+    node = _compose(text, source)
+    if node is None:
+        if not any(problem.where.startswith(f"{source.path}:") for problem in source.problems):
+            message = "empty, expected sections such as `model:` and `batching:`"
+            source.problems.append(Problem(f"{source.path}:1", 1, message))
+        return
+    line = node.start_mark.line + 1
+    if isinstance(node, MappingNode):
+        source.complete = True
+        source.places[()] = Place(source.path, line)
+        source.tree = _mapping(node, (), source)
+        _spread_replay(source.tree)
+    else:
+        message = f"{_kind(node)}, expected a mapping of sections"
+        source.problems.append(source.problem((), message, line))
+
+
+def _spread_replay(tree: dict[str, Any]) -> None:
+    """`replay: off` and `replay: on` stand for all three passes."""
+    if isinstance(on := tree.get("replay"), bool):
+        tree["replay"] = {"old": on, "reference": on, "train": on}
+
+
+def _extend(source: Source, chain: tuple[str, ...]) -> None:
+    """Put what the parent file says, and its parents, below what `source` says."""
+    name = source.tree.pop("extends", None)
+    if name is None:
+        return
+    path = ""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        message = f"{show(name)}, expected another YAML file, relative to this one"
+    elif "${" in name:
+        message = f"{name!r} has a reference, expected the file itself; values come from it"
+    else:
+        path = os.path.normpath(os.path.join(os.path.dirname(source.path), name))
+        again = os.path.realpath(path) in map(os.path.realpath, chain)
+        chain = (*chain, path)
+        message = f"{' -> '.join(chain)}, expected a parent that leads to no file again"
+        message = message if again else None
+    if message:
+        source.fail(("extends",), message)
+        source.complete = False
+        return
+    parent = Source(path, problems=source.problems, failed=source.failed)
+    _read_file(parent, source)
+    _extend(parent, chain)
+    replaced: set[Key] = set(source.overrides)
+    source.tree = _merge(parent.tree, source.tree, (), replaced)
+    kept = {
+        key: place
+        for key, place in parent.places.items()
+        if not any(key[:depth] in replaced for depth in range(1, len(key) + 1))
+    }
+    source.places = kept | source.places
+    source.complete = parent.complete
+
+
+def _merge(
+    parent: dict[str, Any], child: dict[str, Any], at: Key, replaced: set[Key]
+) -> dict[str, Any]:
+    """Sections and options key by key, other values whole; adds what the child replaces."""
+    merged = dict(parent)
+    for name, value in child.items():
+        key, below = (*at, name), parent.get(name)
+        merges = len(key) <= 2 and key not in replaced and value
+        if merges and isinstance(value, dict) and isinstance(below, dict):
+            merged[name] = _merge(below, value, key, replaced)
+        else:
+            merged[name] = value
+            replaced.add(key)
+    return merged
+
+
+def _compose(text: str, source: Source, override: str = "") -> Node | None:
+    """The node tree of `text`, or None with the syntax error recorded."""
+    try:
+        return _Loader(text).get_single_node()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        message = f"not YAML: character {error.character!r} is not allowed"
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        message = "not YAML: " + ", ".join(filter(None, (error.context, error.problem)))
+        if "'\\t'" in message:
+            message += ". Indent with spaces"
+        if "${" in text and "flow" in (error.context or ""):
+            message += ". Quote a reference inside braces or brackets"
+    except RecursionError:
+        line, message = 1, "nested too deeply, expected sections of plain values"
+    where = f"command line: {override}" if override else f"{source.path}:{line}"
+    source.problems.append(Problem(where, 0 if override else line, message))
+    return None
+
+
+def _value(node: Node, at: Key, source: Source) -> Any:
+    """`node` as plain Python; records its line, and what is wrong below it."""
+    if len(at) > _DEEPEST:
+        source.fail(at[:2], f"{len(at)} levels deep, expected at most {_DEEPEST}")
+        return None
+    source.places.setdefault(at, Place(source.path, node.start_mark.line + 1))
+    if isinstance(node, MappingNode):
+        return _mapping(node, at, source)
+    if isinstance(node, SequenceNode):
+        return [_value(item, (*at, str(i)), source) for i, item in enumerate(node.value)]
+    assert isinstance(node, ScalarNode)
+    loader = _Loader("")
+    try:
+        return loader.construct_object(node)
+    except ValueError as error:  # an integer of thousands of digits
+        source.fail(at, f"not a value: {error}")
+        return None
+
+
+def _mapping(node: MappingNode, at: Key, source: Source) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, ScalarNode):
+            message = f"the key is {_kind(key_node)}, expected a word"
+            source.problems.append(source.problem(at, message, line))
+            continue
+        key = (*at, key_node.value)
+        if key_node.value in found:
+            message = f"repeated, first on line {source.places[key].line}. Keep one"
+            source.problems.append(source.problem(key, message, line))
+            continue
+        source.places[key] = Place(source.path, line)
+        found[key_node.value] = _value(value_node, key, source)
+    return found
+
+
+def _kind(node: Node) -> str:
+    if isinstance(node, MappingNode):
+        return "a mapping"
+    return "a list" if isinstance(node, SequenceNode) else "a single value"
+
+
+def _override(source: Source, text: str) -> None:
+    """Apply one `section.key=value` of the command line to the tree."""
+    name, equals, written = text.partition("=")
+    key = tuple(name.strip().split("."))
+    where = f"command line: {text}"
+    message = None
+    if not equals or not all(key):
+        message = "not an override, expected section.key=value. For example parallel.tp=2"
+    elif not written.strip():
+        message = "no value, expected section.key=value. Write null for none"
+    elif key in source.overrides:
+        message = f"repeats {source.overrides[key]}, expected each key once"
+    else:
+        message = suggest_path(key)
+    if message:
+        source.problems.append(Problem(where, 0, message))
+        return
+    if (node := _compose(written, source, text)) is None:
+        return
+    source.overrides[key] = text
+    at: Any = source.tree
+    for part in key[:-1]:
+        at = at.setdefault(part, {}) if isinstance(at, dict) else None
+    if isinstance(at, dict):
+        at[key[-1]] = _value(node, key, source)
+        _spread_replay(source.tree)

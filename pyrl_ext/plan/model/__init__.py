@@ -1,0 +1,1 @@
+"""The network and where its parts go: sizes, families, chunks, ranks."""

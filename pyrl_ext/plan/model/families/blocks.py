@@ -1,0 +1,222 @@
+"""What families have in common: two kinds of attention, and routers that score by sigmoid."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from pyrl_ext.plan.model.sizes import Parameters, Shape, Sparse, Yarn
+from pyrl_ext.plan.schema import Count, Positive
+
+# The epsilon of transformers' norms inside multi-latent attention, whatever rms_norm_eps says.
+MLA_NORM_EPS = 1e-6
+BIAS_REASON = "attention_bias is true; attention is built without biases"
+
+
+class GroupedQuery(Shape):
+    """Attention in which groups of query heads share a key and a value head."""
+
+    num_key_value_heads: Positive
+    head_dim: Positive | None = None
+
+    has_output_bias: ClassVar[bool] = True
+    """Whether ``attention_bias`` means the output projection too, which the trainer cannot."""
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether every query and key head is normalized."""
+        return True
+
+    @property
+    def head_width(self) -> int:
+        """Elements of a query, key or value head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_width(self) -> int:
+        return self.head_width
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_key_value_heads
+
+    @property
+    def attention(self) -> Parameters:
+        hidden, width, heads = self.hidden_size, self.head_width, self.num_attention_heads
+        inputs = heads + 2 * self.num_key_value_heads  # queries; keys, values
+        whole, split = 0, hidden * width * (inputs + heads)
+        if self.has_qk_norm:
+            whole += 2 * width
+        if self.attention_bias:
+            whole += hidden if self.has_output_bias else 0
+            split += width * inputs
+        return Parameters(replicated=whole, tensor=split)
+
+    def contradictions(self) -> tuple[str, ...]:
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups == 0:
+            return super().contradictions()
+        return (
+            *super().contradictions(),
+            f"num_key_value_heads {groups} does not divide num_attention_heads {heads}, "
+            "expected a divisor; as many query heads share each",
+        )
+
+    def unsupported(self) -> tuple[str, ...]:
+        biased = self.attention_bias and self.has_output_bias
+        return (*super().unsupported(), *([BIAS_REASON] if biased else ()))
+
+
+class Latent(Shape):
+    """Multi-latent attention: keys and values, and mostly queries, go through narrow projections,
+    which every tensor-parallel rank holds whole."""
+
+    q_lora_rank: Positive | None
+    kv_lora_rank: Positive
+    qk_nope_head_dim: Positive
+    qk_rope_head_dim: Positive
+    v_head_dim: Positive
+    rope_interleave: bool = True
+
+    rope_types = frozenset({"default", "yarn"})
+
+    @property
+    def rotary_width(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def tp_widths(self) -> dict[str, int]:
+        return super().tp_widths | {
+            "q_lora_rank": self.q_lora_rank or 0,
+            "kv_lora_rank + qk_rope_head_dim": self.kv_lora_rank + self.qk_rope_head_dim,
+        }
+
+    @property
+    def whole_projections(self) -> int:
+        down = (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim
+        return self.hidden_size * down
+
+    @property
+    def attention(self) -> Parameters:
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        query = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        norms, split = self.kv_lora_rank, heads * self.v_head_dim * hidden
+        split += self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        if self.q_lora_rank is None:
+            split += hidden * query
+        else:
+            norms += self.q_lora_rank
+            split += self.q_lora_rank * query
+        whole = self.whole_projections
+        biases = whole // hidden + hidden if self.attention_bias else 0
+        return Parameters(replicated=norms + whole + biases, tensor=split)
+
+    @property
+    def yarn(self) -> Yarn | None:
+        if self.rope_type != "yarn":
+            return None
+        rope = self.rope_parameters or {}
+        factor, everywhere = rope["factor"], rope.get("mscale_all_dim") or 0
+        scale = rope.get("attention_factor")
+        if scale is None and (mscale := rope.get("mscale")) and everywhere:
+            scale = _sharpness(factor, mscale) / _sharpness(factor, everywhere)
+        return Yarn(
+            factor=factor,
+            original_positions=rope.get("original_max_position_embeddings")
+            or self.max_position_embeddings,
+            beta_fast=rope.get("beta_fast") or 32,
+            beta_slow=rope.get("beta_slow") or 1,
+            truncate=rope.get("truncate", True),
+            rotation_scale=_sharpness(factor, 1) if scale is None else scale,
+            mscale_all_dim=everywhere,
+        )
+
+    def contradictions(self) -> tuple[str, ...]:
+        found = super().contradictions()
+        factor = (self.rope_parameters or {}).get("factor")
+        if self.rope_type == "yarn" and not isinstance(factor, int | float):
+            found = (*found, f"rope_type yarn with factor {factor}, expected a number")
+        return found
+
+    def unsupported(self) -> tuple[str, ...]:
+        found = [*super().unsupported()]
+        if self.attention_bias:
+            found.append(BIAS_REASON)
+        if not self.rope_interleave:
+            found.append("rope_interleave is false; neighbouring elements are rotated together")
+        return tuple(found)
+
+    def notes(self) -> tuple[str, ...]:
+        if self.rms_norm_eps == MLA_NORM_EPS:
+            return ()
+        return (
+            f"rms_norm_eps is {self.rms_norm_eps:g}; transformers computes the q_a and kv_a norms "
+            f"with {MLA_NORM_EPS:g}, other engines with {self.rms_norm_eps:g}: log-probs differ "
+            "by about 1e-5",
+        )
+
+
+def _sharpness(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+class SigmoidRouted(Sparse):
+    """Leading dense layers, then experts that are chosen by the sigmoid of their score and a bias,
+    where there are groups of them among the best groups, beside experts that every token uses."""
+
+    num_experts: Positive = Field(alias="n_routed_experts")
+    n_shared_experts: Count
+    n_group: Positive
+    topk_group: Positive
+    routed_scaling_factor: Annotated[float, Field(gt=0)]
+    norm_topk_prob: bool = True
+    first_k_dense_replace: Count | None = None
+
+    has_router_bias = True
+    default_dense_layers: ClassVar[int] = 1
+    """Leading dense layers where ``first_k_dense_replace`` does not say."""
+
+    @property
+    def router_layers(self) -> tuple[int, ...]:
+        given = self.first_k_dense_replace
+        dense = self.default_dense_layers if given is None else given
+        return tuple(range(dense, self.num_hidden_layers))
+
+    @property
+    def shared_expert_width(self) -> int:
+        return self.moe_intermediate_size * self.n_shared_experts
+
+    @property
+    def is_group_limited(self) -> bool:
+        """Whether some groups of experts are left out before experts are chosen."""
+        return self.topk_group < self.n_group
+
+    def contradictions(self) -> tuple[str, ...]:
+        found, experts = [*super().contradictions()], self.num_experts
+        if experts % self.n_group or self.topk_group > self.n_group:
+            found.append(
+                f"n_group {self.n_group} and topk_group {self.topk_group}, expected n_group to "
+                f"divide n_routed_experts {experts} and topk_group <= n_group"
+            )
+        elif (left := experts // self.n_group * self.topk_group) < self.topk <= experts:
+            found.append(
+                f"num_experts_per_tok {self.topk}, expected at most the {left} experts of "
+                f"topk_group {self.topk_group} groups"
+            )
+        return tuple(found)
+
+    def unsupported(self) -> tuple[str, ...]:
+        found = [*super().unsupported()]
+        if self.norm_topk_prob != (self.topk > 1):
+            found.append(
+                f"norm_topk_prob is {str(self.norm_topk_prob).lower()} with num_experts_per_tok "
+                f"{self.topk}; the weights of several experts are normalized, that of one is not"
+            )
+        if self.is_group_limited and self.topk // self.topk_group != 2:
+            found.append(
+                f"num_experts_per_tok {self.topk} with topk_group {self.topk_group}; groups are "
+                "compared by as many experts as they may give, by two only where that is two"
+            )
+        return tuple(found)

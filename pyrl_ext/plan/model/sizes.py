@@ -1,0 +1,259 @@
+"""The sizes that an HF config states, and the parameters that follow from them."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from pyrl_ext.plan.schema import Count, Positive
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameter counts of parts, told apart by how they are split over ranks."""
+
+    replicated: int = 0
+    """Norms and routers: whole on every tensor-parallel rank."""
+    tensor: int = 0
+    """Split over tensor-parallel ranks."""
+    expert: int = 0
+    """Routed experts: split over expert-parallel and expert-tensor-parallel ranks."""
+    active_expert: int = 0
+    """Of `expert`, those that one token uses."""
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(
+            self.replicated + other.replicated,
+            self.tensor + other.tensor,
+            self.expert + other.expert,
+            self.active_expert + other.active_expert,
+        )
+
+    @property
+    def total(self) -> int:
+        """Every parameter once."""
+        return self.replicated + self.tensor + self.expert
+
+    @property
+    def active(self) -> int:
+        """Parameters one token passes through, with the whole embedding and head counted."""
+        return self.replicated + self.tensor + self.active_expert
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Rotary embedding stretched to longer contexts: long wavelengths all the way, short ones not
+    at all."""
+
+    factor: float
+    """Of the context's length."""
+    original_positions: float
+    """Length of the context before."""
+    beta_fast: float
+    """Wavelengths that turn more often than this in the original context stay as they are,"""
+    beta_slow: float
+    """those that turn less often than this are stretched by the whole factor."""
+    truncate: bool
+    """Round the dimensions between which that changes to whole ones."""
+    rotation_scale: float
+    """Factor of rotated queries and keys."""
+    mscale_all_dim: float
+    """How much attention is sharpened with the logarithm of `factor`; 0: not."""
+
+
+class Shape(BaseModel, ABC):
+    """What all families state; ``plan/families/<family>.py`` adds what one of them does.
+
+    Fields keep their HF names where the families agree on one; `key` gives the name a config uses.
+    What a checkpoint may leave out has transformers' default.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    vocab_size: Positive
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    initializer_range: Annotated[float, Field(gt=0)]
+    max_position_embeddings: Positive
+    rms_norm_eps: Annotated[float, Field(gt=0)]
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    hidden_act: str = "silu"
+    # configs written by transformers 4 have the base beside rope_scaling, not in it
+    rope_parameters: dict[str, Any] | None = Field(
+        None, validation_alias=AliasChoices("rope_parameters", "rope_scaling")
+    )
+    rope_theta: float = 10000.0
+    num_nextn_predict_layers: Count = 0
+    # of a model with experts (`Sparse`); a dense one has none
+    num_experts: Count = 0
+    topk: Count = Field(0, alias="num_experts_per_tok")
+    moe_intermediate_size: Count = 0
+
+    has_router_bias: ClassVar[bool] = False
+    """Whether routers have a bias that only chooses experts, and can be moved towards balance."""
+    rope_types: ClassVar[frozenset[str]] = frozenset({"default"})
+    """Rotary embeddings that the trainer builds."""
+
+    @classmethod
+    def key(cls, field: str) -> str:
+        """The name of `field` in the HF config."""
+        return cls.model_fields[field].alias or field
+
+    @property
+    def router_layers(self) -> tuple[int, ...]:
+        """0-based global ids of the decoder layers that have a router."""
+        return ()
+
+    @property
+    @abstractmethod
+    def attention(self) -> Parameters:
+        """Parameters of one layer's attention."""
+
+    @property
+    def whole_projections(self) -> int:
+        """Of `attention`, matrices that every tensor-parallel rank holds whole."""
+        return 0
+
+    @property
+    @abstractmethod
+    def rotary_width(self) -> int:
+        """Elements of a query or key head that are rotated by position."""
+
+    @cached_property
+    def layers(self) -> tuple[Parameters, ...]:
+        """Parameters of every decoder layer; many plans are priced with one shape."""
+        kinds, routers = (_dense_layer(self), _sparse_layer(self)), {*self.router_layers}
+        return tuple(kinds[layer in routers] for layer in range(self.num_hidden_layers))
+
+    @property
+    def tp_widths(self) -> dict[str, int]:
+        """Name -> width of what tensor-parallel ranks split, besides the heads; 0: not there."""
+        return {
+            "intermediate_size": self.intermediate_size,
+            "moe_intermediate_size * n_shared_experts": self.shared_expert_width,
+        }
+
+    @property
+    def query_groups(self) -> int | None:
+        """Key/value heads, each shared by a group of query heads; None: every head has its own."""
+        return None
+
+    @property
+    def shared_expert_width(self) -> int:
+        """Width of the expert that every token uses; 0: none."""
+        return 0
+
+    @property
+    def route_bytes_per_token(self) -> int:
+        """Bytes of one token's routed experts: one id a router and chosen expert."""
+        id_bytes = 1 if self.num_experts <= 256 else 2
+        return len(self.router_layers) * self.topk * id_bytes
+
+    @property
+    def rope_base(self) -> float:
+        """Base of the rotary embedding's wavelengths."""
+        return float((self.rope_parameters or {}).get("rope_theta", self.rope_theta))
+
+    @property
+    def rope_type(self) -> str:
+        """How the rotary embedding is scaled to long contexts; default: not."""
+        rope = self.rope_parameters or {}
+        return rope.get("rope_type", rope.get("type", "default"))
+
+    @property
+    def yarn(self) -> Yarn | None:
+        """Where `rope_type` is yarn, how it bends the wavelengths."""
+        return None
+
+    def contradictions(self) -> tuple[str, ...]:
+        """What cannot be true of any model, each a message of a rule."""
+        if self.topk <= self.num_experts:
+            return ()
+        return (
+            f"num_experts_per_tok {self.topk}, expected at most {self.key('num_experts')} "
+            f"{self.num_experts}; a token uses distinct experts",
+        )
+
+    def unsupported(self) -> tuple[str, ...]:
+        """What transformers builds from such a config, and the trainer does not."""
+        found = []
+        if self.rope_type not in self.rope_types:
+            found.append(f"rope_type is {self.rope_type}; its rotary embeddings are not built")
+        if self.hidden_act != "silu":
+            found.append(f"hidden_act is {self.hidden_act}; layers are built with silu")
+        return tuple(found)
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader may not expect of the family."""
+        return ()
+
+
+class Sparse(Shape):
+    """A model some of whose layers have routed experts."""
+
+    num_experts: Positive = Field()
+    topk: Positive = Field(alias="num_experts_per_tok")
+    moe_intermediate_size: Positive = Field()
+
+
+def layer_parameters(shape: Shape, layer: int) -> Parameters:
+    """Parameters of decoder layer `layer` (0-based), without its router's bias buffer."""
+    return shape.layers[layer]
+
+
+def _dense_layer(shape: Shape) -> Parameters:
+    norms, ffn = 2 * shape.hidden_size, 3 * shape.hidden_size * shape.intermediate_size
+    return Parameters(replicated=norms, tensor=ffn) + shape.attention
+
+
+def _sparse_layer(shape: Shape) -> Parameters:
+    hidden = shape.hidden_size
+    one = 3 * hidden * shape.moe_intermediate_size
+    return shape.attention + Parameters(
+        replicated=2 * hidden + hidden * shape.num_experts,
+        tensor=3 * hidden * shape.shared_expert_width,
+        expert=one * shape.num_experts,
+        active_expert=one * shape.topk,
+    )
+
+
+def mtp_parameters(shape: Shape) -> Parameters:
+    """Parameters of a layer for multi-token prediction: a decoder layer with experts, behind a
+    projection of two normed inputs and before a norm of its own."""
+    hidden = shape.hidden_size
+    return _sparse_layer(shape) + Parameters(replicated=3 * hidden, tensor=2 * hidden * hidden)
+
+
+def embedding_parameters(shape: Shape) -> Parameters:
+    """The token embedding."""
+    return Parameters(tensor=shape.vocab_size * shape.hidden_size)
+
+
+def head_parameters(shape: Shape) -> Parameters:
+    """The final norm, and the output projection where it is not the embedding again."""
+    tied = shape.tie_word_embeddings
+    return Parameters(
+        replicated=shape.hidden_size, tensor=0 if tied else shape.vocab_size * shape.hidden_size
+    )
+
+
+def parameters(shape: Shape) -> Parameters:
+    """Parameters of the whole model, layers for multi-token prediction apart."""
+    total = embedding_parameters(shape) + head_parameters(shape)
+    for layer in range(shape.num_hidden_layers):
+        total += layer_parameters(shape, layer)
+    return total
+
+
+def read_shape(hf: dict[str, Any]) -> Shape:
+    """The sizes in an HF config. Raises pydantic's `ValidationError`."""
+    family = importlib.import_module(f"pyrl_ext.plan.model.families.{hf['model_type']}")
+    return family.SHAPE.model_validate(hf)

@@ -1,0 +1,304 @@
+"""The compiled plan: the checked sections, what follows from them, and the comparison on resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Set
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from pyrl_ext.plan.language.errors import ConfigError, Problem, show
+from pyrl_ext.plan.model import ranks
+from pyrl_ext.plan.model.chunks import Stage, plan_stages
+from pyrl_ext.plan.model.sizes import Shape, read_shape
+from pyrl_ext.plan.schema import Sections
+
+# What a resumed run may change: it decides how long, how often, where and how, not what is computed
+# (beyond rounding).
+FREE_ON_RESUME = (
+    *("threads", "steps", "run", "log", "checkpoint", "evaluate"),
+    *("hardware", "estimate", "device", "parallel", "optimizer.distributed", "optimizer.offload"),
+    *("batching.tokens_per_microbatch", "model.recompute", "model.offload_layers"),
+    *("logprob", "kernels"),
+    *("rollout.gpus", "rollout.memory", "rollout.sleep", "rollout.offload_trainer"),
+    *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
+    "rollout.transport",
+)
+# Derived from the rest, or only where the YAML lay.
+NOT_COMPARED = ("source", "notes", "unsupported", "world_size", "fetched")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class Difference(NamedTuple):
+    """A field that two plans hold different values for."""
+
+    name: str
+    saved: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {show(self.now)} now, {show(self.saved)} in the saved plan"
+
+
+class Plan(Sections):
+    """Everything the run needs to know, frozen; `to_json` and `read` round-trip."""
+
+    source: str
+    """absolute path of the YAML file; relative paths in the plan start at its folder"""
+    world_size: int
+    """ranks of the run"""
+    hf: dict[str, Any]
+    """the HF config, as read"""
+    notes: tuple[str, ...] = ()
+    """worth knowing, nothing wrong"""
+    unsupported: tuple[str, ...] = ()
+    """what this plan names that the trainer cannot run yet"""
+    fetched: dict[str, str] = {}  # noqa: RUF012 (pydantic copies it)
+    """hub id -> its folder on this node, once it is there"""
+
+    @property
+    def derived(self) -> dict[str, Any]:
+        """What follows: row counts, the stages' layers, the ranks' coordinates and groups."""
+        return {
+            "fingerprint": self.fingerprint,
+            "row_alignment": self.row_alignment,
+            "max_rows": self.max_rows,
+            "samples_per_minibatch": self.samples_per_minibatch,
+            "router_layers": self.router_layers,
+            "stages": [[vars(chunk) for chunk in stage] for stage in self.stages],
+            "ranks": [rank._asdict() for rank in ranks.ranks(self.parallel)],
+            "groups": ranks.groups(self.parallel),
+            "kernels": self.kernel_sizes,
+        }
+
+    @property
+    def kernel_sizes(self) -> dict[str, Any]:
+        """What the kernels of a run are specialised for."""
+        shape, fused = self.shape, self.logprob.head == "fused"
+        return {
+            "route_ids": "uint8" if shape.num_experts <= 256 else "int16",
+            "topk": shape.topk,
+            "experts": shape.num_experts,
+            "routed_layers": [
+                sum(i in self.router_layers for chunk in stage for i in chunk.layers)
+                for stage in self.stages
+            ],
+            "vocab_columns": -(-shape.vocab_size // self.parallel.tp),
+            "logits": "float32" if fused else self.model.dtype,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that a resumed run may not change."""
+        fields = _flatten(self.model_dump(mode="json"), {*FREE_ON_RESUME, *NOT_COMPARED})
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The sizes of the model."""
+        return read_shape(self.hf)
+
+    @property
+    def router_layers(self) -> tuple[int, ...]:
+        """0-based global ids of the decoder layers that have a router."""
+        return self.shape.router_layers
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Multi-token-prediction layers that are trained."""
+        return self.shape.num_nextn_predict_layers if self.model.mtp else 0
+
+    @cached_property
+    def stages(self) -> tuple[tuple[Stage, ...], ...]:
+        """[pp][vpp] what every model chunk of every pipeline rank holds."""
+        return plan_stages(self.parallel, self.shape.num_hidden_layers, self.num_mtp_layers)
+
+    @property
+    def samples(self) -> int:
+        """Samples of a rollout step."""
+        return self.batching.prompts * self.batching.samples_per_prompt
+
+    @property
+    def prompts_asked(self) -> int:
+        """Prompts that a rollout step asks the engines for; it trains on batching.prompts."""
+        return math.ceil(round(self.batching.prompts * self.rollout.oversample, 6))
+
+    @property
+    def samples_per_minibatch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.samples // self.batching.minibatches
+
+    @property
+    def row_alignment(self) -> int:
+        """Rows of a packed sequence are padded to a multiple of this."""
+        return alignment(self.parallel.tp, self.parallel.cp, self.model.fp8 is not None)
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest sample: its last token is never an input."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens - 1
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the longest sample, padded."""
+        return -(-self.longest // self.row_alignment) * self.row_alignment
+
+    @property
+    def rollout_dtype(self) -> str:
+        """Type of the engine's weights."""
+        return self.rollout.dtype or self.model.dtype
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether the engine gives the GPU that it shares back while the trainer works."""
+        rollout = self.rollout
+        shared = self.device == "cuda" and rollout.gpus is None
+        return shared and rollout.sleep and rollout.engine != "recorded"
+
+    @property
+    def transport(self) -> Literal["inprocess", "shm", "ipc", "broadcast"]:
+        """How weights reach the engine, with auto resolved."""
+        if self.rollout.transport != "auto":
+            return self.rollout.transport
+        return "inprocess" if self.rollout.gpus is None else "broadcast"
+
+    @property
+    def engine_of_rank(self) -> tuple[int | None, ...]:
+        """By trainer rank, the engine that it holds, or holds a part of; None: it holds none.
+
+        One in a process of its own belongs to one rank, one in process to as many as it has parts.
+        """
+        world, tp, gpus = self.world_size, self.rollout.tp, self.rollout.gpus
+        if self.transport == "inprocess":
+            return tuple(rank // tp for rank in range(world))
+        engines = (world if gpus is None else gpus) // tp
+        owners = {engine * world // engines: engine for engine in range(engines)}
+        return tuple(owners.get(rank) for rank in range(world))
+
+    @property
+    def config_path(self) -> str:
+        """Absolute path of the HF config.json."""
+        return self.resolve(self.model.config)
+
+    @property
+    def tokenizer_path(self) -> str | None:
+        """Absolute folder of the tokenizer; a hub id until it is fetched."""
+        return self._local_or_hub(self.model.tokenizer)
+
+    @property
+    def weights_path(self) -> str | None:
+        """Absolute folder of the initial weights; a hub id until they are fetched."""
+        return self._local_or_hub(self.model.weights)
+
+    @property
+    def prompts_path(self) -> str | None:
+        """Absolute path of the training prompts."""
+        return self.resolve(self.data.prompts) if self.data.prompts else None
+
+    @property
+    def eval_prompts_path(self) -> str | None:
+        """Absolute path of the held-out prompts."""
+        return self.resolve(self.data.eval_prompts) if self.data.eval_prompts else None
+
+    @property
+    def recorded_path(self) -> str | None:
+        """Absolute path of the recorded samples."""
+        return self.resolve(self.rollout.path) if self.rollout.path else None
+
+    def resolve(self, path: str) -> str:
+        """`path` as an absolute path; relative ones start at the YAML file's folder."""
+        return os.path.abspath(Path(self.source).parent / path)
+
+    def is_hub_id(self, name: str) -> bool:
+        """Whether `name` is taken as owner/name of a model hub: no such folder beside the YAML."""
+        return bool(_HUB_ID.fullmatch(name)) and not os.path.exists(self.resolve(name))
+
+    def _local_or_hub(self, name: str | None) -> str | None:
+        if name is None:
+            return None
+        return self.fetched.get(name, name) if self.is_hub_id(name) else self.resolve(name)
+
+    def to_json(self) -> str:
+        """JSON with a line a field; what is derived is for readers, and computed anew when read."""
+        tree = self.model_dump(mode="json") | {"derived": self.derived}
+        return "{\n" + ",\n".join(_lines(tree, "  ", depth=2)) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """What `to_json` wrote. Raises `ValueError` or `AttributeError` where it is not one."""
+        tree = json.loads(text)
+        tree.pop("derived", None)
+        return cls.model_validate_json(json.dumps(tree))
+
+    @classmethod
+    def read(cls, path: str | Path) -> Plan:
+        """The plan saved as JSON at `path`. Raises `ConfigError` where it is not one."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            message = f"{error.strerror or error}, expected a saved plan"
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            message = f"not a plan of this version: {place}: {first['msg']}"
+        except (AttributeError, ValueError) as error:
+            message = f"not a saved plan: {error}"
+        raise ConfigError([Problem(str(path), 0, message)])
+
+    def diff(self, saved: Plan) -> tuple[Difference, ...]:
+        """Fields in which this plan and a `saved` one differ and a resumed run may not."""
+        ignored = {*FREE_ON_RESUME, *NOT_COMPARED}
+        before, after = (_flatten(p.model_dump(mode="json"), ignored) for p in (saved, self))
+        names = dict.fromkeys((*after, *before))
+        pairs = ((name, before.get(name), after.get(name)) for name in names)
+        return tuple(Difference(*pair) for pair in pairs if pair[1] != pair[2])
+
+    def check_resumes(self, saved: Plan) -> None:
+        """Raise `ConfigError` where this plan would continue `saved` as a different run."""
+        advice = "expected the same to resume. Use another run folder to start afresh"
+        changed = [Problem(self.source, 0, f"{each}, {advice}") for each in self.diff(saved)]
+        if changed:
+            raise ConfigError(changed)
+
+
+def alignment(tp: int, cp: int, fp8: bool) -> int:
+    """What a sequence is padded to a multiple of, as `TokenLayout` does: equal parts for tp ranks
+    (sequence parallelism), two a rank for cp (zigzag), and in FP8 tiles of 16 rows on a cp rank."""
+    unit = tp if cp == 1 else 2 * cp * tp
+    return math.lcm(unit, 16 * cp) if fp8 else unit
+
+
+def _flatten(tree: dict[str, Any], ignored: Set[str], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name, without those in ``ignored`` and what is below them."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if prefix + name in ignored:
+            continue
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, ignored, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _lines(tree: dict[str, Any], indent: str, depth: int) -> Iterator[str]:
+    for name, value in tree.items():
+        start = f"{indent}{json.dumps(name)}: "
+        if depth > 1 and isinstance(value, dict) and value:
+            inner = ",\n".join(_lines(value, indent + "  ", depth - 1))
+            yield f"{start}{{\n{inner}\n{indent}}}"
+        elif isinstance(value, list | tuple) and any(
+            isinstance(item, dict | list | tuple) for item in value
+        ):
+            items = ",\n".join(f"{indent}  {json.dumps(item)}" for item in value)
+            yield f"{start}[\n{items}\n{indent}]"
+        else:
+            yield start + json.dumps(value)

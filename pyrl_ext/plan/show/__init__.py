@@ -1,0 +1,1 @@
+"""The plan for people: terminal, explanations, the page of keys, HTML."""

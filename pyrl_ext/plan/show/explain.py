@@ -1,0 +1,158 @@
+"""What a key means: its field, its value in a plan and where that came from, the rules on it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, fields_of, show, unknown
+from pyrl_ext.plan.language.resolve import unit_of
+from pyrl_ext.plan.language.yaml_tree import Place, Source
+from pyrl_ext.plan.reads import rules_of_fields
+from pyrl_ext.plan.schema import Sections
+
+_KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def explain(name: str, source: Source | None, console: Console) -> None:
+    """Print what is known of `section.key`, of a section, or of a key without a section.
+
+    Args:
+        name: as it is written on the command line
+        source: the settled configuration; None: only what the schema says
+        console: where to print
+
+    Raises:
+        ConfigError: where there is no such key
+    """
+    key = tuple(name.split("."))
+    section, inner = key[0], fields_of(key[0])
+    message = None
+    if section not in fields_of():
+        message = unknown(key[:1])
+    elif len(key) == 1 and inner:
+        return _explain_section(section, source, console)
+    elif len(key) > 1 and key[1] not in inner:
+        message = unknown(key[:2]) if inner else f"{section} is a single value, it has no keys"
+    elif len(key) > 2:
+        message = f"unknown key, expected {section}.{key[1]}, which is explained as a whole"
+    if message:
+        raise ConfigError([Problem(f"command line: --explain {name}", 0, message)])
+    console.print(f"[bold]{name}[/]  {escape(field_of(key).description)}")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for label, text in _facts(key, source):
+        table.add_row(label, escape(text))
+    console.print(table)
+
+
+def _explain_section(name: str, source: Source | None, console: Console) -> None:
+    console.print(f"[bold]{name}[/]  {escape(Sections.model_fields[name].annotation.__doc__)}")  # type: ignore[union-attr]
+    table = Table(box=None, pad_edge=False)
+    for column in ("key", "type", "default", "value" if source else "", "meaning"):
+        if column:
+            table.add_column(column, overflow="fold")
+    for key, field in fields_of(name).items():
+        value = [show(value_of((name, key), source))] if source else []
+        row = [key, type_of(field), default_of(field), *value, field.description]
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def _facts(key: Key, source: Source | None) -> Iterator[tuple[str, str]]:
+    field = field_of(key)
+    yield "type", type_of(field)
+    if unit := unit_of(field):
+        yield "unit", unit
+    yield "default", default_of(field)
+    if source:
+        yield "value", show(value_of(key, source)) if key not in source.failed else "unknown"
+        yield "from", came_from(key, source)
+        for problem in source.problems:
+            if problem.message.startswith(f"{'.'.join(key)}: "):
+                yield "problem", f"{problem.where}: {problem.message}"
+    rules = rules_of_fields().get(key, [])
+    for i, (at, sentence) in enumerate(rules):
+        yield "" if i else "rules", f"{sentence} ({at})"
+    if not rules:
+        yield "rules", "none reads it"
+
+
+def field_of(key: Key) -> Any:
+    """The schema's field of a key that is known."""
+    return fields_of(*key[:-1])[key[-1]]
+
+
+def value_of(key: Key, source: Source) -> Any:
+    """What `source` says, or the default; None for a required field that is missing."""
+    tree: Any = source.tree
+    for part in key:
+        if not isinstance(tree, dict) or part not in tree:
+            field = field_of(key)
+            return None if field.is_required() else field.get_default(call_default_factory=True)
+        tree = tree[part]
+    return tree
+
+
+def came_from(key: Key, source: Source) -> str:
+    """Who wrote a value: an override, a line of the file or of a parent, or nobody."""
+    tree: Any = source.tree
+    for part in key[:-1]:
+        tree = tree.get(part, {})
+    if not isinstance(tree, dict) or key[-1] not in tree:
+        return "missing, it has no default" if field_of(key).is_required() else "the default"
+    _, place = source.origin(key) or ((), Place(source.path, 1))
+    if isinstance(place, str):
+        text = f"command line: {place}"
+    else:
+        parent = "" if place.file == source.path else ", a parent"
+        text = f"{place.file}:{place.line}{parent}"
+    for target in source.references.get(key, ()):
+        text += f"; ${{{'.'.join(target)}}} is {came_from(target[:2], source)}"
+    return text
+
+
+def default_of(field: Any) -> str:
+    """The default as it would be written."""
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, str):
+        return default
+    return show(list(default) if isinstance(default, tuple) else default)
+
+
+def type_of(field: Any) -> str:
+    """The type of a field in words, with its bounds."""
+    return _type_of(field.annotation, field.metadata)
+
+
+def _type_of(annotation: Any, marks: Any = ()) -> str:
+    kind, inner = get_origin(annotation), get_args(annotation)
+    if hasattr(annotation, "__metadata__"):
+        return _type_of(inner[0], annotation.__metadata__)
+    if kind in (Union, types.UnionType):
+        return ", or ".join(_type_of(each) for each in inner)
+    if kind is Literal:
+        return " | ".join(inner)
+    if annotation is type(None):
+        return "null"
+    if kind is list:
+        return f"list, each a {_type_of(inner[0])}"
+    if kind in (dict, tuple):
+        each = f" of {len(inner)}, each a {_type_of(inner[0])}" if kind is tuple else ""
+        return "mapping" if kind is dict else f"list{each}"
+    return ", ".join([_KINDS[annotation], *_bounds(marks)])
+
+
+def _bounds(marks: Any) -> Iterator[str]:
+    for mark in marks:
+        yield from _bounds(getattr(mark, "metadata", ()))  # pydantic's Field inside Annotated
+        for name, words in _BOUNDS.items():
+            if (bound := getattr(mark, name, None)) is not None:
+                yield f"{words} {bound}"

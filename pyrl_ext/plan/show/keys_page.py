@@ -1,0 +1,79 @@
+"""The schema for others: a page of every key, and a JSON Schema for editors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema
+
+from pyrl_ext.plan.language.errors import Key, fields_of
+from pyrl_ext.plan.reads import rules_of_fields
+from pyrl_ext.plan.schema import Section, Sections
+from pyrl_ext.plan.show.explain import default_of, type_of
+
+EXTENDS = "parent file, relative to this one; what this file does not say is taken from there"
+
+
+def page() -> str:
+    """`configs/REFERENCE.md`: how values are written, then a table a section."""
+    prose = Path(__file__).with_name("language.md").read_text(encoding="utf-8")
+    return "\n".join([prose.rstrip(), "", "# Keys", "", *_tables()]) + "\n"
+
+
+def _tables() -> Iterator[str]:
+    alone = {name: field for name, field in fields_of().items() if not fields_of(name)}
+    yield "`extends`: " + EXTENDS + "."
+    yield ""
+    yield from _table((), alone)
+    for name, field in fields_of().items():
+        if fields := fields_of(name):
+            yield from (f"## {name}", "", str(field.annotation.__doc__), "")
+            yield from _table((name,), fields)
+
+
+def _table(section: Key, fields: dict[str, Any]) -> Iterator[str]:
+    yield "| key | type | default | meaning | rules that read it |"
+    yield "| --- | --- | --- | --- | --- |"
+    for name, field in fields.items():
+        rules = "; ".join(words for _, words in rules_of_fields().get((*section, name), ()))
+        meaning = " ".join(field.description.split())
+        row = (f"`{name}`", type_of(field), f"`{default_of(field)}`", meaning, rules)
+        yield "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
+    yield ""
+
+
+class _Untitled(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False  # editors show the key itself
+
+
+def schema() -> str:
+    """JSON Schema of a config file, with descriptions."""
+    tree = Sections.model_json_schema(schema_generator=_Untitled)
+    kinds = {kind.__name__: kind for kind in Section.__subclasses__()}
+    needed = {"required": tree.pop("required"), "properties": {}}
+    owners = {tree["properties"][name].get("$ref"): name for name in fields_of()}
+    for name, section in tree["$defs"].items():
+        # a required key may come from the parent
+        if required := section.pop("required", None):
+            needed["properties"][owners[f"#/$defs/{name}"]] = {"required": required}
+        _accept_written_forms(section, kinds[name].model_fields)
+    _accept_written_forms(tree, {n: f for n, f in fields_of().items() if not fields_of(n)})
+    replay = tree["properties"]["replay"]
+    replay["anyOf"] = [{"$ref": replay.pop("$ref")}, {"type": "boolean"}]
+    tree["properties"]["extends"] = {"type": ["string", "null"], "description": EXTENDS}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    rest = {"if": {"not": {"required": ["extends"]}}, "then": needed}
+    return json.dumps(head | tree | rest, indent=2) + "\n"
+
+
+def _accept_written_forms(owner: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Any value may be a reference, and a whole number a size."""
+    for name, field in fields.items():
+        was = owner["properties"][name]
+        about = {key: was.pop(key) for key in ("description", "default") if key in was}
+        pattern = r"\$\{" + (r"|^[-+]?[0-9.]+ ?[kKMGT]i?B?$" if "whole" in type_of(field) else "")
+        owner["properties"][name] = about | {"anyOf": [was, {"type": "string", "pattern": pattern}]}

@@ -1,0 +1,77 @@
+"""What `--suggest` prints: a table of plans, and the overrides of each on a line to paste."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pyrl_ext.plan.forecast.hardware import parse_gpus
+from pyrl_ext.plan.forecast.suggest import suggest
+from pyrl_ext.plan.language.errors import ConfigError, Problem
+
+
+def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
+    """Print the plans for ``wanted`` (8xH200). Exit code 0: there are some; 2: there is none.
+
+    Raises:
+        ConfigError: with problems that no layout mends
+    """
+    try:
+        gpus, gpu = parse_gpus(wanted)
+    except ValueError as error:
+        raise ConfigError([Problem("command line: --suggest", 0, str(error))]) from None
+    console, errors = Console(), Console(stderr=True)
+    with _Line(errors) as line:
+        search = suggest(path, overrides, gpus, gpu, progress=line)
+    reasons = [f"{times} break {name}" for name, times in search.broken.most_common(5)]
+    reasons += [f"{search.too_large} do not fit"] * bool(search.too_large)
+    console.print(f"{search.layouts} layouts of {gpus} {gpu}: {', '.join(reasons) or 'all hold'}")
+    if not search.found:
+        if search.smallest:
+            peak, texts = search.smallest
+            console.print(f"the least found holds {_gib(peak)} GiB a GPU, with", " ".join(texts))
+        return 2
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "tokens", "recompute", "peak GiB", "left GiB", "s a step", "MFU"):
+        table.add_column(name, justify="right")
+    for number, each in enumerate(search.found, start=1):
+        left = _gib(each.limit - each.peak)
+        tokens, again = each.plan.batching.tokens_per_microbatch, each.plan.model.recompute
+        cells = (str(tokens), again, _gib(each.peak), left, f"{each.time.total:.3g}")
+        table.add_row(str(number), *cells, f"{each.time.mfu:.0%}")
+    console.print(table)
+    for number, each in enumerate(search.found, start=1):
+        pasted = " ".join(map(shlex.quote, each.overrides)) or "as it is"
+        console.print(f"{number}: {pasted}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"fastest first. Time: {search.found[0].time.error}. MFU is of the update")
+    return 0
+
+
+def _gib(held: int) -> str:
+    return f"{held / 2**30:.1f}"
+
+
+class _Line:
+    """A line about the search, once it has taken a second."""
+
+    def __init__(self, console: Any) -> None:
+        self.status, self.began, self.shown = console.status(""), monotonic(), False
+
+    def __enter__(self) -> _Line:
+        return self
+
+    def __call__(self, share: float) -> None:
+        if monotonic() - self.began < 1:
+            return
+        self.status.update(f"trying layouts, {share:.0%}")
+        if not self.shown:
+            self.shown = True
+            self.status.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.status.stop()

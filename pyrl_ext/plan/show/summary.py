@@ -1,0 +1,244 @@
+"""What a plan comes to, in words and numbers: what the terminal and the page both show."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from pyrl_ext.plan import rules
+from pyrl_ext.plan.forecast.hardware import memory_limit
+from pyrl_ext.plan.forecast.memory import PHASES, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.step_time import StepTime, step_time
+from pyrl_ext.plan.language.errors import show
+from pyrl_ext.plan.model.ranks import groups as groups_of
+from pyrl_ext.plan.model.sizes import parameters
+from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.schema import Section, Sections
+
+
+class Verdict(NamedTuple):
+    """The answer to one question about a plan."""
+
+    tone: Literal["good", "bad", "plain"]
+    answer: str
+    detail: str
+
+
+class Value(NamedTuple):
+    """A field of the plan as text."""
+
+    key: str
+    text: str
+    meaning: str
+    is_default: bool
+
+
+class Summary:
+    """A plan with all that is computed from it, each once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """What the fullest rank of every stage holds."""
+        return stage_memory(self.plan)
+
+    @cached_property
+    def fullest(self) -> StageMemory:
+        """The stage with the highest peak."""
+        return max(self.memory, key=lambda stage: stage.peak)
+
+    @cached_property
+    def limit(self) -> int | None:
+        """Bytes a device has; None where the plan does not say."""
+        return memory_limit(self.plan)
+
+    @cached_property
+    def time(self) -> StepTime | None:
+        """Seconds of a step; None where the plan names no GPU."""
+        return step_time(self.plan)
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Whether the plan is consistent, fits and can run."""
+        count = len(rules.RULES)
+        consistent = Verdict("good", "consistent", f"all {count} rules hold, every field is known")
+        return (consistent, self._fits(), self._takes(), self._runs())
+
+    def _fits(self) -> Verdict:
+        stage, limit = self.fullest, self.limit
+        phase = peak_phase(stage)
+        counted = [item for item in stage.items if phase in item.phases and not item.host]
+        about = "" if all(item.exact for item in counted) else "about "
+        stages = f" of stage {stage.stage}" if self.plan.parallel.pp > 1 else ""
+        where = f"at the peak ({phase}) of the fullest rank{stages}"
+        if limit is None:
+            unknown = "hardware.gpu names no device to hold it against"
+            return Verdict("plain", "memory", f"{about}{size(stage.peak)} {where}; {unknown}")
+        peak, spare = f"{about}{size(stage.peak)} of {size(limit)} {where}", limit - stage.peak
+        if spare < 0:
+            return Verdict("bad", "does not fit", f"{peak}: {size(-spare)} too much")
+        return Verdict("good", "fits", f"{peak}: {size(spare)} left")
+
+    def _takes(self) -> Verdict:
+        if self.time is None:
+            unknown = "not estimated: hardware.gpu names no GPU"
+            return Verdict("plain", "time", unknown)
+        devices = f"{self.plan.world_size} {self.plan.hardware.gpu}"
+        took = f"about {duration(self.time.total)} a step on {devices}"
+        return Verdict(
+            "plain", "time", f"{took}, MFU of the update {self.time.mfu:.0%} (estimated)"
+        )
+
+    def _runs(self) -> Verdict:
+        missing = len(self.plan.unsupported)
+        if not missing:
+            return Verdict("good", "runs", "the trainer builds all that the plan names")
+        things = "1 thing" if missing == 1 else f"{missing} things"
+        return Verdict("bad", "cannot run yet", f"{things} that the trainer refuses, named below")
+
+    @property
+    def device(self) -> str:
+        """What one rank runs on."""
+        hardware = self.plan.hardware
+        return f"one {hardware.gpu}" if hardware.gpu else f"one {self.plan.device} device"
+
+
+def facts(plan: Plan) -> list[tuple[str, str]]:
+    """(name, text) of what follows from the plan: ranks, parameters, routes and the batch."""
+    parallel, shape, batching = plan.parallel, plan.shape, plan.batching
+    counts, routers = parameters(shape), plan.router_layers
+    expert_dp = parallel.world_size // (parallel.pp * parallel.ep * parallel.etp_size)
+    replica = f"dp {parallel.dp} x tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}"
+    experts = f"ep {parallel.ep} x etp {parallel.etp_size} x dp {expert_dp}"
+    kinds = groups_of(parallel).items()
+    groups = ", ".join(f"{name} {len(kind)} of {len(kind[0])}" for name, kind in kinds)
+    return [
+        ("ranks", f"{plan.world_size} = {replica}; experts {experts}"),
+        ("groups", groups or "none: one rank"),
+        ("parameters", f"{count(counts.total)}, of which {count(counts.active)} serve a token"),
+        ("routers", f"{len(routers)} of {shape.num_hidden_layers} layers ({ranges(routers)}), "
+                    f"each picks {shape.topk} of {shape.num_experts} experts"),
+        ("engine", _engine(plan)),
+        ("routes", _routes(plan)),
+        ("rollout step", f"{plan.samples} samples in groups of {batching.samples_per_prompt}"),
+        ("minibatch", f"{plan.samples_per_minibatch} samples, {batching.minibatches} a step"),
+        ("microbatches", f"at most {most_microbatches(plan)} a minibatch and replica: samples of "
+                         f"{plan.max_rows} rows, padded to a multiple of {plan.row_alignment}"),
+    ]  # fmt: skip
+
+
+def values(plan: Plan) -> list[Value]:
+    """Every field, in the order of the schema."""
+    found = []
+    for name, field in Sections.model_fields.items():
+        value = getattr(plan, name)
+        if isinstance(value, Section):
+            inner = type(value).model_fields.items()
+            found += [_value(f"{name}.{key}", getattr(value, key), each) for key, each in inner]
+        else:
+            found.append(_value(name, value, field))
+    return found
+
+
+def _value(key: str, value: Any, field: Any) -> Value:
+    is_default = value == field.get_default(call_default_factory=True)
+    text = value if isinstance(value, str) else show(value)
+    return Value(key, text, field.description or "", is_default)
+
+
+def peak_phase(stage: StageMemory) -> str:
+    """The phase in which a stage holds most on the device."""
+    return max(PHASES, key=stage.held)
+
+
+def most_microbatches(plan: Plan) -> int:
+    """Microbatches of a minibatch on one replica, if every sample is the longest."""
+    # a sample that only several ranks hold (parallel.dynamic_cp) is a microbatch by itself
+    each = max(1, plan.batching.tokens_per_microbatch // plan.max_rows)
+    samples = -(-plan.samples_per_minibatch // plan.parallel.dp)
+    return -(-samples // each)
+
+
+def size(number: int) -> str:
+    """Bytes with a binary unit."""
+    value, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.4g} {units[0]}"
+
+
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+
+
+def unit_for(most: float) -> tuple[str, int]:
+    """(unit, its bytes) in which numbers up to `most` bytes read well below each other."""
+    found = (item for item in _UNITS.items() if most >= 2 * item[1])
+    return next(found, ("KiB", _UNITS["KiB"]))
+
+
+def in_units(number: int, factor: int) -> str:
+    """Bytes as a number of units; none are left out, and few are told apart from none."""
+    value = number / factor
+    return "< 0.01" if 0 < value < 0.005 else f"{value:.2f}" if number else ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds with the unit that reads best."""
+    for unit, factor in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def amount(number: float, unit: str) -> str:
+    """How much of `unit`; FLOP and bytes with a decimal prefix: 3 TFLOP, 20 GB."""
+    short = {"FLOP": "FLOP", "byte": "B", "bytes": "B"}.get(unit)
+    if short is None:
+        return f"{number:.4g} {unit}" if number < 1000 else f"{number:,.0f} {unit}"
+    for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.4g} {prefix}{short}"
+    return f"{number:.3g} {short}"
+
+
+def count(number: int) -> str:
+    """A number with K, M or B for thousands, millions and billions."""
+    for unit, factor in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= factor:
+            return f"{number / factor:.4g}{unit}"
+    return str(number)
+
+
+def ranges(ids: tuple[int, ...]) -> str:
+    """Rising ids with runs joined: (1, 2, 3, 5) -> 1-3, 5."""
+    runs: list[list[int]] = []
+    for i in ids:
+        if runs and runs[-1][-1] == i - 1:
+            runs[-1][1:] = [i]
+        else:
+            runs.append([i])
+    return ", ".join("-".join(map(str, run)) for run in runs) or "none"
+
+
+def _engine(plan: Plan) -> str:
+    rollout = plan.rollout
+    way = "in the trainer's process"
+    if plan.transport != "inprocess":
+        way = f"in a process of its own, weights by {plan.transport}"
+    if rollout.engine != "vllm":
+        return rollout.engine if rollout.engine == "recorded" else f"{rollout.engine}, {way}"
+    where = "of their own" if rollout.gpus else "that the trainer shares"
+    number, devices = (
+        (rollout.gpus or plan.world_size) // rollout.tp,
+        rollout.gpus or plan.world_size,
+    )
+    return f"vllm, {number} of tp {rollout.tp} on {devices} devices {where}, {way}"
+
+
+def _routes(plan: Plan) -> str:
+    if not plan.replay.enabled:
+        return "not replayed"
+    each = plan.shape.route_bytes_per_token
+    return f"{each} bytes a token, at most {size(each * plan.max_rows * plan.samples)} a step"

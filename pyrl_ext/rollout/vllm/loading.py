@@ -1,0 +1,90 @@
+"""Runs inside vLLM's workers: takes weights, and tells what was taken and what lies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops.digest import digest_on_device, read
+from pyrl_ext.rollout.hf.destinations import Destinations
+
+
+class Loading:
+    """Its methods are called by name through `collective_rpc`."""
+
+    model_runner: Any
+    vllm_config: Any
+    rank: int
+    reload_weights: Any
+    _destinations: Destinations | None = None
+    _taken: dict[str, Tensor]
+
+    def take_weights(
+        self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None
+    ) -> list[Exception]:
+        """Loads a checkpoint, or whole layers of it. vLLM itself keeps the old values of modules of
+        which nothing comes; one of which a part comes it completes with what memory holds.
+
+        Args:
+            named: (name, tensor); a tensor may change as soon as the next one is asked for
+            only: names of those that come; None: all
+
+        Returns:
+            what went wrong, such as the ValueError of `Destinations.check`. Were it raised, vLLM
+            would not wait for its other workers, and take their answers for those to the next
+            call. A list, since it also raises what is returned as an error
+        """
+        try:
+            self._take(named, only)
+        except Exception as error:
+            return [error]
+        return []
+
+    def _take(self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None) -> None:
+        if self._destinations is None:
+            self._destinations = Destinations.on_paper(self.vllm_config.model_config.model)
+        if only is None:
+            self._taken = {}
+        else:
+            self._destinations.need_whole_layers(only)
+        try:
+            self.reload_weights(weights_iterator=self._noted(self._destinations.check(named, only)))
+        except BaseException:
+            # vLLM keeps the parts of layers that it waits to complete, and would complete them with
+            # parts of the next load; an empty one ends the waiting
+            self.reload_weights(weights_iterator=())
+            raise
+
+    def _noted(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """A digest of each, of a copy: vLLM holds tensors until their layer is complete."""
+        for name, tensor in named:
+            copy = tensor.detach().clone()
+            self._taken[name] = digest_on_device(copy)
+            yield name, copy
+
+    def weight_digests(self, names: Sequence[str] | None) -> dict[str, int]:
+        """Digests of the tensors last taken; with None also of what lies in vLLM's memory."""
+        if unknown := [name for name in names or () if name not in self._taken]:
+            raise ValueError(f"VLLMEngine.checksums: {unknown[:4]}, expected names of its weights")
+        if names is not None:
+            return read({name: self._taken[name] for name in names})
+        held = {name: digest_on_device(tensor) for name, tensor in self._memory()}
+        return read(self._taken | {f"vllm rank {self.rank}: {n}": d for n, d in held.items()})
+
+    def _memory(self) -> Iterator[tuple[str, Tensor]]:
+        """vLLM's parameters and buffers, packed, fused and sharded as they are. What a CPU's
+        library has packed out of sight is seen by what it makes of a vector."""
+        for name, module in self.model_runner.model.named_modules():
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    yield f"{name}.{key}", tensor
+            if (packed := getattr(module, "cpu_linear", None)) is not None:
+                weight = module.weight
+                width = weight.shape[-1] or getattr(
+                    module, "input_size_per_partition", module.input_size
+                )
+                vector = torch.arange(1.0, width + 1).sin().to(weight.dtype)[None]
+                yield f"{name}.weight as packed", packed(vector, weight, None)

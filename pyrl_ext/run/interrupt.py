@@ -1,0 +1,53 @@
+"""Ctrl-C: stop after the running step, with a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+
+class Interrupt:
+    """Ctrl-C asks for a stop after the step that runs; a second one stops at once.
+
+    Under torchrun one Ctrl-C arrives twice, from the terminal and from torchrun: what comes within
+    ``SAME`` seconds counts as one.
+    """
+
+    SAME = 2.0
+
+    def __init__(self, device: torch.device):
+        self.asked_at: float | None = None
+        self._flag = torch.zeros((), device=device)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.asked_at is not None:
+            if now - self.asked_at > self.SAME:
+                raise KeyboardInterrupt
+            return
+        self.asked_at = now
+        print("\nstopping after this step, with a checkpoint; Ctrl-C again stops now", flush=True)
+
+    @contextmanager
+    def watched(self) -> Iterator[Interrupt]:
+        before = [signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)]
+        try:
+            yield self
+        finally:
+            for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+                signal.signal(number, handler)
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop, alike on every rank.
+
+        Communicates: one number over the world. Syncs: reads it.
+        """
+        self._flag.fill_(float(self.asked_at is not None))
+        dist.all_reduce(self._flag, dist.ReduceOp.MAX)
+        return bool(self._flag.item())

@@ -1,0 +1,213 @@
+"""What engine and trainer exchange: Prompt and Sampling go in, Sample comes out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FINISH_REASONS = ("stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question.
+
+    Args:
+        id: names the prompt everywhere (groups, random streams, error messages); unique in a batch
+        tokens: [P] token ids, P >= 1
+        answer: what the reward function compares with, of any type
+        text: the prompt as text, for messages and logs
+        meta: further fields of its record, for reward functions
+    """
+
+    id: int
+    tokens: tuple[int, ...]
+    answer: Any = None
+    text: str = ""
+    meta: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How responses are drawn.
+
+    One random stream exists per (seed, prompt id, sample index, token position), so a sample does
+    not depend on which other prompts it was generated with.
+
+    Args:
+        max_new_tokens: response budget [tokens]
+        temperature: logits are divided by it, > 0
+        top_p: smallest set of tokens whose probabilities reach it is kept, in (0, 1]
+        top_k: number of most likely tokens kept; 0 = all
+        stop_ids: a sampled token of these ends the response and is part of it
+        stop: texts; the token that completes one of them in the response's text ends it and is
+            part of it
+        samples_per_prompt: group size
+        seed: already mixed with the training step by the caller
+        greedy: argmax instead of a draw; log-probs are then those of the unfiltered model
+
+    Raises:
+        ValueError: a field outside its range
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    samples_per_prompt: int = 1
+    seed: int = 0
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, field: str, rule: str) -> None:
+            if not ok:
+                raise ValueError(f"Sampling.{field}: {getattr(self, field)!r}, expected {rule}")
+
+        need(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
+        need(
+            math.isfinite(self.temperature) and self.temperature > 0,
+            "temperature",
+            "a finite number > 0 (greedy=True for argmax)",
+        )
+        need(0 < self.top_p <= 1, "top_p", "a number in (0, 1]")
+        need(self.top_k >= 0, "top_k", "0 (all tokens) or a positive count")
+        need(all(self.stop), "stop", "texts of at least one character")
+        need(self.samples_per_prompt >= 1, "samples_per_prompt", "at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One prompt with one response, stored by token: entry t of every field is about tokens[t].
+
+    Args:
+        prompt_id: samples of one prompt form a group
+        index: 0..samples_per_prompt-1 within the group
+        tokens: [T] int64, prompt then response
+        prompt_len: number of prompt tokens, 1 <= prompt_len < T
+        loss_mask: [T] bool, tokens the policy chose and is trained on
+        rollout_logprobs: [T] float32, log p(tokens[t] | tokens[:t]) under the distribution the
+            token was drawn from; 0 where nothing was sampled
+        routes: [T, L, K] narrowest unsigned type (uint8 up to 256 experts, else uint16), experts
+            that processed token t as an input; None if the engine reports none
+        layer_ids: [L] 0-based global ids of the layers that have a router
+        route_mask: [T] bool, tokens that have a route (the last token never was an input)
+        weight_version: of the weights that generated the sample
+        finish_reason: "stop" (a stop token was sampled or a stop string is complete) or
+            "length" (the budget ran out)
+        reward: nan until scored
+    """
+
+    prompt_id: int
+    index: int
+    tokens: Tensor
+    prompt_len: int
+    loss_mask: Tensor
+    rollout_logprobs: Tensor
+    routes: Tensor | None
+    layer_ids: tuple[int, ...]
+    route_mask: Tensor
+    weight_version: int
+    finish_reason: str
+    reward: float = math.nan
+
+    @property
+    def response(self) -> list[int]:
+        """Token ids after the prompt."""
+        return self.tokens[self.prompt_len :].tolist()
+
+    def check(self) -> Sample:
+        """Returns the sample if its fields agree with each other.
+
+        Raises:
+            ValueError: naming the prompt, the sample and, where there is one, the token
+        """
+        size = self.tokens.numel()
+        self._need(self.tokens.dim() == 1, f"tokens {list(self.tokens.shape)}", "shape [T]")
+        self._need(self.tokens.dtype == torch.int64, f"tokens {self.tokens.dtype}", "int64")
+        self._need(
+            1 <= self.prompt_len < size,
+            f"prompt_len {self.prompt_len} of {size} tokens",
+            "at least one prompt token and at least one response token",
+        )
+        for name, dtype in (
+            ("loss_mask", torch.bool),
+            ("rollout_logprobs", torch.float32),
+            ("route_mask", torch.bool),
+        ):
+            value = getattr(self, name)
+            found = f"{name} {list(value.shape)} {value.dtype}"
+            good = value.shape == self.tokens.shape and value.dtype == dtype
+            self._need(good, found, f"[{size}] {dtype}, one entry a token")
+        self._need(
+            self.finish_reason in FINISH_REASONS,
+            f"finish_reason {self.finish_reason!r}",
+            f"one of {', '.join(FINISH_REASONS)}",
+        )
+        self._check_tokens()
+        self._check_routes()
+        return self
+
+    def _check_tokens(self) -> None:
+        logprobs, mask = self.rollout_logprobs, self.loss_mask
+        self._first(~torch.isfinite(logprobs), logprobs, "log-prob", "a finite number")
+        self._first(logprobs > 1e-5, logprobs, "log-prob", "a number <= 0")
+        self._first((logprobs != 0) & ~mask, logprobs, "log-prob", "0 where nothing was sampled")
+        self._first(self.tokens < 0, self.tokens, "token id", "a number >= 0")
+        given = torch.arange(mask.numel(), device=mask.device) < self.prompt_len
+        self._first(mask & given, mask, "loss_mask", "False on prompt tokens")
+
+    def _check_routes(self) -> None:
+        last = self.route_mask.numel() - 1
+        self._need(
+            not bool(self.route_mask[last]),
+            f"route_mask True at token {last}, the last one",
+            "False; the last token never was an input",
+        )
+        if self.routes is None:
+            empty = not self.layer_ids and not bool(self.route_mask.any())
+            self._need(empty, "routes None", "no layer_ids and an all-False route_mask with it")
+            return
+        shape = list(self.routes.shape)
+        self._need(
+            self.routes.dim() == 3
+            and shape[0] == self.tokens.numel()
+            and shape[1] == len(self.layer_ids),
+            f"routes {shape}",
+            f"[{self.tokens.numel()} tokens, {len(self.layer_ids)} layers, K]",
+        )
+        self._need(
+            self.routes.dtype in (torch.uint8, torch.uint16),
+            f"routes {self.routes.dtype}",
+            "the narrowest unsigned type, uint8 (up to 256 experts) or uint16",
+        )
+        ids = self.layer_ids
+        self._need(
+            all(a < b for a, b in pairwise(ids)),
+            f"layer_ids {ids}",
+            "rising global layer ids",
+        )
+
+    def _first(self, bad: Tensor, value: Tensor, what: str, rule: str) -> None:
+        if bool(bad.any()):
+            token = int(bad.nonzero()[0])
+            self._need(False, f"token {token} has {what} {value[token].item()}", rule)
+
+    def _need(self, ok: bool, found: str, rule: str) -> None:
+        if not ok:
+            where = f"Sample(prompt {self.prompt_id}, sample {self.index})"
+            raise ValueError(f"{where}: {found}, expected {rule}")
+
+
+def route_dtype(num_experts: int) -> torch.dtype:
+    """Narrowest unsigned type that holds expert ids 0..num_experts-1."""
+    if not 1 <= num_experts <= 65536:
+        raise ValueError(f"route_dtype: {num_experts} experts, expected 1 to 65536")
+    return torch.uint8 if num_experts <= 256 else torch.uint16

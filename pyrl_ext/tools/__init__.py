@@ -1,0 +1,1 @@
+"""Commands beside training: measure, export, prebuild."""

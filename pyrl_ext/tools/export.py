@@ -1,0 +1,93 @@
+"""``python -m pyrl_ext.tools.export RUN OUT``: a run's weights as a Hugging Face folder.
+
+The model is built on one process and the CPU, or as overrides say: under torchrun any layout writes
+the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from pyrl_ext.dist import topology
+from pyrl_ext.dist.heartbeat import watched
+from pyrl_ext.dist.hub import fetch
+from pyrl_ext.megatron import checkpoint
+from pyrl_ext.models.hf_folder import save_checkpoint_hf
+from pyrl_ext.plan import ConfigError, Plan
+from pyrl_ext.plan.compile import changed_plan
+from pyrl_ext.plan.schema import Dtype
+from pyrl_ext.trainer.policy import Policy
+
+
+def find(run: Path, step: int | None) -> Path:
+    """The checkpoint of ``step``, or the newest, of a run folder. Raises: FileNotFoundError."""
+    folder = run / "checkpoints"
+    found = checkpoint.latest(folder) if step is None else folder / f"step-{step}"
+    if found is None or not (found / checkpoint.PLAN).exists():
+        there = ", ".join(sorted(p.name for p in folder.glob("step-*") if not p.suffix)) or "none"
+        raise FileNotFoundError(
+            f"export: {found or folder} holds no checkpoint (there: {there}), expected the folder "
+            "of a run that saved one"
+        )
+    return found
+
+
+def export(plan: Plan, saved: Path, out: Path, dtype: str | None, tokenizer: str | None) -> bool:
+    """Write the checkpoint ``saved`` to ``out``; whether this is the main rank.
+
+    Communicates: as `Policy.load` and `Policy.weights`. Raises: as they do; FileNotFoundError when
+        the run's tokenizer is gone.
+    """
+    names = {"weights": None, "tokenizer": tokenizer or plan.model.tokenizer}
+    beside = plan.model_copy(update={"model": plan.model.model_copy(update=names)})
+    with topology.start(plan) as topo, watched(topo):
+        beside = fetch(beside, topo)
+        folder = beside.tokenizer_path
+        if folder is not None and not Path(folder).is_dir():
+            raise FileNotFoundError(
+                f"export: the tokenizer {folder} is not there, expected its folder, which is "
+                "copied. Name where it is now: --tokenizer FOLDER"
+            )
+        policy = Policy.build(plan, topo, trainable=False, initial=False)
+        policy.load(saved)
+        save_checkpoint_hf(out, policy.weights(), beside, topo, dtype)
+        return topo.is_main
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0: written; 1: failed, with the reason; 2: the overrides do not hold."""
+    parser = argparse.ArgumentParser(prog="python -m pyrl_ext.tools.export", description=__doc__)
+    parser.add_argument("run", type=Path, help="the run folder")
+    parser.add_argument("out", type=Path, help="the folder to write, which must not exist")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
+    parser.add_argument("--step", type=int, help="of the checkpoint; the newest if left out")
+    parser.add_argument("--dtype", choices=get_args(Dtype), help="the model's if left out")
+    parser.add_argument("--tokenizer", help="folder or hub id; the run's if left out")
+    options = parser.parse_intermixed_args(arguments)
+    if (named := options.tokenizer) is not None and Path(named).is_dir():
+        options.tokenizer = str(Path(named).resolve())
+    try:
+        if options.out.exists():
+            raise FileExistsError(f"export: {options.out} exists, expected a new folder")
+        saved = find(options.run, options.step)
+        one = {"device": "cpu", "threads": 0, "parallel": {}}
+        plan = changed_plan(Plan.read(saved / checkpoint.PLAN), one, options.overrides)
+        if plan.unsupported:
+            raise ValueError("\n".join(plan.unsupported))
+        if export(plan, saved, options.out, options.dtype, options.tokenizer):
+            print(f"wrote {options.out} from {saved}")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,381 @@
+"""Predicted against measured: ``python -m pyrl_ext.tools.measure CONFIG [key=value ...] [--json]``.
+
+Steps of the plan run on the device at hand, under torchrun as `train` does: one warms up, one is
+counted, and, where counting costs time, one more is timed. Nothing is written. What is compared:
+
+weights, gradients, optimizer, reference, engine weights: bytes of these tensors (without the
+padding of gradient buffers).
+routes: bytes of the largest microbatch's, and of the whole batch on the host.
+activations: most bytes that autograd held for backward passes at a time, each storage once.
+phases: on a GPU the most that torch's allocator had given out, as `torch.cuda` counts it. On a CPU
+what the tensors above hold as the phase starts, and the most that operators had made on top of it
+(what a kernel takes inside is not seen).
+
+The prediction is for the rows that were computed, not for the most that the plan allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pyrl_ext.dist import topology
+from pyrl_ext.dist.clock import Clock
+from pyrl_ext.dist.hub import fetch
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.loss.registry import build_advantage, build_loss
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.plan.forecast.memory import PHASES, Load, StageMemory, stage_memory
+from pyrl_ext.rollout.engine.build import build_source
+from pyrl_ext.train import Rollouts, schedule
+from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.trainer.prefetch import Feed
+
+CONTEXT = "CUDA and NCCL"  # not given out by torch's allocator
+
+
+class Saved:
+    """What autograd holds for backward passes; ``peak`` is the most bytes at a time.
+
+    Args:
+        known: tensors that are held anyway, and not counted.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()):
+        self.bytes = self.peak = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._users: Counter[int] = Counter()
+
+    @contextmanager
+    def watched(self) -> Iterator[Saved]:
+        """Counts what is saved inside the ``with`` block."""
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: _Held(self, x), lambda h: h.tensor):
+            yield self
+
+    def add(self, tensor: Tensor) -> None:
+        at, size = _storage(tensor)
+        self._users[at] += 1
+        if self._users[at] == 1 and at not in self._known:
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+
+    def drop(self, tensor: Tensor) -> None:
+        at, size = _storage(tensor)
+        self._users[at] -= 1
+        if not self._users[at] and at not in self._known:
+            self.bytes -= size
+
+
+class _Held:
+    """A saved tensor, as long as autograd keeps it."""
+
+    def __init__(self, saved: Saved, tensor: Tensor):
+        self.saved, self.tensor = saved, tensor.detach()  # an output would keep its own graph alive
+        saved.add(self.tensor)
+
+    def __del__(self) -> None:
+        self.saved.drop(self.tensor)
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+class Live(TorchDispatchMode):
+    """Storages that operators make inside ``with Live()``; ``peak`` is the most bytes at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._seen = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages((args, kwargs)):  # older than this, or from outside of torch
+            self._seen.setdefault(storage, 0)
+        out = func(*args, **(kwargs or {}))
+        for storage in _storages(out):
+            if storage not in self._seen:
+                size = self._seen[storage] = storage.nbytes()
+                weakref.finalize(storage, self._free, size)
+                self.bytes += size
+                self.peak = max(self.peak, self.bytes)
+        return out
+
+    def _free(self, size: int) -> None:
+        self.bytes -= size
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    return (x.untyped_storage() for x in tree_iter(values) if isinstance(x, Tensor))
+
+
+@dataclass
+class Measured:
+    """Bytes of items and phases on this rank, seconds of phases, and what was computed."""
+
+    load: Load
+    items: dict[str, int] = field(default_factory=dict)
+    phases: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Bench:
+    """The parts of a run that a step needs."""
+
+    def __init__(self, plan: Plan, topo: Topology):
+        self.plan, self.topo = plan, topo
+        source = build_source(plan)
+        self.advantage, self.loss = build_advantage(plan.objective), build_loss(plan.objective)
+        self.policy = Policy.build(plan, topo)
+        self.reference = None
+        if plan.objective.kl_coef:
+            self.reference = Policy.build(plan, topo, trainable=False)
+        self.rollouts = Rollouts(plan, topo, source)
+        self.longest = 0  # prompt of the newest step, and what may follow [tokens]
+
+    def step(self, number: int, phase: Any) -> Batch:
+        """One step as `train` makes it; ``phase(name)`` surrounds each of its phases."""
+        plan, policy = self.plan, self.policy
+        with phase("publish"):
+            self.rollouts.engine.load_weights(policy.weights(), version=number)
+        with phase("rollout"):
+            samples = self.rollouts.train(number)
+            self.longest = max(s.prompt_len for s in samples) + plan.rollout.max_new_tokens
+            layers = plan.router_layers if plan.replay.enabled else None
+            experts = plan.shape.num_experts
+            batch = Batch.of(samples, self.advantage, num_experts=experts, layer_ids=layers)
+        with phase("logprobs"):
+            whole = schedule(plan, batch)
+            old = policy.scores(batch, whole, plan.replay.old)
+            batch = batch.with_(old_logprobs=old.logprobs)
+            if self.reference is not None:
+                ref = self.reference.scores(batch, whole, plan.replay.reference)
+                batch = batch.with_(ref_logprobs=ref.logprobs)
+        with phase("update"):
+            for part in batch.split(plan.batching.minibatches):
+                policy.update(part, schedule(plan, part), self.loss)
+        return batch
+
+    def held(self) -> dict[str, int]:
+        """Item -> bytes that are held all the time."""
+        found = tensors_of(self.policy)
+        if self.reference is not None:
+            found["reference"] = _parameters(self.reference)
+        model = getattr(self.rollouts.engine, "model", None)
+        if isinstance(model, torch.nn.Module):
+            found["engine weights"] = list(model.parameters())
+        return {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
+
+    def largest(self, batch: Batch) -> tuple[Batch, Sequence[int], int]:
+        """The minibatch, samples and rows of the largest microbatch that this rank trains on."""
+        align, cp = self.plan.row_alignment, self.plan.parallel.cp
+
+        def rows(part: Batch, ids: Sequence[int]) -> int:
+            return sum(-(-part.seqlens[i] // align) * align for i in ids) // cp
+
+        parts = batch.split(self.plan.batching.minibatches)
+        everything = [
+            (rows(part, ids), number, ids)
+            for number, part in enumerate(parts)
+            for ids in schedule(self.plan, part)[self.topo.dp_rank]
+        ]
+        most, number, ids = max(everything, key=lambda each: each[0])
+        return parts[number], ids, most
+
+    def routes(self, part: Batch, ids: Sequence[int]) -> int:
+        """Bytes of a microbatch's routes, as they come to the device and as routers take them."""
+        policy = self.policy
+        feed = Feed(part, [ids], self.plan, self.topo, policy.replay, self.plan.replay.train)
+        chunks = [next(feed.of_chunk(chunk)) for chunk in range(len(policy.chunks))]
+        sent = chunks[0][1].routes
+        taken = [each.ids for *_, found in chunks for each in found if each is not None]
+        return sum(x.nbytes for x in (sent.ids, sent.rows, sent.routed, *taken))
+
+
+def tensors_of(policy: Policy) -> dict[str, list[Tensor]]:
+    """Item -> its tensors; those of the optimizer are there after its first step."""
+    weights = _parameters(policy)
+    held = {_storage(x)[0] for x in weights}
+    parts = [part for part in policy.optimizer.chained_optimizers if not part.is_stub_optimizer]
+    state = [
+        x
+        for part in parts
+        for main, kept in part.optimizer.state.items()
+        for x in (main, kept["exp_avg"], kept["exp_avg_sq"])
+        if _storage(x)[0] not in held  # in float32 the weights are what is stepped
+    ]
+    gradients = [x.main_grad for chunk in policy.chunks for x in chunk.parameters()]
+    return {"weights": weights, "gradients": gradients, "optimizer": state}
+
+
+def _parameters(policy: Policy) -> list[Tensor]:
+    return [x.detach() for chunk in policy.chunks for x in chunk.parameters()]
+
+
+# Measuring --------------------------------------------------------------------------------------
+
+
+def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
+    """What this rank held and took in a step, and what was predicted for the rows it computed.
+
+    Communicates, Syncs: as steps of the run.
+    """
+    bench, found = Bench(plan, topo), Measured(Load.most(plan))
+    counts_time = topo.device.type == "cpu"
+    bench.step(0, Clock())
+    clock = Clock(torch.cuda.synchronize if topo.device.type == "cuda" else None)
+    saved = Saved(x for tensors in tensors_of(bench.policy).values() for x in tensors)
+
+    @contextmanager
+    def counted(name: str) -> Iterator[None]:
+        inner = saved.watched() if name == "update" and counts_time else _nothing()
+        with _peak(bench, found.phases, name), clock(name), inner:
+            yield
+
+    batch = bench.step(1, counted)
+    found.items = bench.held()
+    part, ids, rows = bench.largest(batch)
+    found.load = Load(rows, len(batch.tokens), bench.longest)
+    if counts_time:
+        found.items["activations"] = saved.peak
+        clock.take()
+        bench.step(2, clock)
+    if batch.routes is not None and plan.replay.enabled:
+        found.items["routes of the batch"] = batch.routes.nbytes
+        if plan.replay.train:
+            found.items["routes"] = bench.routes(part, ids)
+    found.seconds = clock.take()
+    return found, stage_memory(plan, found.load)[topo.pp_rank]
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _peak(bench: Bench, phases: dict[str, int], name: str) -> Iterator[None]:
+    """Puts the most bytes held inside the ``with`` block into ``phases``."""
+    gc.collect()  # graphs of earlier phases that hold themselves in a circle
+    if bench.topo.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        phases[name] = torch.cuda.max_memory_allocated()
+        return
+    before = sum(bench.held().values())
+    with Live() as live:
+        yield
+    phases[name] = before + live.peak
+
+
+def predicted_phase(plan: Plan, memory: StageMemory, phase: str) -> int:
+    """Bytes that `Measured.phases` is to be compared with."""
+    if plan.device == "cpu":
+        return memory.held(phase) + memory.held(phase, host=True)
+    return memory.held(phase) - memory.bytes_of(CONTEXT)
+
+
+# The command ------------------------------------------------------------------------------------
+
+
+def report(plan: Plan, topo: Topology, found: Measured, memory: StageMemory) -> dict[str, Any]:
+    """Predicted and measured, as plain numbers."""
+    exact = {item.name: item.exact for item in memory.items}
+    return {
+        "rank": topo.rank,
+        "stage": topo.pp_rank,
+        "device": str(topo.device),
+        "rows": found.load.rows,
+        "tokens": found.load.tokens,
+        "items": {
+            name: {"predicted": memory.bytes_of(name), "measured": size, "exact": exact[name]}
+            for name, size in found.items.items()
+        },
+        "phases": {
+            name: {
+                "predicted": predicted_phase(plan, memory, name),
+                "measured": found.phases[name],
+                "seconds": found.seconds[name],
+            }
+            for name in PHASES
+        },
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """The report as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from pyrl_ext.plan.show.terminal import size
+
+    console = Console()
+    console.print(
+        f"rank {result['rank']} (stage {result['stage']}) on {result['device']}: largest "
+        f"microbatch {result['rows']} rows, rollout batch {result['tokens']} rows"
+    )
+    for title, kind in (("item", "items"), ("most held in phase", "phases")):
+        table = Table(box=None, pad_edge=False)
+        for column in (title, "predicted", "measured", "off", "seconds" * (kind == "phases")):
+            table.add_column(column, justify="left" if column == title else "right")
+        for name, row in result[kind].items():
+            off = row["predicted"] / row["measured"] - 1 if row["measured"] else 0.0
+            seconds = f"{row['seconds']:.3g}" if "seconds" in row else ""
+            pair = (size(row["predicted"]), size(row["measured"]))
+            table.add_row(name, *pair, "exact" if off == 0 else f"{off:+.1%}", seconds)
+        console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0: measured; 1: failed, with the reason; 2: the plan does not hold."""
+    parser = argparse.ArgumentParser(prog="python -m pyrl_ext.tools.measure", description=__doc__)
+    parser.add_argument("config", help="the YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        plan = compile_plan(options.config, options.overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if plan.unsupported:
+        print("\n".join(f"not built yet: {reason}" for reason in plan.unsupported), file=sys.stderr)
+        return 2
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    try:
+        with topology.start(plan) as topo:
+            plan = fetch(plan, topo)
+            result = report(plan, topo, *measure(plan, topo))
+            every: list[Any] = [None] * topo.world_size
+            torch.distributed.all_gather_object(every, result)
+            if topo.is_main and options.json:
+                print(json.dumps(every, indent=2))
+            elif topo.is_main:
+                firsts = {each["stage"]: each for each in reversed(every)}
+                for stage in sorted(firsts):
+                    show(firsts[stage])
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Model, optimizer and the passes over them."""

@@ -1,0 +1,1 @@
+"""The trainer's tensors to the engine, proved."""

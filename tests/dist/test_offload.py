@@ -1,0 +1,154 @@
+"""Memory that is given back for a while: what returns is what left, and nothing runs without it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
+
+from pyrl_ext.dist import topology
+from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.dist.heartbeat import watched
+from pyrl_ext.plan import Plan
+from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.samples import Prompt, Sampling
+from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.train import train
+from pyrl_ext.dist.offload import Aside
+
+BF16, DISTRIBUTED = "model.dtype=bfloat16", "optimizer.distributed=true"
+LAYOUTS = {
+    1: {"fp32": (), "bf16": (BF16,)},
+    2: {
+        "distributed": ("parallel.dp=2", DISTRIBUTED),
+        "bf16 distributed ep2": ("parallel.dp=2", "parallel.ep=2", BF16, DISTRIBUTED),
+        "pp2 vpp2": ("parallel.pp=2", "parallel.vpp=2"),
+    },
+}
+PARTS = ("optimizer", "gradients", "weights")
+
+
+def test_views_and_what_shares_memory_come_back():
+    base = torch.arange(24.0).view(4, 6)
+    views, other = (base[1], base.T[2:]), torch.tensor([3, 1], dtype=torch.uint8)
+    before = [t.clone() for t in (base, *views, other)]
+    aside = Aside()
+    assert aside.put([*views, base, other]) == 24 * 4 + 2 and aside
+    assert [t.untyped_storage().nbytes() for t in (base, *views, other)] == [0] * 4
+    assert aside.put([base]) == 0  # it is away already
+    assert aside.take_back() == 24 * 4 + 2 and not aside
+    assert all(map(torch.equal, (base, *views, other), before))
+    views[0].fill_(7)
+    assert (base[1] == 7).all()
+
+
+def test_contents_that_are_not_kept_come_back_as_zeros():
+    tensor = torch.ones(5)
+    aside = Aside()
+    aside.put([tensor], keep=False)
+    aside.take_back()
+    assert tensor.tolist() == [0] * 5
+
+
+def updates(overrides: tuple[str, ...], away: bool) -> tuple[Any, dict[str, int]]:
+    """(metrics and weights after three updates, bytes that were away), with memory given back
+    before each."""
+    plan = tiny_plan(*overrides)
+    batch, freed = random_batch(), {}
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        tokens = plan.batching.tokens_per_microbatch
+        schedule = plan_microbatches(batch.seqlens, topo.dp_size, tokens, plan.row_alignment)
+        found: list[Any] = []
+        for _ in range(3):
+            if away:
+                freed = {part: policy.put_aside(part) for part in PARTS}
+                refuses(policy, batch, schedule)
+                assert policy.take_back() == sum(freed.values())
+            old = policy.scores(batch, schedule).logprobs
+            ready = batch.with_(old_logprobs=old)
+            found.append(policy.update(ready, schedule, build_loss(plan.objective)))
+        found += [(name, tensor.clone()) for name, tensor in policy.weights()]
+        sizes = {"weights": sum(t.nbytes for t in policy._live().values())}
+        numbers = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
+        return found, {
+            "gradients": 4 * numbers,
+            **sizes,
+            **{f"freed {k}": v for k, v in freed.items()},
+        }
+
+
+def refuses(policy: Policy, batch: Any, schedule: Any) -> None:
+    for call in (
+        lambda: policy.scores(batch, schedule),
+        lambda: list(policy.weights()),
+        lambda: policy.accumulate(batch, schedule, build_loss(policy.plan.objective)),
+        policy.step_optimizer,
+    ):
+        with pytest.raises(RuntimeError, match="are put aside, expected them on the device"):
+            call()
+
+
+def on_ranks(group: Any) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = str(group.size())
+    layouts = LAYOUTS[group.size()]
+    return {name: [updates(layouts[name], away) for away in (False, True)] for name in layouts}
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_training_goes_on_as_if_nothing_had_left(ranks: int):
+    for found in run_ranks(on_ranks, ranks):
+        for name, ((whole, _), (again, sizes)) in found.items():
+            assert whole[:3] == again[:3], name
+            for (key, a), (_, b) in zip(whole[3:], again[3:], strict=True):
+                assert torch.equal(a, b), (name, key)
+            assert sizes["freed weights"] >= sizes["weights"]  # buffers are padded
+            assert sizes["freed gradients"] >= sizes["gradients"]
+            bytes_each = 12 if "bf16" in name else 8  # moments, and the weights in fp32
+            share = 2 if "distributed" in name else 1
+            if "ep2" not in name:
+                expected = sizes["gradients"] / 4 * bytes_each / share
+                assert sizes["freed optimizer"] == pytest.approx(expected, rel=0.02)
+
+
+def test_a_run_that_makes_room_for_its_engine(tmp_path: Path):
+    short = ("steps=2", "batching.prompts=4", "rollout.max_new_tokens=6", "log.progress=false")
+    rows = {}
+    for moves in ("none", "all"):
+        run = tmp_path / moves
+        plan = tiny_plan(*short, f"run={run}", "evaluate.prompts=4")
+        # a rule refuses it on a CPU, since it is of use on a GPU only
+        rollout = plan.rollout.model_copy(update={"offload_trainer": moves})
+        plan: Plan = plan.model_copy(update={"rollout": rollout})
+        with topology.start(plan) as topo, watched(topo) as peers:
+            assert train(plan, topo, peers)
+        rows[moves] = read_rows(run / "metrics.jsonl")
+    for stayed, moved in zip(rows["none"], rows["all"], strict=True):
+        times = {name for name in moved if name.startswith(("time/", "tokens_per_s"))}
+        assert {n: v for n, v in moved.items() if n not in {*times, "memory/put_aside"}} == {
+            n: v for n, v in stayed.items() if n not in times
+        }
+    weights = 4 * 303_400
+    assert rows["all"][0]["memory/put_aside"] > 2 * weights  # no moments yet
+    assert rows["all"][1]["memory/put_aside"] > 4 * weights
+    assert {"time/make_room", "time/take_back"} < rows["all"][0].keys()
+
+
+def test_an_engine_that_slept_wants_weights():
+    torch.manual_seed(0)
+    engine = HFEngine(CONFIG.parent / "tiny")
+    named = [(n, 0.1 * torch.randn(v.shape)) for n, v in engine._destinations.views.items()]
+    prompts, sampling = [Prompt(0, (5, 6, 7))], Sampling(max_new_tokens=5, samples_per_prompt=3)
+    engine.load_weights(named, version=0)
+    before = engine.generate(prompts, sampling)
+    assert engine.sleep() >= sum(v.nbytes for _, v in named)
+    with pytest.raises(RuntimeError, match="weights were given back by sleep"):
+        engine.generate(prompts, sampling)
+    engine.load_weights(named, version=1)
+    again = engine.generate(prompts, sampling)
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(before, again, strict=True))

@@ -1,0 +1,124 @@
+"""Which experts each router of a live policy uses, against the samples: an oracle by plain loops.
+
+The probe knows a forward pass's microbatch by its tokens and a recomputation by the bits of the
+router's input, so that it shares no bookkeeping with the replay it checks.
+"""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.pack.batch import Batch
+
+
+def local_rows(batch: Batch, ids, topo) -> list[int]:
+    """Row of the batch in each row of this context-parallel rank, -1 = padding; one by one."""
+    cp, tp = topo.cp_size, topo.tp_size
+    unit = tp if cp == 1 else 2 * cp * tp
+    rows: list[int] = []
+    for i in ids:
+        first, length = sum(batch.seqlens[:i]), batch.seqlens[i]
+        padded = -(-length // unit) * unit
+        whole = [first + t if t < length else -1 for t in range(padded)]
+        if cp == 1:
+            rows += whole
+        else:
+            size = padded // (2 * cp)
+            for chunk in (topo.cp_rank, 2 * cp - 1 - topo.cp_rank):
+                rows += whole[chunk * size : (chunk + 1) * size]
+    return rows
+
+
+class Probe:
+    """Hooks every router of ``policy``; `expect` says which batch comes, `finish` that it came.
+
+    ``checked`` counts the (row, layer) pairs whose experts were compared.
+    """
+
+    def __init__(self, policy):
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        self.topo, self.shape = policy.topo, policy.plan.shape
+        self.recompute = policy.plan.model.recompute != "none"
+        self.checked = 0
+        self.microbatch: int | None = None
+        for chunk in policy.chunks:
+            chunk.register_forward_pre_hook(self._note_tokens, with_kwargs=False)
+            for module in chunk.modules():
+                if isinstance(module, TopKRouter):
+                    module.register_forward_hook(self._check)
+
+    def expect(self, batch: Batch, schedule, training: bool, replay: bool = True) -> None:
+        """The pass that comes is over ``batch``, cut by ``schedule``."""
+        self.batch, self.training, self.replay = batch, training, replay
+        self.rows = [local_rows(batch, ids, self.topo) for ids in schedule[self.topo.dp_rank]]
+        tokens = [tuple(int(batch.tokens[r]) if r >= 0 else 0 for r in rows) for rows in self.rows]
+        assert len(set(filter(any, tokens))) == len([*filter(any, tokens)]), "two alike: no oracle"
+        self.by_tokens = {t: i for i, t in enumerate(tokens)}
+        self.by_input: dict[tuple[int, bytes], int] = {}
+        self.seen: defaultdict[tuple[int, int], int] = defaultdict(int)  # (layer, microbatch)
+
+    def finish(self, layers) -> None:
+        """Every microbatch passed every router of ``layers`` once, or twice where recomputed."""
+        times = 2 if self.training and self.recompute else 1
+        for layer in layers:
+            for i, rows in enumerate(self.rows):
+                if any(r >= 0 for r in rows):
+                    assert self.seen[layer, i] == times, (layer, i, self.seen[layer, i])
+
+    def _note_tokens(self, _module, args) -> None:
+        tokens = tuple(args[0].flatten().tolist())
+        self.microbatch = self.by_tokens.get(tokens)
+        assert self.microbatch is not None or not any(tokens), "tokens of no microbatch"
+
+    def _check(self, router, args, output) -> None:
+        layer = router.layer_number - 1
+        if router.is_mtp_layer:
+            layer += self.shape.num_hidden_layers
+        used: Tensor = output[1]
+        assert (used.sum(-1) == router.topk).all(), (
+            f"layer {layer}: not {router.topk} experts a row"
+        )
+        if layer in self.batch.layer_ids and self.replay:
+            self._compare(layer, self._which(layer, args[0]), used)
+        elif router.is_mtp_layer:
+            self._is_native(router, args[0], used)
+
+    def _which(self, layer: int, hidden: Tensor) -> int | None:
+        key = layer, hidden.detach().numpy().tobytes()
+        if self.training and self.recompute and torch.is_grad_enabled() and key in self.by_input:
+            return self.by_input[key]  # a recomputation, of whichever microbatch had this input
+        if self.microbatch is not None:
+            self.by_input[key] = self.microbatch
+        return self.microbatch
+
+    def _compare(self, layer: int, microbatch: int | None, used: Tensor) -> None:
+        if microbatch is None:  # padding alone
+            return
+        self.seen[layer, microbatch] += 1
+        rows = self.rows[microbatch]
+        part = len(rows) // self.topo.tp_size
+        mine = rows[self.topo.tp_rank * part : (self.topo.tp_rank + 1) * part]
+        assert len(mine) == len(used), (layer, len(mine), len(used))
+        slot = self.batch.layer_ids.index(layer)
+        assert self.batch.routes is not None
+        for m, row in enumerate(mine):
+            if row >= 0 and self.batch.route_mask[row]:
+                want = sorted(self.batch.routes[row, slot].tolist())
+                assert used[m].nonzero().flatten().tolist() == want, (layer, microbatch, m, row)
+                self.checked += 1
+
+    def _is_native(self, router, hidden: Tensor, used: Tensor) -> None:
+        """Without rows of its own a router for multi-token prediction chooses for itself."""
+        rows = self.rows[self.microbatch] if self.microbatch is not None else []
+        part = len(rows) // self.topo.tp_size
+        mine = rows[self.topo.tp_rank * part : (self.topo.tp_rank + 1) * part]
+        real = torch.tensor([row >= 0 for row in mine], dtype=torch.bool)
+        with torch.no_grad():
+            scores = router.gating(hidden).flatten(0, -2).sigmoid() + router.expert_bias
+            want = torch.zeros_like(used).scatter(1, scores.topk(router.topk).indices, True)
+        # under recomputation the newest microbatch may be another one, of another length
+        if len(real) == len(used) and not self.recompute:
+            assert torch.equal(used[real], want[real])
+            self.checked += int(real.sum())

@@ -1,0 +1,110 @@
+"""Run a function on several real processes: the helper behind every multi-rank test."""
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.forkserver import ForkServer
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def poison_empty() -> None:
+    """Fill what ``torch.empty`` returns, which torch does in its deterministic mode."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = 120.0,
+) -> list[Any]:
+    """Call ``fn(group, *args)`` on ``world_size`` processes and return the results by rank.
+
+    ``fn`` must be importable (top level of a test module). The first rank that failed fails the
+    test with its own traceback, not with the broken connections it caused; so does a rank still
+    running after ``timeout`` [s]. No port is taken: the ranks meet in a file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("forkserver")
+        task = (world_size, backend, folder, dict(os.environ), fn, args)
+        processes = [
+            context.Process(target=_rank_main, args=(rank, *task)) for rank in range(world_size)
+        ]
+        try:
+            for process, server in zip(processes, _servers(world_size), strict=True):
+                connect = server.connect_to_new_process
+                with patch.object(forkserver, "connect_to_new_process", connect):
+                    process.start()
+            _wait(processes, Path(folder), time.monotonic() + timeout)
+            stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+            crashed = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode}
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+
+        failures = sorted(Path(folder).glob("*.failed"), key=lambda path: path.stat().st_mtime_ns)
+        if failures:
+            first = failures[0]
+            raise AssertionError(f"rank {first.stem} of {world_size}\n{first.read_text()}")
+        if crashed:
+            raise AssertionError(f"{fn.__name__}: exit codes by rank {crashed}, no traceback")
+        if stuck:
+            raise TimeoutError(f"{fn.__name__}: ranks {stuck} still running after {timeout} s")
+        return [torch.load(f"{folder}/{r}.pt", weights_only=False) for r in range(world_size)]
+
+
+_SERVERS: list[ForkServer] = []
+
+
+def _servers(count: int) -> list[ForkServer]:
+    """A process for each rank to fork from, which imported torch and megatron and did no more.
+
+    So a rank is as fresh as a new process without the seconds of its imports; and as ranks of
+    different servers, no two share addresses or the seed of hashes, which set their sets' order.
+    """
+    while len(_SERVERS) < count:
+        server = ForkServer()
+        server.set_forkserver_preload(["pyrl_ext.trainer.policy"])
+        server.ensure_running()
+        _SERVERS.append(server)
+    return _SERVERS[:count]
+
+
+def _wait(processes: list[Any], folder: Path, deadline: float) -> None:
+    """Return when all ranks ended, one failed (with a moment for its peers), or time is up."""
+    while time.monotonic() < deadline:
+        if not any(process.is_alive() for process in processes):
+            return
+        if any(process.exitcode for process in processes) or any(folder.glob("*.failed")):
+            deadline = min(deadline, time.monotonic() + 2.0)
+        time.sleep(0.02)
+
+
+def _rank_main(rank, world_size, backend, folder, environment, fn, args):
+    os.environ.clear()  # a fork has that of the first call
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    poison_empty()
+    store = f"file://{folder}/store"
+    try:
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
+        torch.save(fn(dist.group.WORLD, *args), f"{folder}/{rank}.pt")
+    except BaseException:
+        partial = Path(folder, f"{rank}.partial")
+        partial.write_text(traceback.format_exc())
+        partial.rename(Path(folder, f"{rank}.failed"))
+        raise
+    dist.barrier()  # nobody leaves while another still needs it
+    dist.destroy_process_group()

@@ -1,0 +1,44 @@
+"""The tiny model's plan and batches of random rows: what the tests of the trainer start from."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.plan import Plan, compile_plan
+
+CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+QWEN3 = CONFIG.with_name("tiny_qwen3.yaml")
+LAYERS, EXPERTS, TOPK = (1, 2, 3), 8, 2
+
+
+def tiny_plan(*overrides: str, config: Path = CONFIG) -> Plan:
+    """configs/tiny.yaml with ``section.key=value`` overrides, through the real compiler."""
+    return compile_plan(config, overrides)
+
+
+def random_routes(rows: int, generator: torch.Generator) -> Tensor:
+    """[rows, L, K] uint8, distinct experts in each (row, layer)."""
+    scores = torch.rand(rows, len(LAYERS), EXPERTS, generator=generator)
+    return scores.argsort(-1)[..., :TOPK].to(torch.uint8)
+
+
+def random_batch(samples: int = 21, seed: int = 0, unrouted: float = 0.1) -> Batch:
+    """Sequences of 1 to 23 rows; a share ``unrouted`` of the rows has no route."""
+    g = torch.Generator().manual_seed(seed)
+    seqlens = tuple(torch.randint(1, 24, (samples,), generator=g).tolist())
+    rows = sum(seqlens)
+    return Batch(
+        seqlens=seqlens,
+        tokens=torch.randint(3, 128, (rows,), generator=g),
+        targets=torch.randint(3, 128, (rows,), generator=g),
+        positions=torch.cat([torch.arange(n) for n in seqlens]),
+        loss_mask=torch.rand(rows, generator=g) > 0.4,
+        rollout_logprobs=-4 - torch.rand(rows, generator=g),
+        advantages=torch.randn(rows, generator=g),
+        rewards=torch.zeros(samples),
+        routes=random_routes(rows, g),
+        layer_ids=LAYERS,
+        route_mask=torch.rand(rows, generator=g) >= unrouted,
+    )

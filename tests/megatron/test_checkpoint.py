@@ -1,0 +1,304 @@
+"""A checkpoint of any layout goes on under any other: bit for bit, and with the same numbers."""
+
+import contextlib
+import io
+import json
+import os
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.plan import ConfigError, compile_plan
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import random_batch, tiny_plan
+
+CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+VOCAB = 125  # odd: tp 2 pads it
+COMMON = ("optimizer.eps=1e-3", "batching.tokens_per_microbatch=128")
+BF16 = "model.dtype=bfloat16"
+DISTRIBUTED = "optimizer.distributed=true"
+QUICK = (
+    *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
+    *("evaluate.prompts=8", "log.progress=false", "evaluate.every=0"),
+)
+
+
+class Job(NamedTuple):
+    """Load the checkpoint of ``source``, save it again as it is, make a step, and save that."""
+
+    source: str
+    overrides: tuple[str, ...] = ()
+
+
+DP2, TP2, PP2, CP2, EP2 = (f"parallel.{n}=2" for n in ("dp", "tp", "pp", "cp", "ep"))
+VPP2 = "parallel.vpp=2"
+TWO = {
+    "tp2": Job("one", (TP2,)),
+    "cp2": Job("one", (CP2,)),
+    "cp2 to tp2": Job("cp2", (TP2,)),
+    "pp2 vpp2": Job("one", (PP2, VPP2)),
+    "dp2 ep2": Job("one", (DP2, EP2)),
+    "tp2 ep2": Job("dp2 ep2", (TP2, EP2, "parallel.etp=1")),
+    "distributed": Job("one", (DP2, DISTRIBUTED)),
+    "distributed to pp2": Job("distributed", (PP2,)),
+    "distributed ep2": Job("dp2 ep2", (DP2, EP2, DISTRIBUTED)),
+    "bf16 tp2": Job("bf16 one", (TP2, BF16)),
+    "bf16 ep2": Job("bf16 one", (DP2, EP2, BF16)),
+    "bf16 distributed": Job("bf16 ep2", (DP2, BF16, DISTRIBUTED)),
+}
+FOUR = {
+    "tp2 to pp2 ep2": Job("tp2", (DP2, PP2, EP2)),
+    "vpp2 to distributed vpp2": Job("pp2 vpp2", (DP2, PP2, VPP2, EP2, DISTRIBUTED)),
+}
+ONE = {
+    f"{name} to one": Job(name, tuple(o for o in (TWO | FOUR)[name].overrides if o == BF16))
+    for name in ("dp2 ep2", "pp2 vpp2", "tp2 ep2", "distributed ep2", "bf16 tp2", "bf16 ep2", *FOUR)
+}
+JOBS = TWO | FOUR | ONE
+SOURCES = {job.source for job in JOBS.values()}
+
+
+def plan_of(folder, *overrides):
+    return tiny_plan(f"model.config={folder / 'config.json'}", *COMMON, *overrides)
+
+
+def step(policy):
+    """One update on the same rows in every layout."""
+    plan, topo, batch = policy.plan, policy.topo, random_batch()
+    batch = batch.with_(tokens=batch.tokens % VOCAB, targets=batch.targets % VOCAB)
+    limit = plan.batching.tokens_per_microbatch * topo.cp_size
+    schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, plan.row_alignment)
+    batch = batch.with_(old_logprobs=policy.scores(batch, schedule).logprobs)
+    metrics = policy.update(batch, schedule, build_loss(plan.objective))
+    return metrics, {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+def go_on(folder, name):
+    """(updates, metrics, weights) after the step of a job, on this rank."""
+    job = JOBS[name]
+    plan = plan_of(folder, *job.overrides)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        policy.load(folder / job.source)
+        if name not in ONE:
+            policy.save(folder / f"{name}, loaded")
+        metrics, weights = step(policy)
+        if name in SOURCES:
+            policy.save(folder / name)
+        return policy.updates, metrics, weights
+
+
+def run(command):
+    from pyrl_ext import train  # brings transformers, which few ranks here need
+
+    return train.main(command)
+
+
+def on_rank(group, folder, names):
+    os.environ["WORLD_SIZE"] = str(group.size())
+    found: dict[str, Any] = {name: go_on(folder, name) for name in names}
+    if group.size() == 2:
+        save_by_megatron(plan_of(folder, DP2, EP2), folder / "megatron ep2")
+        command = [str(CONFIG), f"run={folder / 'run'}", *QUICK, "steps=3", DP2]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            found["exit"] = run(command)
+        found["printed"] = printed.getvalue()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    config = json.loads((CONFIG.parent / "tiny/config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def never_stopped(folder):
+    """dtype -> updates -> (metrics, weights) of one process; checkpoints after the second."""
+    found = {}
+    for dtype, name in (("float32", "one"), ("bfloat16", "bf16 one")):
+        plan = plan_of(folder, f"model.dtype={dtype}")
+        with topology.start(plan) as topo:
+            policy, steps = Policy.build(plan, topo), {}
+            for updates in range(1, 6):
+                steps[updates] = step(policy)
+                if updates == 2:
+                    policy.save(folder / name)
+        found[dtype] = steps
+    return found
+
+
+@pytest.fixture(scope="module")
+def started(folder):
+    """A run folder that stands at step 2, and one that went on to step 3 without a stop."""
+    for name, steps in (("run", 2), ("whole", 3)):
+        assert run([str(CONFIG), f"run={folder / name}", *QUICK, f"steps={steps}"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(started, never_stopped):
+    return run_ranks(on_rank, 2, started, list(TWO), timeout=400)
+
+
+@pytest.fixture(scope="module")
+def four(two, folder):
+    return run_ranks(on_rank, 4, folder, list(FOUR), timeout=400)
+
+
+@pytest.fixture(scope="module")
+def one(two, four, folder):
+    return [{name: go_on(folder, name) for name in ONE}]
+
+
+@pytest.fixture(scope="module")
+def results(two, four, one):
+    return {name: [r[name] for r in rs] for rs in (two, four, one) for name in rs[0]}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_it_goes_on_with_the_numbers_of_a_run_that_never_stopped(name, results, never_stopped):
+    bf16 = BF16 in JOBS[name].overrides
+    close, close_weights = ((0.03, 1e-2), (2e-3, 0.02)) if bf16 else ((2e-5, 1e-6), (1e-6, 1e-4))
+    for updates, metrics, weights in results[name]:
+        want, want_weights = never_stopped["bfloat16" if bf16 else "float32"][updates]
+        assert metrics == pytest.approx(want, rel=close[0], abs=close[1])
+        for key, tensor in weights.items():
+            torch.testing.assert_close(
+                *(tensor, want_weights[key]), atol=close_weights[0], rtol=close_weights[1], msg=key
+            )
+
+
+@cache
+def content(folder):
+    """All of a checkpoint, tensors put together; without the rows that pad the vocabulary."""
+    from megatron.core import dist_checkpointing
+
+    with topology.start(tiny_plan()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that it reads in a single process
+        found = dist_checkpointing.load_plain_tensors(str(folder))
+    is_vocab = ("word_embeddings.weight", "output_layer.weight")
+    return {k: t[:VOCAB] if k.endswith(is_vocab) else t for k, t in found.items()}
+
+
+@pytest.mark.parametrize("name", TWO | FOUR)
+def test_what_was_loaded_is_what_was_saved(name, results, folder):
+    """Bit for bit, under names that no layout shows in; model and optimizer."""
+    source = JOBS[name].source
+    saved, back = content(folder / source), content(folder / f"{name}, loaded")
+    assert saved.keys() == back.keys()
+    assert saved["optimizer"] == back["optimizer"] == {"step": results[name][0][0] - 1}
+    moments = [key for key in saved if key.startswith("optimizer.state.exp_avg_sq.")]
+    assert len(moments) > 50 and all(saved[key].any() for key in moments)
+    for key in saved.keys() - {"optimizer"}:
+        assert saved[key].dtype == back[key].dtype and torch.equal(saved[key], back[key]), key
+
+
+def test_a_run_changes_its_layout_and_says_so(two, folder):
+    for result in two:
+        assert result["exit"] == 0
+    said = "(step 2 of 3), written under one rank on cpu; now dp 2 on cpu"
+    assert said in two[0]["printed"] and "going on" not in two[1]["printed"]
+    moved, whole = (read_rows(folder / name / "metrics.jsonl") for name in ("run", "whole"))
+    assert [row["step"] for row in moved] == [0, 1, 2]
+    assert moved[2]["reward"] == pytest.approx(whole[2]["reward"], abs=0.05)
+    assert moved[2]["loss"] == pytest.approx(whole[2]["loss"], abs=0.01)
+    assert moved[2]["policy/entropy"] == pytest.approx(whole[2]["policy/entropy"], rel=0.01)
+
+
+# megatron's own forms: what the mends are for ----------------------------------------------------
+
+
+def megatrons_state(policy, loading=False):
+    models = {i: model.sharded_state_dict() for i, model in enumerate(policy._models)}
+    metadata = {
+        "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": "fully_reshardable",
+    }
+    return policy.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
+
+
+def save_by_megatron(plan, to):
+    from megatron.core import dist_checkpointing
+
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        step(policy)
+        if topo.is_main:
+            to.mkdir()
+        torch.distributed.barrier()
+        dist_checkpointing.save(megatrons_state(policy), str(to))
+
+
+def test_megatron_does_not_load_what_it_saved_under_ep(two, folder):
+    from megatron.core import dist_checkpointing
+
+    plan = plan_of(folder)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        state = dist_checkpointing.load(megatrons_state(policy, True), str(folder / "megatron ep2"))
+        with pytest.raises(ValueError, match="Could not find parameter group"):
+            policy.optimizer.load_state_dict(state)
+
+
+def test_megatrons_distributed_optimizer_does_not_load_what_it_saved(
+    never_stopped, folder, monkeypatch
+):
+    """Over torch's AdamW: `step` is not among what it loads, and then one tensor for all."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    plan, saved = plan_of(folder, DISTRIBUTED), folder / "megatron distributed"
+    save_by_megatron(plan, saved)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        step(policy)
+        with pytest.raises(KeyError, match="step"):
+            state = dist_checkpointing.load(megatrons_state(policy, True), str(saved))
+            policy.optimizer.load_state_dict(state)
+        set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+        monkeypatch.setattr(
+            DistributedOptimizer,
+            "_set_main_param_and_optimizer_states",
+            lambda self, param, found: set_states(self, param, {"step": None, **found}),
+        )
+        state = dist_checkpointing.load(megatrons_state(policy, True), str(saved))
+        policy.optimizer.load_state_dict(state)
+        (inner,) = (part.optimizer for part in policy.optimizer.chained_optimizers)
+        assert len({id(entry["step"]) for entry in inner.state.values()}) == 1
+        monkeypatch.undo()
+        policy.load(folder / "one")  # our form, into the same optimizer
+        assert len({id(entry["step"]) for entry in inner.state.values()}) == len(inner.state)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
+    with topology.start(plan := tiny_plan()) as topo:
+        policy = Policy.build(plan, topo)
+        policy.save(tmp_path / "step-0")
+        (tmp_path / "step-0" / "counters.json").write_text('{"step": 0, "updates": 0}')
+        with pytest.raises(ValueError, match="names no layout in counters"):
+            policy.load(tmp_path / "step-0")
+
+
+def test_a_checkpoint_of_another_plan_is_refused_with_its_fields(tmp_path):
+    with topology.start(plan := tiny_plan()) as topo:
+        policy = Policy.build(plan, topo)
+        policy.save(tmp_path / "step-0")
+        same = compile_plan(plan.source, ["steps=7", "parallel.dp=2"])
+        assert (same.fingerprint == plan.fingerprint) == (same.diff(plan) == ())
+        other = plan.model_copy(update={"seed": 7})
+        assert other.fingerprint != plan.fingerprint
+        policy.plan = other
+        with pytest.raises(ConfigError, match="seed: 7 now, 0 in the saved plan, expected"):
+            policy.load(tmp_path / "step-0")

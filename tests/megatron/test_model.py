@@ -1,0 +1,125 @@
+"""The megatron model is the transformers model: logits, names and bits."""
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pyrl_ext import models
+from pyrl_ext.dist import topology
+from pyrl_ext.models import family
+from pyrl_ext.models.hf_folder import save_safetensors
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.plan.model.sizes import parameters
+from pyrl_ext.plan.schema import Model
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers.tiny import random_batch, tiny_plan
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A folder with the tiny model's initial weights, as transformers reads them."""
+    folder = tmp_path_factory.mktemp("hf")
+    plan = tiny_plan("seed=3")
+    with topology.start(plan) as topo:
+        save_safetensors(folder, Policy.build(plan, topo).weights(), plan.hf)
+    return folder
+
+
+@pytest.mark.parametrize("pattern", ["dsss", "dsdssd", "sdsd"])
+def test_logits_agree_with_transformers(tmp_path, pattern):
+    """Log-probs and entropies of packed rows equal those of one sequence at a time in
+    transformers, with dense layers before, between and behind those with experts."""
+    kinds = [{"d": "dense", "s": "sparse"}[letter] for letter in pattern]
+    hf = tiny_plan().hf | {"mlp_layer_types": kinds, "num_hidden_layers": len(kinds)}
+    del hf["first_k_dense_replace"]
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    plan, batch = tiny_plan(f"model.config={tmp_path}/config.json", "seed=3"), random_batch(9)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        save_safetensors(tmp_path, policy.weights(), plan.hf)
+        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert sum(p.numel() for p in theirs.parameters()) == parameters(plan.shape).total
+    first = 0
+    for length in batch.seqlens:
+        rows = slice(first, first + length)
+        with torch.no_grad():
+            exact = theirs(batch.tokens[rows][None]).logits[0].double().log_softmax(-1)
+        want = exact.gather(-1, batch.targets[rows][:, None])[:, 0]
+        torch.testing.assert_close(scores.logprobs[rows].double(), want, atol=1e-4, rtol=0)
+        entropy = -(exact.exp() * exact).sum(-1)
+        torch.testing.assert_close(scores.entropy[rows].double(), entropy, atol=1e-4, rtol=0)
+        first += length
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_round_trip_is_bit_equal(exported, tmp_path, dtype):
+    source = {
+        name: t if name.endswith("e_score_correction_bias") else t.to(getattr(torch, dtype))
+        for name, t in load_file(exported / "model.safetensors").items()
+    }
+    save_file(source, tmp_path / "model.safetensors")
+    plan = tiny_plan(f"model.weights={tmp_path}", f"model.dtype={dtype}")
+    with topology.start(plan) as topo:
+        back = dict(Policy.build(plan, topo).weights())
+    assert back.keys() == source.keys()
+    for name, tensor in back.items():
+        assert tensor.dtype == source[name].dtype, name
+        assert torch.equal(tensor, source[name]), name
+
+
+def test_names_are_those_transformers_saves(exported, tmp_path):
+    """What transformers itself writes for this config, so that nothing of ours names the
+    tensors."""
+    theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    theirs.save_pretrained(tmp_path)
+    saved, ours = load_file(tmp_path / "model.safetensors"), exported / "model.safetensors"
+    for name, tensor in load_file(ours).items():
+        assert torch.equal(saved.pop(name), tensor), name
+    assert not saved
+
+
+def test_a_checkpoint_of_another_model_is_refused(exported, tmp_path):
+    tensors = load_file(exported / "model.safetensors")
+    tensors["model.layers.1.mlp.typo.weight"] = tensors.pop("model.layers.1.mlp.gate.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with (
+        topology.start(plan := tiny_plan(f"model.weights={tmp_path}")) as topo,
+        pytest.raises(ValueError, match=r"1 tensors are missing .*gate.weight.*mlp.typo.weight"),
+    ):
+        Policy.build(plan, topo)
+
+
+def test_a_wrong_shape_names_the_tensor(exported, tmp_path):
+    tensors = load_file(exported / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :32].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with (
+        topology.start(plan := tiny_plan(f"model.weights={tmp_path}")) as topo,
+        pytest.raises(ValueError, match=r"lm_head.weight is \[128, 32\].*expected \[128, 64\]"),
+    ):
+        Policy.build(plan, topo)
+
+
+def test_multi_token_prediction_layers_are_left_out_by_name(exported, tmp_path):
+    tensors = load_file(exported / "model.safetensors")
+    tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 128)
+    save_file(tensors, tmp_path / "model.safetensors")
+    hf = json.loads((exported / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    plan = tiny_plan(f"model.weights={tmp_path}", f"model.config={tmp_path}/config.json")
+    with topology.start(plan) as topo:
+        back = dict(Policy.build(plan, topo).weights())
+    assert "model.layers.4.eh_proj.weight" not in back
+    assert len(back) == len(tensors) - 1
+
+
+def test_a_family_is_a_file_of_its_name_in_both_rooms():
+    package = Path(models.__file__).parents[1]
+    for name in get_args(Model.model_fields["family"].annotation):
+        assert family(name).weights and (package / f"plan/families/{name}.py").is_file()

@@ -1,0 +1,183 @@
+"""Layers for multi-token prediction: what they see and predict, their loss, weights and routers.
+
+That every layout computes the same with them is shown in parity.py and test_parallel.py.
+"""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from pyrl_ext import train
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.megatron.head import score_tokens
+from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.models.hf_folder import save_safetensors
+from pyrl_ext.pack.microbatch import Microbatch
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.forecast.memory import stage_parameters
+from pyrl_ext.trainer.policy import Policy
+from tests import parity
+from tests.helpers.probe import local_rows
+from tests.parity import compiled
+
+QUICK = (
+    *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
+    *("log.progress=false", "evaluate.every=0", "checkpoint.every=0", "steps=8"),
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path
+
+
+def test_tokens_ahead_are_those_of_a_plain_loop(folder):
+    plan = compiled("glm mtp 2", folder)
+    batch = parity.batches(plan, mtp_routes=True)[0]
+    ids = [3, 0, 7, 2]
+    for cp_size, cp_rank in [(1, 0), (2, 1)]:
+        topo: Any = SimpleNamespace(
+            cp_size=cp_size, cp_rank=cp_rank, tp_size=1, tp_rank=0, device=torch.device("cpu")
+        )
+        micro = Microbatch.of(batch, ids, topo, depths=2)
+        rows = local_rows(batch, ids, topo)
+        assert micro.rows.tolist() == rows
+        sample = [i for i, n in enumerate(batch.seqlens) for _ in range(n)]
+        for depth, ahead in enumerate(micro.ahead, start=1):
+            for m, row in enumerate(rows):
+                there = row + depth
+                inside = row >= 0 and there < len(sample) and sample[there] == sample[row]
+                want = (int(batch.targets[there]), bool(batch.loss_mask[there]))
+                assert (int(ahead.targets[m]), bool(ahead.loss_mask[m])) == (
+                    want if inside else (0, False)
+                )
+                if inside:
+                    assert ahead.tokens[m] == batch.tokens[there]
+
+
+def test_multi_token_prediction_equals_megatrons_own(folder):
+    """On one unpadded sequence on one rank, where megatron's own path is right."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    from pyrl_ext.megatron.mtp import MultiTokenGPT, PackedMTPLayer
+    from pyrl_ext.megatron.packed_attention import PackedSequences
+
+    plan = compiled("glm mtp", folder, ("objective.mtp_detach=false",))
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        batch = parity.batches(plan, mtp_routes=False)[0].select([3])
+        batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
+        rows, layers = len(batch.tokens), plan.num_mtp_layers
+        model: Any = policy._models[0]
+        model.train()
+        micro = Microbatch.of(batch, [0], topo, layers)
+        packed = PackedSequences.of(micro.layout, 0, topo.device)
+        packed.tokens_ahead = tuple(ahead.tokens for ahead in micro.ahead)
+        inputs = micro.tokens[None], packed.positions[None], None
+        scored = partial(score_tokens, plan, topo.groups.tp, micro, None)
+        _, (ahead, _entropy) = model(*inputs, packed_seq_params=packed, output_processor=scored)
+        ours = -ahead
+
+        # megatron derives inputs and labels by rolling, and keeps the loss to itself
+        theirs = []
+        packed.cu_seqlens_q = torch.tensor([0, rows], dtype=torch.int32)
+        stock = PackedMTPLayer, "_get_embeddings", MultiTokenPredictionLayer._get_embeddings
+        whole = MultiTokenGPT, "_postprocess", GPTModel._postprocess
+        compute = model.compute_language_model_loss
+
+        def keep(labels, logits):
+            theirs.append(compute(labels, logits))
+            return theirs[-1]
+
+        positions_without_loop = patch.object(
+            type(packed), "positions", property(lambda self: inputs[1][0])
+        )
+        rotary = megatron_rope_by_position()
+        with patch.object(*stock), patch.object(*whole), positions_without_loop, rotary:
+            model.compute_language_model_loss = keep
+            model(*inputs, labels=micro.targets[None], packed_seq_params=packed)
+    # what megatron keeps: the loss of the layer ahead, then of the model itself
+    assert len(theirs) == 2
+    torch.testing.assert_close(theirs[0][0, :-1], ours[:-1], atol=1e-5, rtol=0)
+
+
+def megatron_rope_by_position():
+    """With ``cu_seqlens_q`` megatron rotates by sequence; one sequence needs no such loop."""
+    from megatron.core.transformer import multi_latent_attention
+
+    apply = multi_latent_attention.apply_rotary_pos_emb
+
+    def by_position(*args, cu_seqlens=None, **kwargs):
+        return apply(*args, cu_seqlens=None, **kwargs)
+
+    return patch.object(multi_latent_attention, "apply_rotary_pos_emb", by_position)
+
+
+@pytest.mark.parametrize("detach", ["true", "false"])
+def test_what_its_gradient_reaches(folder, detach):
+    """Detached, the layers ahead learn and what the policy uses is left as without them."""
+    override = f"objective.mtp_detach={detach}"
+    with_mtp, without = (
+        gradients(mtp_plan(folder, override, f"objective.mtp_coef={coef}")) for coef in (0.3, 0)
+    )
+    ahead = {n for n in with_mtp if n.startswith("model.layers.4.") and n.endswith("weight")}
+    assert all(without[n].norm() == 0 for n in ahead)
+    routers = {n for n in ahead if "experts" not in n}  # an expert may have had no token
+    assert all(with_mtp[n].norm() > 0 for n in routers)
+    same = [torch.equal(with_mtp[n], without[n]) for n in with_mtp.keys() - ahead]
+    assert all(same) if detach == "true" else not all(same)
+
+
+def mtp_plan(folder, *overrides):
+    compiled("glm mtp", folder)  # writes the config
+    config = f"model.config={folder / 'glm_mtp' / 'config.json'}"
+    return compile_plan(parity.CONFIGS / "tiny.yaml", (config, "model.mtp=true", *overrides))
+
+
+def gradients(plan):
+    with topology.start(plan) as topo:
+        policy, batch = Policy.build(plan, topo), parity.batches(plan, mtp_routes=False)[0]
+        schedule = plan_microbatches(batch.seqlens, 1, 128)
+        policy.accumulate(batch, schedule, build_loss(plan.objective))
+        return {name: tensor.clone() for name, tensor in policy.gradients()}
+
+
+def test_weights_go_out_and_come_back_under_checkpoint_names(folder):
+    plan = mtp_plan(folder)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        held = {name: tensor.clone() for name, tensor in policy.weights()}
+        count = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
+    assert count == stage_parameters(plan)[0].total
+    names = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "mlp.gate", "self_attn.o_proj")
+    assert all(f"model.layers.4.{name}.weight" in held for name in names)
+    # a published checkpoint holds the embedding and the head once more beside these layers
+    copies = {
+        "model.layers.4.embed_tokens.weight": held["model.embed_tokens.weight"],
+        "model.layers.4.shared_head.head.weight": held["lm_head.weight"],
+    }
+    other = {name: tensor + 0.01 for name, tensor in held.items()}
+    save_safetensors(folder / "weights", iter((other | copies).items()), plan.hf)
+    plan = mtp_plan(folder, f"model.weights={folder / 'weights'}")
+    with topology.start(plan) as topo:
+        loaded = dict(Policy.build(plan, topo).weights())
+        assert loaded.keys() == held.keys()
+        assert all(torch.equal(loaded[name], other[name]) for name in other)
+
+
+def test_a_run_trains_them(folder):
+    """The engine takes the weights it has a place for; the loss of the layers ahead falls."""
+    config = f"model.config={mtp_plan(folder).config_path}"
+    overrides = [config, "model.mtp=true", "optimizer.lr=1e-2", *QUICK, f"run={folder / 'run'}"]
+    assert train.main([str(parity.CONFIGS / "tiny.yaml"), *overrides]) == 0
+    first, *_, last = read_rows(folder / "run" / "metrics.jsonl")
+    assert 0 < last["mtp_loss"] < first["mtp_loss"]
+    assert json.loads((folder / "run" / "plan.json").read_text())["model"]["mtp"]

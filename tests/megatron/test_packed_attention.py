@@ -1,0 +1,125 @@
+"""Packed attention against a loop over single rows; the index arithmetic of its two kernels."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
+from pyrl_ext.megatron.rotary import PackedRotary
+from pyrl_ext.pack.layout import TokenLayout
+
+HEADS, DIM = 4, 8
+
+
+def one_row_at_a_time(q, k, v, starts, ends, scale):
+    """Row i of ``q`` attends to packed rows starts[i] .. ends[i] - 1."""
+    out = torch.empty(q.shape[0], HEADS, v.shape[2], dtype=q.dtype)
+    for i, (a, b) in enumerate(zip(starts, ends, strict=True)):
+        for h in range(HEADS):
+            of = h * k.shape[1] // HEADS  # the key/value head of this query head
+            weight = torch.softmax(k[a:b, of] @ q[i, h] * scale, 0)
+            out[i, h] = weight @ v[a:b, of]
+    return out
+
+
+def ragged_attention(q, k, v, sizes, scale):
+    """What ``varlen_attn`` computes: per segment, causal, the last query sees the last key."""
+    if (rows := sizes["key_rows"]) is not None:
+        k, v = rows.take(k), rows.take(v)
+    starts, ends = [], []
+    for s in range(len(sizes["cu_seq_q"]) - 1):
+        q0, q1 = sizes["cu_seq_q"][s : s + 2].tolist()
+        k0, k1 = sizes["cu_seq_k"][s : s + 2].tolist()
+        assert q1 - q0 <= sizes["max_q"] and k1 - k0 <= sizes["max_k"]
+        starts += [k0] * (q1 - q0)
+        ends += [k1 - (q1 - q0) + i + 1 for i in range(q1 - q0)]
+    return one_row_at_a_time(q, k, v, starts, ends, scale)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+@pytest.mark.parametrize("seqlens", [(5, 1, 9, 5), (16,), (0, 3), (1,)])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+def test_both_kernels_equal_a_loop(cp_size, seqlens, kv_heads):
+    layout, scale = TokenLayout(seqlens, cp_size=cp_size, tp_size=2), 0.3
+    g = torch.Generator().manual_seed(0)
+    total = sum(layout.padded_seqlens)
+    q, k, v = (
+        torch.randn(total, heads, d, generator=g, dtype=torch.float64)
+        for heads, d in ((HEADS, DIM), (kv_heads, DIM), (kv_heads, 6))
+    )
+    cu = layout.cu_seqlens(padded=True).tolist()
+    starts = [a for a, b in pairwise(cu) for _ in range(b - a)]
+    exact = one_row_at_a_time(q, k, v, starts, range(1, total + 1), scale)
+    gathered_to_packed = layout.global_order().argsort()
+    for rank in range(cp_size):
+        mine = gathered_to_packed.chunk(cp_size)[rank]  # packed row of each local row
+        packed = PackedSequences.of(layout, rank, torch.device("cpu"))
+        attention = PackedAttention.__new__(PackedAttention)
+        torch.nn.Module.__init__(attention)
+        attention.scale = scale
+        torch.testing.assert_close(attention._by_shape(q[mine], k, v, packed), exact[mine])
+        if packed.chunks:
+            out = ragged_attention(q[mine], k, v, packed.varlen, scale)
+            torch.testing.assert_close(out, exact[mine])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn runs on a GPU")
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+def test_kernel_on_a_gpu_equals_the_plain_one(kv_heads):
+    """bfloat16 through ``varlen_attn`` against float32, and the gradients."""
+    layout, device = TokenLayout((5, 1, 130, 64), cp_size=1, tp_size=1), torch.device("cuda")
+    packed = PackedSequences.of(layout, 0, device)
+    attention = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(attention)
+    attention.scale = None
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(200, heads, 64, device=device).bfloat16().requires_grad_()
+        for heads in (HEADS, kv_heads, kv_heads)
+    )
+    exact_q, exact_k, exact_v = (x.detach().float().requires_grad_() for x in (q, k, v))
+    out = attention._varlen(q, k, v, packed)
+    want = attention._by_shape(exact_q, exact_k, exact_v, packed)
+    torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=2e-2)
+    gradient = torch.randn_like(want)
+    found = torch.autograd.grad(out, (q, k, v), gradient.bfloat16())
+    wanted = torch.autograd.grad(want, (exact_q, exact_k, exact_v), gradient)
+    for got, exact in zip(found, wanted, strict=True):
+        assert (got.float() - exact).norm() < 2e-2 * exact.norm()
+
+
+def test_rows_taken_and_their_gradient_equal_indexing():
+    """Of the two maps: a permutation, and one that repeats rows."""
+    packed = PackedSequences.of(TokenLayout((5, 1, 9), cp_size=2), 1, torch.device("cpu"))
+    once, often = packed.packed_order, packed.varlen["key_rows"]
+    assert sorted(once.rows.tolist()) == list(range(24))
+    assert len(often.rows.unique()) < len(often.rows)
+    for rows in (once, often):
+        ours = torch.randn(24, 2, 3, requires_grad=True)
+        plain = ours.detach().requires_grad_()
+        out, want = rows.take(ours), plain[rows.rows]
+        assert torch.equal(out, want)
+        out.square().sum().backward()
+        want.square().sum().backward()
+        torch.testing.assert_close(ours.grad, plain.grad)
+
+
+def test_positions_that_are_on_the_device_are_taken_as_they_are():
+    layout, device = TokenLayout((5, 9), cp_size=2), torch.device("cpu")
+    assert torch.equal(PackedSequences.of(layout, 1, device).positions, layout.positions(1))
+    copied = layout.positions(1, capacity=20).clone()
+    packed = PackedSequences.of(layout, 1, device, positions=copied)
+    assert packed.positions is copied
+
+
+def test_rotary_angles_are_position_times_frequency():
+    rotary = PackedRotary(8, 100.0, torch.device("cpu"))
+    angles = rotary(torch.tensor([0, 7, 3]))
+    assert angles.shape == (3, 1, 8)
+    for row, position in enumerate((0, 7, 3)):
+        for i in range(4):
+            want = position / math.pow(100.0, 2 * i / 8)
+            assert angles[row, 0, i].item() == pytest.approx(want, rel=1e-6)
+            assert angles[row, 0, i + 4].item() == pytest.approx(want, rel=1e-6)

@@ -1,0 +1,381 @@
+"""Model families: their sizes are those of transformers' models, and of what was published."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyrl_ext.rollout.engine.build import build_engine
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_advantage, build_loss
+from pyrl_ext.megatron.head import score_tokens
+from pyrl_ext.megatron.packed_attention import PackedSequences
+from pyrl_ext.models import family
+from pyrl_ext.models.hf_folder import SafetensorsFolder, save_safetensors
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.microbatch import Microbatch
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.plan.model.sizes import embedding_parameters, mtp_parameters, parameters, read_shape
+from pyrl_ext.samples import Prompt, Sampling
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers.tiny import random_batch, tiny_plan
+from tests.models.test_qwen3 import check_layouts, exact_logprobs, plan_of, write_model
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "initializer_range": 0.02,
+}
+SHIPPED = {path.parent.name: json.loads(path.read_text()) for path in CONFIGS.glob("*/config.json")}
+MODELS = SHIPPED | {"qwen3_8b": QWEN3_8B}
+
+
+def without(hf, *names):
+    return {name: value for name, value in hf.items() if name not in names}
+
+
+# sizes -------------------------------------------------------------------------------------------
+
+VARIATIONS = {
+    "tied head": ("deepseek_v3", {"tie_word_embeddings": True}),
+    "latent attention with biases": ("deepseek_v3", {"attention_bias": True}),
+    "no narrow queries, biases": ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
+    "narrow queries": ("moonlight", {"q_lora_rank": 96}),
+    "all layers sparse": ("moonlight", {"first_k_dense_replace": 0}),
+    "all layers dense": ("moonlight", {"first_k_dense_replace": 4}),
+    "flash without narrow queries": ("tiny", {"q_lora_rank": None}),
+    "no biases": ("glm47_355b", {"attention_bias": False}),
+    "no head norms": ("glm47_355b", {"use_qk_norm": False}),
+    "more shared experts": ("glm47_355b", {"n_shared_experts": 3}),
+    "grouped queries with biases": ("qwen3_30b", {"attention_bias": True}),
+    "every third sparse": ("qwen3_30b", {"decoder_sparse_step": 3}),
+    "dense, tied, biases": ("qwen3_8b", {"tie_word_embeddings": True, "attention_bias": True}),
+}
+LEFT_OUT = {  # transformers' defaults stand for what a checkpoint does not say
+    "deepseek_v3": ("first_k_dense_replace", "rope_scaling", "norm_topk_prob"),
+    "glm47_355b": ("head_dim", "use_qk_norm", "first_k_dense_replace", "attention_bias"),
+    "glm47": ("first_k_dense_replace",),
+    "qwen3_30b": ("head_dim", "mlp_only_layers", "decoder_sparse_step"),
+    "qwen3_8b": ("head_dim",),
+}
+FEWER = {"num_hidden_layers": 4}
+COUNTED = (
+    MODELS
+    | {name: MODELS[model] | FEWER | changes for name, (model, changes) in VARIATIONS.items()}
+    | {f"{name}, defaults": without(MODELS[name], *n) | FEWER for name, n in LEFT_OUT.items()}
+)
+
+
+@pytest.mark.parametrize("hf", COUNTED.values(), ids=list(COUNTED))
+def test_parameters_are_those_of_transformers(hf):
+    config = CONFIG_MAPPING[hf["model_type"]].from_dict(hf)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(config)
+    assert parameters(read_shape(hf)).total == sum(p.numel() for p in theirs.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "digits"),
+    [("deepseek_v3", 671, 0), ("moonlight", 16, 0), ("qwen3_30b", 30.5, 1), ("qwen3_8b", 8.2, 1)],
+)
+def test_totals_are_the_published_ones(model, billions, digits):
+    assert round(parameters(read_shape(MODELS[model])).total / 1e9, digits) == billions
+
+
+def test_totals_that_were_published_without_the_embedding():
+    def billions(model, embeddings, part):
+        shape = read_shape(MODELS[model])
+        each = embedding_parameters(shape).total
+        return (getattr(parameters(shape), part) - embeddings * each) / 1e9
+
+    # the layer for multi-token prediction is counted, embedding and head are not
+    ahead = mtp_parameters(read_shape(MODELS["glm47_355b"])).total / 1e9
+    assert round(billions("glm47_355b", 2, "total") + ahead) == 355
+    assert round(billions("glm47_355b", 2, "active")) == 32
+    assert round(billions("moonlight", 2, "active"), 2) == 2.24
+    assert round(billions("deepseek_v3", 1, "active"), 1) == 36.6
+
+
+def test_deepseek_v3_is_what_transformers_has_by_itself():
+    """Its config class has the published sizes as defaults, but for the longer context."""
+    ours, theirs = MODELS["deepseek_v3"], CONFIG_MAPPING["deepseek_v3"]()
+    longer = {"architectures", "dtype", "rope_scaling", "max_position_embeddings", "rope_theta"}
+    named = {k: getattr(theirs, k) for k in ours if k not in longer and hasattr(theirs, k)}
+    assert len(named) > 25
+    assert {key: ours[key] for key in named} == named
+    assert ours["max_position_embeddings"] == 40 * theirs.max_position_embeddings
+
+
+def test_a_dense_model_has_no_experts():
+    shape = read_shape(QWEN3_8B)
+    assert shape.router_layers == () and shape.route_bytes_per_token == 0
+    assert (shape.num_experts, shape.topk, shape.shared_expert_width) == (0, 0, 0)
+    counts = parameters(shape)
+    assert counts.active == counts.total and counts.expert == 0
+
+
+def test_routed_layers_and_bytes():
+    for model, routers, each in (
+        ("glm47_355b", range(3, 92), 89 * 8),
+        ("moonlight", range(1, 27), 26 * 6),
+        ("qwen3_30b", range(48), 384),
+        ("deepseek_v3", range(3, 61), 58 * 8),
+    ):
+        shape = read_shape(MODELS[model])
+        assert shape.router_layers == tuple(routers)
+        assert shape.route_bytes_per_token == each
+        assert shape.contradictions() == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "words"),
+    [
+        (
+            "deepseek_v3",
+            {"topk_group": 1, "num_experts_per_tok": 33},
+            "33, expected at most the 32",
+        ),
+        ("deepseek_v3", {"n_group": 7}, "n_group 7 and topk_group 4"),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn"}}, "yarn with factor None"),
+        ("glm47_355b", {"num_key_value_heads": 7}, "num_key_value_heads 7 does not divide"),
+    ],
+)
+def test_sizes_that_contradict_each_other(model, changes, words):
+    (found,) = read_shape(MODELS[model] | changes).contradictions()
+    assert words in found
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "words"),
+    [
+        ("deepseek_v3", {"topk_group": 3}, None),  # 8 // 3 is two as well
+        ("deepseek_v3", {"topk_group": 2}, "num_experts_per_tok 8 with topk_group 2"),
+        ("deepseek_v3", {"topk_group": 8}, None),  # no group is left out
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias is true"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is false"),
+        ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is linear"),
+        ("moonlight", {"norm_topk_prob": False}, "norm_topk_prob is false with num_exp"),
+        ("moonlight", {"num_experts_per_tok": 1}, "norm_topk_prob is true with num_exp"),
+        ("glm47_355b", {"attention_bias": True}, None),
+        ("qwen3_8b", {"attention_bias": True}, "attention_bias is true"),
+        ("qwen3_8b", {"use_sliding_window": True}, "use_sliding_window is true"),
+        ("qwen3_8b", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is yarn"),
+    ],
+)
+def test_what_the_trainer_cannot_run_is_named(model, changes, words):
+    found = read_shape(MODELS[model] | changes).unsupported()
+    assert [words in each for each in found] == ([] if words is None else [True]), found
+
+
+# the trainer's model -----------------------------------------------------------------------------
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+EXPERTS = {
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+# a context of 8 positions stretched to 512, so that most rows are beyond it
+YARN = {
+    "type": "yarn",
+    "factor": 64.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.6,
+}
+DEEPSEEK = MODELS["deepseek_v3"] | SMALL | EXPERTS | LATENT
+DEEPSEEK |= {"q_lora_rank": 32, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+DEEPSEEK |= {"rope_scaling": YARN, "num_nextn_predict_layers": 0}
+MOONLIGHT = MODELS["moonlight"] | SMALL | EXPERTS | LATENT
+GLM = MODELS["glm47_355b"] | SMALL | EXPERTS | {"head_dim": 32, "first_k_dense_replace": 1}
+GLM |= {"num_nextn_predict_layers": 0}
+QWEN3 = QWEN3_8B | SMALL | {"head_dim": 32}
+TRAINED = {
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3, yarn by its defaults": DEEPSEEK
+    | {"rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
+    "deepseek_v3, yarn in parts of dimensions": DEEPSEEK
+    | {"rope_scaling": YARN | {"truncate": False, "attention_factor": 1.3}},
+    "deepseek_v3, tied": DEEPSEEK | {"tie_word_embeddings": True, "rope_scaling": None},
+    "moonlight": MOONLIGHT,
+    "glm4_moe": GLM,
+    "glm4_moe, no head norms, no biases": GLM | {"use_qk_norm": False, "attention_bias": False},
+    "glm4_moe, rotated a quarter, groups": GLM
+    | {"partial_rotary_factor": 0.25, "n_group": 3, "topk_group": 2},
+    "qwen3": QWEN3,
+    "qwen3, tied": QWEN3 | {"tie_word_embeddings": True, "num_key_value_heads": 4},
+}
+
+
+@pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
+def test_it_is_the_model_of_transformers(tmp_path, hf):
+    """Log-probs, the tensors that come back, and the counts of parameters by how they are split."""
+    theirs, batch = write_model(tmp_path, hf), random_batch(9)
+    plan = plan_of(tmp_path, "replay=off")
+    assert plan.unsupported == ()
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
+        back = {name: tensor.clone() for name, tensor in policy.weights()}
+        live = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
+    torch.testing.assert_close(scores.logprobs, exact_logprobs(theirs, batch), atol=3e-5, rtol=1e-6)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert back.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in back.items())
+    counts = parameters(plan.shape)
+    assert counts.total == live == sum(p.numel() for p in theirs.parameters())
+    held = dict.fromkeys(("replicated", "tensor", "expert"), 0)
+    for weight in policy.table:
+        if not weight.name.endswith("expert_bias"):
+            part = "replicated" if weight.shard == "same" else "tensor"
+            each = sum(back[name].numel() for name in weight.hf)
+            held["expert" if weight.expert is not None else part] += each
+    assert held == {part: getattr(counts, part) for part in held}
+
+
+@pytest.mark.parametrize(
+    ("biased", "word"), [(False, "are not the model's"), (True, "are missing")]
+)
+def test_names_that_do_not_fit_are_listed(tmp_path, biased, word):
+    write_model(tmp_path, GLM | {"attention_bias": not biased})
+    folder, shape = SafetensorsFolder(tmp_path), read_shape(GLM | {"attention_bias": biased})
+    kind = family("glm4_moe")
+    with pytest.raises(
+        ValueError, match=rf"9 (tensors )?{word} \['model.layers.0.self_attn.k_proj"
+    ):
+        folder.check(kind.weights(shape, 0), kind.ignored(shape, 0))
+
+
+SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3}
+
+
+@pytest.mark.parametrize("hf", SEVERAL.values(), ids=list(SEVERAL))
+def test_engine_and_trainer_are_one_model(tmp_path, hf):
+    """Log-probs of generated tokens, and every router's experts, agree."""
+    write_model(tmp_path, hf)
+    replay = "on" if read_shape(hf).router_layers else "off"
+    few = ("rollout.max_new_tokens=6", "model.recompute=selective")
+    plan = plan_of(tmp_path, *few, f"replay={replay}")
+    with topology.start(plan) as topo:
+        policy, engine = Policy.build(plan, topo), build_engine(plan, topo.device)
+        engine.load_weights(policy.weights(), version=0)
+        prompts = [Prompt(i, tuple(range(3 + i, 9 + 2 * i))) for i in range(4)]
+        samples = engine.generate(prompts, Sampling(max_new_tokens=6, samples_per_prompt=2, seed=1))
+        samples = [replace(sample, reward=0.0) for sample in samples]
+        layers = plan.router_layers if plan.replay.enabled else None
+        batch = Batch.of(
+            samples,
+            build_advantage(plan.objective),
+            num_experts=plan.shape.num_experts,
+            layer_ids=layers,
+        )
+        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), bool(layers))
+        schedule = plan_microbatches(batch.seqlens, 1, 64)
+        ready = batch.with_(old_logprobs=scores.logprobs)
+        metrics = policy.update(ready, schedule, build_loss(plan.objective))
+    at = batch.loss_mask
+    torch.testing.assert_close(
+        scores.logprobs[at], batch.rollout_logprobs[at], atol=3e-5, rtol=1e-6
+    )
+    assert tuple(scores.agreement) == plan.router_layers
+    rows = int(batch.route_mask.sum())
+    assert all(found == (rows, rows, rows) for found in scores.agreement.values())
+    assert metrics["grad_norm"] > 0
+
+
+def test_layouts_equal_one_process(tmp_path):
+    layouts = {
+        "tp2 with yarn and groups": ("deepseek_v3", "parallel.tp=2"),
+        "tp2 with wide queries": ("moonlight", "parallel.tp=2"),
+        "tp2 with biases": ("glm4_moe", "parallel.tp=2"),
+        "tp2 without experts": ("qwen3", "parallel.tp=2"),
+        "pp2 without experts": ("qwen3", "parallel.pp=2"),
+        "pp2, tied": ("qwen3, tied", "parallel.pp=2"),
+    }
+    check_layouts(tmp_path, SEVERAL | {"qwen3, tied": TRAINED["qwen3, tied"]}, layouts)
+
+
+def test_prediction_of_a_token_further_ahead(tmp_path):
+    """Its layer is one of transformers' decoder layers, between what checkpoints name."""
+    hf = GLM | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = (f"model.config={tmp_path}/config.json", "model.family=glm4_moe")
+    plan = tiny_plan(*config, "model.mtp=true", "objective.mtp_coef=0.1", "replay=off")
+    batch = random_batch(9)
+    batch = batch.select([batch.seqlens.index(max(batch.seqlens))])
+    batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        model: Any = policy._models[0]
+        with torch.no_grad():
+            for value in model.parameters():
+                value += 0.2 * torch.randn(value.shape)
+        save_safetensors(tmp_path, policy.weights(), hf | {"num_hidden_layers": 3})
+        model.train()
+        micro = Microbatch.of(batch, [0], topo, 1)
+        packed = PackedSequences.of(micro.layout, 0, topo.device)
+        packed.tokens_ahead = (micro.ahead[0].tokens,)
+        scored = partial(score_tokens, plan, topo.groups.tp, micro, None)
+        inputs = micro.tokens[None], packed.positions[None], None
+        _, (found, _entropy) = model(*inputs, packed_seq_params=packed, output_processor=scored)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    logits = logits_ahead(theirs, load_file(tmp_path / "model.safetensors"), batch)
+    want = logits[:-1].log_softmax(-1).gather(-1, batch.targets[1:, None])[:, 0]
+    assert len(want) > 9
+    torch.testing.assert_close(found[: len(want)].detach(), want, atol=3e-5, rtol=0)
+
+
+@torch.no_grad()
+def logits_ahead(theirs, tensors, batch):
+    """[T, V] of the token after the target, with the last layer of ``theirs`` as the one ahead."""
+
+    def norm(name, x):
+        weight = tensors[f"model.layers.2.{name}.weight"]
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+
+    hidden, ahead = (theirs.model.embed_tokens(ids[None]) for ids in (batch.tokens, batch.targets))
+    angles = theirs.model.rotary_emb(hidden, batch.positions[None])
+    for layer in theirs.model.layers[:2]:
+        hidden = layer(hidden, attention_mask=None, position_embeddings=angles)
+    both = torch.cat((norm("enorm", ahead), norm("hnorm", theirs.model.norm(hidden))), -1)
+    hidden = both @ tensors["model.layers.2.eh_proj.weight"].T
+    hidden = theirs.model.layers[2](hidden, attention_mask=None, position_embeddings=angles)
+    return theirs.lm_head(norm("shared_head.norm", hidden))[0]

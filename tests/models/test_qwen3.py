@@ -1,0 +1,224 @@
+"""Qwen3-MoE: the model of transformers, its tensors under every split, its engine and a run."""
+
+import json
+import os
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from pyrl_ext.rollout.engine.build import build_engine
+from safetensors.torch import load_file
+
+from benchmarks import families
+from pyrl_ext import train
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_advantage, build_loss
+from pyrl_ext.models.weight_table import Weight, shard_of, whole_of
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.plan.model.sizes import parameters
+from pyrl_ext.samples import Prompt, Sampling
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
+
+HF = json.loads((QWEN3.parent / "tiny_qwen3/config.json").read_text())
+MIXED = {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}
+# what transformers 4 wrote
+OLD_ROTARY = {"rope_parameters": None, "rope_theta": 500000.0, "rope_scaling": None}
+CHANGES = {
+    "dense first": {},
+    "dense first, between and last": MIXED,
+    "every second dense": {
+        "num_hidden_layers": 5,
+        "mlp_only_layers": None,
+        "decoder_sparse_step": 2,
+    },
+    "weights not normalized": {"norm_topk_prob": False},
+    "one expert a token": {"norm_topk_prob": False, "num_experts_per_tok": 1},
+    "one key/value head": {"num_key_value_heads": 1},
+    "a key/value head each": {"num_key_value_heads": 4, "head_dim": None},
+    "tied head": {"tie_word_embeddings": True},
+    "other rotary base": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    "config of transformers 4": OLD_ROTARY,
+}
+
+
+def changed(changes):
+    """The tiny config with ``changes``; None leaves a key out."""
+    return {k: v for k, v in (HF | changes).items() if v is not None}
+
+
+write_model = partial(families.write_model, spread=0.2)
+
+
+def plan_of(folder, *overrides):
+    family = json.loads((folder / "config.json").read_text())["model_type"]
+    names = (f"model.weights={folder}", f"model.config={folder}/config.json")
+    return tiny_plan(f"model.family={family}", *names, *overrides, config=QWEN3)
+
+
+def exact_logprobs(model, batch):
+    """[T] fp32, of each row's target, one sequence at a time."""
+    found, first = [], 0
+    for length in batch.seqlens:
+        rows = slice(first, first + length)
+        with torch.no_grad():
+            exact = model(batch.tokens[rows][None]).logits[0].double().log_softmax(-1)
+        found.append(exact.gather(-1, batch.targets[rows][:, None])[:, 0])
+        first += length
+    return torch.cat(found).float()
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=list(CHANGES))
+def test_it_is_the_model_of_transformers(tmp_path, changes):
+    """Log-probs, the tensors that come back, and the plan's count of parameters."""
+    theirs, batch = write_model(tmp_path, changed(changes)), random_batch(9)
+    plan = plan_of(tmp_path)
+    assert plan.unsupported == ()
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
+        back = {name: tensor.clone() for name, tensor in policy.weights()}
+        live = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
+    torch.testing.assert_close(scores.logprobs, exact_logprobs(theirs, batch), atol=2e-5, rtol=1e-6)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert back.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in back.items())
+    assert parameters(plan.shape).total == live == sum(p.numel() for p in theirs.parameters())
+
+
+# on several ranks --------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "tp2": ("mixed", "parallel.tp=2"),
+    "tp2 that share a key/value head": ("one head", "parallel.tp=2"),
+    "cp2": ("mixed", "parallel.cp=2"),
+    "pp2": ("mixed", "parallel.pp=2"),
+    "dp2 ep2": ("mixed", "parallel.dp=2", "parallel.ep=2"),
+}
+
+
+def one_update(plan):
+    """(log-probs, metrics, weights before and after) of an update, on this rank."""
+    with topology.start(plan) as topo:
+        policy, batch = Policy.build(plan, topo), random_batch()
+        before = {name: tensor.clone() for name, tensor in policy.weights()}
+        limit = 128 * topo.cp_size
+        schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, plan.row_alignment)
+        logprobs = policy.scores(batch, schedule, replay=False).logprobs
+        metrics = policy.update(
+            batch.with_(old_logprobs=logprobs), schedule, build_loss(plan.objective)
+        )
+        return logprobs, metrics, before, {n: t.clone() for n, t in policy.weights()}
+
+
+def on_rank(group, layouts, folder):
+    os.environ["WORLD_SIZE"] = str(group.size())
+    common = ("replay=off", "optimizer.eps=1e-2")
+    return {
+        name: one_update(plan_of(folder / model, *common, *overrides))
+        for name, (model, *overrides) in layouts.items()
+    }
+
+
+def check_layouts(folder, models, layouts):
+    """Log-probs, weights and an update of every layout, two ranks each, are those of one process.
+
+    Args:
+        models: name -> HF config.
+        layouts: name -> name of a model, overrides.
+    """
+    exact = {}
+    for name, hf in models.items():
+        exact[name] = exact_logprobs(write_model(folder / name, hf), random_batch())
+    (single,) = run_ranks(on_rank, 1, {name: (name,) for name in models}, folder)
+    for results in run_ranks(on_rank, 2, layouts, folder, timeout=300):
+        for name, (model, *_) in layouts.items():
+            logprobs, metrics, before, after = results[name]
+            torch.testing.assert_close(logprobs, exact[model], atol=3e-5, rtol=1e-6, msg=name)
+            saved = load_file(folder / model / "model.safetensors")
+            assert before.keys() == saved.keys()
+            assert all(torch.equal(tensor, saved[key]) for key, tensor in before.items()), name
+            assert metrics == pytest.approx(single[model][1], rel=2e-5, abs=1e-6), name
+            for key, tensor in after.items():
+                want = single[model][3][key]
+                torch.testing.assert_close(tensor, want, atol=1e-6, rtol=1e-5, msg=f"{name} {key}")
+
+
+def test_layouts_equal_one_process(tmp_path):
+    models = {"mixed": changed(MIXED), "one head": changed({"num_key_value_heads": 1})}
+    check_layouts(tmp_path, models, LAYOUTS)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_query_groups_take_turns(size):
+    """Rows q0 q1 k0 v0 | q2 q3 k1 v1 ... as megatron's linear_qkv has them, over any split."""
+    weight = Weight.grouped("q", "k", "v", "qkv", (8, 4), 3, 1)
+    q, k, v = (
+        torch.arange(heads * 3)[:, None] + base for heads, base in ((8, 0), (4, 100), (4, 200))
+    )
+    shards = [shard_of(weight, [q, k, v], size, rank) for rank in range(size)]
+    assert all(shard.shape == weight.part(size) for shard in shards)
+    first = [*range(6), 100, 101, 102, 200, 201, 202]
+    assert torch.cat(shards)[:12, 0].tolist() == first
+    back = whole_of(weight, shards)
+    assert all(torch.equal(got, want) for got, want in zip(back, (q, k, v), strict=True))
+
+
+# the engine and a run ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [MIXED, {"norm_topk_prob": False}], ids=["mixed", "raw"])
+def test_engine_and_trainer_are_one_model(tmp_path, changes):
+    """Log-probs of generated tokens, and every router's experts, agree."""
+    write_model(tmp_path, changed(changes))
+    plan = plan_of(tmp_path, "rollout.max_new_tokens=9")
+    with topology.start(plan) as topo:
+        policy, engine = Policy.build(plan, topo), build_engine(plan, topo.device)
+        engine.load_weights(policy.weights(), version=0)
+        prompts = [Prompt(i, tuple(range(3 + i, 9 + 2 * i))) for i in range(6)]
+        samples = engine.generate(prompts, Sampling(max_new_tokens=9, samples_per_prompt=2, seed=1))
+        samples = [replace(sample, reward=0.0) for sample in samples]
+        advantage = build_advantage(plan.objective)
+        experts, layers = plan.shape.num_experts, plan.router_layers
+        batch = Batch.of(samples, advantage, num_experts=experts, layer_ids=layers)
+        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64))
+    assert plan.router_layers == ((1, 2, 4) if changes is MIXED else (1, 2, 3))
+    at = batch.loss_mask
+    torch.testing.assert_close(
+        scores.logprobs[at], batch.rollout_logprobs[at], atol=2e-5, rtol=1e-6
+    )
+    assert tuple(scores.agreement) == plan.router_layers
+    rows = int(batch.route_mask.sum())
+    assert all(found == (rows, rows, rows) for found in scores.agreement.values())
+
+
+def test_a_run(tmp_path):
+    quick = ("steps=2", "batching.prompts=4", "evaluate.prompts=8", "log.progress=false")
+    assert train.main([str(QWEN3), f"run={tmp_path}", *quick]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[:2]:
+        assert row["route/exact_set"] == 1.0 and row["mismatch/abs_mean"] < 1e-5
+
+
+# what is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"use_sliding_window": True}, "use_sliding_window is true"),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is yarn"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type is linear"),
+    ],
+)
+def test_what_is_not_built_is_named(tmp_path, changes, reason):
+    (tmp_path / "config.json").write_text(json.dumps(changed(changes)))
+    plan = tiny_plan(f"model.config={tmp_path}/config.json", config=QWEN3)
+    assert [u for u in plan.unsupported if u.startswith(f"model.config: {reason}")]
+    with topology.start(plan) as topo, pytest.raises(NotImplementedError, match=reason):
+        Policy.build(plan, topo)

@@ -1,0 +1,140 @@
+"""The digest of tensors against its definition in Python's integers, and what must change it."""
+
+from __future__ import annotations
+
+import zlib
+from itertools import combinations
+from math import gcd
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pyrl_ext.ops import digest as module
+from pyrl_ext.ops.digest import STEP, WORDS, digest, digest_on_device, read
+
+MASK = 2**64 - 1
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool)
+
+
+def factor(place: int) -> int:
+    z = (place + 1) * 0x9E3779B97F4A7C15 & MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
+    return (z ^ (z >> 31)) | 1
+
+
+def plain(tensor: Tensor) -> int:
+    """The definition, one integer after another; for tensors of one chunk."""
+    total = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    data = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+    if data:
+        size = gcd(4, (tensor.shape or (1,))[-1] * tensor.itemsize)
+        words = [data[i : i + size] for i in range(0, len(data), size)]
+        signed = [int.from_bytes(word, "little", signed=True) for word in words]
+        total = total * STEP + sum(w * factor(i) for i, w in enumerate(signed))
+    return total & MASK
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    width = dtype.itemsize
+    drawn = torch.Generator().manual_seed(seed)
+    top = 2 if dtype is torch.bool else 256
+    count = torch.Size(shape).numel() * width
+    data = torch.randint(0, top, (count,), dtype=torch.uint8, generator=drawn)
+    return data.view(dtype).view(shape)
+
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes, st.sampled_from(DTYPES), st.integers(0, 99))
+def test_it_is_its_definition(shape: tuple[int, ...], dtype: torch.dtype, seed: int):
+    tensor = random(shape, dtype, seed)
+    assert digest(tensor) == plain(tensor)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes.filter(all), st.sampled_from(DTYPES[:5]), st.data())
+def test_one_bit_and_the_type_and_the_shape_change_it(
+    shape: tuple[int, ...], dtype: torch.dtype, data: st.DataObject
+):
+    tensor = random(shape, dtype)
+    before = digest(tensor)
+    other = tensor.clone()
+    held = other.view(-1).view(torch.uint8)
+    place = data.draw(st.integers(0, held.numel() - 1))
+    held[place] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest(other) != before
+    assert digest(tensor[None]) != before
+    if dtype.itemsize == 2:
+        assert digest(tensor.view(torch.int16)) != before
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 7), st.integers(1, 7), st.data())
+def test_what_changes_places_changes_it(rows: int, columns: int, data: st.DataObject):
+    tensor = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    order = data.draw(st.permutations(range(rows)))
+    assert (digest(tensor[list(order)]) == digest(tensor)) == (list(order) == sorted(order))
+    signs = torch.ones(rows)  # differ in one bit, the highest
+    signs[0] = -1
+    assert digest(signs.flip(0)) != digest(signs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_strides_and_the_place_in_memory_do_not_matter(dtype: torch.dtype):
+    tensor = random((6, 10, 4), dtype)
+    expected = digest(tensor)
+    for like in (
+        tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        torch.cat([tensor, tensor], 1)[:, :10],
+        torch.cat([tensor.new_zeros(1), tensor.view(-1)])[1:].view(tensor.shape),  # not aligned
+        tensor.clone().requires_grad_() if dtype.is_floating_point else tensor,
+    ):
+        assert digest(like) == expected
+    row = tensor[0, :1]
+    assert digest(row.expand(5, 4)) == digest(row.expand(5, 4).contiguous())
+
+
+@pytest.mark.parametrize(
+    "shape", [(WORDS - 1,), (WORDS + 1,), (3 * WORDS + 2,), (2, WORDS + 3), (3, 1000, 501), ()]
+)
+def test_sizes_around_a_chunk(shape: tuple[int, ...]):
+    for dtype in (torch.bfloat16, torch.float32):
+        tensor = random(shape, dtype)
+        before = digest(tensor)
+        assert digest(torch.stack([tensor, tensor], -1)[..., 0]) == before
+        if tensor.dim():
+            assert digest(tensor.flip(0)) != before
+        tensor.view(-1)[-1].neg_()
+        assert digest(tensor) != before
+
+
+def test_chunks_that_change_places_change_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "WORDS", 8)
+    tensor = random((64,), torch.float32)
+    chunks = tensor.split(8)
+    seen = {digest(tensor)}
+    for a, b in combinations(range(8), 2):
+        order = list(range(8))
+        order[a], order[b] = b, a
+        seen.add(digest(torch.cat([chunks[i] for i in order])))
+    assert len(seen) == 1 + 28
+
+
+def test_many_are_read_together():
+    tensors = {str(n): random((n, 3), torch.float32, n) for n in range(5)}
+    found = read({name: digest_on_device(t) for name, t in tensors.items()})
+    assert found == {name: digest(t) for name, t in tensors.items()} and read({}) == {}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_gives_the_digest_of_the_cpu(dtype: torch.dtype):
+    for shape in ((), (5, 7), (3, WORDS + 5), (2, 300, 1001)):
+        tensor = random(shape, dtype)
+        assert digest(tensor.cuda()) == digest(tensor)

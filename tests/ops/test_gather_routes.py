@@ -1,0 +1,315 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrl_ext.ops import gather_routes, use_backend
+from pyrl_ext.ops._native import C
+from pyrl_ext.ops.gather_routes import ROUTE_DTYPES, native, op, reference
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+KERNELS = ["avx512", "avx2", "portable", "emulated"]
+TO = ["int32", "int64", "same"]
+
+
+def case(T=50, L=5, K=4, M=37, experts=64, dtype=torch.uint8, layers=(3, 0, 4)):
+    g = torch.Generator().manual_seed(0)
+    routes = torch.randint(0, experts, (T, L, K), generator=g).to(dtype)
+    rows = torch.randint(-1, T, (M,), generator=g)
+    return routes, rows, layers, experts
+
+
+def run(kernel, routes, rows, layers, experts, out_dtype, out=None):
+    """One of KERNELS, into ``out`` if it is given."""
+    if kernel != "emulated" and not C.has_isa(kernel):
+        pytest.skip(f"this processor has no {kernel}")
+    if out is None:
+        out = torch.empty((len(layers), len(rows), routes.shape[2]), dtype=out_dtype)
+    call = C.Routes(*native.describe(routes, rows, layers, experts, out))
+    if kernel == "emulated":
+        C.gather_routes_emulated(call)
+    else:
+        C.gather_routes_cpu(call, kernel, torch.get_num_threads())
+    return out
+
+
+def same(out, *args):
+    expected = reference.gather_routes(*args)
+    return out.dtype == expected.dtype and torch.equal(out.long(), expected.long())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", ROUTE_DTYPES, ids=str)
+@pytest.mark.parametrize("to", TO)
+def test_kernels_equal_the_reference(kernel, dtype, to):
+    out_dtype = dtype if to == "same" else getattr(torch, to)
+    for K in (1, 2, 3, 4, 6, 8, 9, 16, 300):
+        for M, layers in [(0, [1]), (1, [4, 3]), (63, []), (200, [0, 1, 2, 3, 4, 6, 5, 5, 1, 2])]:
+            routes, rows, _, experts = case(L=7, K=K, M=M, dtype=dtype, experts=max(K, 100))
+            args = (routes, rows, torch.tensor(layers, dtype=torch.int64), experts, out_dtype)
+            assert same(run(kernel, *args), *args), (K, M, layers)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("K", [4, 6, 8])
+def test_more_layers_than_one_group_or_launch_holds(kernel, K):
+    routes, rows, _, experts = case(L=600, K=K, M=130)
+    layers = torch.cat([torch.arange(580), torch.tensor([599, 3, 3]), torch.arange(20, 90)])
+    args = (routes, rows, layers, experts, torch.int32)
+    assert same(run(kernel, *args), *args)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_starts_anywhere(kernel):
+    """Neither routes nor out begin at a multiple of a word, a line or a row."""
+    for dtype, K, offset in [(torch.uint8, 4, 1), (torch.uint8, 8, 6), (torch.int16, 4, 5)]:
+        routes, rows, _, experts = case(L=9, K=K, M=150, dtype=dtype)
+        moved = torch.cat([routes.new_zeros(offset), routes.flatten()])[offset:].view_as(routes)
+        layers = torch.arange(1, 9)
+        for out_dtype in (dtype, torch.int32, torch.int64):
+            room = torch.empty(offset + 8 * 150 * K + 3, dtype=out_dtype)
+            before = room.clone()
+            out = room[offset:-3].view(8, 150, K)
+            run(kernel, moved, rows, layers, experts, out_dtype, out)
+            assert same(out, routes, rows, layers, experts, out_dtype), (dtype, K, out_dtype)
+            assert torch.equal(room[:offset], before[:offset])
+            assert torch.equal(room[-3:], before[-3:])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_apart_in_memory_are_read_in_place(kernel):
+    routes, rows, _, experts = case(L=12, K=4, M=90)
+    layers = torch.tensor([0, 1, 2, 3, 4, 6])
+    for view in (routes[:, 3:10], routes[::2].repeat(2, 1, 1)[:50], routes[:1].expand(50, -1, -1)):
+        assert native.rows_apart(view)
+        args = (view, rows, layers, experts, torch.int32)
+        assert same(run(kernel, *args), *args)
+
+
+def test_other_strides_are_copied():
+    routes, rows, _, experts = case(L=4, K=4)
+    for view in (routes.transpose(1, 2), routes.flip(0)[:, ::2], routes[..., ::2]):
+        slots = torch.tensor([1, 0])
+        out = native.gather_routes(view, rows, slots, experts, torch.int64)
+        assert same(out, view, rows, slots, experts, torch.int64)
+
+
+@pytest.mark.parametrize("kernel", KERNELS[:3])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_large_outputs_are_streamed(kernel, threads):
+    routes, rows, _, experts = case(T=3000, L=46, M=6_001)  # 1.1 MB
+    args = (routes, rows, torch.arange(46), experts, torch.uint8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert same(run(kernel, *args), *args)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_source_beyond_2_31_bytes(kernel):
+    """The pages that nobody writes take no memory."""
+    T = (5 << 29) // 188
+    routes = torch.from_numpy(np.zeros((T, 47, 4), dtype=np.uint8))
+    rows = torch.tensor([0, T - 1, -1, T // 2])
+    routes[T - 1], routes[T // 2] = 7, 9
+    out = run(kernel, routes, rows, torch.tensor([46, 0]), 64, torch.int32)
+    assert out[:, :, 0].tolist() == [[0, 7, 8, 9]] * 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.integers(-1, 6), max_size=20),
+    layers=st.lists(st.integers(0, 2), max_size=5),
+    K=st.integers(1, 5),
+    spare=st.integers(0, 4),
+    kernel=st.sampled_from(["native", "reference", "emulated"]),
+)
+def test_equals_a_python_loop(rows, layers, K, spare, kernel):
+    experts = K + spare
+    routes = torch.arange(7 * 3 * K).view(7, 3, K).remainder(experts).to(torch.uint8)
+    index = torch.tensor(rows, dtype=torch.int64)
+    if kernel == "emulated":
+        slots = torch.tensor(layers, dtype=torch.int64)
+        out = run(kernel, routes, index, slots, experts, torch.int32)
+    else:
+        with use_backend(kernel):
+            out = gather_routes(routes, index, layers, experts)
+    assert out.shape == (len(layers), len(rows), K) and out.dtype == torch.int32
+    for i, layer in enumerate(layers):
+        for m, row in enumerate(rows):
+            padding = [(m * K + j) % experts for j in range(K)]
+            expected = padding if row < 0 else routes[row, layer].tolist()
+            assert out[i, m].tolist() == expected
+
+
+@pytest.mark.parametrize(("K", "experts"), [(4, 4), (4, 64), (6, 7), (8, 160)])
+def test_padding_rows_are_distinct_and_spread(K, experts):
+    rows = torch.full((experts * 3,), -1)
+    out = gather_routes(torch.zeros(0, 1, K, dtype=torch.uint8), rows, [0], experts)[0]
+    assert all(len(set(row)) == K for row in out.tolist())
+    assert torch.bincount(out.flatten(), minlength=experts).tolist() == [3 * K] * experts
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_expert_number_survives_the_widening(kernel):
+    for dtype, experts in [(torch.uint8, 256), (torch.uint16, 1 << 16), (torch.int16, 1 << 15)]:
+        routes = torch.arange(experts).to(dtype).view(-1, 1, 1)
+        args = (routes, torch.arange(experts), torch.tensor([0]), experts)
+        assert torch.equal(run(kernel, *args, torch.int32).flatten(), torch.arange(experts).int())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("experts", [300, (1 << 20) + 1, 1 << 40])
+def test_padding_wider_than_the_type_of_routes(kernel, experts):
+    routes, rows, layers, _ = case(M=300)
+    for out_dtype in (torch.int32, torch.int64):
+        if experts <= torch.iinfo(out_dtype).max:
+            args = (routes, rows, torch.tensor(layers), experts, out_dtype)
+            assert same(run(kernel, *args), *args)
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["native", "triton", "reference"])
+@pytest.mark.parametrize("dtype", ROUTE_DTYPES, ids=str)
+@pytest.mark.parametrize("to", TO)
+def test_gpu_equals_the_reference_on_the_cpu(backend, dtype, to):
+    out_dtype = dtype if to == "same" else getattr(torch, to)
+    for K, M in [(1, 5), (4, 3000), (6, 200), (8, 3000), (9, 65)]:
+        routes, rows, _, experts = case(L=46, K=K, M=M, dtype=dtype)
+        layers = torch.arange(3, 46)
+        with use_backend(backend):
+            out = gather_routes(routes.cuda(), rows.cuda(), layers, experts, out_dtype)
+        assert out.is_cuda and same(out.cpu(), routes, rows, layers, experts, out_dtype), (K, M)
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_routes_in_pinned_host_memory(backend):
+    routes, rows, layers, experts = case(M=2000)
+    pinned = routes.pin_memory()[:, :4]
+    with use_backend(backend):
+        out = gather_routes(pinned, rows.cuda(), (3, 0), experts)
+    assert out.is_cuda and same(out.cpu(), routes, rows, torch.tensor((3, 0)), experts, torch.int32)
+    with pytest.raises(ValueError, match="routes is on cpu, rows on cuda:0, expected one device"):
+        gather_routes(routes, rows.cuda(), layers, experts)
+
+
+@needs_gpu
+def test_a_cuda_graph_reads_new_lengths():
+    """Rows padded to a capacity: what is captured once serves every batch."""
+    routes, rows, layers, experts = case(M=512)
+    static_routes, static_rows = routes.cuda(), rows.cuda()
+    gather_routes(static_routes, static_rows, layers, experts)  # loads the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), use_backend("native"):
+        out = gather_routes(static_routes, static_rows, layers, experts)
+    for length in (512, 100, 0):
+        rows = torch.cat([torch.randint(50, (length,)), torch.full((512 - length,), -1)])
+        routes = routes.flip(0)
+        static_routes.copy_(routes)
+        static_rows.copy_(rows)
+        graph.replay()
+        assert same(out.cpu(), routes, rows, torch.tensor(layers), experts, torch.int32), length
+
+
+@needs_gpu
+def test_what_a_launch_cannot_carry_is_refused():
+    routes = torch.zeros(2, (1 << 15) + 1, 1, dtype=torch.uint8, device="cuda")
+    rows = torch.zeros(1, dtype=torch.int64, device="cuda")
+    with use_backend("native"):
+        with pytest.raises(NotImplementedError, match="a slot is 32768, expected below 32768"):
+            gather_routes(routes, rows, [1 << 15], 4)
+        with pytest.raises(NotImplementedError, match="take 32769 bytes, expected at most 16384"):
+            gather_routes(routes.transpose(1, 2), rows, [0], 1 << 16)
+        with pytest.raises(IndexError, match=r"layers\[0\] is 9, expected a slot of routes in"):
+            gather_routes(routes[:, :9], rows, [9], 4)
+
+
+def test_triton_interpreted_on_the_cpu():
+    script = """
+import torch
+from tests.ops.test_gather_routes import ROUTE_DTYPES, case, same
+from pyrl_ext.ops.gather_routes import triton
+for dtype in ROUTE_DTYPES:
+    for to in (dtype, torch.int32, torch.int64):
+        for K, M in [(1, 3), (4, 300), (6, 0), (6, 171), (8, 70)]:
+            routes, rows, layers, experts = case(L=7, K=K, M=M, dtype=dtype)
+            view = routes[:, 1:6]
+            args = (view, rows, torch.tensor(layers), experts, to)
+            assert triton.refuse(*args) is None
+            assert same(triton.gather_routes(*args), *args), (dtype, to, K, M)
+"""
+    pytest.importorskip("triton")
+    here = Path(__file__).parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here}"}
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)
+
+
+def test_opcheck():
+    routes, rows, layers, experts = case()
+    torch.library.opcheck(op.overload, (routes, rows, torch.tensor(layers), experts, torch.int32))
+
+
+def test_compiles_without_a_graph_break():
+    routes, rows, layers, experts = case()
+    compiled = torch.compile(
+        lambda a, b: gather_routes(a, b, layers, experts) + 1, fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(routes, rows), gather_routes(routes, rows, layers, experts) + 1)
+
+
+def test_meta_tensors():
+    routes, rows, layers, experts = case()
+    out = gather_routes(routes.to("meta"), rows.to("meta"), layers, experts, torch.int64)
+    assert out.is_meta and out.shape == (3, 37, 4) and out.dtype == torch.int64
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_out_of_range_names_the_entry(backend):
+    routes, rows, _, experts = case()
+    rows[5] = 50
+    with use_backend(backend):
+        with pytest.raises(IndexError) as error:
+            gather_routes(routes, rows, [0], experts)
+        assert str(error.value) == (
+            "gather_routes: rows[5] is 50, expected -1 (padding) or a token of routes in [0, 50)"
+        )
+        with pytest.raises(IndexError) as error:
+            gather_routes(routes, rows.clamp(max=49), [0, 5], experts)
+        assert str(error.value) == (
+            "gather_routes: layers[1] is 5, expected a slot of routes in [0, 5)"
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(experts=3), "num_experts is 3, expected 4"),
+        (dict(experts=300), "num_experts is 300, expected 4 (the experts of a token"),
+        (dict(dtype=torch.int64), "routes is torch.int64, expected one of"),
+        (dict(to=torch.int16), "out_dtype is torch.int16, expected torch.int32"),
+        (dict(layers=torch.tensor([[0]])), "layers is torch.int64 [1, 1]"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, message):
+    change = dict(change)
+    to = change.pop("to", torch.uint8 if "experts" in change else torch.int32)
+    routes, rows, layers, _ = case(**{k: v for k, v in change.items() if k != "experts"})
+    experts = change.get("experts", 64)
+    with pytest.raises((ValueError, TypeError)) as error:
+        gather_routes(routes, rows, layers, experts, to)
+    assert message in str(error.value)
+
+
+def test_routes_and_rows_on_devices_that_do_not_meet():
+    routes, rows, layers, experts = case()
+    with pytest.raises(ValueError, match="routes is on meta, rows on cpu, expected one device, or"):
+        gather_routes(routes.to("meta"), rows, layers, experts)

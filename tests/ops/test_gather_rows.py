@@ -1,0 +1,304 @@
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrl_ext.ops import Inverse, gather_rows, invert_rows, use_backend
+from pyrl_ext.ops._native import C
+from pyrl_ext.ops.gather_rows import inverse, native, op, reference
+
+SHAPES = {  # (N, C, M)
+    "one": (1, 1, 1),
+    "no rows": (5, 3, 0),
+    "no source": (0, 3, 4),
+    "no columns": (4, 0, 3),
+    "odd": (63, 7, 100),
+    "sixteen bytes": (40, 16, 70),
+    "few": (5, 16, 9),
+    "wide": (17, 1025, 33),
+    "threads": (30_000, 5, 50_000),
+}
+DTYPES = [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+
+
+def case(shape, dtype=torch.float64, device="cpu"):
+    N, C, M = SHAPES[shape]
+    g = torch.Generator().manual_seed(0)
+    src = torch.randint(0, 9, (N, C), generator=g).to(dtype)
+    rows = torch.randint(-1, N, (M,), generator=g)
+    run = min(N, M) // 2  # as a layout has it: consecutive rows
+    rows[:run] = torch.arange(run)
+    return src.to(device), rows.to(device), torch.arange(C).to(dtype).to(device)
+
+
+@pytest.mark.parametrize(
+    "backend", [b for b in op.backends if b.name != "reference"], ids=lambda b: b.name
+)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backend_equals_reference(backend, device, shape):
+    for dtype in DTYPES:
+        args = case(shape, dtype, device)
+        if reason := backend.refuse(*args):
+            pytest.skip(reason)
+        assert torch.equal(backend.run(*args), reference.gather_rows(*args)), dtype
+
+
+def emulated(src, rows, fill):
+    """What the CUDA kernel does, on the host."""
+    out = src.new_empty(len(rows), *src.shape[1:])
+    stride, row_bytes = src.stride(0) * src.element_size(), fill.numel() * fill.element_size()
+    field = (src.data_ptr(), stride, out.data_ptr(), row_bytes, fill.data_ptr(), 0)
+    C.gather_rows_emulated([field], rows.data_ptr(), len(rows))
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_cuda_kernel_walked_on_the_host(shape):
+    for dtype in DTYPES:
+        args = case(shape, dtype)
+        assert torch.equal(emulated(*args), reference.gather_rows(*args)), dtype
+
+
+@pytest.mark.parametrize("run", [native.gather_rows, emulated])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 188, 512, 8192])
+def test_any_row_size_stride_and_alignment(device, row_bytes, run):
+    if run is emulated and device == "cuda":
+        pytest.skip("it runs on the host")
+    for offset, stride in [(0, 0), (1, 0), (2, 2), (4, 4), (8, 8), (16, 16), (0, 5), (3, 188)]:
+        size = offset + 50 * (row_bytes + stride)
+        memory = torch.randint(0, 255, (size,), dtype=torch.uint8).to(device)
+        src = memory[offset:].view(50, row_bytes + stride)[:, :row_bytes]
+        rows = torch.randint(-1, 50, (77,)).to(device)
+        rows[:30] = torch.arange(30, device=device)
+        fill = torch.arange(row_bytes, device=device).to(torch.uint8)
+        if reason := native.refuse(src, rows, fill):
+            pytest.skip(reason)
+        expected = reference.gather_rows(src, rows, fill)
+        assert torch.equal(run(src, rows, fill), expected), (offset, stride)
+
+
+@pytest.mark.parametrize("run", [native.gather_rows, emulated])
+def test_more_elements_than_32_bits_count(run):
+    size = 3 * 2**30 + 40  # bytes of address space; only the pages touched are backed
+    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    memory[-5:] = 7
+    fill = torch.tensor([9], dtype=torch.uint8)
+    rows = torch.tensor([size - 6, size - 5, -1, size - 1, 0])
+    assert run(memory[:, None], rows, fill).flatten().tolist() == [0, 7, 9, 7, 0]
+    far = memory[3 :: 2**30][:, None]  # 2^30 bytes from a row to the next
+    memory[2**31 + 3] = 5
+    assert run(far, torch.tensor([2, 1, 3]), fill).flatten().tolist() == [5, 0, 0]
+
+
+@pytest.mark.parametrize("strided", ["rows", "repeated", "within"])
+def test_strided_source(strided):
+    whole = torch.arange(60 * 5 * 4).view(60, 5, 4)
+    src = {
+        "rows": whole[:, 1:3],
+        "repeated": whole[:1, 1:3].expand(60, -1, -1),
+        "within": whole[:, 1:3].transpose(1, 2),
+    }[strided]
+    assert (native.rows_of(src) is src) == (strided != "within")
+    rows, fill = torch.tensor([3, 4, 5, -1, 59, 0]), torch.zeros_like(src[0])
+    expected = reference.gather_rows(src, rows, fill)
+    assert torch.equal(native.gather_rows(src, rows, fill), expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.integers(-1, 8), max_size=40),
+    width=st.integers(0, 40),
+    threads=st.sampled_from([1, 2, 5]),
+)
+def test_equals_a_python_loop(rows, width, threads):
+    src = torch.arange(9 * width, dtype=torch.int16).view(9, width)
+    fill = torch.full((width,), -7, dtype=torch.int16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out = gather_rows(src, torch.tensor(rows, dtype=torch.int64), fill)
+    finally:
+        torch.set_num_threads(before)
+    assert out.tolist() == [(fill if row < 0 else src[row]).tolist() for row in rows]
+
+
+def test_rows_of_any_rank_and_strides():
+    rows = torch.tensor([2, -1, 0])
+    tokens = torch.arange(6)[::2]
+    assert gather_rows(tokens, rows, torch.tensor(-5)).tolist() == [4, -5, 0]
+    routes = torch.arange(24).view(2, 4, 3).transpose(0, 2)  # [3, 4, 2]
+    out = gather_rows(routes, rows, torch.zeros(4, 2, dtype=torch.int64))
+    assert torch.equal(out, torch.stack([routes[2], torch.zeros_like(routes[0]), routes[0]]))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["made in the backward", "given"])
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("shape", ["one", "no rows", "no source", "odd", "few"])
+def test_gradients_of_both_orders(shape, backend, given):
+    src, rows, fill = case(shape)
+    map_ = invert_rows(rows, len(src)) if given else None
+
+    def gather(src, fill):
+        return gather_rows(src, rows, fill, map_)
+
+    with use_backend(backend):
+        inputs = src.requires_grad_(), fill.requires_grad_()
+        assert torch.autograd.gradcheck(gather, inputs)
+        assert torch.autograd.gradgradcheck(gather, inputs)
+
+
+def test_gradient_of_a_strided_source_and_an_expanded_gradient():
+    whole = torch.randn(9, 3, 4, dtype=torch.float64, requires_grad=True)
+    rows = torch.tensor([1, -1, 8, 1])
+    out = gather_rows(whole[:, 1:], rows, torch.zeros(2, 4, dtype=torch.float64))
+    (grad,) = torch.autograd.grad(out.sum(), whole)
+    expected = torch.zeros(9, 3, 4, dtype=torch.float64)
+    expected[1, 1:], expected[8, 1:] = 2, 1
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("backend", inverse.op.backends, ids=lambda b: b.name)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_inverse_lists_the_places_of_every_row(backend, device, shape):
+    src, rows, _ = case(shape, device=device)
+    if reason := backend.refuse(rows, len(src)):
+        pytest.skip(reason)
+    starts, order = backend.run(rows, len(src))
+    assert starts.shape == (len(src) + 1,) and order.shape == rows.shape
+    assert starts.dtype == order.dtype == torch.int64
+    places = [[] for _ in src]
+    for m, row in enumerate(rows.tolist()):
+        if row >= 0:
+            places[row].append(m)
+    flat = [m for found in places for m in found]
+    assert order.tolist() == flat + [-1] * (len(rows) - len(flat))
+    assert starts.diff().tolist() == [len(found) for found in places] and starts[0] == 0
+
+
+def test_padding_does_not_leak_into_the_gradient():
+    src = torch.ones(2, 1, requires_grad=True)
+    out = gather_rows(src, torch.tensor([0, -1, 0]), torch.zeros(1))
+    (grad,) = torch.autograd.grad(out, src, torch.tensor([[1.0], [torch.nan], [2.0]]))
+    assert grad.tolist() == [[3.0], [0.0]]
+
+
+@pytest.mark.parametrize("shape", ["one", "no rows", "odd"])
+def test_opcheck(shape):
+    src, rows, fill = case(shape)
+    torch.library.opcheck(inverse.op.overload, (rows, len(src)))
+    map_ = invert_rows(rows, len(src))
+    inputs = src.requires_grad_(), rows, fill.requires_grad_()
+    torch.library.opcheck(op.overload, inputs)
+    torch.library.opcheck(op.overload, (*inputs, *map_))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_compiles_without_a_graph_break(given):
+    src, rows, fill = case("odd")
+
+    def gather(src, rows, fill):
+        map_ = invert_rows(rows, len(src)) if given else None
+        return gather_rows(src, rows, fill, map_) * 2
+
+    results = []
+    for f in (gather, torch.compile(gather, fullgraph=True, backend="aot_eager")):
+        out = f(src.requires_grad_(), rows, fill)
+        results.append((out, *torch.autograd.grad(out, src, torch.ones_like(out))))
+    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*results))
+
+
+def test_meta_tensors_have_shapes():
+    src, rows, fill = (t.to("meta") for t in case("odd"))
+    assert gather_rows(src, rows, fill, invert_rows(rows, len(src))).shape == (100, 7)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("bad", [7, -2])
+def test_row_out_of_range_names_the_entry(backend, bad):
+    rows = torch.tensor([0, bad, bad])
+    with use_backend(backend), pytest.raises(IndexError) as error:
+        gather_rows(torch.zeros(3, 2), rows, torch.zeros(2))
+    assert str(error.value) == (
+        f"gather_rows: rows[1] is {bad}, expected -1 (fill) or a row of src in [0, 3)"
+    )
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_inverse_of_rows_out_of_range(backend):
+    with use_backend(backend), pytest.raises(IndexError) as error:
+        invert_rows(torch.tensor([0, 3, 4]), 3)
+    assert str(error.value) == (
+        "invert_rows: rows[1] is 3, expected -1 (fill) or a row of src in [0, 3)"
+    )
+
+
+NONE = torch.zeros(0, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("map_", "message"),
+    [
+        (Inverse(NONE, NONE), "starts [0], order [0], expected [3 + 1] and [2]"),
+        (Inverse(torch.zeros(4), torch.zeros(2)), "torch.float32, torch.float32, expected"),
+    ],
+)
+def test_an_inverse_of_other_rows(map_, message):
+    with pytest.raises((ValueError, TypeError)) as error:
+        gather_rows(torch.zeros(3, 2), torch.tensor([0, 1]), torch.zeros(2), map_)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((torch.zeros(3, 2), torch.zeros(1, dtype=torch.int64), torch.zeros(3)), "fill [3]"),
+        ((torch.zeros(3, 2), torch.zeros(1, dtype=torch.int32), torch.zeros(2)), "torch.int32"),
+        (
+            (torch.zeros(3, 2), torch.zeros(1, dtype=torch.int64), torch.zeros(2).half()),
+            "fill is torch.float16, expected src's torch.float32",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit(args, message):
+    with pytest.raises((ValueError, TypeError)) as error:
+        gather_rows(*args)
+    assert message in str(error.value)
+
+
+def test_a_named_backend_that_declines_is_an_error(monkeypatch):
+    monkeypatch.setenv("PYRL_BACKEND", "triton")
+    with pytest.raises(NotImplementedError, match="triton: src is on cpu, expected cuda"):
+        gather_rows(*case("odd"))
+    with use_backend("fast"), pytest.raises(NotImplementedError, match=r"\['native', 'triton'"):
+        gather_rows(*case("odd"))
+
+
+def test_triton_interpreted_on_the_cpu():
+    script = """
+from tests.ops.test_gather_rows import SHAPES, case
+from pyrl_ext.ops import gather_rows, use_backend
+import torch
+for shape in set(SHAPES) - {"threads"}:
+    for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64):
+        src, rows, fill = case(shape, dtype)
+        for strided in (src, torch.cat([src, src], dim=1)[:, : src.shape[1]]):
+            with use_backend("triton"):
+                out = gather_rows(strided, rows, fill)
+            with use_backend("reference"):
+                assert torch.equal(out, gather_rows(src, rows, fill)), (shape, dtype)
+"""
+    pytest.importorskip("triton")
+    here = Path(__file__).parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here}"}
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)

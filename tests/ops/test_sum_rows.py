@@ -1,0 +1,217 @@
+import mmap
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrl_ext.ops import Inverse, invert_rows, sum_rows, use_backend
+from pyrl_ext.ops._native import C
+from pyrl_ext.ops.sum_rows import DTYPES, native, op, reference
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+ISAS = [isa for isa in ("avx512", "avx2", "portable") if C.has_isa(isa)]
+
+SHAPES = {  # (N, M, what follows M)
+    "one": (1, 1, (1,)),
+    "no rows": (5, 0, (3,)),
+    "no sums": (0, 4, (3,)),
+    "no columns": (4, 3, (0,)),
+    "scalars": (60, 100, ()),
+    "repeated": (3, 300, (7,)),
+    "once": (400, 100, (2, 4)),
+    "wide": (17, 33, (1025,)),
+    "threads": (30_000, 50_000, (5,)),
+}
+
+
+def case(shape, dtype=torch.float64, device="cpu"):
+    N, M, rest = SHAPES[shape]
+    g = torch.Generator().manual_seed(0)
+    src = torch.randn(M, *rest, generator=g, dtype=torch.float64).to(dtype)
+    rows = torch.randint(-1, N, (M,), generator=g)
+    return src.to(device), rows.to(device), invert_rows(rows.to(device), N)
+
+
+def emulated(src, rows, starts, order):
+    """What the CUDA kernel does, on the host."""
+    out = src.new_empty(len(starts) - 1, *src.shape[1:])
+    C.sum_rows_emulated(native.describe(src, starts, order, out))
+    return out
+
+
+def with_isa(isa):
+    return partial(native.sum_rows, isa=isa)
+
+
+@pytest.mark.parametrize("run", [emulated, *map(with_isa, ISAS)], ids=["emulated", *ISAS])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_equal_the_reference(run, shape):
+    for dtype in DTYPES:
+        src, rows, inverse = case(shape, dtype)
+        expected = reference.sum_rows(src, rows, *inverse)
+        assert torch.equal(run(src, rows, *inverse), expected), dtype
+        if src.ndim > 1:  # other strides and alignments
+            strided = torch.cat([src[:, :1], src], dim=1)[:, 1:]
+            assert native.rows_of(strided) is strided or not strided.numel()
+            assert torch.equal(run(strided, rows, *inverse), expected), dtype
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_a_gpu(backend, shape):
+    for dtype in DTYPES:
+        src, rows, inverse = case(shape, dtype)
+        expected = reference.sum_rows(src, rows, *inverse)
+        with use_backend(backend):
+            out = sum_rows(src.cuda(), rows.cuda(), Inverse(*(t.cuda() for t in inverse)))
+        assert torch.equal(out.cpu(), expected), dtype
+
+
+@pytest.mark.parametrize("run", [emulated, *map(with_isa, ISAS)], ids=["emulated", *ISAS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_number(run, dtype):
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    rows = torch.arange(2**15).repeat_interleave(2)[torch.randperm(2**16)]
+    inverse = invert_rows(rows, 2**15)
+    expected = reference.sum_rows(numbers, rows, *inverse)
+    out = run(numbers, rows, *inverse)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+    copied = run(numbers, torch.arange(2**16), *invert_rows(torch.arange(2**16), 2**16))
+    assert torch.equal(copied.view(torch.int16), numbers.view(torch.int16))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.integers(-1, 8), max_size=40),
+    width=st.integers(0, 20),
+    threads=st.sampled_from([1, 2, 5]),
+)
+def test_equals_a_python_loop(rows, width, threads):
+    src = torch.randn(len(rows), width)
+    index = torch.tensor(rows, dtype=torch.int64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out = sum_rows(src, index, invert_rows(index, 9))
+    finally:
+        torch.set_num_threads(before)
+    expected = torch.zeros(9, width)
+    for m, row in enumerate(rows):
+        if row >= 0:
+            expected[row] += src[m]
+    assert torch.equal(out, expected)
+
+
+def test_adds_in_fp32_and_rounds_once():
+    src = torch.tensor([256.0] + [1.0] * 256, dtype=torch.bfloat16)  # 256 + 1 is 256 in bf16
+    rows = torch.zeros(257, dtype=torch.int64)
+    assert sum_rows(src, rows, invert_rows(rows, 1)).tolist() == [512]
+
+
+@pytest.mark.parametrize("run", [emulated, native.sum_rows])
+def test_more_elements_than_32_bits_count(run):
+    size = 5 * 2**30  # bytes of address space; only the pages touched are backed
+    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.bfloat16)
+    far = memory[: 5 * 2**29].view(-1, 2**29)[:, :3]  # 2^30 bytes from a row to the next
+    far[:] = torch.tensor([1.0, 2.0, 4.0])
+    far[4] = 8
+    rows = torch.tensor([0, 1, 0, -1, 0])
+    assert run(far, rows, *invert_rows(rows, 2)).tolist() == [[10, 12, 16], [1, 2, 4]]
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("shape", ["one", "no rows", "no sums", "scalars", "repeated"])
+def test_gradients_of_both_orders(shape, backend):
+    src, rows, inverse = case(shape)
+
+    def total(src):
+        return sum_rows(src, rows, inverse)
+
+    with use_backend(backend):
+        src = (src[:30, :2] if src.ndim > 1 else src[:30]).requires_grad_()
+        rows = rows[:30]
+        inverse = invert_rows(rows, SHAPES[shape][0])
+        assert torch.autograd.gradcheck(total, src)
+        assert torch.autograd.gradgradcheck(total, src)
+
+
+def test_opcheck():
+    src, rows, inverse = case("scalars")
+    torch.library.opcheck(op.overload, (src.requires_grad_(), rows, *inverse))
+
+
+def test_compiles_without_a_graph_break():
+    src, rows, inverse = case("repeated")
+    results = []
+    for f in (sum_rows, torch.compile(sum_rows, fullgraph=True, backend="aot_eager")):
+        out = f(src.requires_grad_(), rows, inverse)
+        results.append((out, *torch.autograd.grad(out, src, torch.ones_like(out))))
+    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*results))
+
+
+def test_meta_tensors_have_shapes():
+    src, rows, (starts, order) = case("once")
+    inverse = Inverse(starts.to("meta"), order.to("meta"))
+    assert sum_rows(src.to("meta"), rows.to("meta"), inverse).shape == (400, 2, 4)
+
+
+def test_an_inverse_that_names_other_rows():
+    src, rows = torch.zeros(2, 3), torch.tensor([0, 0])
+    with pytest.raises(IndexError) as error:
+        sum_rows(src, rows, Inverse(torch.tensor([0, 0, 2]), torch.tensor([0, 2])))
+    assert str(error.value) == (
+        "sum_rows: inverse.starts[1 : 3] is [0, 2] with entries [0, 2], expected rows of src in "
+        "[0, 2), as invert_rows(rows, N) gives"
+    )
+    for starts in ([0, 3, 2], [-1, 0, 2], [0, 2, 1]):
+        with pytest.raises(IndexError, match=r"inverse\.starts"):
+            sum_rows(src, rows, Inverse(torch.tensor(starts), torch.tensor([0, 1])))
+
+
+ROWS = torch.tensor([0, 0])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((torch.zeros(3), ROWS, invert_rows(ROWS, 1)), "src [3], rows [2], expected [M, ...], [M]"),
+        ((ROWS, ROWS, invert_rows(ROWS, 1)), "src is torch.int64, expected one of"),
+        ((torch.zeros(2), ROWS.int(), invert_rows(ROWS, 1)), "rows is torch.int32"),
+        ((torch.zeros(2), ROWS, Inverse(ROWS, ROWS[:1])), "order [1], expected [N + 1] and [2]"),
+        ((torch.zeros(2, device="meta"), ROWS, invert_rows(ROWS, 1)), "src is on meta"),
+    ],
+)
+def test_arguments_that_do_not_fit(args, message):
+    with pytest.raises((ValueError, TypeError)) as error:
+        sum_rows(*args)
+    assert message in str(error.value)
+
+
+def test_triton_interpreted_on_the_cpu():
+    script = """
+from tests.ops.test_sum_rows import DTYPES, SHAPES, case
+from pyrl_ext.ops import sum_rows, use_backend
+import torch
+for shape in set(SHAPES) - {"threads"}:
+    for dtype in DTYPES:
+        src, rows, inverse = case(shape, dtype)
+        if dtype == torch.bfloat16:  # the interpreter cuts what it should round: whole numbers
+            src = (src > 1).to(dtype)
+        for strided in (src, src.repeat(2, *[1] * (src.ndim - 1))[: len(src)]):
+            with use_backend("triton"):
+                out = sum_rows(strided, rows, inverse)
+            with use_backend("reference"):
+                assert torch.equal(out, sum_rows(src, rows, inverse)), (shape, dtype)
+"""
+    pytest.importorskip("triton")
+    here = Path(__file__).parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here}"}
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)

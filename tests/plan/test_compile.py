@@ -1,0 +1,525 @@
+"""The plan compiler: every problem at its line, only ConfigError, and a plan that is right."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.plan.__main__ import main
+from pyrl_ext.plan.compile import draft_of
+from pyrl_ext.plan.forecast.memory import logits_bytes, stage_memory, stage_parameters
+from pyrl_ext.plan.language.yaml_tree import read
+from pyrl_ext.plan.model.sizes import parameters, read_shape
+from pyrl_ext.plan.rules import RULES, check
+from pyrl_ext.plan.schema import Section, Sections
+from pyrl_ext.plan.show.terminal import facts
+
+REPOSITORY = Path(__file__).parents[2]
+BROKEN = sorted((REPOSITORY / "tests/plan/broken_configs").glob("*.yaml"))
+TINY = REPOSITORY / "configs/tiny/config.json"
+GLM47 = REPOSITORY / "configs/glm47/config.json"
+ROUNDED = "logprob.accept_rounded_logits=true"
+
+SMALL = """\
+device: cpu
+steps: 10
+run: runs/x
+model: {family: glm4_moe_lite, config: config.json, tokenizer: owner/name}
+batching: {prompts: 4, samples_per_prompt: 2, tokens_per_microbatch: 64}
+rollout: {engine: hf, max_new_tokens: 4}
+optimizer: {lr: 1e-3}
+data: {task: copy, max_prompt_tokens: 8}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(REPOSITORY)  # messages show paths from here
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The smallest YAML that compiles, beside the tiny model's sizes."""
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "config.json").write_text(TINY.read_text())
+    (folder / "small.yaml").write_text(SMALL)
+    return folder / "small.yaml"
+
+
+def problems_of(path: Path | str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compile_plan(path, overrides)
+    return str(caught.value).splitlines()
+
+
+# Problems --------------------------------------------------------------------------------------
+
+
+def expected_problems(path: Path) -> list[str]:
+    """`# error: text` in a file expects that problem on the next line that is no such comment."""
+    expected, waiting = [], []
+    lines = [*path.read_text().split("\n"), ""]
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("# error: "):
+            waiting.append(line.removeprefix("# error: "))
+            continue
+        expected += [f"{path.relative_to(REPOSITORY)}:{number}: {text}" for text in waiting]
+        waiting = []
+    return expected
+
+
+@pytest.mark.parametrize("path", BROKEN, ids=lambda path: path.stem)
+def test_broken_config(path: Path):
+    expected = expected_problems(path)
+    assert expected, "the file says what is wrong with it"
+    assert problems_of(path.relative_to(REPOSITORY)) == expected
+
+
+def test_every_rule_is_broken_by_a_config():
+    left = {rule.__name__ for _, rule in RULES}
+    assert len(left) == len(RULES), "rules are told apart by their names"
+    for path in BROKEN:
+        left -= broken_rules(path)
+    assert not left, "rules that no file of broken_configs breaks"
+    assert len(BROKEN) >= 80
+
+
+def broken_rules(path: Path) -> set[str]:
+    """Names of the rules that the plan of `path` breaks, found as `compile_plan` finds them."""
+    draft = draft_of(read(path))
+    return {rule.__name__ for key, rule in RULES if [*check(draft, [(key, rule)])]}
+
+
+def test_all_problems_at_once(tmp_path: Path):
+    path = tmp_path / "many.yaml"
+    path.write_text(
+        SMALL.replace("config.json", str(TINY)).replace("steps: 10", 'steps: "10"')
+        + "parallel:\n  tp: 3\n  pp: true\n  zp: 1\n"
+    )
+    found = problems_of(path, "batching.prompts=3", "batching.minibatches=2", "lr=1", "seed=-1")
+    places = [re.match(r"(?:command line|.*:\d+): [^:]*", line) for line in found]
+    assert [place and place[0].replace(f"{path}:", "") for place in places] == [
+        "command line: lr=1",
+        "command line: seed=-1",
+        "command line: batching.minibatches=2",
+        "2: steps",
+        "10: parallel.tp",
+        "10: parallel.tp",
+        "9: parallel.etp",
+        "11: parallel.pp",
+        "12: parallel.zp",
+    ] or found
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.tpp=2", "unknown key. Did you mean parallel.tp?"),
+        ("tp=2", "unknown key here. Did you mean parallel.tp or rollout.tp?"),
+        ("xyz=2", "unknown key, expected one of device, threads, seed"),
+        ("parallel.tp", "not an override, expected section.key=value"),
+        ("=2", "not an override"),
+        ("parallel..tp=2", "not an override"),
+        ("parallel.tp=", "no value, expected section.key=value. Write null for none"),
+        ("parallel=2", "parallel is a section, expected one of its keys"),
+        ("steps.a=2", "steps is a single value, expected steps=value"),
+        ("parallel.tp.a=2", "parallel.tp has no keys, expected parallel.tp=value"),
+        ("parallel.tp=[", "not YAML"),
+        ("parallel.tp='2'", "'2' is text, expected a whole number"),
+        ("parallel.tp=3", "3 does not divide num_attention_heads 4"),
+        ("replay=3", "3 is a whole number, expected a mapping of old, reference, train"),
+        ("data.task_options={a: 1, a: 2}", "data.task_options.a: repeated"),
+        ("log.progress=&a on", "not YAML: anchor, alias or tag"),
+    ],
+)
+def test_override_that_is_refused(small: Path, override: str, message: str):
+    assert problems_of(small, override)[0].startswith(f"command line: {override}: {message}")
+
+
+def test_repeated_override(small: Path):
+    found = problems_of(small, "parallel.dp=2", "parallel.dp=2")
+    expected = "repeats parallel.dp=2, expected each key once"
+    assert found == [f"command line: parallel.dp=2: {expected}"]
+
+
+def test_overrides_take_effect(small: Path):
+    plan = compile_plan(
+        small, ["parallel.dp=2", "optimizer.lr=2e-4", "replay=off", "data.task_options.length=5"]
+    )
+    assert (plan.world_size, plan.optimizer.lr, plan.replay.enabled) == (2, 2e-4, False)
+    assert plan.data.task_options == {"length": 5}
+    assert compile_plan(small, ["replay.train=false"]).replay.old is True
+    # an override may mend what the file has wrong
+    assert compile_plan(small, ["model.tokenizer=a/b"]).tokenizer_path == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory, expected a YAML file"),
+        (b"", "1: empty, expected sections"),
+        (b"# nothing\n", "1: empty, expected sections"),
+        (b"- 1\n", "1: a list, expected a mapping of sections"),
+        (b"device: \xff\n", "1: not UTF-8 text"),
+        (b"device: cpu\nrun: a\x07b\n", "2: not YAML: character"),
+        (b"seed: " + b"9" * 5000, "1: seed: not a value"),
+        (b"seed: " + b"[" * 3000, "1: nested too deeply"),
+        (b"run: *a\n", "1: not YAML"),
+    ],
+)
+def test_file_that_cannot_be_read(tmp_path: Path, content: bytes | None, message: str):
+    path = tmp_path / "x.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    assert problems_of(path)[0].startswith(f"{path}:{'' if content is not None else ' '}{message}")
+
+
+def test_missing_file_is_the_only_problem(tmp_path: Path):
+    found = problems_of(tmp_path / "none.yaml", "steps=3", "tp=2")
+    assert [line.rpartition(": ")[2][:12] for line in found] == ["No such file", "unknown key "]
+
+
+def test_folder_instead_of_a_file(tmp_path: Path):
+    assert problems_of(tmp_path) == [f"{tmp_path}: Is a directory, expected a YAML file"]
+
+
+# Any text is either a plan or a ConfigError whose every line has a place -------------------------
+
+words = st.sampled_from(
+    [
+        *"\n\t:{}[],|'\"#0?\x00é ",
+        "",
+        ": ",
+        "- ",
+        "&a",
+        "*a",
+        "!!int",
+        "---",
+        "null",
+        "1e3",
+        "-1",
+        ".inf",
+        "tp",
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.integers(0, len(SMALL)), st.integers(0, 12), words), max_size=4))
+@example([(0, 0, "{")])
+@example([(0, len(SMALL), "{}")])
+@example([(SMALL.index("config.json"), 11, r'"\0"')])
+@example([(SMALL.index("config.json"), 11, "long/" * 99 + "x" * 999)])
+@example([(SMALL.index("owner/name"), 10, r'"\0"')])
+@example([(SMALL.index("owner/name"), 10, "a/" + "x" * 999)])
+@example([(SMALL.index("runs/x"), 6, r'"\ud800"')])
+@example([(0, 0, '"a\\nb": 1\n')])
+def test_mutated_text(small: Path, edits: list[tuple[int, int, str]]):
+    text = SMALL
+    for at, length, word in edits:
+        text = text[:at] + word + text[at + length :]
+    path = small.with_name("mutated.yaml")
+    path.write_text(text, newline="")
+    check_only_placed_problems(path)
+
+
+scalars = st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.just("a:b")
+values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text(max_size=3), scalars)
+leaves = [
+    (name, key)
+    for name, field in Sections.model_fields.items()
+    if isinstance(kind := field.annotation, type) and issubclass(kind, Section)
+    for key in kind.model_fields
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(leaves), values, max_size=4))
+def test_mutated_values(small: Path, changes: dict[tuple[str, str], object]):
+    tree = yaml.safe_load(SMALL)
+    tree["optimizer"]["lr"] = 1e-3
+    for (section, key), value in changes.items():
+        tree.setdefault(section, {})[key] = value
+    path = small.with_name("mutated.yaml")
+    path.write_text(yaml.safe_dump(tree))
+    check_only_placed_problems(path)
+
+
+def check_only_placed_problems(path: Path) -> None:
+    try:
+        plan = compile_plan(path)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            assert re.match(rf"{re.escape(str(path))}:[1-9]\d*: .", line), line
+    else:
+        assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+# The plan ----------------------------------------------------------------------------------------
+
+
+def test_derived_fields(small: Path):
+    plan = compile_plan(small, ["parallel.dp=2", "parallel.tp=2", "parallel.cp=2", "parallel.ep=4"])
+    assert (plan.world_size, plan.samples, plan.samples_per_minibatch) == (8, 8, 8)
+    assert (plan.row_alignment, plan.max_rows) == (8, 16)  # 2 * cp * tp; 8 + 4 - 1 rows
+    assert plan.parallel.etp_size == 2
+    assert plan.router_layers == (1, 2, 3)
+    assert plan.rollout_dtype == "float32"
+    assert plan.hf == json.loads(TINY.read_text())
+    assert plan.source == str(small)
+    assert plan.config_path == str(small.parent / "config.json")
+    assert plan.weights_path is None and plan.tokenizer_path == "owner/name"
+    assert plan.unsupported == ()
+    there = plan.model_copy(update={"fetched": {"owner/name": "/cache/words"}})
+    assert there.tokenizer_path == "/cache/words" and there.fingerprint == plan.fingerprint
+
+
+def test_defaults_of_every_optional_section(small: Path):
+    plan = compile_plan(small)
+    assert plan.replay.old and plan.replay.reference and plan.replay.train
+    assert plan.optimizer.betas == (0.9, 0.98)
+    assert not plan.model.mtp and plan.rollout.top_p == 1.0
+
+
+def test_plan_is_frozen(small: Path):
+    plan = compile_plan(small)
+    with pytest.raises(ValidationError, match="frozen"):
+        plan.parallel.tp = 2
+    with pytest.raises(ValidationError, match="frozen"):
+        plan.steps = 2
+
+
+def test_local_folders_become_absolute(small: Path, tmp_path: Path):
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words/tokenizer.json").write_text("{}")
+    (tmp_path / "numbers.jsonl").write_text("")
+    path = tmp_path / "x.yaml"
+    text = SMALL.replace("config.json", str(TINY)).replace("owner/name", "words")
+    path.write_text(text.replace("task: copy", "prompts: numbers.jsonl, reward: a.b:c"))
+    plan = compile_plan(path)
+    assert plan.tokenizer_path == str(tmp_path / "words")
+    assert plan.prompts_path == str(tmp_path / "numbers.jsonl")
+    assert plan.eval_prompts_path is None
+
+
+def test_json_round_trip(small: Path, tmp_path: Path):
+    plan = compile_plan(small, ["data.task_options={length: 3}", "parallel.vpp=2", "parallel.pp=2"])
+    (tmp_path / "plan.json").write_text(plan.model_dump_json())
+    assert Plan.read(tmp_path / "plan.json") == plan
+    (tmp_path / "plan.json").write_text('{"steps": 3}')
+    with pytest.raises(ConfigError, match=r"plan\.json: not a plan of this version: device"):
+        Plan.read(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match="No such file"):
+        Plan.read(tmp_path / "none.json")
+
+
+def test_resuming_with_another_plan(small: Path):
+    saved = compile_plan(small)
+    free = ["steps=99", "log.tensorboard=on", "checkpoint.keep=9", "evaluate.every=3", "run=b"]
+    free += ["parallel.tp=2", "optimizer.distributed=on", "model.recompute=full", "device=cuda"]
+    free += ["batching.tokens_per_microbatch=4096"]
+    assert compile_plan(small, free).diff(saved) == ()
+    compile_plan(small, free).check_resumes(saved)
+    other = compile_plan(small, [*free, "seed=7", "optimizer.betas=[0.9, 0.99]"])
+    assert [tuple(d) for d in other.diff(saved)] == [
+        ("seed", 0, 7),
+        ("optimizer.betas", [0.9, 0.98], [0.9, 0.99]),
+    ]
+    with pytest.raises(ConfigError) as caught:
+        other.check_resumes(saved)
+    assert str(caught.value).splitlines()[0] == (
+        f"{small}: seed: 7 now, 0 in the saved plan, expected the same to resume. "
+        "Use another run folder to start afresh"
+    )
+
+
+def test_diff_names_the_key_of_the_hf_config(small: Path):
+    saved = compile_plan(small)
+    path = small.with_name("config.json")
+    text = path.read_text()
+    try:
+        path.write_text(text.replace("10000.0", "1000000.0"))
+        assert [d.name for d in compile_plan(small).diff(saved)] == [
+            "hf.rope_parameters.rope_theta"
+        ]
+    finally:
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("parallel.dynamic_cp=2", "parallel.dynamic_cp: 2 is not built yet"),
+    ],
+)
+def test_what_cannot_run_yet_compiles_and_is_named(small: Path, override: str, reason: str):
+    two = ("parallel.dp=2",)
+    before, after = (compile_plan(small, o).unsupported for o in (two, (*two, override)))
+    (found,) = set(after) - set(before)
+    assert found.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        ((), "model.weights is null: training starts from random weights"),
+        (("replay={old: true, train: false}",), "replay.old and replay.train differ"),
+    ],
+)
+def test_what_a_reader_may_not_expect_is_noted(small: Path, overrides: tuple, note: str):
+    assert any(note in found for found in compile_plan(small, overrides).notes)
+    if overrides:
+        assert not any(note in found for found in compile_plan(small).notes)
+
+
+# Sizes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"), [(TINY, {}), (TINY, {"q_lora_rank": None}), (GLM47, {})]
+)
+def test_parameter_count_is_transformers_count(path: Path, changes: dict):
+    torch = pytest.importorskip("torch")
+    from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
+
+    hf = json.loads(path.read_text()) | changes
+    with torch.device("meta"):
+        model = Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**hf))
+    assert parameters(read_shape(hf)).total == sum(p.numel() for p in model.parameters())
+
+
+def test_tiny_config_suits_every_engine():
+    hf = json.loads(TINY.read_text())
+    shape = read_shape(hf)
+    assert shape.hidden_size % 32 == 0
+    # what vLLM's CPU attention accepts
+    assert shape.qk_nope_head_dim + shape.qk_rope_head_dim in (32, 64, 80, 96, 112, 128)
+    from transformers import Glm4MoeLiteConfig
+
+    config = Glm4MoeLiteConfig(**hf)
+    assert (config.pad_token_id, config.eos_token_id, config.bos_token_id) == (0, 1, 2)
+    assert config.mlp_layer_types == ["dense", "sparse", "sparse", "sparse"]
+
+
+def test_glm47_config_has_the_published_sizes():
+    from transformers import Glm4MoeLiteConfig
+
+    ours, theirs = json.loads(GLM47.read_text()), Glm4MoeLiteConfig()
+    special = {"architectures", "dtype", "rope_parameters", "pad_token_id", "eos_token_id"}
+    named = {
+        key: getattr(theirs, key) for key in ours if key not in special and hasattr(theirs, key)
+    }
+    assert {key: ours[key] for key in named} == named
+    counts = parameters(read_shape(ours))
+    assert round(counts.total / 1e9, 1) == 29.9 and round(counts.active / 1e9, 1) == 3.9
+
+
+def bytes_of(path: Path, *overrides: str) -> dict[str, int]:
+    (stage,) = stage_memory(compile_plan(path, overrides))
+    return {item.name: item.bytes for item in stage.items}
+
+
+def test_bytes_of_a_rank_by_hand(small: Path):
+    count = parameters(read_shape(json.loads(TINY.read_text()))).total
+    whole = bytes_of(small)
+    assert [whole[x] for x in ("weights", "gradients", "optimizer")] == [
+        4 * count, 4 * count, 8 * count
+    ]  # fmt: skip
+    spread = bytes_of(small, "parallel.dp=2", "optimizer.distributed=true")
+    assert (spread["weights"], spread["optimizer"]) == (4 * count, 4 * count)
+    half = bytes_of(small, "model.dtype=bfloat16", "objective.kl_coef=0.1")
+    assert [half[x] for x in ("weights", "optimizer", "reference")] == [
+        2 * count, 12 * count, 2 * count
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [["parallel.pp=4"], ["parallel.pp=2", "parallel.vpp=2"]])
+def test_stages_hold_every_parameter_once(small: Path, layout: list[str]):
+    plan = compile_plan(small, layout)
+    stages = stage_parameters(plan)
+    assert sum(stage.total for stage in stages) == parameters(plan.shape).total
+    assert len(stages) == plan.parallel.pp
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("logprob.head=logits",), 128 * 4),
+        (("logprob.head=logits", "model.dtype=bfloat16", ROUNDED), 128 * 2),
+        (("logprob.head=logits", "parallel.tp=2"), 64 * 4),
+        ((), 128 * 4),
+        (("model.dtype=bfloat16",), 128 * 6),
+        (("logprob.cache_bytes=1000000000",), 128 * (4 + 2)),
+        (("logprob.loss_in_chunk=true",), 128 * (4 + 4)),  # 64 tokens, 64 wide
+    ],
+)
+def test_logits_of_a_microbatch(small: Path, overrides: tuple[str, ...], expected: int):
+    plan = compile_plan(small, overrides)
+    assert plan.shape.vocab_size == 128
+    assert logits_bytes(plan) == expected * plan.batching.tokens_per_microbatch
+
+
+def test_logits_take_no_more_than_their_chunk_and_cache(small: Path):
+    chosen = ["logprob.chunk_bytes=1000", "logprob.cache_bytes=300"]
+    assert logits_bytes(compile_plan(small, chosen)) == 1300
+
+
+# The command -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiny", "glm47"])
+def test_shipped_configs_compile(name: str):
+    plan = compile_plan(f"configs/{name}.yaml")
+    assert any("is taken as a hub id" in each for each in plan.notes) == (name == "glm47")
+    assert plan.unsupported == () or name == "glm47"
+
+
+def test_command_prints_tables_and_json(small: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(small), "parallel.tp=2"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name, _ in facts(compile_plan(small)))
+    assert "[ranks]" in shown  # units are not taken for markup
+    assert main([str(small), "--json", "steps=3"]) == 0
+    assert Plan.from_json(capsys.readouterr().out) == compile_plan(small, ["steps=3"])
+
+
+def test_command_refuses_with_a_problem_a_line(small: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(small), "parallel.tp=3", "stepss=3"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    assert err.splitlines() == problems_of(small, "parallel.tp=3", "stepss=3")
+
+
+def test_command_answers_within_a_second_without_torch(small: Path):
+    """Of CPU time, which does not grow when the machine has other work."""
+    code = (
+        "import sys; from pyrl_ext.plan.__main__ import main; code = main(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'megatron', 'numpy'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    best = float("inf")
+    for _ in range(3):
+        start = children_seconds()
+        run = subprocess.run(
+            [sys.executable, "-c", code, str(small)], capture_output=True, text=True
+        )
+        best = min(best, children_seconds() - start)
+        assert run.returncode == 0, run.stderr
+    assert best < 1.0
+
+
+def children_seconds() -> float:
+    """CPU time of the processes that have ended: what others take meanwhile does not count."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime

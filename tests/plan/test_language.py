@@ -1,0 +1,524 @@
+"""The language of a config: parents, references, sizes; and what the command says about keys."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.plan.__main__ import main
+from pyrl_ext.plan.language.errors import fields_of
+from pyrl_ext.plan.language.resolve import read_size
+from pyrl_ext.plan.reads import fields_read
+from pyrl_ext.plan.rules import RULES
+from pyrl_ext.plan.schema import Section, Sections, Unchecked
+from pyrl_ext.plan.show.keys_page import page
+from tests.plan.test_compile import BROKEN, REPOSITORY, SMALL, TINY, children_seconds, problems_of
+
+SECTIONS = {
+    field.annotation: name for name, field in Sections.model_fields.items() if fields_of(name)
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(REPOSITORY)  # messages show paths from here
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base/base.yaml` beside the tiny model's sizes, for files in the folder to extend."""
+    folder = tmp_path_factory.mktemp("language")
+    (folder / "base").mkdir()
+    (folder / "base/config.json").write_text(TINY.read_text())
+    (folder / "base/base.yaml").write_text(SMALL)
+    return folder
+
+
+def written(folder: Path, text: str, name: str = "child.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def child(folder: Path, text: str) -> Path:
+    return written(folder, "extends: base/base.yaml\n" + text)
+
+
+# Parents -----------------------------------------------------------------------------------------
+
+
+def test_a_child_says_what_differs(folder: Path):
+    base = compile_plan(folder / "base/base.yaml")
+    plan = compile_plan(child(folder, "parallel: {dp: 2}\nrollout: {max_new_tokens: 5}\n"))
+    assert (plan.parallel.dp, plan.rollout.max_new_tokens) == (2, 5)
+    assert plan.rollout.engine == "hf"
+    assert plan.config_path == base.config_path
+    assert plan.model.config == "base/config.json"
+    assert plan.tokenizer_path == "owner/name"
+
+
+@pytest.mark.parametrize(
+    ("parent", "mine", "key", "expected"),
+    [
+        ("{a: 1, b: 2}", "{b: 3}", "task_options", {"a": 1, "b": 3}),
+        ("{a: [1, 2]}", "{a: [3]}", "task_options", {"a": [3]}),
+        ("{a: {x: 1}}", "{a: {y: 2}}", "task_options", {"a": {"y": 2}}),
+        ("{a: 1}", "{a: null}", "task_options", {"a": None}),
+        ("{a: 1}", "{}", "task_options", {}),
+    ],
+)
+def test_what_merges_and_what_replaces(
+    folder: Path, parent: str, mine: str, key: str, expected: object
+):
+    text = f"extends: base.yaml\ndata: {{task_options: {parent}}}\n"
+    written(folder, text, "base/middle.yaml")
+    path = written(folder, f"extends: base/middle.yaml\ndata: {{{key}: {mine}}}\n")
+    assert getattr(compile_plan(path).data, key) == expected
+
+
+def test_replay_merges_pass_by_pass(folder: Path):
+    written(folder, "extends: base.yaml\nreplay: off\n", "base/middle.yaml")
+    path = written(folder, "extends: base/middle.yaml\nreplay: {train: on}\n")
+    replay = compile_plan(path).replay
+    assert (replay.old, replay.reference, replay.train) == (False, False, True)
+    assert compile_plan(path, ["replay=on"]).replay.old
+    assert not compile_plan(path, ["replay=on", "replay.old=off"]).replay.old
+
+
+def test_problems_of_a_chain_are_where_they_were_written(folder: Path):
+    middle = written(folder, "extends: base.yaml\nparallel:\n  tp: 3\n", "base/middle.yaml")
+    path = written(folder, "extends: base/middle.yaml\nsteps: 0\nzzz: 1\nparallel: {dp: x}\n")
+    found = problems_of(path)
+    assert {line.partition(": ")[0] for line in found} == {
+        f"{middle}:3",
+        f"{path}:2",
+        f"{path}:3",
+        f"{path}:4",
+    }
+    assert any(line.startswith(f"{middle}:3: parallel.tp: 3 does not divide") for line in found)
+    # the child's value takes its place
+    path.write_text("extends: base/middle.yaml\nparallel: {tp: 2}\n")
+    assert compile_plan(path).parallel.tp == 2
+
+
+def test_paths_start_where_they_are_written(folder: Path):
+    (folder / "base/words").mkdir(exist_ok=True)
+    (folder / "base/words/tokenizer.json").write_text("{}")
+    for place in ("base/a.jsonl", "b.jsonl"):
+        (folder / place).write_text("")
+    written(
+        folder,
+        "extends: base.yaml\nmodel: {tokenizer: words}\n"
+        "data:\n  task: null\n  prompts: a.jsonl\n  reward: a.b:c\n"
+        "  eval_prompts: ${data.prompts}\n",
+        "base/middle.yaml",
+    )
+    path = written(folder, "extends: base/middle.yaml\nsteps: 3\n")
+    plan = compile_plan(path)
+    assert plan.tokenizer_path == str(folder / "base/words")
+    assert plan.prompts_path == plan.eval_prompts_path == str(folder / "base/a.jsonl")
+    # the parent's reference follows what the child or an override says
+    path.write_text("extends: base/middle.yaml\ndata: {prompts: b.jsonl}\n")
+    assert compile_plan(path).eval_prompts_path == str(folder / "b.jsonl")
+    plan = compile_plan(folder / "base/middle.yaml", ["data.prompts=../b.jsonl"])
+    assert plan.eval_prompts_path == str(folder / "b.jsonl")
+    # a text that begins with a word begins at its own file
+    middle = (folder / "base/middle.yaml").read_text()
+    (folder / "base/middle.yaml").write_text(
+        middle.replace("prompts: a.jsonl", "prompts: ${data.task_options.name}.jsonl").replace(
+            "  task: null", "  task: null\n  task_options: {name: a}"
+        )
+    )
+    assert f"{folder}/base/a.jsonl" not in "".join(problems_of(path))  # prompts is the child's
+    path.write_text("extends: base/middle.yaml\n")
+    (problem,) = problems_of(path)
+    assert "data.task: null with data.task_options" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.yaml", "extends: {folder}/none.yaml: No such file or directory"),
+        ("base", "extends: {folder}/base: Is a directory"),
+        ("[a, b]", "extends: ['a', 'b'], expected another YAML file"),
+        ('""', "extends: '', expected another YAML file"),
+        (
+            "child.yaml",
+            "extends: {folder}/child.yaml -> {folder}/child.yaml, expected a parent that leads to",
+        ),
+        ("${run}.yaml", "extends: '${{run}}.yaml' has a reference, expected the file itself"),
+        (r'"\0"', "extends: '\\x00', expected another YAML file"),
+        (r'"\ud800"', "extends: '\\ud800', expected another YAML file"),
+    ],
+)
+def test_parent_that_is_refused(folder: Path, name: str, message: str):
+    path = written(folder, f"steps: 1\nextends: {name}\n")
+    (found,) = problems_of(path)
+    assert found.startswith(f"{path}:2: " + message.format(folder=folder))
+
+
+def test_parents_in_a_circle(folder: Path):
+    a, b = folder / "a.yaml", folder / "b.yaml"
+    a.write_text("extends: b.yaml\n")
+    b.write_text("steps: 1\nextends: a.yaml\n")
+    (found,) = problems_of(a)
+    assert found.startswith(f"{b}:2: extends: {a} -> {b} -> {a}, expected a parent")
+
+
+def test_parent_that_is_no_yaml(folder: Path):
+    for content, message in [("", "empty"), ("a: [", "not YAML"), ("- 1", "a list")]:
+        parent = written(folder, content, "parent.yaml")
+        (found,) = problems_of(written(folder, "extends: parent.yaml\nsteps: x\n"))
+        assert found.startswith(f"{parent}:1: {message}")
+
+
+def test_the_parent_from_the_command_line(folder: Path):
+    path = written(folder, "extends: none.yaml\nsteps: 3\n")
+    assert compile_plan(path, ["extends=base/base.yaml"]).steps == 3
+    assert problems_of(path, "extends=x.yaml") == [
+        f"command line: extends=x.yaml: {folder}/x.yaml: No such file or directory, "
+        "expected a YAML file"
+    ]
+    assert any("model: missing" in line for line in problems_of(path, "extends=null"))
+    assert "Did you mean extends?" in problems_of(path, "extend=x.yaml")[0]
+
+
+# References --------------------------------------------------------------------------------------
+
+
+def test_references(folder: Path):
+    path = child(
+        folder,
+        """\
+steps: ${parallel.tp}
+run: runs/${ model.family }-$${x}-${optimizer.lr}-${log.progress}-$5
+parallel: {tp: 2, dp: "${checkpoint.keep}", vpp: "${parallel.etp}"}
+evaluate: {every: "${steps}"}
+optimizer: {betas: "${data.task_options.betas}", eps: "${data.task_options.both.0}"}
+data: {task_options: {betas: "${data.task_options.both}", both: [0.5, 0.75], at: "${run}"}}
+""",
+    )
+    plan = compile_plan(path)
+    assert (plan.steps, plan.evaluate.every, plan.parallel.dp, plan.parallel.vpp) == (2, 2, 2, None)
+    assert plan.run == "runs/glm4_moe_lite-${x}-0.001-true-$5"
+    assert (plan.optimizer.betas, plan.optimizer.eps) == ((0.5, 0.75), 0.5)
+    assert plan.data.task_options == {"betas": [0.5, 0.75], "both": [0.5, 0.75], "at": plan.run}
+    assert compile_plan(path, ["parallel.tp=1"]).evaluate.every == 1
+    assert compile_plan(path, ["steps=${batching.prompts}"]).steps == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("${parallel.tpp}", "${parallel.tpp}: unknown key. Did you mean parallel.tp?"),
+        ("${zzz}", "${zzz}: unknown key, expected one of device"),
+        ("${}", "${}: unknown key, expected one of device"),
+        ("${tp}", "${tp}: unknown key here. Did you mean parallel.tp or rollout.tp?"),
+        ("${parallel}", "${parallel}: a section, expected one of its keys. For example ${parallel"),
+        ("${steps.a}", "${steps.a}: not written and without a default"),
+        ("${data.task_options.no}", "${data.task_options.no}: not written and without a default"),
+        ("${parallel.tp", "'${parallel.tp' is not closed, expected ${section.key}"),
+        ("${threads}", "threads -> threads is a cycle, expected a value at its end"),
+        ("a${model.weights}", "${model.weights} is null, expected text or a number inside text"),
+        ("a${data.task_options}", "${data.task_options} is {}, expected text or a number inside"),
+        ("a${optimizer.betas}", "${optimizer.betas} is [0.9, 0.98], expected text or a number"),
+        ("${run}", "'runs/x' is text, expected a whole number"),
+    ],
+)
+def test_reference_that_is_refused(folder: Path, value: str, message: str):
+    path = child(folder, f"threads: {value}\n")
+    (found,) = problems_of(path)
+    assert found.startswith(f"{path}:2: threads: {message}")
+    (found,) = problems_of(folder / "base/base.yaml", f"threads={value}")
+    assert found.startswith(f"command line: threads={value}: {message}")
+
+
+def test_a_cycle_is_reported_once_with_its_chain(folder: Path):
+    path = child(
+        folder, "steps: ${evaluate.every}\nevaluate: {every: '${threads}'}\nthreads: ${steps}\n"
+    )
+    (found,) = problems_of(path)
+    chain = "steps -> evaluate.every -> threads -> steps"
+    assert found.startswith(f"{path}:4: threads: {chain} is a cycle")
+
+
+def test_a_reference_in_braces_needs_quotes(folder: Path):
+    (found,) = problems_of(child(folder, "parallel: {tp: ${steps}}\n"))
+    assert found.endswith("Quote a reference inside braces or brackets")
+
+
+# Sizes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "expected"),
+    [
+        ("64k", "tokens", 65536),
+        ("64K", "tokens", 65536),
+        ("1.5k", "tokens", 1536),
+        ("64 Ki", None, 65536),
+        ("2GiB", "bytes", 2 * 1024**3),
+        ("1.5GiB", "bytes", 3 * 1024**3 // 2),
+        ("2GB", "bytes", 2 * 10**9),
+        ("64kB", "bytes", 64000),
+        ("3Mi", "bytes", 3 * 1024**2),
+        ("1_000Ki", "steps", 1024000),
+        ("-1Ki", None, -1024),
+        ("12", None, "12"),
+        ("word", None, "word"),
+        ("k", None, "k"),
+    ],
+)
+def test_sizes(text: str, unit: str | None, expected: object):
+    assert read_size(text, unit) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("rollout.max_running", "10k", "is 10000 or 10240, expected one of both. Write 10000 or"),
+        ("rollout.max_new_tokens", "1M", "is 1000000 or 1048576, expected one of both. Write"),
+        ("logprob.chunk_bytes", "2G", "is 2000000000 or 2147483648, expected one of both. Write "
+                                      "2GB or 2GiB"),
+        ("logprob.chunk_bytes", "1KB", "is 1000 or 1024, expected one of both. Write 1kB or 1KiB"),
+        ("logprob.chunk_bytes", "1mb", "is 1000000 or 1048576, expected one of both. Write 1MB or"),
+        ("rollout.max_new_tokens", "2GB", "is a number of bytes, expected tokens"),
+        ("rollout.max_running", "2KiB", "is a number of bytes, expected a plain number"),
+        ("rollout.max_new_tokens", "0.3k", "is 307.2, expected a whole number"),
+        ("optimizer.lr", "1k", "is text, expected a number"),
+    ],
+)  # fmt: skip
+def test_size_that_is_refused(folder: Path, key: str, text: str, message: str):
+    (found,) = problems_of(folder / "base/base.yaml", f"{key}={text}")
+    assert found.startswith(f"command line: {key}={text}: '{text}' {message}")
+
+
+def test_sizes_are_for_numbers_only(folder: Path):
+    path = child(
+        folder,
+        "run: 64k\nlogprob: {chunk_bytes: 64KiB, cache_bytes: '${logprob.chunk_bytes}'}\n"
+        "batching: {tokens_per_microbatch: '${parallel.tp}k'}\ndata: {task_options: {a: 2GB}}\n",
+    )
+    plan = compile_plan(path)
+    assert (plan.run, plan.data.task_options) == ("64k", {"a": "2GB"})
+    assert plan.logprob.cache_bytes == 65536
+    assert plan.batching.tokens_per_microbatch == 1024
+    assert problems_of(path, "logprob.chunk_bytes=-1Ki")[0].startswith(
+        "command line: logprob.chunk_bytes=-1Ki: -1024, expected at least 1"
+    )
+
+
+# Any text, in either file, is a plan or problems that all have a place ----------------------------
+
+pieces = st.sampled_from(
+    [
+        *"\n:{}[]$,'\"",
+        "${",
+        "$${",
+        "}",
+        "${parallel.tp}",
+        "'${steps}'",
+        "${run}",
+        "${data.task_options.a}",
+        "${optimizer}",
+        "64k",
+        "2GiB",
+        "1.5M",
+        "extends: base/base.yaml\n",
+        "extends: child.yaml\n",
+        "parallel:\n  tp: ${steps}\n",
+        "data: {task_options: {a: '${data.task_options}'}}\n",
+        "null",
+    ]
+)
+CHILD = "extends: base/mutated.yaml\nsteps: ${parallel.tp}\nlogprob: {chunk_bytes: 2GiB}\n"
+edits = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 12), pieces), max_size=3)
+
+
+def mutate(text: str, changes: list[tuple[int, int, str]]) -> str:
+    for at, length, word in changes:
+        text = text[:at] + word + text[at + length :]
+    return text
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(edits, edits, pieces)
+@example([(0, 0, "${")], [], "${run}")
+@example([], [(8, 99, '"\\ud800"')], "null")
+def test_mutated_files(folder: Path, mine: list, parents: list, override: str):
+    written(folder, mutate(SMALL, parents), "base/mutated.yaml")
+    path = written(folder, mutate(CHILD, mine))
+    check_places(path, (f"run={override}",) if override.strip() else ())
+
+
+scalars = st.sampled_from(
+    ["${steps}", "x${run}", "${seed}${seed}", "${log.progress}", "64k", "2 GiB", "9G", None, 1, 0.5]
+)
+values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text(max_size=2), scalars)
+keys = st.sampled_from([(name, key) for name in fields_of() for key in fields_of(name)])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.dictionaries(keys, values, max_size=3), st.dictionaries(keys, values, max_size=3))
+def test_mutated_values(folder: Path, mine: dict, parents: dict):
+    for changes, tree, name in [
+        (mine, {"extends": "base/mutated.yaml"}, "child.yaml"),
+        (parents, yaml.safe_load(SMALL) | {"optimizer": {"lr": 0.1}}, "base/mutated.yaml"),
+    ]:
+        for (section, key), value in changes.items():
+            tree.setdefault(section, {})[key] = value
+        written(folder, yaml.safe_dump(tree), name)
+    check_places(folder / "child.yaml")
+
+
+def test_deep_nesting_and_long_chains(folder: Path):
+    links = ", ".join(f"a{i}: '${{data.task_options.a{i + 1}}}'" for i in range(900))
+    check_places(child(folder, f"data: {{task_options: {{{links}, a900: 1}}}}\n"))
+    for depth in (50, 150, 300, 2000):
+        check_places(child(folder, f"data: {{task_options: {{a: {'[' * depth}{']' * depth}}}}}\n"))
+
+
+def check_places(path: Path, overrides: tuple[str, ...] = ()) -> None:
+    place = rf"{re.escape(str(path.parent))}/[\w./]+:[1-9]\d*: .|command line: \S"
+    try:
+        plan = compile_plan(path, overrides)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            assert re.match(place, line), line
+    else:
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+# What the command says about keys --------------------------------------------------------------
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_explain_a_field(folder: Path, capsys: pytest.CaptureFixture[str]):
+    text = said(capsys, "--explain", "parallel.cp")
+    assert "context-parallel size" in text
+    assert "type whole number, at least 1" in text and "unit ranks" in text
+    assert "default 1" in text and "experts fit the world (parallel.ep)" in text
+    assert "value" not in text
+    path = str(child(folder, "threads: 3\nparallel: {dp: '${threads}'}\n"))
+    ours = path.replace(str(folder), "F")
+
+    def value_from(key: str, *overrides: str) -> str:
+        text = said(capsys, path, "--explain", key, *overrides).replace(" ", "")
+        return text[text.index("value") : text.index("rules")].replace(str(folder), "F")
+
+    assert value_from("threads") == f"value3from{ours}:2"
+    assert value_from("threads", "threads=4") == "value4fromcommandline:threads=4"
+    assert value_from("parallel.dp") == f"value3from{ours}:3;${{threads}}is{ours}:2"
+    assert value_from("steps") == "value10fromF/base/base.yaml:2,aparent"
+    assert value_from("parallel.cp") == "value1fromthedefault"
+    assert value_from("replay.old", "replay=off") == "valuefalsefromcommandline:replay=off"
+    broken = value_from("threads", "threads=${zz}")
+    assert broken.startswith("valueunknownfromcommandline:threads=${zz}")
+
+
+def test_explain_a_section(capsys: pytest.CaptureFixture[str]):
+    text = said(capsys, "--explain", "checkpoint", "configs/tiny.yaml", "checkpoint.keep=7")
+    assert (
+        "What is written to resume from" in text and "newest checkpoints" in text and " 7 " in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tp", "unknown key here. Did you mean parallel.tp or rollout.tp?"),
+        ("parallel.tpp", "unknown key. Did you mean parallel.tp?"),
+        ("steps.a", "steps is a single value, it has no keys"),
+        ("data.task_options.a", "unknown key, expected data.task_options"),
+    ],
+)
+def test_explain_an_unknown_key(name: str, message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["--explain", name]) == 2
+    assert capsys.readouterr().err.startswith(f"command line: --explain {name}: {message}")
+
+
+def test_every_field_is_explained(capsys: pytest.CaptureFixture[str]):
+    for section in [(), *((name,) for name in fields_of() if fields_of(name))]:
+        for name, field in fields_of(*section).items():
+            assert field.description or fields_of(name), name
+            text = said(capsys, "--explain", ".".join((*section, name)))
+            assert "default" in text or fields_of(name)
+
+
+def test_reads_hold_every_read_of_a_run(monkeypatch: pytest.MonkeyPatch):
+    """What rules are seen to read, on every config there is, is among what is told of them."""
+    seen: set[tuple[str, ...]] = set()
+    plain = Section.__getattribute__
+
+    def recorded(self: Section, name: str) -> Any:
+        kind = type(self)
+        if kind in SECTIONS and name in kind.model_fields:
+            seen.add((SECTIONS[kind], name))
+        elif kind is Plan and name in Sections.model_fields and not fields_of(name):
+            seen.add((name,))
+        return plain(self, name)
+
+    told = {rule: fields_read(rule) for _, rule in RULES}
+    plans: list[Plan] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("pyrl_ext.plan.rules.check", lambda plan: plans.append(plan) or ())
+        for path in [*BROKEN, *(REPOSITORY / "configs").glob("*.yaml")]:
+            with contextlib.suppress(ConfigError):
+                compile_plan(path, ["parallel.dp=2"])
+    assert len(plans) > 30
+    monkeypatch.setattr(Section, "__getattribute__", recorded)
+    ran = 0
+    for plan in plans:
+        for _, rule in RULES:
+            seen.clear()
+            with contextlib.suppress(Unchecked):
+                list(rule(plan) or ())
+                ran += 1
+            assert seen <= told[rule], f"{rule.__name__}: {seen - told[rule]}"
+    assert ran > 20 * len(plans)
+
+
+def test_the_reference_is_current():
+    """`python -m pyrl_ext.plan --reference > configs/REFERENCE.md` writes it anew."""
+    assert (REPOSITORY / "configs/REFERENCE.md").read_text() == page()
+
+
+def test_schema_is_of_every_key(capsys: pytest.CaptureFixture[str]):
+    assert main(["--schema"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    for name in fields_of():
+        inner = tree["$defs"][name.capitalize()]["properties"] if fields_of(name) else None
+        assert name in tree["properties"]
+        for key, field in fields_of(name).items():
+            assert inner and inner[key]["description"] == field.description
+    assert "optimizer" in tree["then"]["required"] and "if" in tree
+    assert tree["then"]["properties"]["optimizer"] == {"required": ["lr"]}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
+)
+def test_command_answers_within_a_second(name: str):
+    command = [sys.executable, "-m", "pyrl_ext.plan", f"configs/{name}.yaml"]
+
+    def seconds() -> float:
+        start = children_seconds()
+        subprocess.run(command, check=True, capture_output=True)
+        return children_seconds() - start
+
+    assert any(seconds() < 1.0 for _ in range(3))

@@ -1,0 +1,86 @@
+"""The compiled plan: ranks and groups as megatron-core makes them, golden plans."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan.model import ranks
+from pyrl_ext.plan.schema import Parallel
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
+GOLDEN = Path(__file__).with_name("plans")
+
+# Name of a group -> (of experts, the token that megatron's generator knows it by)
+MEGATRON = {
+    "tp": (False, "tp"),
+    "cp": (False, "cp"),
+    "dp": (False, "dp"),
+    "dp_cp": (False, "dp-cp"),
+    "pp": (False, "pp"),
+    "ep": (True, "ep"),
+    "expt_tp": (True, "tp"),
+    "expt_dp": (True, "dp"),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(*(st.integers(1, 3) for _ in range(4)), st.data())
+def test_ranks_and_groups_are_megatrons(dp: int, tp: int, pp: int, cp: int, data: st.DataObject):
+    from megatron.core.parallel_state import RankGenerator
+
+    spans = [
+        (ep, etp) for ep in range(1, 9) for etp in range(1, 4) if dp * tp * cp % (ep * etp) == 0
+    ]
+    ep, etp = data.draw(st.sampled_from(spans))
+    sizes = Parallel(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
+    order, edp = "tp-cp-ep-dp-pp", dp * tp * cp // (ep * etp)
+    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+    expert = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order=order)
+    found = ranks.groups(sizes)
+    for name, (of_experts, token) in MEGATRON.items():
+        theirs = (expert if of_experts else dense).get_ranks(token)
+        if len(theirs[0]) == 1:
+            assert name not in found
+        else:
+            assert sorted(found[name]) == sorted(map(tuple, theirs)), name
+    for rank in ranks.ranks(sizes):  # a coordinate is the place in the group of that axis
+        for axis, name in (
+            ("tp", "tp"),
+            ("dp", "dp"),
+            ("pp", "pp"),
+            ("ep", "ep"),
+            ("edp", "expt_dp"),
+        ):
+            (group,) = [g for g in found.get(name, [(rank.rank,)]) if rank.rank in g] or [()]
+            assert getattr(rank, axis) == group.index(rank.rank)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_golden_plan(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`PYRL_WRITE_GOLDEN=1 python -m pytest tests/plan/test_plan.py` writes them anew."""
+    monkeypatch.chdir(REPOSITORY)
+    plan = compile_plan(path).model_copy(update={"source": f"configs/{path.name}"})
+    file = GOLDEN / f"{path.stem}.json"
+    if os.environ.get("PYRL_WRITE_GOLDEN"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(plan.to_json())
+    assert plan.to_json() == file.read_text(), f"{path.name} compiles to another plan than {file}"
+    assert Plan.read(file) == plan
+
+
+def test_json_is_the_plan_and_what_follows():
+    plan = compile_plan(REPOSITORY / "configs/tiny.yaml", ["parallel.tp=2", "parallel.pp=2"])
+    tree = json.loads(plan.to_json())
+    derived = tree.pop("derived")
+    assert tree == plan.model_dump(mode="json")
+    assert derived == json.loads(json.dumps(plan.derived))
+    assert derived["groups"]["pp"] == [[0, 2], [1, 3]]
+    assert [[chunk["layers"] for chunk in s] for s in derived["stages"]] == [[[0, 1]], [[2, 3]]]

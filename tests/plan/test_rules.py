@@ -1,0 +1,225 @@
+"""Rules of the plan against what they speak about: megatron-core's config and its asserts, the
+layout of packed sequences, and the page of error messages."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import fields
+from itertools import product
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.megatron.config import transformer_config
+from pyrl_ext.models import family
+from pyrl_ext.pack.layout import TokenLayout
+from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.plan.__main__ import main
+from pyrl_ext.plan.language.errors import fields_of, show
+from pyrl_ext.plan.model.sizes import read_shape
+from pyrl_ext.plan.plan import alignment
+from pyrl_ext.plan.rules.passthrough import ENGINE_KEYS, field_names, megatron_fields
+
+REPOSITORY = Path(__file__).parents[2]
+TINY, QWEN3, GLM47 = (REPOSITORY / f"configs/{n}.yaml" for n in ("tiny", "tiny_qwen3", "glm47"))
+# Fields that megatron-core makes anew for every config.
+CALLABLES = {"init_method", "output_layer_init_method", "embedding_init_method"}
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(REPOSITORY)  # messages show paths from here
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    """Messages without their place."""
+    try:
+        compile_plan(path, overrides)
+    except ConfigError as error:
+        return [problem.message for problem in error.problems]
+    return []
+
+
+# What is passed on to megatron-core --------------------------------------------------------------
+
+
+def grouped_fields() -> Iterator[str]:
+    for group, held in megatron_fields().items():
+        for each in held:
+            yield from each["fields"] if group == "breaking" else [each]
+
+
+def test_every_field_of_megatron_stands_in_one_group():
+    named = sorted(grouped_fields())
+    assert named == sorted(field.name for field in fields(MLATransformerConfig))
+    assert set(named) == field_names()
+
+
+def keys_of_the_plan() -> set[str]:
+    sections = fields_of()
+    return {*sections, *(f"{name}.{key}" for name in sections for key in fields_of(name))}
+
+
+def test_the_keys_that_messages_name_exist():
+    assert {*megatron_fields()["plan"].values()} <= keys_of_the_plan()
+    named = " and ".join(ENGINE_KEYS.values()).split(" and ")
+    assert {*named} - {"model.config"} <= keys_of_the_plan()
+
+
+def one_rank(plan: Plan) -> Topology:
+    """Rank 0 of the plan's grid, without process groups: what a config is made from."""
+    sizes = {axis: getattr(plan.parallel, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
+    return Topology(
+        device=torch.device("cpu"),
+        world_size=plan.world_size,
+        rank=0,
+        etp_size=plan.parallel.etp_size,
+        vpp_size=plan.parallel.vpp,
+        **{f"{axis}_size": size for axis, size in sizes.items()},
+        **{f"{axis}_rank": 0 for axis in ("dp", "tp", "pp", "cp")},
+        groups=None,
+    )
+
+
+def megatron_config(config: Path, *overrides: str) -> Any:
+    plan = compile_plan(config, overrides)
+    theirs = family(plan.model.family).config(plan.shape)
+    return transformer_config(plan, one_rank(plan), theirs)
+
+
+def test_passed_on_fields_arrive_and_others_stay():
+    names = {field.name for field in fields(MLATransformerConfig)} - CALLABLES
+    plain = megatron_config(TINY)
+    passed = {"moe_router_dtype": "fp64", "deterministic_mode": True, "moe_z_loss_coeff": 0.25}
+    config = megatron_config(TINY, *(f"model.megatron.{k}={show(v)}" for k, v in passed.items()))
+    changed = {n: v for n in names if (v := getattr(config, n)) != getattr(plain, n)}
+    assert changed == passed
+
+
+def test_passed_on_fields_replace_nothing_that_the_trainer_needs():
+    """What the trainer sets itself is refused, but for what changes rounding or speed alone."""
+    tree = ast.parse(inspect.getsource(transformer_config))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    given = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
+    for config in sorted(REPOSITORY.glob("configs/*/config.json")):
+        hf = json.loads(config.read_text(encoding="utf-8"))
+        given |= set(family(hf["model_type"]).config(read_shape(hf)))
+    assert {"calculate_per_token_loss", "moe_router_topk", "moe_router_dtype"} <= given
+    assert given <= field_names()
+    assert given & {*megatron_fields()["free"]} == {
+        *("moe_router_dtype", "gradient_accumulation_fusion"),
+        *("bias_activation_fusion", "bias_dropout_fusion"),
+    }
+
+
+# Plans that hold, against megatron-core's own asserts --------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([TINY, QWEN3]),
+    st.fixed_dictionaries(
+        {
+            **{f"parallel.{axis}": st.integers(1, 4) for axis in ("dp", "tp", "pp", "cp", "ep")},
+            "parallel.etp": st.sampled_from(["null", 1, 2]),
+            "parallel.vpp": st.sampled_from(["null", 2]),
+            "parallel.account_for_loss_in_pipeline_split": st.sampled_from(["off", "on"]),
+            "model.recompute": st.sampled_from(["none", "selective", "full"]),
+        }
+    ),
+)
+def test_megatron_takes_every_plan_that_holds(config: Path, values: dict[str, object]):
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    if not problems_of(config, *overrides):  # about one in five
+        megatron_config(config, *overrides)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("layers", [1, 3, 4, 5])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_offloaded_layers_are_refused_as_megatron_refuses_them(pp, layers, recompute):
+    plan = ["device=cuda", "model.backend=te", f"parallel.pp={pp}", f"model.recompute={recompute}"]
+    again: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    again = {} if recompute == "none" else again | {"recompute_granularity": recompute}
+    refused = bool(problems_of(TINY, *plan, f"model.offload_layers={layers}"))
+    with pytest.raises(ValueError, match=r"(?i)offloading") if refused else nullcontext():
+        TransformerConfig(
+            num_layers=4,
+            hidden_size=64,
+            num_attention_heads=4,
+            pipeline_model_parallel_size=pp,
+            pipeline_dtype=torch.float32,
+            cpu_offloading=True,
+            cpu_offloading_num_layers=layers,
+            **again,
+        )
+
+
+def test_sizes_of_dynamic_cp_are_those_of_megatrons_groups():
+    """megatron-core has groups of each power of two below the dp * cp ranks; ours goes to all."""
+    for ranks in (2, 4, 6, 8):
+        fits = [
+            size
+            for size in range(2, ranks + 1)
+            if not problems_of(TINY, f"parallel.dp={ranks}", f"parallel.dynamic_cp={size}")
+        ]
+        powers = [2**i for i in range(1, int(log2(ranks)) + 1)]
+        assert fits == [size for size in powers if ranks % size == 0]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_alignment_is_the_layouts(fp8: bool):
+    for tp, cp, rows in product((1, 2, 3, 8), (1, 2, 4), (1, 15, 16, 17, 100)):
+        layout = TokenLayout((rows,), cp, tp, align=16 * cp if fp8 else 1)
+        unit = alignment(tp, cp, fp8)
+        assert layout.padded_seqlens == (-(-rows // unit) * unit,)
+        assert not fp8 or layout.padded_seqlens[0] // cp % 16 == 0
+
+
+# Notes -------------------------------------------------------------------------------------------
+
+
+def test_experts_on_several_nodes_are_noted():
+    note = "ep 16 * etp 1 = 16 ranks are more than hardware.per_node 8"
+    plan = compile_plan(GLM47, ["parallel.dp=16", "parallel.ep=16"])
+    assert any(note in found for found in plan.notes)
+    assert not any("per_node" in found for found in compile_plan(GLM47).notes)
+
+
+def test_padded_vocabulary_is_noted(tmp_path: Path):
+    sizes = json.loads((REPOSITORY / "configs/tiny/config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(sizes | {"vocab_size": 130}))
+    overrides = [f"model.config={path}", "parallel.tp=4"]
+    note = "does not divide vocab_size 130: embedding and head are padded to 132 columns"
+    assert any(note in found for found in compile_plan(TINY, overrides).notes)
+
+
+# The page of errors ------------------------------------------------------------------------------
+
+PAGE = (REPOSITORY / "configs/ERRORS.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"```\n\$ python -m pyrl_ext\.plan ([^\n]*)\n(.*?)\n```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command for command, _ in SHOWN])
+def test_page_of_errors_shows_what_is_said(
+    command: str, shown: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(command.split()) == 2
+    assert capsys.readouterr().err.strip() == shown
+
+
+def test_page_of_errors_has_all_its_mistakes():
+    assert len(SHOWN) == PAGE.count("\n## ") == 4

@@ -1,0 +1,376 @@
+"""Time of a step: lengths and microbatches as trained, FLOPs as torch counts them, pipelines as
+megatron runs them, and seconds that follow from them."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan.forecast.flops import model_flops
+from pyrl_ext.plan.forecast.hardware import GPUS, exchange_rate, group_rate, parse_gpus
+from pyrl_ext.plan.forecast.pipeline_schedule import bubble_share, order, pipeline
+from pyrl_ext.plan.forecast.rollout_time import running_over_time
+from pyrl_ext.plan.forecast.step_time import PHASES, StepTime, step_time, update_flops
+from pyrl_ext.plan.forecast.workload import (
+    microbatches,
+    quantiles,
+    step_rounds,
+    step_samples,
+    update_rounds,
+)
+from pyrl_ext.plan.model.sizes import parameters, read_shape
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GLM47 = CONFIGS / "glm47.yaml"
+
+
+def glm47(*overrides: str) -> Plan:
+    """The shipped plan where everything fits, with an engine a rank."""
+    base = {"hardware.memory": 10**13, "rollout.tp": 1, "rollout.memory": 0.6}
+    given = {each.partition("=")[0] for each in overrides}
+    kept = [f"{key}={value}" for key, value in base.items() if key not in given]
+    return compile_plan(GLM47, [*kept, *overrides])
+
+
+def time_of(plan: Plan) -> StepTime:
+    found = step_time(plan)
+    assert found is not None
+    return found
+
+
+def amounts(plan: Plan, phase: str) -> dict[str, float]:
+    return {cost.name: cost.amount for cost in time_of(plan).costs if cost.phase == phase}
+
+
+# Lengths ----------------------------------------------------------------------------------------
+
+
+def test_lengths_have_the_stated_mean_and_spread():
+    found = quantiles(4000, 300.0, 0.5, 10**6)
+    assert found == sorted(found)
+    assert sum(found) / len(found) == pytest.approx(300, rel=0.01)
+    assert found[len(found) * 84134 // 100000] / found[len(found) // 2] == pytest.approx(
+        2.71828**0.5, rel=0.02
+    )  # one standard deviation above the median
+    assert set(quantiles(8, 7.0, 0.0, 100)) == {7}
+    assert max(quantiles(4000, 300.0, 0.5, 400)) == 400
+
+
+def test_samples_of_a_plan():
+    plan = glm47("estimate.prompt_tokens=100", "estimate.response_tokens=300")
+    samples = step_samples(plan)
+    assert len(samples) == plan.samples == 512
+    groups = [samples[i : i + 8] for i in range(0, 512, 8)]
+    assert all(len({sample.prompt for sample in group}) == 1 for group in groups)
+    assert sum(s.prompt for s in samples) / 512 == pytest.approx(100, rel=0.03)
+    assert sum(s.response for s in samples) / 512 == pytest.approx(300, rel=0.03)
+    halves = [sum(s.rows for s in samples[first : first + 256]) for first in (0, 256)]
+    assert halves[0] == pytest.approx(halves[1], rel=0.1)  # an order that mixes lengths
+
+
+def test_microbatches_are_those_of_the_trainer():
+    from pyrl_ext.pack.schedule import plan_microbatches
+
+    draw = random.Random(0)
+    for _ in range(200):
+        lengths = [draw.randint(1, 50) for _ in range(draw.randint(1, 60))]
+        dp, limit, align = draw.randint(1, 4), draw.randint(56, 150), draw.choice([1, 4, 8])
+        expected = plan_microbatches(lengths, dp, limit, align)
+        loads = [-(-n // align) * align for n in lengths]
+        found = microbatches(loads, dp, limit)
+        assert tuple(tuple(map(tuple, rank)) for rank in found) == expected
+
+
+def test_rounds_hold_every_sample_once():
+    plan = glm47("parallel.cp=2", "parallel.dp=4")
+    samples = step_samples(plan)
+    for rounds in (step_rounds(plan), [r for part in update_rounds(plan) for r in part]):
+        bins = [each for turn in rounds for each in turn.bins]
+        assert {len(turn.bins) for turn in rounds} == {4} and {r.cp for r in rounds} == {2}
+        assert max(each.rows for each in bins) <= 2 * plan.batching.tokens_per_microbatch
+        assert sum(each.scored for each in bins) == sum(s.response for s in samples)
+        assert sum(each.pairs for each in bins) == sum(s.rows * (s.rows + 1) / 2 for s in samples)
+
+
+def test_dynamic_context_parallelism_takes_the_ranks_that_the_longest_sample_needs():
+    plan = glm47(
+        "parallel.dynamic_cp=4", "batching.tokens_per_microbatch=8192", "data.max_prompt_tokens=64"
+    )
+    plan = plan.model_copy(
+        update={"batching": plan.batching.model_copy(update={"tokens_per_microbatch": 512})}
+    )
+    rounds = step_rounds(plan)
+    assert {turn.cp for turn in rounds} == {1, 2, 4}
+    for turn in rounds:
+        assert len(turn.bins) == 8 // turn.cp
+        assert max(each.rows for each in turn.bins) <= 512 * turn.cp
+    assert time_of(plan).seconds("update") > 0
+
+
+# FLOPs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny_qwen3"])
+def test_forward_flops_are_those_that_torch_counts(name: str):
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(CONFIGS / name)
+    config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    samples, rows = 3, 24
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randint(0, 100, (samples, rows)))
+    shape = read_shape(json.loads((CONFIGS / name / "config.json").read_text()))
+    # eager attention computes the half that no query may see, too
+    ours = model_flops(shape).of(samples * rows, samples * rows**2, samples * rows)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_update_flops_are_six_times_active_parameters_and_tokens():
+    plan = glm47("estimate.response_tokens=200", "data.max_prompt_tokens=128")
+    counts = parameters(plan.shape)
+    assert counts.active == pytest.approx(3.9e9, rel=0.05)  # 3.3e9 without embedding and head
+    rows = sum(sample.rows for sample in step_samples(plan))
+    embedding = plan.shape.vocab_size * plan.shape.hidden_size
+    short = 6 * (counts.active - embedding) * rows
+    assert update_flops(plan) == pytest.approx(short, rel=0.1)  # prompts are not scored
+
+
+# Pipeline ---------------------------------------------------------------------------------------
+
+LAYOUTS = [(1, 1, 3), (2, 1, 1), (4, 1, 9), (8, 1, 3), (2, 2, 4), (4, 2, 4), (4, 3, 8), (3, 5, 9)]
+
+
+@pytest.mark.parametrize(("pp", "vpp", "count"), LAYOUTS)
+def test_every_rank_runs_in_megatrons_order(pp: int, vpp: int, count: int):
+    pytest.importorskip("megatron.core")
+    from megatron.core.pipeline_parallel.schedules import (
+        get_pp_rank_microbatches,
+        get_schedule_table,
+    )
+    from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
+
+    for rank in range(pp):
+        here: Any = SimpleNamespace(
+            pp_group=SimpleNamespace(size=lambda: pp, rank=lambda r=rank: r),
+            virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        )
+        _, _, warm_up, _ = get_pp_rank_microbatches(count, vpp, pp, p2p_communicator=here)
+        table = get_schedule_table(count, vpp, pp)
+        expected = convert_schedule_table_to_order(warm_up, vpp, table)
+        found = order(rank, pp, vpp, count)
+        assert [c + 1 if kind == "F" else -1 - c for kind, c, _ in found] == expected
+        assert [(m, c) for kind, c, m in found if kind == "F"] == table
+        assert [(m, vpp - 1 - c) for kind, c, m in found if kind == "B"] == table
+
+
+@pytest.mark.parametrize(("pp", "vpp", "count"), LAYOUTS)
+def test_bubble_is_the_closed_form(pp: int, vpp: int, count: int):
+    slots = pipeline(pp, vpp, count, 1.0, 2.0)
+    ideal = 3 * vpp * count
+    end = max(slot.end for slot in slots)
+    assert (end - ideal) / ideal == pytest.approx((pp - 1) / (count * vpp))
+    assert bubble_share(slots) == pytest.approx(1 - ideal / end)
+
+
+def test_passes_wait_for_their_input_and_their_rank():
+    draw = random.Random(0)
+    forward = {
+        at: draw.random() for at in ((r, c, m) for r in range(4) for c in (0, 1) for m in range(8))
+    }
+    slots = pipeline(4, 2, 8, lambda *at: forward[at], lambda *at: 2 * forward[at], send=0.1)
+    ends = {(s.kind, s.chunk * 4 + s.rank, s.microbatch): s.end for s in slots}
+    assert len(ends) == len(slots) == 4 * 2 * 8 * 2
+    for slot in slots:
+        place, number = slot.chunk * 4 + slot.rank, slot.microbatch
+        if slot.kind == "F" and place:
+            assert slot.start >= ends["F", place - 1, number] + 0.1
+        elif slot.kind == "B" and place < 7:
+            assert slot.start >= ends["B", place + 1, number] + 0.1
+        elif slot.kind == "B":
+            assert slot.start >= ends["F", place, number]
+        assert slot.end - slot.start == pytest.approx(
+            forward[slot.rank, slot.chunk, number] * (1 if slot.kind == "F" else 2)
+        )
+    for rank in range(4):
+        mine = [slot for slot in slots if slot.rank == rank]
+        assert all(before.end <= after.start for before, after in pairwise(mine))
+
+
+def test_forward_passes_alone_fill_a_pipeline():
+    slots = pipeline(4, 1, 6, 1.0, None)
+    assert {slot.kind for slot in slots} == {"F"}
+    assert max(slot.end for slot in slots) == 6 + 3
+
+
+def test_interleaving_needs_whole_rounds():
+    with pytest.raises(ValueError, match=r"order: 6 microbatches, expected a multiple of pp 4"):
+        pipeline(4, 2, 6, 1.0, 2.0)
+
+
+# Hardware ---------------------------------------------------------------------------------------
+
+
+def test_rates_of_groups():
+    gpu = GPUS["H100"]
+    assert group_rate(gpu, 8, 8, 1) == gpu.link
+    assert group_rate(gpu, 8, 16, 1) == 8 * gpu.network  # rings through all adapters of a node
+    assert group_rate(gpu, 8, 4, 8) == gpu.network
+    assert exchange_rate(gpu, 8, 8, 1) == gpu.link
+    # 8 of 15 parts leave the node
+    assert exchange_rate(gpu, 8, 16, 1) == pytest.approx(gpu.network * 15 / 8)
+
+
+@pytest.mark.parametrize("text", ["8H200", "H200x8", "0xH200", "8xV100", "", "8x"])
+def test_gpus_that_are_refused(text: str):
+    with pytest.raises(ValueError, match="8xH200"):
+        parse_gpus(text)
+
+
+def test_gpus_are_read():
+    assert parse_gpus("8xH200") == (8, "H200")
+    assert parse_gpus(" 128 x h100") == (128, "H100")
+
+
+# A step -----------------------------------------------------------------------------------------
+
+
+def test_no_gpu_no_time():
+    assert step_time(compile_plan(CONFIGS / "tiny.yaml")) is None
+
+
+def test_costs_add_up_and_say_what_they_assume():
+    found = time_of(glm47())
+    assert tuple(dict.fromkeys(c.phase for c in found.costs)) == tuple(
+        phase for phase in PHASES if phase != "ref_logprobs"
+    )
+    assert found.total == pytest.approx(sum(found.seconds(phase) for phase in PHASES))
+    assert all(cost.why and cost.seconds > 0 for cost in found.costs)
+    assert 0.05 < found.mfu < 0.6
+    assert "never held against a run on GPUs" in found.error
+    assert any("512 samples" in sentence for sentence in found.assumed)
+
+
+def test_operations_of_an_update_by_hand():
+    plan = glm47("parallel.dp=1", "parallel.ep=1", "model.recompute=none")
+    samples, shape, counts = step_samples(plan), plan.shape, parameters(plan.shape)
+    rows = sum(sample.rows for sample in samples)
+    found = amounts(plan, "update")
+    assert found["experts"] == pytest.approx(3 * 2 * counts.active_expert * rows)
+    pairs = sum(s.rows * (s.rows + 1) / 2 for s in samples)
+    assert found["attention"] == pytest.approx(3 * 2 * 47 * 20 * (256 + 256) * pairs)
+    scored = sum(s.response for s in samples)
+    assert found["head"] == pytest.approx(8 * scored * shape.vocab_size * shape.hidden_size)
+    assert "bubble" not in found and "expert parallel" not in found
+
+
+@pytest.mark.parametrize(
+    ("override", "times"),
+    [
+        ("logprob.loss_in_chunk=true", 6),
+        ("logprob.cache_bytes=1000000000000", 6),
+        ("logprob.cache_bytes=0", 8),
+    ],
+)
+def test_operations_of_the_head(override: str, times: int):
+    plan = glm47(override)
+    scored = sum(sample.response for sample in step_samples(plan))
+    each = plan.shape.vocab_size * plan.shape.hidden_size
+    # a rank's share, more by the unevenness of rounds
+    assert amounts(plan, "update")["head"] == pytest.approx(times * scored * each / 8, rel=0.1)
+    rows = sum(sample.rows for sample in step_samples(plan))
+    assert amounts(plan, "old_logprobs")["head"] == pytest.approx(2 * rows * each / 8, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "projections", "experts", "attention"),
+    [("none", 3, 3, 3), ("selective", 3, 4, 4), ("full", 4, 4, 4)],
+)
+def test_recompute_costs_a_forward_pass(
+    recompute: str, projections: int, experts: int, attention: int
+):
+    plan = glm47(f"model.recompute={recompute}", "batching.minibatches=1")
+    once, found = amounts(plan, "old_logprobs"), amounts(plan, "update")
+    for name, times in (
+        *(("projections", projections), ("experts", experts)),
+        *(("attention", attention), ("expert parallel", experts - 1)),
+    ):
+        assert found[name] == pytest.approx(times * once[name]), name
+
+
+def test_bytes_between_ranks_by_hand():
+    plan = glm47(
+        *("parallel.dp=2", "parallel.tp=2", "parallel.cp=2", "parallel.ep=4"),
+        *("parallel.etp=1", "batching.minibatches=1", "batching.tokens_per_microbatch=1000000"),
+    )
+    (turn,) = step_rounds(plan)
+    rows = max(each.rows for each in turn.bins)
+    hidden, found = 2048 * 2, amounts(plan, "old_logprobs")
+    # 47 layers; attention and feed-forward part each gather and scatter half of a cp rank's rows
+    assert found["tensor parallel"] == pytest.approx(47 * 4 * rows / 2 * hidden / 2, rel=0.01)
+    # 46 layers; 4 experts a row of tp * cp ranks, three of four elsewhere, there and back
+    sent = 46 * 2 * 4 * rows / 4 * hidden * 3 / 4
+    assert found["expert parallel"] == pytest.approx(sent, rel=0.01)
+    # 10 heads, keys and values of 256 elements in bfloat16, of the half that the other rank holds
+    assert found["context parallel"] == pytest.approx(47 * rows / 2 * 10 * 512 * 2, rel=0.01)
+
+
+def test_gradients_are_summed_over_copies_by_hand():
+    plan = glm47("batching.minibatches=1")
+    counts = parameters(plan.shape)
+    dense, found = counts.total - counts.expert, amounts(plan, "update")
+    assert found["reduce gradients"] == pytest.approx(4 * dense * 7 / 8)  # experts have no copy
+    assert found["gather weights"] == pytest.approx(2 * dense * 7 / 8)
+    twice = amounts(glm47("batching.minibatches=1", "optimizer.distributed=false"), "update")
+    assert twice["reduce gradients"] == pytest.approx(8 * dense * 7 / 8)
+    assert "gather weights" not in twice
+
+
+def test_a_pipeline_has_a_bubble_that_interleaving_shrinks():
+    layout = ["parallel.pp=4", "parallel.dp=2", "parallel.ep=2"]
+    plain = [*layout, "parallel.num_layers_in_first_pipeline_stage=11"]
+    chunks = "Et*5|t*6|t*6|t*6|t*6|t*6|t*6|t*6L"
+    woven = [*layout, "parallel.vpp=2", f"parallel.pipeline_model_parallel_layout='{chunks}'"]
+    bubbles = [amounts(glm47(*each), "update")["bubble"] for each in (plain, woven)]
+    assert 100 > bubbles[0] > bubbles[1] > 0
+
+
+def test_costs_appear_with_what_causes_them():
+    def names(*overrides: str) -> set[tuple[str, str]]:
+        return {(cost.phase, cost.name) for cost in time_of(glm47(*overrides)).costs}
+
+    before = names()
+    assert ("ref_logprobs", "attention") in names("objective.kl_coef=0.1") - before
+    assert ("update", "optimizer on the host") in names("optimizer.offload=0.5") - before
+    assert ("publish", "send weights") in names("rollout.gpus=8") - before
+    assert not any(phase in ("rollout", "publish") for phase, _ in names(
+        "rollout.engine=recorded", "rollout.path=glm47/config.json"))  # fmt: skip
+
+
+def test_overlapped_gradients_cost_what_is_left():
+    seconds = [
+        {cost.name: cost.seconds for cost in time_of(glm47(*each)).costs if cost.phase == "update"}
+        for each in ((), ("optimizer.overlap_grad_reduce=true",))
+    ]
+    assert seconds[0]["reduce gradients"] > seconds[1].get("reduce gradients", 0.0)
+
+
+def test_sequences_run_until_they_end():
+    assert running_over_time((3, 5, 2), 3) == [(2, 3), (1, 2), (2, 1)]
+    assert running_over_time((3, 5, 2), 1) == [(3, 1), (5, 1), (2, 1)]
+    steps = running_over_time((7, 1, 4, 4, 9, 2), 2)
+    assert sum(count * running for count, running in steps) == 27
+
+
+def test_slower_hardware_takes_longer():
+    totals = [time_of(glm47(f"hardware.gpu={name}")).total for name in ("B200", "H200", "A100")]
+    assert totals == sorted(totals)

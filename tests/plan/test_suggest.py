@@ -1,0 +1,151 @@
+"""`--suggest`: plans that hold and fit, the fastest first, whatever was left out on the way."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from pyrl_ext.plan import ConfigError, compile_plan
+from pyrl_ext.plan.__main__ import main
+from pyrl_ext.plan.compile import draft_of, load
+from pyrl_ext.plan.forecast.hardware import memory_limit
+from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.forecast.step_time import step_time
+from pyrl_ext.plan.forecast.suggest import (
+    LEFT_FREE,
+    TOKENS,
+    Search,
+    _broken,
+    _Given,
+    even_layout,
+    suggest,
+)
+from pyrl_ext.plan.model.chunks import plan_stages
+from pyrl_ext.plan.schema import Parallel
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GLM47 = CONFIGS / "glm47.yaml"
+
+
+@pytest.fixture(scope="module")
+def eight() -> Search:
+    began = time.process_time()
+    found = suggest(GLM47, (), 8, "H200")
+    assert time.process_time() - began < 5
+    return found
+
+
+def test_what_is_suggested_holds_and_fits(eight: Search):
+    assert 1 < len(eight.found) <= 6
+    for each in eight.found:
+        plan = compile_plan(GLM47, each.overrides)  # every rule holds
+        limit = memory_limit(plan)
+        assert limit and each.limit == limit and plan.world_size == 8
+        assert each.peak == max(stage.peak for stage in stage_memory(plan))
+        assert each.peak <= (1 - LEFT_FREE) * limit
+        took = step_time(plan)
+        assert took and took.total == each.time.total
+    totals = [each.time.total for each in eight.found]
+    assert totals == sorted(totals)
+
+
+def test_layouts_are_counted_by_what_is_wrong_with_them(eight: Search):
+    assert eight.broken["heads_split_over_tp"] > 0  # 20 heads on 8 ranks
+    assert 0 < eight.held < eight.layouts
+    assert eight.too_large > 0  # all experts on each of eight ranks
+
+
+def test_nothing_faster_was_left_out():
+    fixed = ["parallel.pp=1", "parallel.cp=1"]
+    source = load(GLM47, fixed)
+    given = _Given(draft_of(source), frozenset(source.overrides), 8, "H100")
+    totals = []
+    for layout in given.layouts():
+        for tokens in given.tokens(layout):
+            for saving in given.savings():
+                plan = given.plan(layout | {TOKENS: tokens} | saving)
+                fits = max(s.peak for s in stage_memory(plan)) <= (1 - LEFT_FREE) * given.limit
+                if fits and not _broken(plan):
+                    found = step_time(plan)
+                    assert found
+                    totals.append(found.total)
+    search = suggest(GLM47, fixed, 8, "H100")
+    assert search.found[0].time.total == pytest.approx(min(totals))
+
+
+def test_other_gpus_and_what_the_command_line_sets():
+    fixed = ["parallel.tp=2", "model.recompute=full"]
+    search = suggest(GLM47, fixed, 16, "H100")
+    assert search.found
+    for each in search.found:
+        assert "hardware.gpu=H100" in each.overrides
+        assert not any(text.startswith(("parallel.tp=", "model.rec")) for text in each.overrides)
+        plan = compile_plan(GLM47, [*fixed, *each.overrides])
+        assert (plan.world_size, plan.parallel.tp, plan.model.recompute) == (16, 2, "full")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.dtyp=float32", "unknown key. Did you mean model.dtype?"),
+        ("batching.minibatches=3", "3 does not divide"),
+        ("parallel.tp=3", "3 does not divide"),
+    ],
+)
+def test_problems_that_no_layout_mends_are_told(
+    override: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main([str(GLM47), override, "--suggest", "12xH200"]) == 2
+    told = capsys.readouterr().err
+    assert f"command line: {override}: {message}" in told
+
+
+def test_problems_of_the_given_layout_are_mended():
+    with pytest.raises(ConfigError):
+        compile_plan(GLM47, ["hardware.gpu=A100"])
+    search = suggest(GLM47, ["data.max_prompt_tokens=8192", "rollout.memory=0.5"], 8, "H200")
+    assert search.found  # microbatches that hold the longest sample
+
+
+def test_dynamic_context_parallelism_fits_the_ranks():
+    path = CONFIGS / "qwen3_30b.yaml"
+    given = compile_plan(path).parallel.dynamic_cp
+    search = suggest(path, (), 8, "H200")
+    sizes = {each.plan.parallel.dynamic_cp for each in search.found}
+    assert given and sizes and all(size is None or size <= min(8, given) for size in sizes)
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
+    assert main([str(CONFIGS / "glm47_355b.yaml"), "rollout.tp=8", "--suggest", "8xA100"]) == 2
+    told = capsys.readouterr().out
+    assert "do not fit" in told
+
+
+@pytest.mark.parametrize("wanted", ["8H200", "8xV100", "H200", ""])
+def test_bad_argument_is_refused_with_an_example(wanted: str, capsys: pytest.CaptureFixture[str]):
+    assert main([str(GLM47), "--suggest", wanted]) == 2
+    assert capsys.readouterr().err == (
+        f"command line: --suggest: {wanted!r}, expected a number and one of A100, H100, H200, "
+        "B200: 8xH200\n"
+    )
+
+
+def test_what_is_printed_can_be_pasted(eight: Search, capsys: pytest.CaptureFixture[str]):
+    assert main([str(GLM47), "--suggest", "8xH200"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    pasted = [line.partition(": ")[2] for line in lines if line[:1].isdigit() and ": " in line[:4]]
+    assert [tuple(shlex.split(text)) for text in pasted] == [f.overrides for f in eight.found]
+    assert "never held against a run on GPUs" in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("layers", "mtp", "stages"), [(47, 0, 4), (47, 1, 8), (61, 0, 16), (5, 0, 5)]
+)
+def test_even_layouts(layers: int, mtp: int, stages: int):
+    parallel = Parallel(pp=stages, pipeline_model_parallel_layout=even_layout(layers, mtp, stages))
+    counts = [len(chunk.layers) for (chunk,) in plan_stages(parallel, layers, mtp)]
+    assert sum(counts) == layers and max(counts) - min(counts) <= 1
+    assert counts[-1] == min(counts)  # beside the loss

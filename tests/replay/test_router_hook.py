@@ -1,0 +1,189 @@
+"""The experts a router uses are the experts the samples say, in every pass and also recomputed."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.pack.microbatch import Microbatch
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, QWEN3, TOPK, random_batch, tiny_plan
+
+RECOMPUTE = ["none", "selective", "full"]
+
+
+class Probe:
+    """Records the routing map each live router hands to megatron's dispatcher."""
+
+    def __init__(self, policy):
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        self.used = defaultdict(list)  # layer id -> [routing map [M, E] of each forward]
+        for module in policy.chunks[0].modules():
+            if isinstance(module, TopKRouter):
+                assert module.layer_number is not None
+                module.register_forward_hook(self._note(module.layer_number - 1))
+
+    def _note(self, layer):
+        def hook(_module, _args, output):
+            self.used[layer].append(output[1].detach().clone())
+
+        return hook
+
+
+def expected_map(batch, micro, layer):
+    """[M, E] bool by a plain loop: routes of the row's token; None where the router chooses."""
+    rows = []
+    for m, row in enumerate(micro.rows.tolist()):
+        if row < 0:
+            ids = [(m * TOPK + j) % EXPERTS for j in range(TOPK)]
+        elif batch.route_mask[row]:
+            ids = batch.routes[row, batch.layer_ids.index(layer)].tolist()
+        else:
+            rows.append(None)
+            continue
+        rows.append([e in ids for e in range(EXPERTS)])
+    return rows
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_ids_used_are_ids_given(recompute):
+    plan, batch = tiny_plan(f"model.recompute={recompute}"), random_batch(12)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        probe, schedule = Probe(policy), plan_microbatches(batch.seqlens, 1, 64)
+        batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
+        policy.update(batch, schedule, build_loss(plan.objective))
+        micros = [Microbatch.of(batch, ids, topo) for ids in schedule[0]]
+    passes = 1 if recompute == "none" else 2
+    for layer in LAYERS:
+        assert len(probe.used[layer]) == passes * len(micros)
+        # without pipelining each microbatch's backward (and recomputation) follows its forward
+        for i, micro in enumerate(micros):
+            for used in probe.used[layer][passes * i : passes * (i + 1)]:
+                assert (used.sum(-1) == TOPK).all()
+                for got, want in zip(used.tolist(), expected_map(batch, micro, layer), strict=True):
+                    assert want is None or got == want
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["sigmoid with bias", "softmax"])
+def test_given_experts_are_routed_as_megatron_does(config):
+    """Where one kernel takes the place of megatron's function: the same bits, the same gradient."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    plan, batch = tiny_plan(config=config), random_batch(6, unrouted=0.0)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        feed = policy._feed(batch, [[list(range(6))]], replayed=True)
+        _, ready, routes = next(feed.of_chunk(0))
+        policy.replay.force(0, routes)
+        routers = [m for m in policy.chunks[0].modules() if isinstance(m, TopKRouter)]
+        for router, forced in zip(routers, routes, strict=True):
+            assert forced is not None and forced.forced is None
+            logits = torch.randn(len(ready.micro.rows), 1, plan.shape.num_experts)
+            found = []
+            for routing in (router.routing, lambda x, r=router: TopKRouter.routing(r, x)):
+                leaf = logits.clone().requires_grad_()
+                probs, routing_map = routing(leaf)
+                (grad,) = torch.autograd.grad(probs.square().sum(), leaf)
+                found.append((probs, routing_map, grad))
+            (ours, our_map, our_grad), (theirs, their_map, their_grad) = found
+            assert torch.equal(ours, theirs) and torch.equal(our_map, their_map)
+            torch.testing.assert_close(our_grad, their_grad, rtol=1e-6, atol=1e-7)
+        policy.replay.force(0, [None] * len(routes))
+
+
+def test_tokens_without_a_route_are_routed_natively():
+    """With no route at all, a replayed pass is the native one."""
+    plan, batch = tiny_plan(), random_batch(8, unrouted=1.1)
+    schedule = plan_microbatches(batch.seqlens, 1, 128)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        replayed = policy.scores(batch, schedule, replay=True)
+        native = policy.scores(batch, schedule, replay=False)
+    assert torch.equal(replayed.logprobs, native.logprobs)
+    assert not replayed.agreement
+
+
+def test_agreement_counts_what_the_router_would_have_chosen():
+    """Replaying the router's own choice agrees fully; one wrong expert of two agrees by half."""
+    plan, batch = tiny_plan(), random_batch(8, unrouted=0.0)
+    schedule = plan_microbatches(batch.seqlens, 1, 4096)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        probe = Probe(policy)
+        policy.scores(batch, schedule, replay=False)
+        assert batch.routes is not None
+        own = torch.stack([probe.used[layer][0].int().topk(TOPK).indices for layer in LAYERS], 1)
+        order = Microbatch.of(batch, schedule[0][0], topo).rows
+        routes = torch.empty_like(batch.routes)
+        routes[order] = own.to(torch.uint8)
+        own_scores = policy.scores(batch.with_(routes=routes), schedule)
+        half = routes.clone()
+        wrong = torch.arange(EXPERTS, dtype=torch.uint8)[:, None, None, None] == routes
+        free = (~wrong.any(-1)).int().argmax(0).to(torch.uint8)  # an expert not chosen
+        half[:, 0, 1] = free[:, 0]
+        half_scores = policy.scores(batch.with_(routes=half), schedule)
+    rows = len(batch.tokens)
+    assert own_scores.agreement == {layer: (rows, rows, rows) for layer in LAYERS}
+    assert half_scores.agreement[1] == (rows / 2, 0, rows)
+
+
+def test_the_gate_gets_its_gradient():
+    plan, batch = tiny_plan(), random_batch(8, unrouted=0.0)
+    batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        before = {n: t.clone() for n, t in policy.weights() if n.endswith("mlp.gate.weight")}
+        policy.update(batch, plan_microbatches(batch.seqlens, 1, 64), build_loss(plan.objective))
+        after = dict(policy.weights())
+    assert len(before) == len(LAYERS)
+    for name, weight in before.items():
+        assert (after[name] != weight).all(), name
+
+
+def test_no_state_is_left_also_after_an_exception():
+    plan, batch = tiny_plan("model.recompute=full"), random_batch(8)
+    batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
+    schedule = plan_microbatches(batch.seqlens, 1, 64)
+
+    def fails(logprobs, entropy, inputs):
+        raise ArithmeticError("in the middle of the schedule")
+
+    with topology.start(plan) as topo:
+        policy, other = (Policy.build(plan, topo) for _ in range(2))
+        clean = other.scores(batch, schedule).logprobs
+        with pytest.raises(ArithmeticError):
+            policy.update(batch, schedule, fails)
+        for hook in policy.replay._all():
+            assert hook.current is None and not hook.for_recompute
+        assert torch.equal(other.scores(batch, schedule).logprobs, clean)
+        assert torch.equal(policy.scores(batch, schedule).logprobs, clean)
+
+
+def test_missing_layers_are_refused():
+    plan, batch = tiny_plan(), random_batch(4)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        assert batch.routes is not None
+        batch = batch.with_(routes=batch.routes[:, :2], layer_ids=LAYERS[:2])
+        with pytest.raises(ValueError, match=r"layers \[3\] have a router but no routes"):
+            policy.scores(batch, plan_microbatches(batch.seqlens, 1, 128))
+        with pytest.raises(ValueError, match="samples carry no routes"):
+            policy.scores(
+                batch.with_(routes=None), plan_microbatches(batch.seqlens, 1, 128), replay=True
+            )
+
+
+def test_a_fused_router_is_refused():
+    from pyrl_ext.replay.router_hook import Replay
+
+    plan = tiny_plan()
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        policy._config.moe_router_fusion = True
+        with pytest.raises(RuntimeError, match="return before the replay hook"):
+            Replay(policy.chunks, topo.device)

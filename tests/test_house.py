@@ -1,0 +1,275 @@
+"""The rooms of the package: who may import whom, who may touch what, and how long things get."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "pyrl_ext"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A room imports rooms to its left.
+ORDER: list[str] = [
+    *("plan", "ops", "samples", "dist", "metrics", "loss", "pack", "replay", "data", "rollout"),
+    *("megatron", "models", "weights", "trainer", "run", "train", "tools"),
+]
+# Left over from the move to rooms: (file, room it reaches up to)
+AGAINST = {("pyrl_ext/weights/check.py", "trainer"), ("pyrl_ext/train.py", "tools")}
+
+MAX_FUNCTION_LINES = 80
+MAX_FILE_LINES = 450
+# Lines of code (docstrings, comments and blank lines are free) of what a reader must know. The rest
+# is read one operator, engine or forecast at a time.
+CORE = {
+    "core": (
+        *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),
+        *("rollout/engine", "rollout/build", "rollout/distribute", "rollout/rollouts"),
+        *("rollout/recorded", "rollout/vllm"),
+    ),
+    "plan core": (
+        *("plan/language", "plan/schema", "plan/plan", "plan/compile", "plan/rules", "plan/model"),
+    ),
+}
+MAX_CODE = {"core": 7500, "plan core": 2500}
+
+# Modules that only files or folders whose name starts with one of these words may import.
+NAMED_AFTER = {
+    "triton": {"triton", "vllm", "prebuild"},  # vLLM runs on it
+    "vllm": {"vllm"},
+    "transformer_engine": {"te", "transformer"},
+    "huggingface_hub": {"hub"},
+    "pyrl_ext._C": {"native"},
+}
+# files that may import megatron-core, beside whole rooms
+MEGATRON_ROOMS = {"replay", "megatron", "models", "trainer"}
+MEGATRON_FILES = {"pyrl_ext/dist/topology.py"}
+PLAN_MAY_IMPORT = {"pydantic", "yaml", "rich"}
+
+
+def test_imports_go_one_way():
+    wrong = []
+    for file in FILES:
+        room = room_of(file)
+        for line, module in imports_of(file):
+            other = module.split(".")[1] if module.startswith("pyrl_ext.") else None
+            if other in (None, room, "_C", "__version__"):
+                continue
+            if room == "__init__":
+                wrong.append(
+                    f"{place(file, line)}: pyrl_ext imports {module}; importing it is free"
+                )
+            elif other not in ORDER or room not in ORDER:
+                wrong.append(f"{place(file, line)}: {room} or {other} is no room of ORDER")
+            elif (place(file), other) in AGAINST:
+                continue
+            elif ORDER.index(other) > ORDER.index(room):
+                wrong.append(f"{place(file, line)}: {room} imports {module}, a room above it")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_file_is_in_a_room():
+    homeless = [place(f) for f in FILES if room_of(f) not in {*ORDER, "__init__"}]
+    assert not homeless, f"files outside the rooms {ORDER}: {homeless}"
+
+
+def test_megatron_is_imported_by_its_rooms_only():
+    wrong = [
+        f"{place(file, line)}: {module}"
+        for file in FILES
+        for line, module in imports_of(file)
+        if within(module, "megatron")
+        and room_of(file) not in MEGATRON_ROOMS
+        and place(file) not in MEGATRON_FILES
+    ]
+    assert not wrong, (
+        f"megatron-core belongs to {sorted(MEGATRON_ROOMS | MEGATRON_FILES)}:\n" + "\n".join(wrong)
+    )
+
+
+def test_only_topology_reads_parallel_state():
+    wrong = [
+        f"{place(file, line)}: {name}"
+        for file in FILES
+        if place(file) != "pyrl_ext/dist/topology.py"
+        for line, name in [*imports_of(file), *attributes_of(file)]
+        if "parallel_state" in name.split(".")
+    ]
+    assert not wrong, "groups and ranks come from dist/topology.py:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("library", NAMED_AFTER)
+def test_accelerators_stay_in_the_files_named_after_them(library: str):
+    wrong = [
+        f"{place(file, line)}: {module}"
+        for file in FILES
+        for line, module in imports_of(file)
+        if within(module, library)
+        and not {p.strip("_").split("_")[0] for p in (file.stem, file.parent.name)}
+        & NAMED_AFTER[library]
+    ]
+    assert not wrong, f"{library} belongs to {NAMED_AFTER[library]}:\n" + "\n".join(wrong)
+
+
+def test_ops_know_no_process_group():
+    wrong = [
+        f"{place(file, line)}: {name}"
+        for file in FILES
+        if room_of(file) == "ops"
+        for line, name in [*imports_of(file), *attributes_of(file)]
+        if within(name, "torch.distributed") or name.split(".")[-1] == "ProcessGroup"
+    ]
+    assert not wrong, "ops are local; collectives live above them:\n" + "\n".join(wrong)
+
+
+def test_plan_is_pure():
+    wrong = [
+        f"{place(file, line)}: {module}"
+        for file in FILES
+        if room_of(file) == "plan"
+        for line, module in imports_of(file)
+        if not within(module, "pyrl_ext.plan")
+        and module.split(".")[0] not in {*sys.stdlib_module_names, *PLAN_MAY_IMPORT}
+    ]
+    assert not wrong, "the plan answers in a second, so it imports little:\n" + "\n".join(wrong)
+
+
+def test_importing_the_package_is_free():
+    code = (
+        "import sys; before = set(sys.modules); import pyrl_ext; print(*set(sys.modules) - before)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    new = {module.split(".")[0] for module in run.stdout.split()}
+    assert new <= {"pyrl_ext", *sys.stdlib_module_names}, run.stdout + run.stderr
+
+
+def test_functions_and_files_stay_short():
+    functions = sorted(function_lengths(), reverse=True)
+    files = sorted(((len(lines_of(f)), place(f)) for f in FILES), reverse=True)
+    total = sum(length for length, _ in files)
+    code = {
+        name: sum(code_lines(file) for file in FILES if part_of(file, parts))
+        for name, parts in CORE.items()
+    }
+    rooms = {room: sum(code_lines(f) for f in FILES if room_of(f) == room) for room in ORDER}
+    print(f"\nlines of code: {code}; by room: {rooms}; {total} lines in {len(files)} files")
+    for length, name in [*functions[:5], *files[:5]]:
+        print(f"{length:5d}  {name}")
+    long = [f for f in functions if f[0] > MAX_FUNCTION_LINES]
+    long += [f for f in files if f[0] > MAX_FILE_LINES]
+    assert not long, (
+        f"longer than a screen ({MAX_FUNCTION_LINES}) or a file ({MAX_FILE_LINES}): {long}"
+    )
+    over = {house: lines for house, lines in code.items() if lines > MAX_CODE[house]}
+    assert not over, f"{over} lines of code, expected at most {MAX_CODE}"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import torch.distributed as dist", {"torch.distributed"}),
+        ("from .. import layout", {"pyrl_ext.layout"}),
+        ("from . import native", {"pyrl_ext.ops.native"}),
+        ("from ..plan.schema import Model", {"pyrl_ext.plan.schema.Model"}),
+        ("from pyrl_ext import _C", {"pyrl_ext._C"}),
+        ("def f():\n    from megatron.core import x", {"megatron.core.x"}),
+    ],
+)
+def test_imports_are_resolved(code: str, expected: set[str]):
+    found = resolve(ast.parse(code), PACKAGE / "ops" / "gather.py")
+    assert {module for _, module in found} == expected
+
+
+# Reading the source ------------------------------------------------------------------------------
+
+
+@cache
+def code_lines(file: Path) -> int:
+    """Lines that hold code: neither blank nor only a comment or a docstring."""
+    texts = {
+        line
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        if isinstance(node.value.value, str)
+    }
+    held = (line.strip() for n, line in enumerate(lines_of(file), 1) if n not in texts)
+    return sum(1 for line in held if line and not line.startswith("#"))
+
+
+def lines_of(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines()
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse("\n".join(lines_of(file)), str(file))
+
+
+def place(file: Path, line: int | None = None) -> str:
+    name = str(file.relative_to(REPOSITORY))
+    return name if line is None else f"{name}:{line}"
+
+
+def room_of(file: Path) -> str:
+    """First path part below pyrl_ext: `ops/gather/native.py` -> ops, `layout.py` -> layout."""
+    return Path(file.relative_to(PACKAGE).parts[0]).stem
+
+
+def part_of(file: Path, parts: Sequence[str]) -> bool:
+    """Whether ``file`` is one of the modules ``parts``, or inside one."""
+    name = file.relative_to(PACKAGE).with_suffix("").as_posix()
+    return any(name == part or name.startswith(part + "/") for part in parts)
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+@cache
+def imports_of(file: Path) -> tuple[tuple[int, str], ...]:
+    return tuple(resolve(tree_of(file), file))
+
+
+def resolve(tree: ast.AST, file: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything imported, also inside functions."""
+    package = ["pyrl_ext", *file.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def attributes_of(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every attribute chain that starts at a name, aliases undone."""
+    aliases = {}
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            aliases |= {alias.asname: prefix + alias.name for alias in node.names if alias.asname}
+    for node in ast.walk(tree_of(file)):
+        parts, inner = [], node
+        while isinstance(inner, ast.Attribute):
+            parts.append(inner.attr)
+            inner = inner.value
+        if isinstance(node, ast.Attribute) and isinstance(inner, ast.Name):
+            yield node.lineno, ".".join([aliases.get(inner.id, inner.id), *reversed(parts)])
+
+
+def function_lengths() -> Iterator[tuple[int, str]]:
+    for file in FILES:
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                yield node.end_lineno - node.lineno + 1, f"{place(file, node.lineno)} {node.name}"

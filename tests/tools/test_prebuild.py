@@ -1,0 +1,155 @@
+"""Kernels compiled ahead of a run: the run finds every one, and refuses another plan's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton.compiler")
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.tools import prebuild
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers.tiny import random_batch, tiny_plan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+LAYOUT = ["hardware.gpu=H200", "parallel.cp=2", "parallel.dp=4"]
+
+
+def plan(*overrides: str) -> Plan:
+    return compile_plan(CONFIGS / "glm47.yaml", [*LAYOUT, *overrides])
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kernels")
+    command = [sys.executable, "-m", "pyrl_ext.plan", str(CONFIGS / "glm47.yaml"), *LAYOUT]
+    done = subprocess.run([*command, "--build", folder], check=True, capture_output=True, text=True)
+    assert "replay_probs 4 of 64 x 1.8: 2 variants compiled" in done.stdout
+    return folder
+
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from pyrl_ext import triton_cache as cache
+from pyrl_ext.plan import compile_plan
+
+plan = compile_plan(sys.argv[1], sys.argv[3:])
+with cache._cache(Path(sys.argv[2])), cache._driver(cache.Offline(90)), cache.compiled() as found:
+    for _, launch in cache.launches(plan):
+        for rows in (1, 2, 15, 16, 4097, 65552):
+            launch(rows)
+assert found
+print([name for name, hit in found if not hit])
+"""
+
+
+@pytest.mark.parametrize("more", [(), ("logprob.head=logits", "logprob.accept_rounded_logits=on")])
+def test_another_process_finds_every_kernel_of_the_plan(built: Path, more: tuple[str, ...]):
+    command = [sys.executable, "-c", LAUNCH, str(CONFIGS / "glm47.yaml"), str(built), *LAYOUT]
+    done = subprocess.run([*command, *more], check=True, capture_output=True, text=True)
+    missed = json.loads(done.stdout.replace("'", '"'))
+    if more:  # other dtypes: the test would see a miss
+        assert missed == ["token_logprob_stats_kernel", "token_logprob_grad_kernel"]
+    else:
+        assert missed == []
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with an H200, as far as `use` asks."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.setattr("triton.knobs.compilation.listener", None)
+    return monkeypatch
+
+
+def test_a_run_loads_from_the_folder_and_says_what_is_missing(
+    built: Path, hopper: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert prebuild.use(plan(), built) == len(list(prebuild.launches(plan())))
+    assert knobs.cache.dir == str(built)
+    listener: Any = knobs.compilation.listener
+    for hit in (True, False):
+        listener(src=type("Source", (), {"name": f"kernel_{hit}"}), cache_hit=hit)
+    said = capsys.readouterr().out
+    assert said == "kernels: kernel_False was compiled during the run, not prebuilt\n"
+
+
+def test_kernels_of_another_plan_or_gpu_or_triton_are_refused(
+    built: Path, tmp_path: Path, hopper: pytest.MonkeyPatch
+):
+    with pytest.raises(ValueError, match=r"another plan: it lacks \['token_logprob bfloat16"):
+        prebuild.use(plan("logprob.head=logits", "logprob.accept_rounded_logits=on"), built)
+    with pytest.raises(ValueError, match=r"no pyrl_kernels\.json, expected what --build wrote"):
+        prebuild.use(plan(), tmp_path)
+    hopper.setattr("torch.cuda.get_device_capability", lambda: (10, 0))
+    with pytest.raises(ValueError, match="built for target sm_90, expected sm_100"):
+        prebuild.use(plan(), built)
+    hopper.setattr("triton.__version__", "9.9")
+    with pytest.raises(ValueError, match=r"built for triton [\d.]+, expected 9.9"):
+        prebuild.use(plan(), built)
+
+
+def test_a_gpu_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ValueError, match=r"hardware\.gpu: null, expected the GPU to compile"):
+        prebuild.build(compile_plan(CONFIGS / "tiny.yaml"), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+class Called(TorchDispatchMode):
+    """Notes the operators of this package that are called with tensors of the model's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, op = func.name().partition("::")
+        if namespace == "pyrl_ext":
+            self.names |= {name} if (name := launch_name(op, args)) else set()
+        return func(*args, **(kwargs or {}))
+
+
+def launch_name(op: str, args: tuple) -> str | None:
+    """How `launches` calls such a call; None: it works on the batch, which is on the host."""
+    first = args[0]
+    if op in ("gather_fields", "expand_runs", "gather_rows", "invert_rows"):
+        return None
+    if op == "gather_routes":
+        return f"gather_routes {first.dtype} {first.shape[1]} x {first.shape[2]} of {args[3]}"
+    if op.startswith("replay_probs"):
+        scores, ids, _, scale = args[:4] if op == "replay_probs" else args[1:5]
+        return f"replay_probs {ids.shape[1]} of {scores.shape[1]} x {scale:g}"
+    if op.startswith("token_logprob"):
+        start, width = args[3:5]
+        return f"token_logprob {first.dtype} {width} of {first.shape[1]} from {start}"
+    return f"{op} {first.dtype} x {first.shape[1]}"
+
+
+def test_a_real_step_launches_nothing_else():
+    with topology.start(plan := tiny_plan()) as topo:
+        policy = Policy.build(plan, topo)
+        batch = random_batch(unrouted=0.0)
+        schedule = plan_microbatches(batch.seqlens, 1, plan.batching.tokens_per_microbatch, 1)
+        with Called() as called:
+            old = policy.scores(batch, schedule, True)
+            batch = batch.with_(old_logprobs=old.logprobs)
+            policy.update(batch, schedule, build_loss(plan.objective))
+    found = {name.replace("torch.", "") for name in called.names}
+    assert {name.split()[0] for name in found} == {
+        *("gather_routes", "replay_probs", "token_logprob", "sum_rows")
+    }
+    assert found <= {name for name, _ in prebuild.launches(plan)}

@@ -1,0 +1,348 @@
+"""What the plan knows of a checkpoint, its buckets, and that every layout publishes one model."""
+
+import json
+import math
+import os
+import time
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from benchmarks.publish import one_by_one
+from pyrl_ext.dist import heartbeat, topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.models import family
+from pyrl_ext.models.weight_table import RandomWeights
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.plan.model.sizes import mtp_parameters, parameters, read_shape
+from pyrl_ext.rollout.hf.destinations import Destinations
+from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.weights import gather
+from pyrl_ext.weights.gather import gather_buckets, plan_buckets
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
+from tests.models.test_families import COUNTED, FEWER, MODELS
+
+TINY = json.loads(Path(__file__).parents[2].joinpath("configs/tiny/config.json").read_text())
+TINY_QWEN3 = json.loads(QWEN3.with_suffix("").joinpath("config.json").read_text())
+
+
+def written(folder, name, hf):
+    path = folder / name.replace(" ", "_").replace("|", "_")
+    path.mkdir(exist_ok=True, parents=True)
+    partial = path / f"{os.getpid()}"
+    partial.write_text(json.dumps(hf))
+    partial.rename(path / "config.json")
+    return f"model.config={path}/config.json"
+
+
+def with_limit(plan, limit):
+    rollout = plan.rollout.model_copy(update={"bucket_bytes": limit})
+    return plan.model_copy(update={"rollout": rollout})
+
+
+def bytes_of(rows, each=4):
+    return sum(
+        math.prod(size) * (4 if row.float32 else each) for row in rows for size in row.shapes
+    )
+
+
+# the table ---------------------------------------------------------------------------------------
+
+TRAINED = {n: hf | FEWER for n, hf in COUNTED.items() if not read_shape(hf | FEWER).unsupported()}
+
+
+@pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
+def test_names_and_shapes_are_those_of_transformers(hf):
+    with torch.device("meta"):
+        config = CONFIG_MAPPING[hf["model_type"]].from_dict(hf)
+        views = Destinations(AutoModelForCausalLM.from_config(config)).views
+    table = family(hf["model_type"]).weights(read_shape(hf), 0)
+    ours = {name: size for row in table for name, size in zip(row.hf, row.shapes, strict=True)}
+    assert ours == {name: tuple(view.shape) for name, view in views.items()}
+
+
+@pytest.mark.parametrize("hf", MODELS.values(), ids=list(MODELS))
+def test_sizes_add_up_to_the_plans(hf):
+    shape, weights = read_shape(hf), family(hf["model_type"]).weights
+
+    def count(mtp_layers):
+        rows = [r for r in weights(shape, mtp_layers) if not r.name.endswith("expert_bias")]
+        return bytes_of(rows) // 4
+
+    assert count(0) == parameters(shape).total
+    assert shape.router_layers == () or count(2) - count(0) == 2 * mtp_parameters(shape).total
+
+
+# buckets -----------------------------------------------------------------------------------------
+
+PLANNED = (
+    *("parallel.dp=1", "parallel.dp=4,parallel.ep=4", "parallel.tp=2,parallel.pp=2"),
+    *("parallel.tp=4,parallel.ep=2,parallel.etp=2", "parallel.pp=2,parallel.vpp=2"),
+    *("parallel.tp=2,parallel.pp=2,parallel.ep=2,parallel.etp=1,model.dtype=bfloat16",),
+)
+
+
+@cache
+def planned(overrides):
+    plan = tiny_plan("replay=off", *overrides.split(","))
+    return plan, family(plan.model.family).weights(plan.shape, 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(PLANNED),
+    st.integers(1, 1 << 20),
+    st.sets(st.integers(0, 10**6), max_size=30) | st.none(),
+)
+def test_buckets(overrides, limit, chosen):
+    plan, table = planned(overrides)
+    names = [name for row in table for name in row.hf]
+    only = None if chosen is None else {names[i % len(names)] for i in chosen}
+    buckets = plan_buckets(with_limit(plan, limit), table, only=only)
+    asked = [n for b in buckets for p in b.places for n in p.row.hf if n in p.names]
+    assert asked == [name for name in names if only is None or name in only]
+
+    each = 2 if plan.model.dtype == "bfloat16" else 4
+    layers = [[p.row.name.partition(".local_experts.")[0] for p in b.places] for b in buckets]
+    assert len({n for here in layers for n in here}) == sum(len({*here}) for here in layers)
+    held = [bytes_of([p.row for p in b.places], each) for b in buckets]
+    assert all(size <= limit or len({*here}) == 1 for size, here in zip(held, layers, strict=True))
+    for (one, other), (size, _), here in zip(
+        pairwise(buckets), pairwise(held), layers[1:], strict=True
+    ):
+        first = [p.row for p, n in zip(other.places, here, strict=True) if n == here[0]]
+        assert one.stage != other.stage or size + bytes_of(first, each) > limit, "could be one"
+    for bucket in buckets:
+        check_buffer(plan, bucket)
+
+
+def check_buffer(plan, bucket):
+    """Parts do not lie over one another, and fill the buffer but for padding."""
+    ends, parts = 0, 0
+    for at, place in sorted((at, i) for i, p in enumerate(bucket.places) for at in p.at):
+        size = math.prod(bucket.places[place].part) * bucket.places[place].dtype.itemsize
+        assert at >= ends and at % gather.ALIGNMENT == 0
+        ends, parts = at + size, parts + size
+    assert ends <= bucket.bytes
+    padding = 16 * sum(len(p.at) for p in bucket.places)
+    even = plan.parallel.ep == 1 or all(p.owner is None for p in bucket.places)
+    assert not even or bucket.bytes <= parts + padding
+    live = {p.row.shard for p in bucket.places if not p.at}
+    assert plan.parallel.pp == 1 or not live
+    assert plan.parallel.tp == 1 or live <= {"same"} or plan.parallel.etp_size == 1
+
+
+def test_names_that_are_not_the_models_are_refused():
+    plan, table = planned(PLANNED[0])
+    with pytest.raises(ValueError, match=r"1 names are unknown: \['lm_head.bias'\], expected some"):
+        plan_buckets(plan, table, only={"lm_head.bias", "lm_head.weight"})
+
+
+# ranks -------------------------------------------------------------------------------------------
+
+MTP = ("model.mtp=true", "parallel.pp=4", "parallel.pipeline_model_parallel_layout=Et|tt|tm|L")
+WIDE = {"n_routed_experts": 64, "vocab_size": 8192}  # 1.6 MB of experts a layer, 2 MB of embedding
+CASES = {
+    "tp2 pp2": (TINY, "parallel.tp=2", "parallel.pp=2"),
+    "dp4 ep4": (TINY, "parallel.dp=4", "parallel.ep=4"),
+    "tp2 dp2 ep2": (TINY, "parallel.tp=2", "parallel.dp=2", "parallel.ep=2"),
+    "tp4 ep2 etp2": (TINY, "parallel.tp=4", "parallel.ep=2", "parallel.etp=2"),
+    "tp2 pp2 ep2 etp1, bf16": (
+        TINY,
+        *("parallel.tp=2", "parallel.pp=2", "parallel.ep=2", "parallel.etp=1"),
+        "model.dtype=bfloat16",
+    ),
+    "pp2 vpp2 dp2": (TINY, "parallel.pp=2", "parallel.vpp=2", "parallel.dp=2"),
+    "cp2 dp2 ep2": (TINY, "parallel.cp=2", "parallel.dp=2", "parallel.ep=2"),
+    "layer ahead": (TINY | {"num_nextn_predict_layers": 1}, *MTP),
+    "tied, odd vocabulary": (
+        TINY | {"vocab_size": 127, "tie_word_embeddings": True},
+        *("parallel.tp=2", "parallel.etp=1", "parallel.pp=2"),
+    ),
+    "grouped queries, odd vocabulary": (
+        TINY_QWEN3 | {"vocab_size": 127},
+        *("parallel.tp=2", "parallel.pp=2"),
+    ),
+}
+UPDATED = {"tp2 pp2", "dp4 ep4", "tp4 ep2 etp2"}
+SMALL = 20_000  # bytes, less than a layer's experts
+
+
+def plan_of(folder, name, hf, *overrides):
+    path = written(folder, name, hf)
+    qwen = {"config": QWEN3} if hf["model_type"] == "qwen3_moe" else {}
+    return tiny_plan(path, "replay=off", "batching.tokens_per_microbatch=128", *overrides, **qwen)
+
+
+def differing(named, expected):
+    """Names whose tensors are not ``expected``'s, bit for bit; every name once and in its order."""
+    expected, wrong = iter(expected), []
+    for name, tensor in named:
+        other, value = next(expected)
+        if name != other or tensor.dtype != value.dtype or not torch.equal(tensor, value):
+            wrong.append(name)
+    return wrong + [name for name, _ in expected]
+
+
+def drawn(policy):
+    """The initial weights as they are drawn, without any rank."""
+    plan = policy.plan
+    read = RandomWeights(policy.table, plan.shape.initializer_range, plan.seed)
+    dtype = getattr(torch, plan.model.dtype)
+    for row in policy.table:
+        for name in row.hf:
+            yield name, read(name).to(torch.float32 if row.float32 else dtype)
+
+
+def check_case(policy, updated):
+    """Kind of publishing -> names that it got wrong."""
+    topo, found = policy.topo, {"one bucket": differing(policy.weights(), drawn(policy))}
+    buckets = plan_buckets(with_limit(policy.plan, SMALL), policy.table)
+    kept = list(gather_buckets(buckets, policy._live(), topo))  # as engines do that fuse tensors
+    found["small buckets"] = differing(kept, drawn(policy))
+    with patch.object(gather, "_gather_in_turn", gather._gather_at_once):  # as on a GPU
+        found["as on a GPU"] = differing(policy.weights(), drawn(policy))
+    only = {name for i, (name, _) in enumerate(drawn(policy)) if i % 5 == 2}
+    some = [(name, tensor) for name, tensor in drawn(policy) if name in only]
+    found["some"] = differing(policy.weights(only), some)
+    if updated:
+        batch = random_batch(9)
+        schedule = plan_microbatches(batch.seqlens, topo.dp_size, 128 * topo.cp_size)
+        batch = batch.with_(old_logprobs=policy.scores(batch, schedule, replay=False).logprobs)
+        policy.update(batch, schedule, build_loss(policy.plan.objective))
+        assert len(differing(policy.weights(), drawn(policy))) > 100
+        exact = [(name, tensor.clone()) for name, tensor in one_by_one(policy)]
+        found["updated"] = differing(policy.weights(), exact)
+    return found, len(buckets)
+
+
+class Held(TorchDispatchMode):
+    """Peak bytes of the tensors that are made while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {id_of(each) for each in tree_leaves((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and id_of(each) not in before:
+                storage = each.untyped_storage()
+                self.alive[id_of(each)] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: held for key, held in self.alive.items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+def id_of(value):
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def memory(folder, *overrides):
+    """(bytes held at the peak of a publish, of the largest bucket, of the model), a few buckets."""
+    plan = plan_of(folder, "wide", TINY | WIDE, "rollout.bucket_bytes=3MiB", *overrides)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo, trainable=False)
+        with Held() as held:
+            for _ in policy.weights():
+                pass
+    return held.peak, max(b.bytes for b in policy.buckets), bytes_of(policy.table)
+
+
+def on_ranks(group, folder):
+    os.environ["WORLD_SIZE"] = str(group.size())
+    found = {}
+    for name, (hf, *overrides) in CASES.items():
+        plan = plan_of(folder, name, hf, *overrides)
+        with topology.start(plan) as topo:
+            policy = Policy.build(plan, topo, trainable=name in UPDATED)
+            found[name] = check_case(policy, name in UPDATED)
+    return found, [memory(folder, *CASES[name][1:]) for name in ("tp2 pp2", "dp4 ep4")]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks(on_ranks, 4, tmp_path_factory.mktemp("publish"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_gets_the_same_model_bit_for_bit(ranks, case):
+    for cases, _ in ranks:
+        found, buckets = cases[case]
+        assert not any(found.values()), found
+        assert ("updated" in found) == (case in UPDATED) and buckets > 10
+
+
+def test_memory_is_less_than_two_buckets(ranks):
+    for _, measured in ranks:
+        for extra, bucket, model in measured:
+            assert bucket <= extra < 2 * bucket < model
+
+
+def test_one_process_publishes_its_own_parameters():
+    plan, _ = planned(PLANNED[0])
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo, trainable=False)
+        live = {t.untyped_storage().data_ptr() for t in policy._live().values()}
+        copied = [n for n, t in policy.weights() if t.untyped_storage().data_ptr() not in live]
+        assert not copied and not any(bucket.bytes for bucket in policy.buckets)
+        assert not differing(policy.weights(), drawn(policy))
+
+
+# what goes wrong ---------------------------------------------------------------------------------
+
+
+def test_a_live_tensor_that_was_not_planned_is_refused():
+    plan, table = planned(PLANNED[0])
+    name = "decoder.layers.2.mlp.router.weight"
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo, trainable=False)
+        buckets, live = plan_buckets(plan, table), policy._live()
+        for wrong, words in (
+            (live[name][:-1], r"\[7, 64\] torch.float32 on rank 0, expected \[8, 64\]"),
+            (live[name].bfloat16(), r"\[8, 64\] torch.bfloat16 on rank 0"),
+        ):
+            with pytest.raises(ValueError, match=f"publish: {name} is {words}"):
+                next(gather_buckets(buckets, live | {name: wrong}, topo))
+        del live[name]
+        with pytest.raises(ValueError, match=f"{name} is missing on rank 0, expected"):
+            next(gather_buckets(buckets, live, topo))
+
+
+def one_fails(group, folder):
+    """Rank 1 raises between two buckets; rank 0 writes its last words to a file."""
+    heartbeat.BEAT = 0.1
+    rank, (hf, *_) = group.rank(), CASES["tp2 pp2"]
+    os.environ["WORLD_SIZE"] = str(group.size())
+    os.dup2(os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY), 2)
+    plan = plan_of(folder, "fails", hf, "parallel.tp=2", f"rollout.bucket_bytes={SMALL}")
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo, trainable=False)
+        with heartbeat.watched(topo) as watched:
+            clock, watched.step = heartbeat.PhaseClock(watched), 3
+            with clock("time/publish"):
+                for i, _ in enumerate(policy.weights()):
+                    if rank == 1 and i == 20:
+                        raise ValueError("bad luck")
+
+
+def test_a_rank_that_fails_in_between_ends_the_others(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"rank 1 of 2\n(.*\n)*ValueError: bad luck"):
+        run_ranks(one_fails, 2, tmp_path)
+    assert time.monotonic() - start < 60
+    text = (tmp_path / "0.txt").read_text()
+    assert "failed in publish of step 3: ValueError: bad luck\n  rank 0 ended in publish" in text
+    assert "error: rank 1 (" in text
