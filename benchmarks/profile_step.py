@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pyrl_ext.rollout.engine.build import build_source
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
+from pyrl_ext.data.source import build_source
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.topology import Topology

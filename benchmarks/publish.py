@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pyrl_ext.rollout.engine.build import build_engine
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -37,6 +36,7 @@ from benchmarks.run import device_name
 from pyrl_ext.dist import topology
 from pyrl_ext.models.weight_table import tensor_split, whole_of
 from pyrl_ext.plan import compile_plan
+from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.gather import Place
 

@@ -16,11 +16,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pyrl_ext.rollout.engine.build import build_source
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from pyrl_ext.data.source import build_source
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.registry import build_advantage, build_loss

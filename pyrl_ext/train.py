@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from pyrl_ext.data.source import Source, build_source
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.heartbeat import Peers, PhaseClock, watched
@@ -23,9 +24,9 @@ from pyrl_ext.ops import serve_gpu_from
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.rollout.build import build_engine, sampling_of
 from pyrl_ext.rollout.distribute import Asked, generate_shared
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.rollout.engine.build import Source, build_engine, build_source, sampling_of
 from pyrl_ext.run.folder import RunFolder
 from pyrl_ext.run.interrupt import Interrupt
 from pyrl_ext.samples import Sample, Sampling

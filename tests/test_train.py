@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from pyrl_ext.rollout.engine.build import build_source
-from pyrl_ext.rollout.engine.recorded import load_samples, save_samples
 
 from pyrl_ext import train
+from pyrl_ext.data.source import build_source
 from pyrl_ext.dist import topology
 from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan import compile_plan
+from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.tiny import CONFIG, tiny_plan
 

@@ -75,7 +75,7 @@ def build_here(plan: Plan, device: torch.device) -> Engine:
             tokenizer=load_tokenizer(folder) if (folder := _stops_with(plan)) else None,
         )
     if plan.rollout.engine == "recorded":
-        from pyrl_ext.rollout.engine.recorded import RecordedEngine
+        from pyrl_ext.rollout.recorded import RecordedEngine
 
         assert plan.recorded_path is not None  # a rule says so
         return RecordedEngine(plan.recorded_path)

@@ -10,7 +10,7 @@ from pyrl_ext.megatron import checkpoint
 from pyrl_ext.metrics.report import load_run, print_report
 from pyrl_ext.metrics.sinks import JsonlSink, ProgressSink, Row, Sink, TensorBoardSink
 from pyrl_ext.plan import Plan
-from pyrl_ext.rollout.engine.recorded import Recorder
+from pyrl_ext.rollout.recorded import Recorder
 from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Policy
 

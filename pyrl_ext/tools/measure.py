@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pyrl_ext.data.source import build_source
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.hub import fetch
@@ -41,7 +42,6 @@ from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.forecast.memory import PHASES, Load, StageMemory, stage_memory
-from pyrl_ext.rollout.engine.build import build_source
 from pyrl_ext.train import Rollouts, schedule
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.prefetch import Feed

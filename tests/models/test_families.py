@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pyrl_ext.rollout.engine.build import build_engine
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -22,6 +21,7 @@ from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan.model.sizes import embedding_parameters, mtp_parameters, parameters, read_shape
+from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.tiny import random_batch, tiny_plan

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from pyrl_ext.rollout.engine.build import build_engine
 from safetensors.torch import load_file
 
 from benchmarks import families
@@ -18,6 +17,7 @@ from pyrl_ext.models.weight_table import Weight, shard_of, whole_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan.model.sizes import parameters
+from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.ranks import run_ranks

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from pyrl_ext.rollout.engine.build import _devices
 from torch import Tensor
 
 from pyrl_ext import train
@@ -24,6 +23,7 @@ from pyrl_ext.dist import topology
 from pyrl_ext.dist.heartbeat import watched
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.ops.digest import digest
+from pyrl_ext.rollout.build import _devices
 from pyrl_ext.rollout.distribute import Asked, generate_shared
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process import client

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pyrl_ext.rollout.engine.recorded import RecordedEngine, Recorder, load_samples, save_samples
 
 from pyrl_ext import train
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.rollout.distribute import Asked, generate_shared
 from pyrl_ext.rollout.engine import Capabilities, Engine
+from pyrl_ext.rollout.recorded import RecordedEngine, Recorder, load_samples, save_samples
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from pyrl_ext.rollout.engine.build import build_source
 from torch import Tensor
 
 from pyrl_ext import train
+from pyrl_ext.data.source import build_source
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.metrics.sinks import read_rows

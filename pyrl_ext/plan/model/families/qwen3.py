@@ -1,0 +1,22 @@
+"""Qwen3: a dense model; grouped-query attention with normalized queries and keys."""
+
+from __future__ import annotations
+
+from pyrl_ext.plan.model.families.blocks import GroupedQuery
+from pyrl_ext.plan.schema import Positive
+
+
+class Qwen3(GroupedQuery):
+    """HF ``Qwen3Config``."""
+
+    head_dim: Positive | None = 128
+    use_sliding_window: bool = False
+
+    def unsupported(self) -> tuple[str, ...]:
+        found = super().unsupported()
+        if self.use_sliding_window:
+            found = (*found, "use_sliding_window is true; every layer attends to whole sequences")
+        return found
+
+
+SHAPE = Qwen3
