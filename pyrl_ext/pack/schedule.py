@@ -1,22 +1,15 @@
-"""Which samples run together, and on which rank: pure functions of lengths.
+"""Which samples run together, and on which rank: the checks in front of `pack_samples`.
 
-The load of a sample is its length padded to the layout's alignment. Bins (one microbatch of one
-rank each) are filled longest sample first into the emptiest bin, which keeps the fullest bin
-within 4/3 of the best possible [1]; where that overflows the token limit, first fit decreasing
-packs tighter, and is within the same bound, since overflow shows that the best possible is more
-than 3/4 of the limit.
-
-[1] R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17, 1969.
+The plan's forecast packs with the same function (`plan/forecast/packing.py`).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
 
-Schedule = tuple[tuple[tuple[int, ...], ...], ...]
+from pyrl_ext.plan.forecast.packing import Schedule, pack_samples
 
 __all__ = ["Schedule", "balance_ratio", "plan_microbatches"]
 
@@ -26,9 +19,7 @@ def plan_microbatches(
 ) -> Schedule:
     """Samples of every microbatch of every data-parallel rank, deterministic and balanced.
 
-    Ranks have the same number of microbatches, the smallest that the filling above finds.
-    Microbatch m holds bins of like load on all ranks, since expert parallelism makes ranks wait
-    for each other within a microbatch.
+    `pack_samples` documents the algorithm.
 
     Args:
         seqlens: rows of each sample [tokens].
@@ -44,16 +35,7 @@ def plan_microbatches(
         ValueError: a sample does not fit into a microbatch alone, or a size is not positive.
     """
     _check_sizes(seqlens, dp_size, tokens_per_microbatch, align)
-    loads = _padded(seqlens, align)
-    order = np.argsort(-loads, kind="stable")
-    per_rank = max(1, -(-int(loads.sum()) // (dp_size * tokens_per_microbatch)))
-    while True:
-        bins = _emptiest_first(loads, order, dp_size * per_rank)
-        if max(_load(loads, b) for b in bins) > tokens_per_microbatch:
-            bins = _first_fit(loads, order, dp_size * per_rank, tokens_per_microbatch)
-        if bins is not None:
-            return _deal(loads, bins, dp_size)
-        per_rank += 1
+    return pack_samples(_padded(seqlens, align).tolist(), dp_size, tokens_per_microbatch)
 
 
 def balance_ratio(schedule: Schedule, seqlens: Sequence[int], align: int = 1) -> float:
@@ -65,7 +47,7 @@ def balance_ratio(schedule: Schedule, seqlens: Sequence[int], align: int = 1) ->
         align: padding multiple of a sample [tokens].
     """
     loads = _padded(seqlens, align)
-    table = np.array([[_load(loads, ids) for ids in rank] for rank in schedule])
+    table = np.array([[loads[list(ids)].sum() for ids in rank] for rank in schedule])
     return float(table.max(axis=0).sum() * len(schedule) / table.sum())
 
 
@@ -93,51 +75,3 @@ def _check_sizes(seqlens: Sequence[int], dp_size: int, limit: int, align: int) -
 def _padded(seqlens: Sequence[int], align: int) -> np.ndarray:
     """[S] int64, each length rounded up to a multiple of ``align``."""
     return -(-np.asarray(seqlens, dtype=np.int64) // align) * align
-
-
-def _load(loads: np.ndarray, ids: Sequence[int]) -> int:
-    return int(loads[list(ids)].sum())
-
-
-def _emptiest_first(loads: np.ndarray, order: np.ndarray, num_bins: int) -> list[list[int]]:
-    """Each sample into the bin that is emptiest; the token limit is not looked at."""
-    heap = [(0, b) for b in range(num_bins)]
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    for sample in order.tolist():
-        load, b = heap[0]
-        bins[b].append(sample)
-        heapq.heapreplace(heap, (load + int(loads[sample]), b))
-    return bins
-
-
-def _first_fit(
-    loads: np.ndarray, order: np.ndarray, num_bins: int, limit: int
-) -> list[list[int]] | None:
-    """Each sample into the first bin with room for it; None if some sample finds none."""
-    held = np.zeros(num_bins, dtype=np.int64)
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    for sample in order.tolist():
-        room = held + loads[sample] <= limit
-        b = int(room.argmax())
-        if not room[b]:
-            return None
-        held[b] += loads[sample]
-        bins[b].append(sample)
-    for b in range(num_bins):  # an empty bin takes a sample of the fullest bin that can spare one
-        spare = [c for c in range(num_bins) if len(bins[c]) > 1]
-        if not bins[b] and spare:
-            bins[b].append(bins[max(spare, key=lambda c: _load(loads, bins[c]))].pop())
-    return bins
-
-
-def _deal(loads: np.ndarray, bins: list[list[int]], dp_size: int) -> Schedule:
-    """Bins to ranks, fullest first, back and forth so that the ranks' totals even out."""
-    fullest = sorted(bins, key=lambda ids: -_load(loads, ids))
-    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(dp_size)]
-    for first in range(0, len(fullest), dp_size):
-        turn = fullest[first : first + dp_size]
-        if (first // dp_size) % 2:
-            turn.reverse()
-        for rank, ids in zip(ranks, turn, strict=True):
-            rank.append(tuple(sorted(ids)))
-    return tuple(map(tuple, ranks))

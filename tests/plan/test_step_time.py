@@ -19,7 +19,6 @@ from pyrl_ext.plan.forecast.pipeline_schedule import bubble_share, order, pipeli
 from pyrl_ext.plan.forecast.rollout_time import running_over_time
 from pyrl_ext.plan.forecast.step_time import PHASES, StepTime, step_time, update_flops
 from pyrl_ext.plan.forecast.workload import (
-    microbatches,
     quantiles,
     step_rounds,
     step_samples,
@@ -73,19 +72,6 @@ def test_samples_of_a_plan():
     assert sum(s.response for s in samples) / 512 == pytest.approx(300, rel=0.03)
     halves = [sum(s.rows for s in samples[first : first + 256]) for first in (0, 256)]
     assert halves[0] == pytest.approx(halves[1], rel=0.1)  # an order that mixes lengths
-
-
-def test_microbatches_are_those_of_the_trainer():
-    from pyrl_ext.pack.schedule import plan_microbatches
-
-    draw = random.Random(0)
-    for _ in range(200):
-        lengths = [draw.randint(1, 50) for _ in range(draw.randint(1, 60))]
-        dp, limit, align = draw.randint(1, 4), draw.randint(56, 150), draw.choice([1, 4, 8])
-        expected = plan_microbatches(lengths, dp, limit, align)
-        loads = [-(-n // align) * align for n in lengths]
-        found = microbatches(loads, dp, limit)
-        assert tuple(tuple(map(tuple, rank)) for rank in found) == expected
 
 
 def test_rounds_hold_every_sample_once():

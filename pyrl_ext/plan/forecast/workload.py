@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
 
+from pyrl_ext.plan.forecast.packing import pack_samples
 from pyrl_ext.plan.plan import Plan
 
 
@@ -152,7 +152,8 @@ def _rounds(
 
 def _pack(samples: Sequence[Sample], cp: int, dp: int, limit: int, align: int) -> list[Round]:
     loads = [_padded(sample.rows, align) for sample in samples]
-    table = microbatches(loads, dp, limit)
+    # a sample beyond the limit runs alone, so that a plan that breaks this rule can be priced
+    table = pack_samples(loads, dp, max(limit, *loads))
     return [
         Round(
             cp, tuple(_bin([samples[i] for i in ids], sum(loads[i] for i in ids)) for ids in turn)
@@ -168,69 +169,3 @@ def _bin(samples: Sequence[Sample], rows: int) -> Bin:
 
 def _padded(rows: int, align: int) -> int:
     return -(-rows // align) * align
-
-
-# The trainer's rule (pyrl_ext.pack.schedule), on padded lengths ---------------------------------
-
-
-def microbatches(loads: Sequence[int], dp: int, limit: int) -> list[list[list[int]]]:
-    """[dp][microbatches] sample ids, ascending: what `schedule.plan_microbatches` answers.
-
-    A sample beyond the limit has a microbatch of its own, so that a plan that breaks a rule can be
-    priced.
-
-    Args:
-        loads: padded rows of each sample.
-        dp: data-parallel ranks.
-        limit: most padded rows of a microbatch of one rank.
-    """
-    limit = max(limit, *loads)
-    falling = sorted(range(len(loads)), key=lambda i: -loads[i])
-    per_rank = max(1, -(-sum(loads) // (dp * limit)))
-    while True:
-        bins: list[list[int]] | None = _emptiest_first(loads, falling, dp * per_rank)
-        if max(sum(loads[i] for i in ids) for ids in bins) > limit:
-            bins = _first_fit(loads, falling, dp * per_rank, limit)
-        if bins is not None:
-            return _deal(loads, bins, dp)
-        per_rank += 1
-
-
-def _emptiest_first(loads: Sequence[int], falling: list[int], count: int) -> list[list[int]]:
-    heap = [(0, b) for b in range(count)]
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for i in falling:
-        held, b = heap[0]
-        bins[b].append(i)
-        heapq.heapreplace(heap, (held + loads[i], b))
-    return bins
-
-
-def _first_fit(
-    loads: Sequence[int], falling: list[int], count: int, limit: int
-) -> list[list[int]] | None:
-    room = [limit] * count
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for i in falling:
-        b = next((b for b, free in enumerate(room) if free >= loads[i]), None)
-        if b is None:
-            return None
-        room[b] -= loads[i]
-        bins[b].append(i)
-    for ids in bins:  # an empty one takes a sample of the fullest that can spare one
-        spare = [other for other in bins if len(other) > 1]
-        if not ids and spare:
-            ids.append(max(spare, key=lambda other: sum(loads[i] for i in other)).pop())
-    return bins
-
-
-def _deal(loads: Sequence[int], bins: list[list[int]], dp: int) -> list[list[list[int]]]:
-    fullest = sorted(bins, key=lambda ids: -sum(loads[i] for i in ids))
-    ranks: list[list[list[int]]] = [[] for _ in range(dp)]
-    for first in range(0, len(fullest), dp):
-        turn = fullest[first : first + dp]
-        if (first // dp) % 2:
-            turn.reverse()
-        for rank, ids in zip(ranks, turn, strict=True):
-            rank.append(sorted(ids))
-    return ranks
