@@ -23,6 +23,7 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.probe import Probe
 from tests.helpers.ranks import run_ranks
@@ -52,6 +53,12 @@ def _kinds(pattern: str) -> list[str]:
 
 
 MTP = ("model.mtp=true", "objective.mtp_coef=0.3")
+MANY_EXPERTS = {
+    "num_hidden_layers": 2,
+    "mlp_layer_types": _kinds("dm"),
+    "n_routed_experts": 384,
+    "moe_intermediate_size": 8,
+}
 MODELS = {
     "glm": Model("tiny", {}, (BIAS,)),
     # dense layers before, between and behind those with experts
@@ -71,6 +78,9 @@ MODELS = {
     "glm mtp 2": Model(
         "tiny", {"num_nextn_predict_layers": 2}, (BIAS, *MTP, "objective.mtp_detach=false"), True
     ),
+    # ids of two bytes
+    "glm 384": Model("tiny", MANY_EXPERTS, (BIAS,)),
+    "glm 384 off": Model("tiny", MANY_EXPERTS, (BIAS, "replay=off")),
     "qwen": Model("tiny_qwen3"),
     "qwen 5 layers": Model("tiny_qwen3", {"num_hidden_layers": 5}),
     "qwen mixed": Model("tiny_qwen3", {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}),
@@ -133,6 +143,7 @@ LAYOUTS = {
         *_layouts("pp2 embedding loss\npp2 first:4\npp2 vpp3", *MIXED),
         *_layouts("dp2\ntp2\ncp2\npp2\npp2 vpp2\ncp2 recompute:full", "glm mtp"),
         *_layouts("tp2\ncp2\npp2 recompute:full\ndp2 ep2", "glm mtp 2"),
+        *_layouts("tp2", "glm 384", "glm 384 off"),
     ],
     4: [
         *_layouts("dp4\ntp4\ncp4\npp4\ndp4 ep4\ntp2 pp2\ntp2 cp2\npp2 cp2", *BOTH),
@@ -192,7 +203,7 @@ def _batch(plan: Plan, seqlens: list[int], layers: tuple[int, ...], g: torch.Gen
         rollout_logprobs=-4 - torch.rand(rows, generator=g),
         advantages=torch.randn(rows, generator=g),
         rewards=torch.zeros(len(seqlens)),
-        routes=scores.argsort(-1)[..., : shape.topk].to(torch.uint8),
+        routes=scores.argsort(-1)[..., : shape.topk].to(route_dtype(shape.num_experts)),
         layer_ids=layers,
         route_mask=torch.rand(rows, generator=g) >= 0.1,
     )
@@ -223,11 +234,12 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
         for batch in batches(plan, mtp_routes):
             limit = plan.batching.tokens_per_microbatch * topo.cp_size
             schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, plan.row_alignment)
-            probe.expect(batch, schedule, training=False)
-            batch = batch.with_(old_logprobs=policy.scores(batch, schedule).logprobs)
+            probe.expect(batch, schedule, training=False, replay=plan.replay.old)
+            old = policy.scores(batch, schedule, plan.replay.old)
+            batch = batch.with_(old_logprobs=old.logprobs)
             probe.finish(decoder)
             assert policy.replay.is_clear
-            probe.expect(batch, schedule, training=True)
+            probe.expect(batch, schedule, training=True, replay=plan.replay.train)
             metrics = policy.accumulate(batch, schedule, loss)
             probe.finish([i for i in policy.replay.layers if i in batch.layer_ids])
             assert policy.replay.is_clear

@@ -16,6 +16,7 @@ from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.plan import Plan
 from pyrl_ext.replay.routed_experts import Forced, Routes
 from pyrl_ext.replay.router_hook import Replay
+from pyrl_ext.samples import route_dtype
 
 
 @dataclass
@@ -105,7 +106,8 @@ class Feed:
         shape, batch = self.plan.shape, self.batch
         ids, layer_ids = batch.routes, batch.layer_ids
         if ids is None or not self.replayed:
-            ids, layer_ids = torch.zeros(len(batch.tokens), 0, shape.topk, dtype=torch.uint8), ()
+            dtype = route_dtype(max(1, shape.num_experts))
+            ids, layer_ids = torch.zeros(len(batch.tokens), 0, shape.topk, dtype=dtype), ()
         wanted = [
             layer
             for layer in self.replay.layers

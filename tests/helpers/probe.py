@@ -82,8 +82,8 @@ class Probe:
         )
         if layer in self.batch.layer_ids and self.replay:
             self._compare(layer, self._which(layer, args[0]), used)
-        elif router.is_mtp_layer:
-            self._is_native(router, args[0], used)
+        elif router.is_mtp_layer or not self.replay:
+            self._is_native(layer, router, args[0], used)
 
     def _which(self, layer: int, hidden: Tensor) -> int | None:
         key = layer, hidden.detach().numpy().tobytes()
@@ -109,9 +109,11 @@ class Probe:
                 assert used[m].nonzero().flatten().tolist() == want, (layer, microbatch, m, row)
                 self.checked += 1
 
-    def _is_native(self, router, hidden: Tensor, used: Tensor) -> None:
-        """Without rows of its own a router for multi-token prediction chooses for itself."""
+    def _is_native(self, layer: int, router, hidden: Tensor, used: Tensor) -> None:
+        """A sigmoid router without routes chooses for itself."""
         rows = self.rows[self.microbatch] if self.microbatch is not None else []
+        if self.microbatch is not None:
+            self.seen[layer, self.microbatch] += 1
         part = len(rows) // self.topo.tp_size
         mine = rows[self.topo.tp_rank * part : (self.topo.tp_rank + 1) * part]
         real = torch.tensor([row >= 0 for row in mine], dtype=torch.bool)

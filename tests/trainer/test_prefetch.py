@@ -1,5 +1,7 @@
 """The feed: each microbatch once, one ahead at most, and of the routes only what a rank needs."""
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +11,9 @@ from pyrl_ext.dist import topology
 from pyrl_ext.dist.upload import Upload
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.replay.routed_experts import Routes
+from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
-from tests.helpers.tiny import EXPERTS, LAYERS, TOPK, random_batch, random_routes, tiny_plan
+from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, TOPK, random_batch, random_routes, tiny_plan
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
@@ -89,6 +92,25 @@ def test_every_microbatch_once_and_one_ahead_at_most():
             field = getattr(micro, name)
             assert torch.equal(field[real], getattr(batch, name)[micro.rows[real]])
             assert not field[~real].any()
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, 256, 257, 384])
+def test_padding_without_replay_is_spread_over_all_experts(tmp_path, experts):
+    """A rank without samples computes padding alone, whatever type an expert id needs."""
+    hf = json.loads((CONFIG.parent / "tiny" / "config.json").read_text())
+    small = {"n_routed_experts": experts, "num_hidden_layers": 2, "moe_intermediate_size": 8}
+    small["mlp_layer_types"] = ["dense", "sparse"]
+    (tmp_path / "config.json").write_text(json.dumps(hf | small))
+    plan, batch = tiny_plan(f"model.config={tmp_path}/config.json"), random_batch(3)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        feed = policy._feed(batch, [[[0, 1, 2], []]], replayed=False)
+        (_, _, (native,)), (_, _, (padding,)) = feed.of_chunk(0)
+        scores = policy.scores(batch, [[[0, 1, 2], []]], replay=False)
+    assert native is None and padding is not None
+    assert padding.ids.dtype == route_dtype(experts)
+    assert padding.ids.tolist() == [[0, 1]]
+    assert scores.logprobs.isfinite().all()
 
 
 @needs_gpu
