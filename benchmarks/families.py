@@ -28,7 +28,7 @@ from pyrl_ext.models.hf_folder import save_checkpoint_hf
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.model.sizes import read_shape
+from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.trainer.policy import Policy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -132,7 +132,7 @@ def row(name: str, source: str | None, folder: Path) -> tuple[str, bool]:
     for file in (folder / "back").glob("*.safetensors"):
         back |= load_file(file)
     equal = saved.keys() == back.keys() and all(back[n].equal(t) for n, t in saved.items())
-    table = family(hf["model_type"]).weights(read_shape(whole), 0)
+    table = family(hf["model_type"]).weights(read_sizes(whole), 0)
     te = plan_of(folder, hf, "device=cuda", "model.backend=te")
     refused = any(reason.startswith("model.backend: te") for reason in te.unsupported)
     cells = (

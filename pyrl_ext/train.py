@@ -45,7 +45,7 @@ def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
     advantage, loss = build_advantage(plan.objective), build_loss(plan.objective)
     policy = Policy.build(plan, topo)
     reference = Policy.build(plan, topo, trainable=False) if plan.objective.kl_coef else None
-    experts = plan.shape.num_experts
+    experts = plan.sizes.num_experts
     layers = plan.router_layers if plan.replay.enabled else None  # None: routes are not needed
 
     clock = PhaseClock(peers)

@@ -186,14 +186,14 @@ def batches(plan: Plan, mtp_routes: bool) -> list[Batch]:
     uneven = [1, 1, 2, 60, 3, 7, 31, 1, 12, 5, 2, 23, 1, 17, 4, 9, 44, 6, 1, 8, 3, 2, 15, 10]
     lengths = [uneven, [40, 1, 2], torch.randint(1, 30, (20,), generator=g).tolist()]
     extra = plan.num_mtp_layers if mtp_routes else 0
-    layers = plan.router_layers + tuple(plan.shape.num_hidden_layers + i for i in range(extra))
+    layers = plan.router_layers + tuple(plan.sizes.num_hidden_layers + i for i in range(extra))
     return [_batch(plan, seqlens, layers, g) for seqlens in lengths]
 
 
 def _batch(plan: Plan, seqlens: list[int], layers: tuple[int, ...], g: torch.Generator) -> Batch:
-    rows, shape = sum(seqlens), plan.shape
-    scores = torch.rand(rows, len(layers), shape.num_experts, generator=g)
-    tokens = torch.randint(3, shape.vocab_size, (rows + 1,), generator=g)
+    rows, sizes = sum(seqlens), plan.sizes
+    scores = torch.rand(rows, len(layers), sizes.num_experts, generator=g)
+    tokens = torch.randint(3, sizes.vocab_size, (rows + 1,), generator=g)
     return Batch(
         seqlens=tuple(seqlens),
         tokens=tokens[:-1],
@@ -203,7 +203,7 @@ def _batch(plan: Plan, seqlens: list[int], layers: tuple[int, ...], g: torch.Gen
         rollout_logprobs=-4 - torch.rand(rows, generator=g),
         advantages=torch.randn(rows, generator=g),
         rewards=torch.zeros(len(seqlens)),
-        routes=scores.argsort(-1)[..., : shape.topk].to(route_dtype(shape.num_experts)),
+        routes=scores.argsort(-1)[..., : sizes.topk].to(route_dtype(sizes.num_experts)),
         layer_ids=layers,
         route_mask=torch.rand(rows, generator=g) >= 0.1,
     )
@@ -228,7 +228,7 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
     with topology.start(plan) as topo:
         policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
         probe = Probe(policy)
-        decoder = [i for i in policy.replay.layers if i < plan.shape.num_hidden_layers]
+        decoder = [i for i in policy.replay.layers if i < plan.sizes.num_hidden_layers]
         before = {name: tensor.clone() for name, tensor in policy.weights()}
         out = Outcome([], [], [], [], {})
         for batch in batches(plan, mtp_routes):

@@ -137,7 +137,7 @@ def _embedding_ranks(plan: Any, pp_ranks: list[int]) -> list[int]:
     """Ranks of a pipeline whose embedding gradients are one: of the first stage, of that with the
     layers for multi-token prediction, and of the last if its output is tied. (megatron's default is
     the first and the last; it would add up an embedding's and an output's gradients.)"""
-    tied = plan.shape.tie_word_embeddings
+    tied = plan.sizes.tie_word_embeddings
     holders = (any(s.embedding or s.mtp or (s.loss and tied) for s in c) for c in plan.stages)
     return [rank for rank, holds in zip(pp_ranks, holders, strict=True) if holds]
 

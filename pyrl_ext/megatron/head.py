@@ -65,7 +65,7 @@ def score_tokens(
     how, depths = plan.logprob, [micro.targets, *(ahead.targets for ahead in micro.ahead)]
     common: dict[str, Any] = {
         "temperature": plan.rollout.temperature,
-        "valid_vocab": plan.shape.vocab_size,
+        "valid_vocab": plan.sizes.vocab_size,
     }
     with record_function("pyrl: logprob"):
         if how.head == "logits":

@@ -35,8 +35,8 @@ def build_chunks(
         raise NotImplementedError(
             f"model.backend: {plan.model.backend!r} is not built, expected 'local'"
         )
-    shape = plan.shape
-    if reasons := shape.unsupported():
+    sizes = plan.sizes
+    if reasons := sizes.unsupported():
         raise NotImplementedError(f"model.config: {reasons[0]}")
     stages = [None] if topo.vpp_size is None else list(range(topo.vpp_size))
     chunks: list[Module] = []
@@ -47,11 +47,11 @@ def build_chunks(
                 config,
                 local_spec(config, stage),
                 mtp_block_spec=local_mtp_spec(config, stage),
-                vocab_size=-(-shape.vocab_size // topo.tp_size) * topo.tp_size,
-                max_sequence_length=shape.max_position_embeddings,
+                vocab_size=-(-sizes.vocab_size // topo.tp_size) * topo.tp_size,
+                max_sequence_length=sizes.max_position_embeddings,
                 pre_process=topo.is_first_stage and stage in (None, 0),
                 post_process=topo.is_last_stage and stage in (None, stages[-1]),
-                share_embeddings_and_output_weights=shape.tie_word_embeddings,
+                share_embeddings_and_output_weights=sizes.tie_word_embeddings,
                 position_embedding_type="rope",
                 pg_collection=topo.groups,
                 vp_stage=stage,

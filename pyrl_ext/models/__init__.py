@@ -12,9 +12,9 @@ from pyrl_ext.models.weight_table import Weight
 from pyrl_ext.plan.model.sizes import Yarn
 
 
-def rotary(shape: Any) -> tuple[int, float, Yarn | None]:
+def rotary(sizes: Any) -> tuple[int, float, Yarn | None]:
     """What `PackedRotary` is built from, as the sizes say it."""
-    return shape.rotary_width, shape.rope_base, shape.yarn
+    return sizes.rotary_width, sizes.rope_base, sizes.yarn
 
 
 @dataclass(frozen=True)

@@ -13,71 +13,71 @@ Rows = Callable[[int, Any], list[Weight]]
 # megatron's config -------------------------------------------------------------------------------
 
 
-def common(shape: Any) -> dict[str, Any]:
+def common(sizes: Any) -> dict[str, Any]:
     """What every family's megatron config takes from its sizes alike."""
     import torch.nn.functional as F
 
     config = {
-        "num_layers": shape.num_hidden_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "ffn_hidden_size": shape.intermediate_size,
-        "layernorm_epsilon": shape.rms_norm_eps,
+        "num_layers": sizes.num_hidden_layers,
+        "hidden_size": sizes.hidden_size,
+        "num_attention_heads": sizes.num_attention_heads,
+        "ffn_hidden_size": sizes.intermediate_size,
+        "layernorm_epsilon": sizes.rms_norm_eps,
         "activation_func": F.silu,
         "gated_linear_unit": True,
     }
-    if not (sparse := shape.router_layers):
+    if not (sparse := sizes.router_layers):
         return config
     return config | {
-        "num_moe_experts": shape.num_experts,
-        "moe_layer_freq": [int(i in sparse) for i in range(shape.num_hidden_layers)],
-        "moe_router_topk": shape.topk,
-        "moe_ffn_hidden_size": shape.moe_intermediate_size,
-        "moe_shared_expert_intermediate_size": shape.shared_expert_width or None,
+        "num_moe_experts": sizes.num_experts,
+        "moe_layer_freq": [int(i in sparse) for i in range(sizes.num_hidden_layers)],
+        "moe_router_topk": sizes.topk,
+        "moe_ffn_hidden_size": sizes.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": sizes.shared_expert_width or None,
     }
 
 
-def grouped_query(shape: Any) -> dict[str, Any]:
+def grouped_query(sizes: Any) -> dict[str, Any]:
     """Attention in which query heads share key and value heads."""
     return {
-        "num_query_groups": shape.num_key_value_heads,
-        "kv_channels": shape.head_width,
-        "qk_layernorm": shape.has_qk_norm,
-        "add_qkv_bias": shape.attention_bias,
+        "num_query_groups": sizes.num_key_value_heads,
+        "kv_channels": sizes.head_width,
+        "qk_layernorm": sizes.has_qk_norm,
+        "add_qkv_bias": sizes.attention_bias,
     }
 
 
-def latent(shape: Any) -> dict[str, Any]:
+def latent(sizes: Any) -> dict[str, Any]:
     """Multi-latent attention."""
     config = {
         "multi_latent_attention": True,
-        "q_lora_rank": shape.q_lora_rank,
-        "kv_lora_rank": shape.kv_lora_rank,
-        "qk_head_dim": shape.qk_nope_head_dim,
-        "qk_pos_emb_head_dim": shape.qk_rope_head_dim,
-        "v_head_dim": shape.v_head_dim,
+        "q_lora_rank": sizes.q_lora_rank,
+        "kv_lora_rank": sizes.kv_lora_rank,
+        "qk_head_dim": sizes.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": sizes.qk_rope_head_dim,
+        "v_head_dim": sizes.v_head_dim,
         "qk_layernorm": True,
-        "rope_type": "yarn" if shape.yarn else "rope",
+        "rope_type": "yarn" if sizes.yarn else "rope",
     }
-    if shape.yarn is None:
+    if sizes.yarn is None:
         return config
     # these sharpen attention; the wavelengths are PackedRotary's
     return config | {
-        "rotary_scaling_factor": shape.yarn.factor,
-        "mscale_all_dim": shape.yarn.mscale_all_dim,
+        "rotary_scaling_factor": sizes.yarn.factor,
+        "mscale_all_dim": sizes.yarn.mscale_all_dim,
     }
 
 
-def sigmoid_router(shape: Any) -> dict[str, Any]:
+def sigmoid_router(sizes: Any) -> dict[str, Any]:
     """Experts chosen by the sigmoid of their score and a bias."""
     groups = {
-        "moe_router_num_groups": shape.n_group,
-        "moe_router_group_topk": shape.topk_group,
+        "moe_router_num_groups": sizes.n_group,
+        "moe_router_group_topk": sizes.topk_group,
     }
-    return (groups if shape.is_group_limited else {}) | {
+    return (groups if sizes.is_group_limited else {}) | {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": shape.routed_scaling_factor,
+        "moe_router_topk_scaling_factor": sizes.routed_scaling_factor,
     }
 
 
@@ -87,23 +87,23 @@ def sigmoid_router(shape: Any) -> dict[str, Any]:
 def decoder(attention: Rows) -> Callable[[Any, int], list[Weight]]:
     """The table of a decoder's tensors; ``attention`` gives those of one layer's attention."""
 
-    def weights(shape: Any, mtp_layers: int) -> list[Weight]:
-        first = shape.num_hidden_layers
-        sparse = {*shape.router_layers, *range(first, first + mtp_layers)}
+    def weights(sizes: Any, mtp_layers: int) -> list[Weight]:
+        first = sizes.num_hidden_layers
+        sparse = {*sizes.router_layers, *range(first, first + mtp_layers)}
         layers = (
-            _layer(i, shape, attention(i, shape), (_experts if i in sparse else _dense)(i, shape))
+            _layer(i, sizes, attention(i, sizes), (_experts if i in sparse else _dense)(i, sizes))
             for i in range(first + mtp_layers)
         )
-        table = language_model(shape, layers)
-        return table + [row for i in range(mtp_layers) for row in _ahead(i, first + i, shape)]
+        table = language_model(sizes, layers)
+        return table + [row for i in range(mtp_layers) for row in _ahead(i, first + i, sizes)]
 
     return weights
 
 
 def _layer(
-    layer: int, shape: Any, attention: list[Weight], feed_forward: list[Weight]
+    layer: int, sizes: Any, attention: list[Weight], feed_forward: list[Weight]
 ) -> list[Weight]:
-    hf, mc, hidden = f"model.layers.{layer}.", f"decoder.layers.{layer}.", shape.hidden_size
+    hf, mc, hidden = f"model.layers.{layer}.", f"decoder.layers.{layer}.", sizes.hidden_size
     before = hf + "input_layernorm.weight", mc + "input_layernorm.weight"
     between = hf + "post_attention_layernorm.weight", mc + "pre_mlp_layernorm.weight"
     return [
@@ -114,26 +114,26 @@ def _layer(
     ]
 
 
-def _dense(layer: int, shape: Any) -> list[Weight]:
-    return mlp(layer, "mlp", "mlp", shape.hidden_size, shape.intermediate_size)
+def _dense(layer: int, sizes: Any) -> list[Weight]:
+    return mlp(layer, "mlp", "mlp", sizes.hidden_size, sizes.intermediate_size)
 
 
-def _experts(layer: int, shape: Any) -> list[Weight]:
-    table = routed_experts(layer, shape)
-    if shape.has_router_bias:
+def _experts(layer: int, sizes: Any) -> list[Weight]:
+    table = routed_experts(layer, sizes)
+    if sizes.has_router_bias:
         gate, router = f"model.layers.{layer}.mlp.gate", f"decoder.layers.{layer}.mlp.router"
         names = gate + ".e_score_correction_bias", router + ".expert_bias"
         # beside the router's weight: engines wait for both
-        table.insert(1, Weight.same(*names, shape.num_experts, float32=True))
-    if width := shape.shared_expert_width:
+        table.insert(1, Weight.same(*names, sizes.num_experts, float32=True))
+    if width := sizes.shared_expert_width:
         names = "mlp.shared_experts", "mlp.shared_experts"
-        table += mlp(layer, *names, shape.hidden_size, width)
+        table += mlp(layer, *names, sizes.hidden_size, width)
     return table
 
 
-def _ahead(depth: int, layer: int, shape: Any) -> list[Weight]:
+def _ahead(depth: int, layer: int, sizes: Any) -> list[Weight]:
     """What a layer for multi-token prediction has beside a decoder layer."""
-    hf, mc, hidden = f"model.layers.{layer}.", f"mtp.layers.{depth}.", shape.hidden_size
+    hf, mc, hidden = f"model.layers.{layer}.", f"mtp.layers.{depth}.", sizes.hidden_size
     return [
         Weight.same(hf + "enorm.weight", mc + "enorm.weight", hidden),
         Weight.same(hf + "hnorm.weight", mc + "hnorm.weight", hidden),
@@ -142,17 +142,17 @@ def _ahead(depth: int, layer: int, shape: Any) -> list[Weight]:
     ]
 
 
-def grouped_query_rows(layer: int, shape: Any) -> list[Weight]:
+def grouped_query_rows(layer: int, sizes: Any) -> list[Weight]:
     """Tensors of `grouped_query` attention."""
     hf, mc = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
-    heads = (shape.num_attention_heads, shape.num_key_value_heads)
-    hidden, width = shape.hidden_size, shape.head_width
+    heads = (sizes.num_attention_heads, sizes.num_key_value_heads)
+    hidden, width = sizes.hidden_size, sizes.head_width
     table = []
-    for kind in ("weight", "bias") if shape.attention_bias else ("weight",):
+    for kind in ("weight", "bias") if sizes.attention_bias else ("weight",):
         q, k, v = (f"{hf}{name}_proj.{kind}" for name in "qkv")
         head = (width, hidden) if kind == "weight" else (width,)
         table.append(Weight.grouped(q, k, v, f"{mc}linear_qkv.{kind}", heads, *head))
-    if shape.has_qk_norm:
+    if sizes.has_qk_norm:
         table.append(Weight.same(hf + "q_norm.weight", mc + "q_layernorm.weight", width))
         table.append(Weight.same(hf + "k_norm.weight", mc + "k_layernorm.weight", width))
     return [*table, _output(layer, hidden, heads[0] * width)]
@@ -163,21 +163,21 @@ def _output(layer: int, hidden: int, width: int) -> Weight:
     return Weight.columns(hf + "o_proj.weight", mc + "linear_proj.weight", hidden, width)
 
 
-def latent_rows(layer: int, shape: Any) -> list[Weight]:
+def latent_rows(layer: int, sizes: Any) -> list[Weight]:
     """Tensors of `latent` attention."""
     hf, mc = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
-    hidden, heads, narrow = shape.hidden_size, shape.num_attention_heads, shape.kv_lora_rank
-    queries = heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
+    hidden, heads, narrow = sizes.hidden_size, sizes.num_attention_heads, sizes.kv_lora_rank
+    queries = heads * (sizes.qk_nope_head_dim + sizes.qk_rope_head_dim)
     kv_a = hf + "kv_a_proj_with_mqa.weight", mc + "linear_kv_down_proj.weight"
     kv_b = hf + "kv_b_proj.weight", mc + "linear_kv_up_proj.weight"
-    both = heads * (shape.qk_nope_head_dim + shape.v_head_dim)
+    both = heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
     table = [
-        Weight.same(*kv_a, narrow + shape.qk_rope_head_dim, hidden),
+        Weight.same(*kv_a, narrow + sizes.qk_rope_head_dim, hidden),
         Weight.same(hf + "kv_a_layernorm.weight", mc + "kv_layernorm.weight", narrow),
         Weight.rows(*kv_b, both, narrow),
-        _output(layer, hidden, heads * shape.v_head_dim),
+        _output(layer, hidden, heads * sizes.v_head_dim),
     ]
-    if (rank := shape.q_lora_rank) is None:
+    if (rank := sizes.q_lora_rank) is None:
         q = hf + "q_proj.weight", mc + "linear_q_proj.weight"
         return [*table, Weight.rows(*q, queries, hidden)]
     return [
@@ -188,17 +188,17 @@ def latent_rows(layer: int, shape: Any) -> list[Weight]:
     ]
 
 
-def ignored(shape: Any, mtp_layers: int) -> dict[str, str]:
+def ignored(sizes: Any, mtp_layers: int) -> dict[str, str]:
     """Patterns of the tensors that are not loaded: of layers for multi-token prediction, and what
     follows from others."""
-    first = shape.num_hidden_layers
+    first = sizes.num_hidden_layers
     what, why = ".*", "multi-token prediction layer; the plan says model.mtp: off"
     if mtp_layers:
         what, why = r"(embed_tokens|shared_head\.head)\.weight", "a copy of the model's own"
     found = {
         rf"model\.layers\.{i}\.{what}": why
-        for i in range(first, first + shape.num_nextn_predict_layers)
+        for i in range(first, first + sizes.num_nextn_predict_layers)
     }
-    if shape.tie_word_embeddings:
+    if sizes.tie_word_embeddings:
         found[r"lm_head\.weight"] = "a copy of the embedding"
     return found | {r".*\.rotary_emb\.inv_freq": "computed from the config"}

@@ -8,8 +8,8 @@ from typing import Any
 from pyrl_ext.models import Family, blocks
 
 
-def config(shape: Any) -> dict[str, Any]:
-    return blocks.common(shape) | blocks.grouped_query(shape) | blocks.sigmoid_router(shape)
+def config(sizes: Any) -> dict[str, Any]:
+    return blocks.common(sizes) | blocks.grouped_query(sizes) | blocks.sigmoid_router(sizes)
 
 
 FAMILY = Family(config, blocks.decoder(blocks.grouped_query_rows))

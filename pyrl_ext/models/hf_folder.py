@@ -254,7 +254,7 @@ def write_hf(
         return
     name = dtype or plan.model.dtype
     kind, hf = getattr(torch, name), written_config(plan, name)
-    size = parameters(plan.shape).total * kind.itemsize
+    size = parameters(plan.sizes).total * kind.itemsize
     shown = progress(named, f"writing {folder}", None, size, plan.log.progress)
     try:
         save_safetensors(folder, shown, hf, kind, max_shard_bytes)

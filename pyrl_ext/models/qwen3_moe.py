@@ -8,11 +8,11 @@ from typing import Any
 from pyrl_ext.models import Family, blocks, qwen3
 
 
-def config(shape: Any) -> dict[str, Any]:
-    return qwen3.config(shape) | {
+def config(sizes: Any) -> dict[str, Any]:
+    return qwen3.config(sizes) | {
         "moe_router_score_function": "softmax",
         # normalizing the chosen experts' probabilities is the softmax of their logits alone
-        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_pre_softmax": not sizes.norm_topk_prob,
     }
 
 

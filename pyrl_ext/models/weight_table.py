@@ -82,14 +82,14 @@ class Weight:
 # rows that families have in common ---------------------------------------------------------------
 
 
-def language_model(shape: Any, layers: Iterable[list[Weight]]) -> list[Weight]:
+def language_model(sizes: Any, layers: Iterable[list[Weight]]) -> list[Weight]:
     """Embedding, ``layers``, final norm, and the head where it is not the embedding again."""
-    hidden, size = shape.hidden_size, (shape.vocab_size, shape.hidden_size)
+    hidden, size = sizes.hidden_size, (sizes.vocab_size, sizes.hidden_size)
     table = [Weight.vocab("model.embed_tokens.weight", "embedding.word_embeddings.weight", *size)]
     for layer in layers:
         table += layer
     table.append(Weight.same("model.norm.weight", "decoder.final_layernorm.weight", hidden))
-    if shape.tie_word_embeddings:
+    if sizes.tie_word_embeddings:
         return table
     return [*table, Weight.vocab("lm_head.weight", "output_layer.weight", *size)]
 
@@ -106,12 +106,12 @@ def mlp(
     ]
 
 
-def routed_experts(layer: int, shape: Any) -> list[Weight]:
+def routed_experts(layer: int, sizes: Any) -> list[Weight]:
     """The router of layer ``layer`` and its experts."""
     hf, mc = f"model.layers.{layer}.mlp.gate.weight", f"decoder.layers.{layer}.mlp.router.weight"
-    hidden, width = shape.hidden_size, shape.moe_intermediate_size
-    table = [Weight.same(hf, mc, shape.num_experts, hidden)]
-    for e in range(shape.num_experts):
+    hidden, width = sizes.hidden_size, sizes.moe_intermediate_size
+    table = [Weight.same(hf, mc, sizes.num_experts, hidden)]
+    for e in range(sizes.num_experts):
         names = f"mlp.experts.{e}", f"mlp.experts.local_experts.{e}"
         table += mlp(layer, *names, hidden, width, expert=e)
     return table

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from pyrl_ext.plan import notes, rules
 from pyrl_ext.plan.language.errors import ConfigError, Key, describe
-from pyrl_ext.plan.language.resolve import settle
+from pyrl_ext.plan.language.resolve import resolve
 from pyrl_ext.plan.language.yaml_tree import Source, apply, read
-from pyrl_ext.plan.model.sizes import read_shape
+from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.schema import Section, Sections, Unchecked
+from pyrl_ext.plan.schema import Config, InvalidField, Section
 
 
 def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
@@ -58,10 +58,10 @@ def changed_plan(saved: Plan, changes: Mapping[str, Any], overrides: Sequence[st
         ConfigError: with every problem of what was changed, one a line, or with what a resumed run
             may not change
     """
-    source = Source(saved.source, saved.model_dump(mode="json", include=set(Sections.model_fields)))
+    source = Source(saved.source, saved.model_dump(mode="json", include=set(Config.model_fields)))
     source.tree |= changes
     apply(source, overrides)
-    settle(source)
+    resolve(source)
     _check_fields(source)
     if source.problems:
         raise ConfigError(source.problems)
@@ -85,7 +85,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
     source = read(path, tuple(overrides))
     if not source.complete:
         raise ConfigError(source.problems)
-    settle(source)
+    resolve(source)
     return source
 
 
@@ -99,7 +99,7 @@ def draft_of(source: Source) -> Plan:
 def _check_fields(source: Source) -> set[Key]:
     """Record every unknown key, missing key and wrong value; returns where they are."""
     try:
-        Sections.model_validate(source.tree)
+        Config.model_validate(source.tree)
     except ValidationError as error:
         found = error.errors(include_url=False)
     else:
@@ -115,9 +115,9 @@ def _check_fields(source: Source) -> set[Key]:
 
 
 def _draft(source: Source, wrong: set[Key]) -> Plan:
-    """A plan of the fields that are right; reading one of the others raises `Unchecked`."""
+    """A plan of the fields that are right; reading one of the others raises `InvalidField`."""
     plan = Plan.model_construct(source=os.path.abspath(source.path))
-    for name, field in Sections.model_fields.items():
+    for name, field in Config.model_fields.items():
         if (name,) in wrong:
             vars(plan).pop(name, None)  # its default would be an answer too
         elif name in source.tree:
@@ -135,7 +135,7 @@ def _read_hf(source: Source, draft: Plan) -> None:
     """Put the HF config into `draft`, where it can be read and states the sizes it must."""
     try:
         path, family = draft.config_path, draft.model.family
-    except Unchecked:
+    except InvalidField:
         return
     problems: list[str] = []
     hf = _read_json(path, problems)
@@ -147,7 +147,7 @@ def _read_hf(source: Source, draft: Plan) -> None:
         )
     elif hf is not None:
         try:
-            read_shape(hf)
+            read_sizes(hf)
         except ValidationError as error:
             for each in error.errors(include_url=False):
                 name = ".".join(str(part) for part in each["loc"])

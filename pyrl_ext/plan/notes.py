@@ -9,11 +9,11 @@ from pyrl_ext.plan.rules import changed
 
 def notes(plan: Plan) -> tuple[str, ...]:
     """Facts of `plan` that a reader may not expect."""
-    model, shape = plan.model, plan.shape
-    found = list(shape.notes())
-    if shape.num_nextn_predict_layers and not model.mtp:
+    model, sizes = plan.model, plan.sizes
+    found = list(sizes.notes())
+    if sizes.num_nextn_predict_layers and not model.mtp:
         found.append(
-            f"model.mtp is off: the {shape.num_nextn_predict_layers} multi-token-prediction layers "
+            f"model.mtp is off: the {sizes.num_nextn_predict_layers} multi-token-prediction layers "
             "of the checkpoint are neither loaded nor trained"
         )
     found += _placement(plan)
@@ -45,10 +45,10 @@ def notes(plan: Plan) -> tuple[str, ...]:
 def _placement(plan: Plan) -> list[str]:
     """What a layout costs beside its ranks."""
     parallel, node, found = plan.parallel, plan.hardware.per_node, []
-    columns = -(-plan.shape.vocab_size // parallel.tp) * parallel.tp
-    if columns > plan.shape.vocab_size:
+    columns = -(-plan.sizes.vocab_size // parallel.tp) * parallel.tp
+    if columns > plan.sizes.vocab_size:
         found.append(
-            f"parallel.tp {parallel.tp} does not divide vocab_size {plan.shape.vocab_size}: "
+            f"parallel.tp {parallel.tp} does not divide vocab_size {plan.sizes.vocab_size}: "
             f"embedding and head are padded to {columns} columns, which no token has"
         )
     span = parallel.ep * parallel.etp_size
@@ -62,7 +62,7 @@ def _placement(plan: Plan) -> list[str]:
 
 def unsupported(plan: Plan) -> tuple[str, ...]:
     """What `plan` names that the trainer refuses to start, each with its key."""
-    found = [f"model.config: {reason}" for reason in plan.shape.unsupported()]
+    found = [f"model.config: {reason}" for reason in plan.sizes.unsupported()]
     if plan.model.backend != "local":
         found.append(f"model.backend: {plan.model.backend} is not connected yet. Use local")
     found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]

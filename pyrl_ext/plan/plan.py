@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from pyrl_ext.plan.language.errors import ConfigError, Problem, show
 from pyrl_ext.plan.model import ranks
-from pyrl_ext.plan.model.chunks import Stage, plan_stages
-from pyrl_ext.plan.model.sizes import Shape, read_shape
-from pyrl_ext.plan.schema import Sections
+from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
+from pyrl_ext.plan.model.sizes import ModelSizes, read_sizes
+from pyrl_ext.plan.schema import Config
 
 # What a resumed run may change: it decides how long, how often, where and how, not what is computed
 # (beyond rounding).
@@ -48,7 +48,7 @@ class Difference(NamedTuple):
         return f"{self.name}: {show(self.now)} now, {show(self.saved)} in the saved plan"
 
 
-class Plan(Sections):
+class Plan(Config):
     """Everything the run needs to know, frozen; `to_json` and `read` round-trip."""
 
     source: str
@@ -82,16 +82,16 @@ class Plan(Sections):
     @property
     def kernel_sizes(self) -> dict[str, Any]:
         """What the kernels of a run are specialised for."""
-        shape, fused = self.shape, self.logprob.head == "fused"
+        sizes, fused = self.sizes, self.logprob.head == "fused"
         return {
-            "route_ids": "uint8" if shape.num_experts <= 256 else "int16",
-            "topk": shape.topk,
-            "experts": shape.num_experts,
+            "route_ids": "uint8" if sizes.num_experts <= 256 else "int16",
+            "topk": sizes.topk,
+            "experts": sizes.num_experts,
             "routed_layers": [
                 sum(i in self.router_layers for chunk in stage for i in chunk.layers)
                 for stage in self.stages
             ],
-            "vocab_columns": -(-shape.vocab_size // self.parallel.tp),
+            "vocab_columns": -(-sizes.vocab_size // self.parallel.tp),
             "logits": "float32" if fused else self.model.dtype,
         }
 
@@ -102,24 +102,24 @@ class Plan(Sections):
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
-    def shape(self) -> Shape:
+    def sizes(self) -> ModelSizes:
         """The sizes of the model."""
-        return read_shape(self.hf)
+        return read_sizes(self.hf)
 
     @property
     def router_layers(self) -> tuple[int, ...]:
         """0-based global ids of the decoder layers that have a router."""
-        return self.shape.router_layers
+        return self.sizes.router_layers
 
     @property
     def num_mtp_layers(self) -> int:
         """Multi-token-prediction layers that are trained."""
-        return self.shape.num_nextn_predict_layers if self.model.mtp else 0
+        return self.sizes.num_nextn_predict_layers if self.model.mtp else 0
 
     @cached_property
-    def stages(self) -> tuple[tuple[Stage, ...], ...]:
+    def stages(self) -> tuple[tuple[ModelChunk, ...], ...]:
         """[pp][vpp] what every model chunk of every pipeline rank holds."""
-        return plan_stages(self.parallel, self.shape.num_hidden_layers, self.num_mtp_layers)
+        return plan_stages(self.parallel, self.sizes.num_hidden_layers, self.num_mtp_layers)
 
     @property
     def samples(self) -> int:

@@ -22,11 +22,11 @@ from typing import Any, get_type_hints
 from pyrl_ext.plan.language.errors import Key
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules import RULES, sentence
-from pyrl_ext.plan.schema import Section, Sections
+from pyrl_ext.plan.schema import Config, Section
 
 _SECTIONS = {
     field.annotation: (name,)
-    for name, field in Sections.model_fields.items()
+    for name, field in Config.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 }
 # What the plan took from a file is read through the key that names the file.
@@ -84,14 +84,12 @@ def _look_into(function: FunctionType) -> tuple[set[Key], list[Any]]:
 
 
 def _field(owner: type | None, name: str) -> set[Key]:
-    if owner is None or not issubclass(owner, Sections):
+    if owner is None or not issubclass(owner, Config):
         fields = getattr(owner, "model_fields", {})
         return {(*_SECTIONS[owner], name)} if owner in _SECTIONS and name in fields else set()
     if name in _DERIVED:
         return {_DERIVED[name]}
-    known = (
-        name in Sections.model_fields and Sections.model_fields[name].annotation not in _SECTIONS
-    )
+    known = name in Config.model_fields and Config.model_fields[name].annotation not in _SECTIONS
     return {(name,)} if known else set()
 
 
@@ -137,7 +135,7 @@ class _Scope:
 
     def _bind(self, name: str, kind: Any) -> None:
         if isinstance(kind, type) and issubclass(kind, Section):
-            self.types[name] = Plan if issubclass(kind, Sections) else kind
+            self.types[name] = Plan if issubclass(kind, Config) else kind
 
     def type_of(self, node: ast.AST) -> type | None:
         """The section, or the plan, that an expression stands for."""

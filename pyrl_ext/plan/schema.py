@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Unchecked(LookupError):
+class InvalidField(LookupError):
     """A field was read that is missing or wrong; whoever asked cannot be answered yet."""
 
 
@@ -19,7 +19,7 @@ class Section(BaseModel):
     """A mapping of the YAML: strict types, no unknown key, frozen.
 
     Rules also run on sections that have wrong fields. Those are left out of the object
-    (`model_construct`), and reading one raises `Unchecked`, so a rule that needs it is skipped.
+    (`model_construct`), and reading one raises `InvalidField`, so a rule that needs it is skipped.
     """
 
     model_config = ConfigDict(
@@ -34,12 +34,12 @@ class Section(BaseModel):
 
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:
-                raise Unchecked(name)
+                raise InvalidField(name)
             raise AttributeError(f"{type(self).__name__} has no field {name!r}")
 
 
 @dataclass(frozen=True)
-class Beside:
+class RelativePath:
     """Marks text as a path that starts at the folder of the YAML file that says it."""
 
     or_hub_id: bool = False
@@ -52,8 +52,8 @@ NonNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
-File = Annotated[Text, Beside()]
-Folder = Annotated[Text, Beside(or_hub_id=True)]
+File = Annotated[Text, RelativePath()]
+Folder = Annotated[Text, RelativePath(or_hub_id=True)]
 Dtype = Literal["float32", "bfloat16"]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
 Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -376,7 +376,7 @@ class Estimate(Section):
     """standard deviation of the logarithm of lengths; 0: all alike"""
 
 
-class Sections(Section):
+class Config(Section):
     """The whole YAML file."""
 
     device: Literal["cpu", "cuda"]

@@ -95,7 +95,7 @@ def _vllm(plan: Plan) -> Engine:
     tokens = plan.data.max_prompt_tokens + plan.rollout.max_new_tokens
     return VLLMEngine(
         Path(plan.config_path).parent,
-        num_experts=plan.shape.num_experts,
+        num_experts=plan.sizes.num_experts,
         layer_ids=plan.router_layers,
         dtype=plan.rollout_dtype,
         tp=plan.rollout.tp,

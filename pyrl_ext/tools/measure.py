@@ -158,7 +158,7 @@ class Bench:
             samples = self.rollouts.train(number)
             self.longest = max(s.prompt_len for s in samples) + plan.rollout.max_new_tokens
             layers = plan.router_layers if plan.replay.enabled else None
-            experts = plan.shape.num_experts
+            experts = plan.sizes.num_experts
             batch = Batch.of(samples, self.advantage, num_experts=experts, layer_ids=layers)
         with phase("logprobs"):
             whole = schedule(plan, batch)

@@ -148,7 +148,7 @@ def _target(plan: Plan) -> int:
 
 def launches(plan: Plan) -> Iterator[Launch]:
     """(name, a call with so many rows) of every Triton kernel of every rank of ``plan``."""
-    config = family(plan.model.family).config(plan.shape)
+    config = family(plan.model.family).config(plan.sizes)
     yield from _router_launches(plan, config)
     yield from _head_launches(plan)
     yield from _attention_launches(plan, config)
@@ -163,10 +163,10 @@ def _router_launches(plan: Plan, config: dict[str, Any]) -> Iterator[Launch]:
     from pyrl_ext.ops.gather_routes import triton as routes
     from pyrl_ext.ops.replay_probs import triton as router
 
-    shape = plan.shape
+    sizes = plan.sizes
     if not plan.router_layers:
         return
-    topk, experts = shape.topk, shape.num_experts
+    topk, experts = sizes.topk, sizes.num_experts
     ids = torch.uint8 if experts <= 256 else torch.int16
     spans = {1}  # padding where nothing is replayed
     for stage in plan.stages:
@@ -197,14 +197,14 @@ def _head_launches(plan: Plan) -> Iterator[Launch]:
     from pyrl_ext.ops.token_logprob import triton as logprob
 
     tp, how, model = plan.parallel.tp, plan.logprob, getattr(torch, plan.model.dtype)
-    columns = -(-plan.shape.vocab_size // tp)
+    columns = -(-plan.sizes.vocab_size // tp)
     dtypes = [torch.float32 if how.head == "fused" else model]
     if how.cache_bytes and model != torch.float32:
         dtypes.append(model)  # cached logits are read for the gradient
     for dtype in dtypes:
         for rank in range(tp):
             first = rank * columns
-            width = min(plan.shape.vocab_size - first, columns)
+            width = min(plan.sizes.vocab_size - first, columns)
 
             def score(
                 rows: int, dtype: torch.dtype = dtype, first: int = first, width: int = width
@@ -224,8 +224,8 @@ def _attention_launches(plan: Plan, config: dict[str, Any]) -> Iterator[Launch]:
 
     if plan.parallel.cp == 1:
         return
-    shape, dtype = plan.shape, getattr(torch, plan.model.dtype)
-    heads = (shape.query_groups or shape.num_attention_heads) // plan.parallel.tp
+    sizes, dtype = plan.sizes, getattr(torch, plan.model.dtype)
+    heads = (sizes.query_groups or sizes.num_attention_heads) // plan.parallel.tp
     if config.get("multi_latent_attention"):
         widths = {config["qk_head_dim"] + config["qk_pos_emb_head_dim"], config["v_head_dim"]}
     else:

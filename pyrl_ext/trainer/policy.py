@@ -61,7 +61,7 @@ class Policy:
         self.plan, self.topo = plan, topo
         self.chunks, self.optimizer, self.replay = chunks, optimizer, replay
         self.family = family(plan.model.family)
-        self.table = self.family.weights(plan.shape, plan.num_mtp_layers)
+        self.table = self.family.weights(plan.sizes, plan.num_mtp_layers)
         self.buckets = plan_buckets(plan, self.table)
         self.mtp_layers = plan.num_mtp_layers  # layers for multi-token prediction
         self.step = 0  # rollout steps finished
@@ -84,7 +84,7 @@ class Policy:
             cpu.install()
         model_parallel_cuda_manual_seed(plan.seed)
         kind = family(plan.model.family)
-        chunks = build_chunks(plan, topo, kind.config(plan.shape), kind.rotary(plan.shape))
+        chunks = build_chunks(plan, topo, kind.config(plan.sizes), kind.rotary(plan.sizes))
         optimizer = None
         if trainable:
             chunks = wrap_ddp(plan, chunks, topo.groups)
@@ -104,7 +104,7 @@ class Policy:
 
     def _check_stages(self) -> None:
         """The live routers are those that the plan's stage table gives this rank."""
-        decoder, routers = self.plan.shape.num_hidden_layers, self.plan.router_layers
+        decoder, routers = self.plan.sizes.num_hidden_layers, self.plan.router_layers
         for chunk, stage in enumerate(self.plan.stages[self.topo.pp_rank]):
             planned = [i for i in stage.layers if i in routers]
             planned += range(decoder, decoder + stage.mtp)
@@ -125,7 +125,7 @@ class Policy:
         return self._models[0].config
 
     def _live(self) -> dict[str, Tensor]:
-        experts = self.plan.shape.num_experts // self.topo.ep_size
+        experts = self.plan.sizes.num_experts // self.topo.ep_size
         return weight_table.live(self._models, self.topo.groups.ep.rank(), experts)
 
     def load_initial_weights(self) -> None:
@@ -133,10 +133,10 @@ class Policy:
         live, plan, rows = self._live(), self.plan, self.table
         weight_table.check_claims(self.table, live)
         if plan.weights_path is None:
-            read = weight_table.RandomWeights(self.table, plan.shape.initializer_range, plan.seed)
+            read = weight_table.RandomWeights(self.table, plan.sizes.initializer_range, plan.seed)
         else:
             read = hf_folder.SafetensorsFolder(plan.weights_path)
-            read.check(self.table, self.family.ignored(plan.shape, self.mtp_layers))
+            read.check(self.table, self.family.ignored(plan.sizes, self.mtp_layers))
             size = sum(t.nbytes for t in live.values())
             shown = self.topo.is_main and plan.log.progress
             rows = hf_folder.progress(rows, f"reading {plan.weights_path}", len(rows), size, shown)
@@ -225,7 +225,7 @@ class Policy:
 
         with torch.no_grad(), self.replay.session(counting=replay), self._mode(training=False):
             self._run(feed, keep, forward_only=True)
-            layers = self.plan.shape.num_hidden_layers + self.mtp_layers
+            layers = self.plan.sizes.num_hidden_layers + self.mtp_layers
             agreement = self.replay.agreement(layers) if replay else {}
         stream = self._to_stream(found, len(batch.tokens))
         self._share(stream)

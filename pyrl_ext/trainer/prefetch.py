@@ -103,17 +103,17 @@ class Feed:
 
     def _routes(self, micro: Microbatch) -> Routes:
         """Layers for multi-token prediction replay where the samples have rows of their own."""
-        shape, batch = self.plan.shape, self.batch
+        sizes, batch = self.plan.sizes, self.batch
         ids, layer_ids = batch.routes, batch.layer_ids
         if ids is None or not self.replayed:
-            dtype = route_dtype(max(1, shape.num_experts))
-            ids, layer_ids = torch.zeros(len(batch.tokens), 0, shape.topk, dtype=dtype), ()
+            dtype = route_dtype(max(1, sizes.num_experts))
+            ids, layer_ids = torch.zeros(len(batch.tokens), 0, sizes.topk, dtype=dtype), ()
         wanted = [
             layer
             for layer in self.replay.layers
-            if self.replayed and (layer < shape.num_hidden_layers or layer in layer_ids)
+            if self.replayed and (layer < sizes.num_hidden_layers or layer in layer_ids)
         ]
         rows = micro.router_rows(self.topo)
         return Routes.of(
-            ids, layer_ids, batch.route_mask, rows, wanted, shape.num_experts, self._upload
+            ids, layer_ids, batch.route_mask, rows, wanted, sizes.num_experts, self._upload
         )

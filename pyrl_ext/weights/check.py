@@ -99,7 +99,7 @@ def publish(
 
 def tensors(policy: Policy) -> list[str]:
     """Names of the checkpoint's tensors that an engine holds: no multi-token-prediction layers."""
-    layers = policy.plan.shape.num_hidden_layers
+    layers = policy.plan.sizes.num_hidden_layers
     names = [name for weight in policy.table for name in weight.hf]
     return [name for name in names if (layer := layer_of(name)) is None or layer < layers]
 

@@ -137,7 +137,7 @@ def _cuts(plan: Any, rows: list[Typed]) -> Iterator[tuple[int, list[Typed]]]:
 
 def _stages(plan: Any) -> dict[str, int]:
     """What names start with -> the pipeline stage that they are published from."""
-    layers, found = plan.shape.num_hidden_layers, {}
+    layers, found = plan.sizes.num_hidden_layers, {}
     for stage, chunks in enumerate(plan.stages):
         for chunk in chunks:
             ids = *chunk.layers, *(layers + i for i in range(chunk.mtp))
@@ -160,7 +160,7 @@ def _bucket(plan: Any, stage: int, rows: list[Typed], wanted: Set[str]) -> Bucke
     for row, dtype in rows:
         owner, split = None, sizes.tp
         if row.expert is not None:
-            owner, split = row.expert // (plan.shape.num_experts // sizes.ep), sizes.etp_size
+            owner, split = row.expert // (plan.sizes.num_experts // sizes.ep), sizes.etp_size
         place = Place(row, frozenset(row.hf) & wanted, dtype, row.part(split), owner, ())
         group, first = ("tp", 0) if owner is None else ("tp_ep", owner * split)
         if ranks[group] == 1 or row.shard == "same":

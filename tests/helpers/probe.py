@@ -39,7 +39,7 @@ class Probe:
     def __init__(self, policy):
         from megatron.core.transformer.moe.router import TopKRouter
 
-        self.topo, self.shape = policy.topo, policy.plan.shape
+        self.topo, self.sizes = policy.topo, policy.plan.sizes
         self.recompute = policy.plan.model.recompute != "none"
         self.checked = 0
         self.microbatch: int | None = None
@@ -75,7 +75,7 @@ class Probe:
     def _check(self, router, args, output) -> None:
         layer = router.layer_number - 1
         if router.is_mtp_layer:
-            layer += self.shape.num_hidden_layers
+            layer += self.sizes.num_hidden_layers
         used: Tensor = output[1]
         assert (used.sum(-1) == router.topk).all(), (
             f"layer {layer}: not {router.topk} experts a row"

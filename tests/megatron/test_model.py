@@ -44,7 +44,7 @@ def test_logits_agree_with_transformers(tmp_path, pattern):
         save_safetensors(tmp_path, policy.weights(), plan.hf)
         scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert sum(p.numel() for p in theirs.parameters()) == parameters(plan.shape).total
+    assert sum(p.numel() for p in theirs.parameters()) == parameters(plan.sizes).total
     first = 0
     for length in batch.seqlens:
         rows = slice(first, first + length)

@@ -20,7 +20,7 @@ from pyrl_ext.models.hf_folder import SafetensorsFolder, save_safetensors
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.plan.model.sizes import embedding_parameters, mtp_parameters, parameters, read_shape
+from pyrl_ext.plan.model.sizes import embedding_parameters, mtp_parameters, parameters, read_sizes
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy
@@ -87,7 +87,7 @@ def test_parameters_are_those_of_transformers(hf):
     config = CONFIG_MAPPING[hf["model_type"]].from_dict(hf)
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config)
-    assert parameters(read_shape(hf)).total == sum(p.numel() for p in theirs.parameters())
+    assert parameters(read_sizes(hf)).total == sum(p.numel() for p in theirs.parameters())
 
 
 @pytest.mark.parametrize(
@@ -95,17 +95,17 @@ def test_parameters_are_those_of_transformers(hf):
     [("deepseek_v3", 671, 0), ("moonlight", 16, 0), ("qwen3_30b", 30.5, 1), ("qwen3_8b", 8.2, 1)],
 )
 def test_totals_are_the_published_ones(model, billions, digits):
-    assert round(parameters(read_shape(MODELS[model])).total / 1e9, digits) == billions
+    assert round(parameters(read_sizes(MODELS[model])).total / 1e9, digits) == billions
 
 
 def test_totals_that_were_published_without_the_embedding():
     def billions(model, embeddings, part):
-        shape = read_shape(MODELS[model])
-        each = embedding_parameters(shape).total
-        return (getattr(parameters(shape), part) - embeddings * each) / 1e9
+        sizes = read_sizes(MODELS[model])
+        each = embedding_parameters(sizes).total
+        return (getattr(parameters(sizes), part) - embeddings * each) / 1e9
 
     # the layer for multi-token prediction is counted, embedding and head are not
-    ahead = mtp_parameters(read_shape(MODELS["glm47_355b"])).total / 1e9
+    ahead = mtp_parameters(read_sizes(MODELS["glm47_355b"])).total / 1e9
     assert round(billions("glm47_355b", 2, "total") + ahead) == 355
     assert round(billions("glm47_355b", 2, "active")) == 32
     assert round(billions("moonlight", 2, "active"), 2) == 2.24
@@ -123,10 +123,10 @@ def test_deepseek_v3_is_what_transformers_has_by_itself():
 
 
 def test_a_dense_model_has_no_experts():
-    shape = read_shape(QWEN3_8B)
-    assert shape.router_layers == () and shape.route_bytes_per_token == 0
-    assert (shape.num_experts, shape.topk, shape.shared_expert_width) == (0, 0, 0)
-    counts = parameters(shape)
+    sizes = read_sizes(QWEN3_8B)
+    assert sizes.router_layers == () and sizes.route_bytes_per_token == 0
+    assert (sizes.num_experts, sizes.topk, sizes.shared_expert_width) == (0, 0, 0)
+    counts = parameters(sizes)
     assert counts.active == counts.total and counts.expert == 0
 
 
@@ -137,10 +137,10 @@ def test_routed_layers_and_bytes():
         ("qwen3_30b", range(48), 384),
         ("deepseek_v3", range(3, 61), 58 * 8),
     ):
-        shape = read_shape(MODELS[model])
-        assert shape.router_layers == tuple(routers)
-        assert shape.route_bytes_per_token == each
-        assert shape.contradictions() == ()
+        sizes = read_sizes(MODELS[model])
+        assert sizes.router_layers == tuple(routers)
+        assert sizes.route_bytes_per_token == each
+        assert sizes.contradictions() == ()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_routed_layers_and_bytes():
     ],
 )
 def test_sizes_that_contradict_each_other(model, changes, words):
-    (found,) = read_shape(MODELS[model] | changes).contradictions()
+    (found,) = read_sizes(MODELS[model] | changes).contradictions()
     assert words in found
 
 
@@ -179,7 +179,7 @@ def test_sizes_that_contradict_each_other(model, changes, words):
     ],
 )
 def test_what_the_trainer_cannot_run_is_named(model, changes, words):
-    found = read_shape(MODELS[model] | changes).unsupported()
+    found = read_sizes(MODELS[model] | changes).unsupported()
     assert [words in each for each in found] == ([] if words is None else [True]), found
 
 
@@ -260,7 +260,7 @@ def test_it_is_the_model_of_transformers(tmp_path, hf):
     saved = load_file(tmp_path / "model.safetensors")
     assert back.keys() == saved.keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in back.items())
-    counts = parameters(plan.shape)
+    counts = parameters(plan.sizes)
     assert counts.total == live == sum(p.numel() for p in theirs.parameters())
     held = dict.fromkeys(("replicated", "tensor", "expert"), 0)
     for weight in policy.table:
@@ -276,12 +276,12 @@ def test_it_is_the_model_of_transformers(tmp_path, hf):
 )
 def test_names_that_do_not_fit_are_listed(tmp_path, biased, word):
     write_model(tmp_path, GLM | {"attention_bias": not biased})
-    folder, shape = SafetensorsFolder(tmp_path), read_shape(GLM | {"attention_bias": biased})
+    folder, sizes = SafetensorsFolder(tmp_path), read_sizes(GLM | {"attention_bias": biased})
     kind = family("glm4_moe")
     with pytest.raises(
         ValueError, match=rf"9 (tensors )?{word} \['model.layers.0.self_attn.k_proj"
     ):
-        folder.check(kind.weights(shape, 0), kind.ignored(shape, 0))
+        folder.check(kind.weights(sizes, 0), kind.ignored(sizes, 0))
 
 
 SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3}
@@ -291,7 +291,7 @@ SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qw
 def test_engine_and_trainer_are_one_model(tmp_path, hf):
     """Log-probs of generated tokens, and every router's experts, agree."""
     write_model(tmp_path, hf)
-    replay = "on" if read_shape(hf).router_layers else "off"
+    replay = "on" if read_sizes(hf).router_layers else "off"
     few = ("rollout.max_new_tokens=6", "model.recompute=selective")
     plan = plan_of(tmp_path, *few, f"replay={replay}")
     with topology.start(plan) as topo:
@@ -304,7 +304,7 @@ def test_engine_and_trainer_are_one_model(tmp_path, hf):
         batch = Batch.of(
             samples,
             build_advantage(plan.objective),
-            num_experts=plan.shape.num_experts,
+            num_experts=plan.sizes.num_experts,
             layer_ids=layers,
         )
         scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), bool(layers))

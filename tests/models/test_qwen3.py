@@ -86,7 +86,7 @@ def test_it_is_the_model_of_transformers(tmp_path, changes):
     saved = load_file(tmp_path / "model.safetensors")
     assert back.keys() == saved.keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in back.items())
-    assert parameters(plan.shape).total == live == sum(p.numel() for p in theirs.parameters())
+    assert parameters(plan.sizes).total == live == sum(p.numel() for p in theirs.parameters())
 
 
 # on several ranks --------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_engine_and_trainer_are_one_model(tmp_path, changes):
         samples = engine.generate(prompts, Sampling(max_new_tokens=9, samples_per_prompt=2, seed=1))
         samples = [replace(sample, reward=0.0) for sample in samples]
         advantage = build_advantage(plan.objective)
-        experts, layers = plan.shape.num_experts, plan.router_layers
+        experts, layers = plan.sizes.num_experts, plan.router_layers
         batch = Batch.of(samples, advantage, num_experts=experts, layer_ids=layers)
         scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64))
     assert plan.router_layers == ((1, 2, 4) if changes is MIXED else (1, 2, 3))

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.forecast.memory import stage_parameters
-from pyrl_ext.plan.model.chunks import Stage, layout_problem, plan_stages, spell_out
+from pyrl_ext.plan.model.chunks import ModelChunk, layout_problem, plan_stages, spell_out
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.rules import check
 from pyrl_ext.plan.schema import Parallel
@@ -41,7 +41,7 @@ YAML = {
     "replay": {"old": False, "reference": False, "train": False},  # all layers may be dense
 }
 
-Table = list[list[tuple[Stage, list[int]]]]  # [pp][vpp] of stage and its layers with routers
+Table = list[list[tuple[ModelChunk, list[int]]]]  # [pp][vpp] of stage and its layers with routers
 
 
 def model_of(kinds: list[int], mtp: int = 0) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def chunks(vpp: int | None) -> list[Any]:
     return [None] if vpp is None else list(range(vpp))
 
 
-def megatron_stage(config: Any, rank: int, chunk: int | None) -> tuple[Stage, list[int]]:
+def megatron_stage(config: Any, rank: int, chunk: int | None) -> tuple[ModelChunk, list[int]]:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.enums import LayerType
@@ -161,10 +161,10 @@ def megatron_stage(config: Any, rank: int, chunk: int | None) -> tuple[Stage, li
     mtp = get_mtp_num_layers_to_build(config, chunk, rank)
     if layout := config.pipeline_model_parallel_layout:
         parts = layout.layout[rank][chunk or 0]
-        return Stage(LayerType.embedding in parts, ids, mtp, LayerType.loss in parts), routers
+        return ModelChunk(LayerType.embedding in parts, ids, mtp, LayerType.loss in parts), routers
     begins = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
     ends = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
-    return Stage(begins, ids, mtp, ends), routers
+    return ModelChunk(begins, ids, mtp, ends), routers
 
 
 # Generated pipelines -----------------------------------------------------------------------------
@@ -262,8 +262,8 @@ def test_moonlight_in_two_stages(tmp_path: Path):
     parallel = {"pp": 2, FIRST: 13}
     plan = compiled(tmp_path, parallel, kinds)
     assert plan.stages == (
-        (Stage(True, tuple(range(13)), 0, False),),
-        (Stage(False, tuple(range(13, 27)), 0, True),),
+        (ModelChunk(True, tuple(range(13)), 0, False),),
+        (ModelChunk(False, tuple(range(13, 27)), 0, True),),
     )
     table = ours(plan)
     assert [len(stage[0][1]) for stage in table] == [12, 14]  # the first layer is dense
@@ -275,16 +275,20 @@ def test_layout_with_chunks_and_an_mtp_stage_of_its_own():
     stages = plan_stages(parallel, 8, 1)
     assert stages == (
         (
-            Stage(True, (0, 1, 2), 0, False),
-            Stage(False, (5, 6), 0, False),
-            Stage(False, (), 0, False),
+            ModelChunk(True, (0, 1, 2), 0, False),
+            ModelChunk(False, (5, 6), 0, False),
+            ModelChunk(False, (), 0, False),
         ),
-        (Stage(False, (3, 4), 0, False), Stage(False, (7,), 0, False), Stage(False, (), 1, True)),
+        (
+            ModelChunk(False, (3, 4), 0, False),
+            ModelChunk(False, (7,), 0, False),
+            ModelChunk(False, (), 1, True),
+        ),
     )
 
 
 def test_one_rank_holds_everything():
-    assert plan_stages(Parallel(), 3, 1) == ((Stage(True, (0, 1, 2), 1, True),),)
+    assert plan_stages(Parallel(), 3, 1) == ((ModelChunk(True, (0, 1, 2), 1, True),),)
 
 
 def test_a_split_that_no_rule_has_checked_is_refused():
@@ -371,12 +375,12 @@ def test_table_of_stages(tmp_path: Path):
 def test_stages_hold_every_parameter_once(tmp_path: Path, split: dict[str, Any]):
     plan = compiled(tmp_path, {"pp": 2} | split, [0, 1, 1])
     first, last = stage_parameters(plan)
-    assert first.total + last.total == parameters(plan.shape).total
+    assert first.total + last.total == parameters(plan.sizes).total
 
 
 def test_tied_embedding_is_held_by_both_ends(tmp_path: Path):
     plan = compiled(tmp_path, {"pp": 2}, [0, 1])
     plan.hf["tie_word_embeddings"] = True
     first, last = stage_parameters(plan)
-    copy = plan.shape.vocab_size * plan.shape.hidden_size
-    assert first.total + last.total == parameters(plan.shape).total + copy
+    copy = plan.sizes.vocab_size * plan.sizes.hidden_size
+    assert first.total + last.total == parameters(plan.sizes).total + copy

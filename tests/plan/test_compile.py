@@ -20,9 +20,9 @@ from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compile import draft_of
 from pyrl_ext.plan.forecast.memory import logits_bytes, stage_memory, stage_parameters
 from pyrl_ext.plan.language.yaml_tree import read
-from pyrl_ext.plan.model.sizes import parameters, read_shape
+from pyrl_ext.plan.model.sizes import parameters, read_sizes
 from pyrl_ext.plan.rules import RULES, check
-from pyrl_ext.plan.schema import Section, Sections
+from pyrl_ext.plan.schema import Config, Section
 from pyrl_ext.plan.show.terminal import facts
 
 REPOSITORY = Path(__file__).parents[2]
@@ -238,7 +238,7 @@ scalars = st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.just
 values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text(max_size=3), scalars)
 leaves = [
     (name, key)
-    for name, field in Sections.model_fields.items()
+    for name, field in Config.model_fields.items()
     if isinstance(kind := field.annotation, type) and issubclass(kind, Section)
     for key in kind.model_fields
 ]
@@ -396,15 +396,15 @@ def test_parameter_count_is_transformers_count(path: Path, changes: dict):
     hf = json.loads(path.read_text()) | changes
     with torch.device("meta"):
         model = Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**hf))
-    assert parameters(read_shape(hf)).total == sum(p.numel() for p in model.parameters())
+    assert parameters(read_sizes(hf)).total == sum(p.numel() for p in model.parameters())
 
 
 def test_tiny_config_suits_every_engine():
     hf = json.loads(TINY.read_text())
-    shape = read_shape(hf)
-    assert shape.hidden_size % 32 == 0
+    sizes = read_sizes(hf)
+    assert sizes.hidden_size % 32 == 0
     # what vLLM's CPU attention accepts
-    assert shape.qk_nope_head_dim + shape.qk_rope_head_dim in (32, 64, 80, 96, 112, 128)
+    assert sizes.qk_nope_head_dim + sizes.qk_rope_head_dim in (32, 64, 80, 96, 112, 128)
     from transformers import Glm4MoeLiteConfig
 
     config = Glm4MoeLiteConfig(**hf)
@@ -421,7 +421,7 @@ def test_glm47_config_has_the_published_sizes():
         key: getattr(theirs, key) for key in ours if key not in special and hasattr(theirs, key)
     }
     assert {key: ours[key] for key in named} == named
-    counts = parameters(read_shape(ours))
+    counts = parameters(read_sizes(ours))
     assert round(counts.total / 1e9, 1) == 29.9 and round(counts.active / 1e9, 1) == 3.9
 
 
@@ -431,7 +431,7 @@ def bytes_of(path: Path, *overrides: str) -> dict[str, int]:
 
 
 def test_bytes_of_a_rank_by_hand(small: Path):
-    count = parameters(read_shape(json.loads(TINY.read_text()))).total
+    count = parameters(read_sizes(json.loads(TINY.read_text()))).total
     whole = bytes_of(small)
     assert [whole[x] for x in ("weights", "gradients", "optimizer")] == [
         4 * count, 4 * count, 8 * count
@@ -448,7 +448,7 @@ def test_bytes_of_a_rank_by_hand(small: Path):
 def test_stages_hold_every_parameter_once(small: Path, layout: list[str]):
     plan = compile_plan(small, layout)
     stages = stage_parameters(plan)
-    assert sum(stage.total for stage in stages) == parameters(plan.shape).total
+    assert sum(stage.total for stage in stages) == parameters(plan.sizes).total
     assert len(stages) == plan.parallel.pp
 
 
@@ -466,7 +466,7 @@ def test_stages_hold_every_parameter_once(small: Path, layout: list[str]):
 )
 def test_logits_of_a_microbatch(small: Path, overrides: tuple[str, ...], expected: int):
     plan = compile_plan(small, overrides)
-    assert plan.shape.vocab_size == 128
+    assert plan.sizes.vocab_size == 128
     assert logits_bytes(plan) == expected * plan.batching.tokens_per_microbatch
 
 

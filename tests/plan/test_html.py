@@ -183,7 +183,7 @@ def test_every_layer_is_on_one_stage(name: str):
     routed = set(plan.router_layers)
     expected = [
         f"{'layer with routed experts' if i in routed else 'dense layer'} {i}"
-        for i in range(plan.shape.num_hidden_layers)
+        for i in range(plan.sizes.num_hidden_layers)
     ]
     assert sorted(titles) == sorted([*expected, "embedding", "output projection and loss"])
 

@@ -21,12 +21,12 @@ from pyrl_ext.plan.language.errors import fields_of
 from pyrl_ext.plan.language.resolve import read_size
 from pyrl_ext.plan.reads import fields_read
 from pyrl_ext.plan.rules import RULES
-from pyrl_ext.plan.schema import Section, Sections, Unchecked
+from pyrl_ext.plan.schema import Config, InvalidField, Section
 from pyrl_ext.plan.show.keys_page import page
 from tests.plan.test_compile import BROKEN, REPOSITORY, SMALL, TINY, children_seconds, problems_of
 
 SECTIONS = {
-    field.annotation: name for name, field in Sections.model_fields.items() if fields_of(name)
+    field.annotation: name for name, field in Config.model_fields.items() if fields_of(name)
 }
 
 
@@ -469,7 +469,7 @@ def test_reads_hold_every_read_of_a_run(monkeypatch: pytest.MonkeyPatch):
         kind = type(self)
         if kind in SECTIONS and name in kind.model_fields:
             seen.add((SECTIONS[kind], name))
-        elif kind is Plan and name in Sections.model_fields and not fields_of(name):
+        elif kind is Plan and name in Config.model_fields and not fields_of(name):
             seen.add((name,))
         return plain(self, name)
 
@@ -486,7 +486,7 @@ def test_reads_hold_every_read_of_a_run(monkeypatch: pytest.MonkeyPatch):
     for plan in plans:
         for _, rule in RULES:
             seen.clear()
-            with contextlib.suppress(Unchecked):
+            with contextlib.suppress(InvalidField):
                 list(rule(plan) or ())
                 ran += 1
             assert seen <= told[rule], f"{rule.__name__}: {seen - told[rule]}"

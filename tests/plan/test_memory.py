@@ -119,7 +119,7 @@ def held_by(*overrides: str) -> StageMemory:
 
 
 def test_a_shared_gpu_holds_the_engine_as_the_plan_says():
-    total = parameters(compile_plan(GLM47).shape).total
+    total = parameters(compile_plan(GLM47).sizes).total
     state = held_by("rollout.gpus=8").held("rollout", exact=True)
     assert held_by().held("rollout", exact=True) == state + 600 * 10**9
     assert held_by().held("publish", exact=True) == state + 2 * total  # the cache sleeps

@@ -28,7 +28,7 @@ from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.language.errors import fields_of, show
-from pyrl_ext.plan.model.sizes import read_shape
+from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.plan import alignment
 from pyrl_ext.plan.rules.passthrough import ENGINE_KEYS, field_names, megatron_fields
 
@@ -95,7 +95,7 @@ def one_rank(plan: Plan) -> Topology:
 
 def megatron_config(config: Path, *overrides: str) -> Any:
     plan = compile_plan(config, overrides)
-    theirs = family(plan.model.family).config(plan.shape)
+    theirs = family(plan.model.family).config(plan.sizes)
     return transformer_config(plan, one_rank(plan), theirs)
 
 
@@ -115,7 +115,7 @@ def test_passed_on_fields_replace_nothing_that_the_trainer_needs():
     given = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
     for config in sorted(REPOSITORY.glob("configs/*/config.json")):
         hf = json.loads(config.read_text(encoding="utf-8"))
-        given |= set(family(hf["model_type"]).config(read_shape(hf)))
+        given |= set(family(hf["model_type"]).config(read_sizes(hf)))
     assert {"calculate_per_token_loss", "moe_router_topk", "moe_router_dtype"} <= given
     assert given <= field_names()
     assert given & {*megatron_fields()["free"]} == {

@@ -24,7 +24,7 @@ from pyrl_ext.plan.forecast.workload import (
     step_samples,
     update_rounds,
 )
-from pyrl_ext.plan.model.sizes import parameters, read_shape
+from pyrl_ext.plan.model.sizes import parameters, read_sizes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GLM47 = CONFIGS / "glm47.yaml"
@@ -115,18 +115,18 @@ def test_forward_flops_are_those_that_torch_counts(name: str):
     samples, rows = 3, 24
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randint(0, 100, (samples, rows)))
-    shape = read_shape(json.loads((CONFIGS / name / "config.json").read_text()))
+    sizes = read_sizes(json.loads((CONFIGS / name / "config.json").read_text()))
     # eager attention computes the half that no query may see, too
-    ours = model_flops(shape).of(samples * rows, samples * rows**2, samples * rows)
+    ours = model_flops(sizes).of(samples * rows, samples * rows**2, samples * rows)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_update_flops_are_six_times_active_parameters_and_tokens():
     plan = glm47("estimate.response_tokens=200", "data.max_prompt_tokens=128")
-    counts = parameters(plan.shape)
+    counts = parameters(plan.sizes)
     assert counts.active == pytest.approx(3.9e9, rel=0.05)  # 3.3e9 without embedding and head
     rows = sum(sample.rows for sample in step_samples(plan))
-    embedding = plan.shape.vocab_size * plan.shape.hidden_size
+    embedding = plan.sizes.vocab_size * plan.sizes.hidden_size
     short = 6 * (counts.active - embedding) * rows
     assert update_flops(plan) == pytest.approx(short, rel=0.1)  # prompts are not scored
 
@@ -248,14 +248,14 @@ def test_costs_add_up_and_say_what_they_assume():
 
 def test_operations_of_an_update_by_hand():
     plan = glm47("parallel.dp=1", "parallel.ep=1", "model.recompute=none")
-    samples, shape, counts = step_samples(plan), plan.shape, parameters(plan.shape)
+    samples, sizes, counts = step_samples(plan), plan.sizes, parameters(plan.sizes)
     rows = sum(sample.rows for sample in samples)
     found = amounts(plan, "update")
     assert found["experts"] == pytest.approx(3 * 2 * counts.active_expert * rows)
     pairs = sum(s.rows * (s.rows + 1) / 2 for s in samples)
     assert found["attention"] == pytest.approx(3 * 2 * 47 * 20 * (256 + 256) * pairs)
     scored = sum(s.response for s in samples)
-    assert found["head"] == pytest.approx(8 * scored * shape.vocab_size * shape.hidden_size)
+    assert found["head"] == pytest.approx(8 * scored * sizes.vocab_size * sizes.hidden_size)
     assert "bubble" not in found and "expert parallel" not in found
 
 
@@ -270,7 +270,7 @@ def test_operations_of_an_update_by_hand():
 def test_operations_of_the_head(override: str, times: int):
     plan = glm47(override)
     scored = sum(sample.response for sample in step_samples(plan))
-    each = plan.shape.vocab_size * plan.shape.hidden_size
+    each = plan.sizes.vocab_size * plan.sizes.hidden_size
     # a rank's share, more by the unevenness of rounds
     assert amounts(plan, "update")["head"] == pytest.approx(times * scored * each / 8, rel=0.1)
     rows = sum(sample.rows for sample in step_samples(plan))
@@ -312,7 +312,7 @@ def test_bytes_between_ranks_by_hand():
 
 def test_gradients_are_summed_over_copies_by_hand():
     plan = glm47("batching.minibatches=1")
-    counts = parameters(plan.shape)
+    counts = parameters(plan.sizes)
     dense, found = counts.total - counts.expert, amounts(plan, "update")
     assert found["reduce gradients"] == pytest.approx(4 * dense * 7 / 8)  # experts have no copy
     assert found["gather weights"] == pytest.approx(2 * dense * 7 / 8)

@@ -83,7 +83,7 @@ def test_given_experts_are_routed_as_megatron_does(config):
         routers = [m for m in policy.chunks[0].modules() if isinstance(m, TopKRouter)]
         for router, forced in zip(routers, routes, strict=True):
             assert forced is not None and forced.forced is None
-            logits = torch.randn(len(ready.micro.rows), 1, plan.shape.num_experts)
+            logits = torch.randn(len(ready.micro.rows), 1, plan.sizes.num_experts)
             found = []
             for routing in (router.routing, lambda x, r=router: TopKRouter.routing(r, x)):
                 leaf = logits.clone().requires_grad_()

@@ -24,7 +24,7 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.models import family
 from pyrl_ext.models.weight_table import RandomWeights
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.plan.model.sizes import mtp_parameters, parameters, read_shape
+from pyrl_ext.plan.model.sizes import mtp_parameters, parameters, read_sizes
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import gather
@@ -59,7 +59,7 @@ def bytes_of(rows, each=4):
 
 # the table ---------------------------------------------------------------------------------------
 
-TRAINED = {n: hf | FEWER for n, hf in COUNTED.items() if not read_shape(hf | FEWER).unsupported()}
+TRAINED = {n: hf | FEWER for n, hf in COUNTED.items() if not read_sizes(hf | FEWER).unsupported()}
 
 
 @pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
@@ -67,21 +67,21 @@ def test_names_and_shapes_are_those_of_transformers(hf):
     with torch.device("meta"):
         config = CONFIG_MAPPING[hf["model_type"]].from_dict(hf)
         views = Destinations(AutoModelForCausalLM.from_config(config)).views
-    table = family(hf["model_type"]).weights(read_shape(hf), 0)
+    table = family(hf["model_type"]).weights(read_sizes(hf), 0)
     ours = {name: size for row in table for name, size in zip(row.hf, row.shapes, strict=True)}
     assert ours == {name: tuple(view.shape) for name, view in views.items()}
 
 
 @pytest.mark.parametrize("hf", MODELS.values(), ids=list(MODELS))
 def test_sizes_add_up_to_the_plans(hf):
-    shape, weights = read_shape(hf), family(hf["model_type"]).weights
+    sizes, weights = read_sizes(hf), family(hf["model_type"]).weights
 
     def count(mtp_layers):
-        rows = [r for r in weights(shape, mtp_layers) if not r.name.endswith("expert_bias")]
+        rows = [r for r in weights(sizes, mtp_layers) if not r.name.endswith("expert_bias")]
         return bytes_of(rows) // 4
 
-    assert count(0) == parameters(shape).total
-    assert shape.router_layers == () or count(2) - count(0) == 2 * mtp_parameters(shape).total
+    assert count(0) == parameters(sizes).total
+    assert sizes.router_layers == () or count(2) - count(0) == 2 * mtp_parameters(sizes).total
 
 
 # buckets -----------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ PLANNED = (
 @cache
 def planned(overrides):
     plan = tiny_plan("replay=off", *overrides.split(","))
-    return plan, family(plan.model.family).weights(plan.shape, 0)
+    return plan, family(plan.model.family).weights(plan.sizes, 0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -198,7 +198,7 @@ def differing(named, expected):
 def drawn(policy):
     """The initial weights as they are drawn, without any rank."""
     plan = policy.plan
-    read = RandomWeights(policy.table, plan.shape.initializer_range, plan.seed)
+    read = RandomWeights(policy.table, plan.sizes.initializer_range, plan.seed)
     dtype = getattr(torch, plan.model.dtype)
     for row in policy.table:
         for name in row.hf:

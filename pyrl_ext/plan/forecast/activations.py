@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pyrl_ext.plan.forecast.flops import head_widths
-from pyrl_ext.plan.model.chunks import Stage
+from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.plan import Plan
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -52,35 +52,35 @@ class Layer(NamedTuple):
         return self.norms + self.projections + self.core + self.feed_forward
 
 
-def is_latent(shape: Any) -> bool:
+def is_latent(sizes: Any) -> bool:
     """Whether keys and values are compressed (multi-latent attention)."""
-    return getattr(shape, "kv_lora_rank", None) is not None
+    return getattr(sizes, "kv_lora_rank", None) is not None
 
 
 def heads_of(plan: Plan) -> Heads:
     """The part of a tensor-parallel rank."""
-    shape: Any = plan.shape
+    sizes: Any = plan.sizes
     tp = plan.parallel.tp
-    count = -(-shape.num_attention_heads // tp)
-    width, value = head_widths(shape)
-    if is_latent(shape):
+    count = -(-sizes.num_attention_heads // tp)
+    width, value = head_widths(sizes)
+    if is_latent(sizes):
         both, value = count * width, count * value
-        return Heads(both, both, value, value, count, shape.qk_rope_head_dim)
-    shared = width * max(1, (shape.query_groups or shape.num_attention_heads) // tp)
+        return Heads(both, both, value, value, count, sizes.qk_rope_head_dim)
+    shared = width * max(1, (sizes.query_groups or sizes.num_attention_heads) // tp)
     return Heads(count * width, shared, shared, count * width, count, width)
 
 
 def layer(plan: Plan, sparse: bool) -> Layer:
     """What a decoder layer, with experts or without, saves when nothing is recomputed."""
-    shape, tp, each = plan.shape, plan.parallel.tp, DTYPE_BYTES[plan.model.dtype]
+    sizes, tp, each = plan.sizes, plan.parallel.tp, DTYPE_BYTES[plan.model.dtype]
     heads = heads_of(plan)
-    projections = (each * shape.hidden_size + _latent_inputs(plan)) / tp
+    projections = (each * sizes.hidden_size + _latent_inputs(plan)) / tp
     projections += _norms_of_heads(plan, heads)
     projections += each * (4 * heads.rotary + heads.output)  # angles; input of the last product
-    feed_forward_input = each * shape.hidden_size / tp
-    feed_forward = _experts(plan) if sparse else _gated(plan, shape.intermediate_size)
+    feed_forward_input = each * sizes.hidden_size / tp
+    feed_forward = _experts(plan) if sparse else _gated(plan, sizes.intermediate_size)
     return Layer(
-        norms=2 * _norm(plan, shape.hidden_size) / tp,
+        norms=2 * _norm(plan, sizes.hidden_size) / tp,
         projections=projections,
         core=_core(plan, heads),
         core_inputs=each * (heads.query + heads.key + _own_value(plan, heads)),
@@ -101,19 +101,19 @@ def _norm(plan: Plan, width: int, input_width: int | None = None) -> int:
 
 def _latent_inputs(plan: Plan) -> int:
     """The compressed query and key/value: their norms, and what comes out of them."""
-    shape: Any = plan.shape
-    if not is_latent(shape):
+    sizes: Any = plan.sizes
+    if not is_latent(sizes):
         return 0
-    each, rank = DTYPE_BYTES[plan.model.dtype], shape.kv_lora_rank
-    kept = _norm(plan, rank, rank + shape.qk_rope_head_dim) + each * rank
-    if shape.q_lora_rank:
-        kept += _norm(plan, shape.q_lora_rank) + each * shape.q_lora_rank
+    each, rank = DTYPE_BYTES[plan.model.dtype], sizes.kv_lora_rank
+    kept = _norm(plan, rank, rank + sizes.qk_rope_head_dim) + each * rank
+    if sizes.q_lora_rank:
+        kept += _norm(plan, sizes.q_lora_rank) + each * sizes.q_lora_rank
     return kept
 
 
 def _norms_of_heads(plan: Plan, heads: Heads) -> int:
     """Where queries and keys are normalized head by head."""
-    if is_latent(plan.shape):
+    if is_latent(plan.sizes):
         return 0
     every = heads.query + heads.key + heads.value  # one product makes them
     each_head = 4 * (heads.number + heads.number * heads.key // heads.query - 2)
@@ -123,7 +123,7 @@ def _norms_of_heads(plan: Plan, heads: Heads) -> int:
 def _own_value(plan: Plan, heads: Heads) -> int:
     """Elements that are saved for the values as they enter core attention. Grouped queries, keys
     and values are parts of one product, which the norm of the keys may have saved already."""
-    if is_latent(plan.shape):
+    if is_latent(plan.sizes):
         return heads.value
     saved = plan.device == "cuda" or plan.model.dtype == "float32"
     return 0 if saved else heads.query + heads.key + heads.value
@@ -141,7 +141,7 @@ def _core(plan: Plan, heads: Heads) -> float:
     # 2 cp - r chunks of keys: (2 cp + 1) / 2 times its own rows
     seen = 1 if cp == 1 else cp + 0.5
     value = max(heads.key, heads.value)  # a narrower value is padded
-    if not takes_equal_shapes(plan) and cp == 1 and not is_latent(plan.shape):
+    if not takes_equal_shapes(plan) and cp == 1 and not is_latent(plan.sizes):
         value = _own_value(plan, heads)
     kept = each * (heads.query + seen * (heads.key + value)) + 4 * heads.number
     if takes_equal_shapes(plan):
@@ -157,19 +157,19 @@ def _gated(plan: Plan, width: int) -> float:
 
 def dispatched(plan: Plan) -> float:
     """Rows that a rank's experts compute for each row of its microbatch, evenly used."""
-    return plan.shape.topk * plan.parallel.etp_size / plan.parallel.tp
+    return plan.sizes.topk * plan.parallel.etp_size / plan.parallel.tp
 
 
 def _experts(plan: Plan) -> float:
     """Router and dispatch of a row, its copies for routed experts, and the shared expert."""
-    shape, parallel = plan.shape, plan.parallel
-    each, experts = DTYPE_BYTES[plan.model.dtype], shape.num_experts
+    sizes, parallel = plan.sizes, plan.parallel
+    each, experts = DTYPE_BYTES[plan.model.dtype], sizes.num_experts
     # scores, the order of all pairs of row and expert, the chosen pairs; a router that chooses for
     # itself saves its scores, their sum, what it divides and what it scatters
-    router = (4 if plan.replay.train else 16) * experts + 8 * experts + 8 * shape.topk
-    width = shape.moe_intermediate_size / parallel.etp_size
-    row = each * (shape.hidden_size + 6 * width) + 4
-    shared = _gated(plan, shape.shared_expert_width)
+    router = (4 if plan.replay.train else 16) * experts + 8 * experts + 8 * sizes.topk
+    width = sizes.moe_intermediate_size / parallel.etp_size
+    row = each * (sizes.hidden_size + 6 * width) + 4
+    shared = _gated(plan, sizes.shared_expert_width)
     return router / parallel.tp + dispatched(plan) * row + shared
 
 
@@ -187,9 +187,9 @@ class Kept(NamedTuple):
     """Of ``kept``, what waits in host memory."""
 
 
-def chunk_activations(plan: Plan, chunk: Stage) -> Kept:
+def chunk_activations(plan: Plan, chunk: ModelChunk) -> Kept:
     """What one microbatch leaves in a model chunk, under the plan's recompute choice."""
-    hidden, tp = plan.shape.hidden_size, plan.parallel.tp
+    hidden, tp = plan.sizes.hidden_size, plan.parallel.tp
     each = DTYPE_BYTES[plan.model.dtype]
     sparse = [i in plan.router_layers for i in chunk.layers]
     sparse += [bool(plan.router_layers)] * chunk.mtp
@@ -213,7 +213,7 @@ def _recomputed(plan: Plan, saved: Layer, sparse: bool) -> tuple[float, float]:
         return saved.whole, 0
     if plan.model.recompute == "full":
         each = DTYPE_BYTES[plan.model.dtype]
-        entering = each * plan.shape.hidden_size / plan.parallel.tp
+        entering = each * plan.sizes.hidden_size / plan.parallel.tp
         shared = plan.device == "cuda" or each == 4  # the first norm saves it as it is
         return entering, saved.whole - entering * shared
     # selective: core attention and experts, each from its inputs
@@ -242,7 +242,7 @@ def in_flight(plan: Plan, stage: int) -> tuple[int, ...]:
 
 def stage_activations(plan: Plan, stage: int) -> Kept:
     """Bytes a row of all that a pipeline stage holds at once."""
-    chunks: Sequence[Stage] = plan.stages[stage]
+    chunks: Sequence[ModelChunk] = plan.stages[stage]
     parts = [chunk_activations(plan, chunk) for chunk in chunks]
     counts = in_flight(plan, stage)
     return Kept(
@@ -264,4 +264,4 @@ def dispatch_scratch(plan: Plan) -> float:
     """Bytes a row of the copies between router and experts that nobody saves: the experts' output,
     sorted by expert and by the rank it came from, and its gradient."""
     each = DTYPE_BYTES[plan.model.dtype]
-    return 3 * each * plan.shape.hidden_size * dispatched(plan) if plan.router_layers else 0
+    return 3 * each * plan.sizes.hidden_size * dispatched(plan) if plan.router_layers else 0

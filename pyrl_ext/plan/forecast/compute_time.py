@@ -11,7 +11,7 @@ from pyrl_ext.plan.forecast.hardware import Gpu, exchange_rate, group_rate
 from pyrl_ext.plan.forecast.memory import DTYPE_BYTES, chunk_parameters
 from pyrl_ext.plan.forecast.pipeline_schedule import pipeline
 from pyrl_ext.plan.forecast.workload import Bin, Round
-from pyrl_ext.plan.model.chunks import Stage
+from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.sizes import Parameters
 from pyrl_ext.plan.plan import Plan
 
@@ -134,13 +134,13 @@ class Passes:
             for chunk in stage
         }
 
-    def parts(self, chunk: Stage, cp: int, work: Work) -> list[Part]:
+    def parts(self, chunk: ModelChunk, cp: int, work: Work) -> list[Part]:
         key = (self._kinds[id(chunk)], cp, work)
         if key not in self._parts:
             self._parts[key] = chunk_parts(self.plan, self.gpu, chunk, cp, work)
         return self._parts[key]
 
-    def rates(self, chunk: Stage, cp: int, work: Work) -> tuple[float, ...]:
+    def rates(self, chunk: ModelChunk, cp: int, work: Work) -> tuple[float, ...]:
         """Seconds of a microbatch, a row, a pair and a scored row."""
         key = (self._kinds[id(chunk)], cp, work)
         if key not in self._rates:
@@ -151,7 +151,7 @@ class Passes:
             self._rates[key] = tuple(map(sum, zip(*of_part, strict=True)))
         return self._rates[key]
 
-    def seconds(self, chunk: Stage, cp: int, of: Bin, work: Work) -> float:
+    def seconds(self, chunk: ModelChunk, cp: int, of: Bin, work: Work) -> float:
         """Of one microbatch."""
         fixed, row, pair, scored = self.rates(chunk, cp, work)
         return fixed + row * of.rows + pair * of.pairs + scored * of.scored
@@ -169,7 +169,7 @@ class Passes:
 
     def ends(self, rounds: Sequence[tuple[int, Bin]], works: Sequence[Work]) -> float:
         """When the last rank of the pipeline is done with (cp, bin) after (cp, bin)."""
-        stages, parallel, shape = self.plan.stages, self.plan.parallel, self.plan.shape
+        stages, parallel, sizes = self.plan.stages, self.plan.parallel, self.plan.sizes
 
         def took(work: Work) -> Callable[[int, int, int], float]:
             return lambda rank, chunk, number: self.seconds(
@@ -183,7 +183,7 @@ class Passes:
             ]
             return max(one) * len(rounds) + (sum(one) - max(one)) / parallel.vpp_size
         rows = max(of.rows / cp for cp, of in rounds)
-        sent = rows * shape.hidden_size * DTYPE_BYTES[self.plan.model.dtype] / parallel.tp
+        sent = rows * sizes.hidden_size * DTYPE_BYTES[self.plan.model.dtype] / parallel.tp
         apart = parallel.world_size // parallel.pp
         rate = group_rate(self.gpu, self.plan.hardware.per_node, parallel.pp, apart)
         passes = [took(work) for work in works]
@@ -195,7 +195,7 @@ class Passes:
         return max(slot.end for slot in slots)
 
 
-def chunk_parts(plan: Plan, gpu: Gpu, chunk: Stage, cp: int, work: Work) -> list[Part]:
+def chunk_parts(plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work) -> list[Part]:
     """All work of one rank for one microbatch in a model chunk, ``cp`` ranks to a sequence."""
     if work == "score":
         chunk = replace(chunk, mtp=0)  # those layers are trained, and read by nobody else
@@ -218,9 +218,9 @@ def _again(plan: Plan) -> frozenset[str]:
 
 
 def _products(
-    plan: Plan, gpu: Gpu, chunk: Stage, cp: int, work: Work, again: frozenset[str]
+    plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work, again: frozenset[str]
 ) -> list[Part]:
-    each, ranks = stage_flops(plan.shape, chunk), plan.parallel.tp * cp
+    each, ranks = stage_flops(plan.sizes, chunk), plan.parallel.tp * cp
     dtype = "fp8" if plan.model.fp8 else plan.model.dtype
 
     def share(name: str) -> float:
@@ -246,7 +246,7 @@ def _head(plan: Plan, peak: float, each: float, work: Work) -> Part:
     user's."""
     how, rate = plan.logprob, reached("head", peak)
     every = how.head == "logits" or work == "score" or ":" in plan.objective.loss
-    columns = -(-plan.shape.vocab_size // plan.parallel.tp)
+    columns = -(-plan.sizes.vocab_size // plan.parallel.tp)
     logits = 2 * columns * plan.batching.tokens_per_microbatch * (1 + plan.num_mtp_layers)
     if work == "score":
         times = 1.0
@@ -261,21 +261,21 @@ def _head(plan: Plan, peak: float, each: float, work: Work) -> Part:
 
 
 def _memory(
-    plan: Plan, gpu: Gpu, chunk: Stage, cp: int, work: Work, again: frozenset[str]
+    plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work, again: frozenset[str]
 ) -> list[Part]:
     """What is read and written between products, and the weights themselves."""
-    shape, parallel, held = plan.shape, plan.parallel, chunk_parameters(plan, chunk)
+    sizes, parallel, held = plan.sizes, plan.parallel, chunk_parameters(plan, chunk)
     each = DTYPE_BYTES[plan.model.dtype]
     routers = len({*plan.router_layers}.intersection(chunk.layers)) + chunk.mtp
     dense = len(chunk.layers) + chunk.mtp - routers
     # of a layer: two norms, two residual sums, and queries and keys rotated
     elements = (dense + routers) * (
-        10 * shape.hidden_size + 4 * shape.num_attention_heads * head_widths(shape)[0]
+        10 * sizes.hidden_size + 4 * sizes.num_attention_heads * head_widths(sizes)[0]
     )
-    elements += 3 * dense * shape.intermediate_size  # gate and up are read, their product written
-    widths = shape.topk * shape.moe_intermediate_size + shape.shared_expert_width
+    elements += 3 * dense * sizes.intermediate_size  # gate and up are read, their product written
+    widths = sizes.topk * sizes.moe_intermediate_size + sizes.shared_expert_width
     # rows of experts are sorted by expert and by rank, there and back
-    elements += routers * (3 * widths + 8 * shape.topk * shape.hidden_size)
+    elements += routers * (3 * widths + 8 * sizes.topk * sizes.hidden_size)
     times = 1 if work != "backward" else 2 + ("memory" in again)
     weights = local_parameters(plan, held)
     read = each * weights * times
@@ -294,26 +294,26 @@ def local_parameters(plan: Plan, held: Parameters) -> int:
 
 
 def _exchanged(
-    plan: Plan, gpu: Gpu, chunk: Stage, cp: int, work: Work, again: frozenset[str]
+    plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work, again: frozenset[str]
 ) -> list[Part]:
     """Bytes that a rank sends to others in a pass, by group."""
-    parallel, shape, node = plan.parallel, plan.shape, plan.hardware.per_node
+    parallel, sizes, node = plan.parallel, plan.sizes, plan.hardware.per_node
     tp, ep, etp = parallel.tp, parallel.ep, parallel.etp_size
     layers = len(chunk.layers) + chunk.mtp
     routers = len({*plan.router_layers}.intersection(chunk.layers)) + chunk.mtp
     each = DTYPE_BYTES[plan.model.dtype]
-    hidden = each * shape.hidden_size
+    hidden = each * sizes.hidden_size
     found = []
     if tp > 1:
         # attention, and what every token uses of the feed-forward part: gathered before, summed
         # and split after; the backward pass also gathers the input again
-        shared = layers - (0 if shape.shared_expert_width else routers)
+        shared = layers - (0 if sizes.shared_expert_width else routers)
         times = (1.25 if work == "backward" else 1) + ("tensor parallel" in again)
         row = 2 * (layers + shared) * times * hidden * (tp - 1) / tp / cp
         rate = reached("ring", group_rate(gpu, node, tp, 1), "byte")
         found.append(Part("tensor parallel", "byte", *rate, row=row))
     times = 1 + ("expert parallel" in again)
-    copies = routers * shape.topk * hidden / (tp * cp)  # of a rank's rows, to their experts
+    copies = routers * sizes.topk * hidden / (tp * cp)  # of a rank's rows, to their experts
     if ep > 1:
         rate = reached("exchange", exchange_rate(gpu, node, ep, etp), "byte")
         row = 2 * times * copies * (ep - 1) / ep  # there and back
@@ -323,8 +323,8 @@ def _exchanged(
         row = 2 * times * copies * (etp - 1)
         found.append(Part("expert tensor parallel", "byte", *rate, row=row))
     if cp > 1:
-        key, value = head_widths(shape)
-        heads = min(shape.num_attention_heads, shape.query_groups or shape.num_attention_heads)
+        key, value = head_widths(sizes)
+        heads = min(sizes.num_attention_heads, sizes.query_groups or sizes.num_attention_heads)
         width = each * max(1, heads // tp) * (key + value)
         rate = reached("ring", group_rate(gpu, node, cp, tp), "byte")
         times = 1 + ("context parallel" in again)

@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from pyrl_ext.plan.model.chunks import Stage
-from pyrl_ext.plan.model.sizes import Parameters, Shape, layer_parameters, mtp_parameters
+from pyrl_ext.plan.model.chunks import ModelChunk
+from pyrl_ext.plan.model.sizes import ModelSizes, Parameters, layer_parameters, mtp_parameters
 
 
 @dataclass(frozen=True)
@@ -45,34 +45,34 @@ class Flops:
         )
 
 
-def head_widths(shape: Any) -> tuple[int, int]:
+def head_widths(sizes: Any) -> tuple[int, int]:
     """Elements of a query or key head, and of a value head."""
-    if "kv_lora_rank" in type(shape).model_fields:
-        return shape.qk_nope_head_dim + shape.qk_rope_head_dim, shape.v_head_dim
-    width = getattr(shape, "head_width", shape.hidden_size // shape.num_attention_heads)
+    if "kv_lora_rank" in type(sizes).model_fields:
+        return sizes.qk_nope_head_dim + sizes.qk_rope_head_dim, sizes.v_head_dim
+    width = getattr(sizes, "head_width", sizes.hidden_size // sizes.num_attention_heads)
     return width, width
 
 
-def stage_flops(shape: Shape, chunk: Stage) -> Flops:
+def stage_flops(sizes: ModelSizes, chunk: ModelChunk) -> Flops:
     """One row, pair or scored row of a model chunk; layers for more tokens ahead score, too."""
-    head = 2 * shape.vocab_size * shape.hidden_size * (chunk.loss + chunk.mtp)
-    kinds = [layer_parameters(shape, layer) for layer in chunk.layers]
-    kinds += [mtp_parameters(shape)] * chunk.mtp
+    head = 2 * sizes.vocab_size * sizes.hidden_size * (chunk.loss + chunk.mtp)
+    kinds = [layer_parameters(sizes, layer) for layer in chunk.layers]
+    kinds += [mtp_parameters(sizes)] * chunk.mtp
     total = Flops(head=head)
     for held, number in Counter(kinds).items():
-        total += _layer(shape, held).times(number)
+        total += _layer(sizes, held).times(number)
     return total
 
 
-def model_flops(shape: Shape, mtp: int = 0) -> Flops:
+def model_flops(sizes: ModelSizes, mtp: int = 0) -> Flops:
     """One row, pair or scored row of the whole model, with ``mtp`` of those layers."""
-    return stage_flops(shape, Stage(True, tuple(range(shape.num_hidden_layers)), mtp, True))
+    return stage_flops(sizes, ModelChunk(True, tuple(range(sizes.num_hidden_layers)), mtp, True))
 
 
-def _layer(shape: Shape, held: Parameters) -> Flops:
-    router = shape.hidden_size * shape.num_experts if held.expert else 0
+def _layer(sizes: ModelSizes, held: Parameters) -> Flops:
+    router = sizes.hidden_size * sizes.num_experts if held.expert else 0
     return Flops(
-        projections=2 * (held.tensor + shape.whole_projections + router),
+        projections=2 * (held.tensor + sizes.whole_projections + router),
         experts=2 * held.active_expert,
-        attention=2 * shape.num_attention_heads * sum(head_widths(shape)),
+        attention=2 * sizes.num_attention_heads * sum(head_widths(sizes)),
     )

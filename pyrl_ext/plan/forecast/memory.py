@@ -17,7 +17,7 @@ from pyrl_ext.plan.forecast.activations import (
     stage_activations,
 )
 from pyrl_ext.plan.forecast.hardware import memory_limit
-from pyrl_ext.plan.model.chunks import Stage
+from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.sizes import (
     Parameters,
     embedding_parameters,
@@ -128,38 +128,38 @@ def stage_parameters(plan: Plan) -> list[Parameters]:
     ]
 
 
-def chunk_parameters(plan: Plan, chunk: Stage) -> Parameters:
+def chunk_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
     """Parameters of one model chunk, with its copies of what other stages hold as well."""
-    shape, total = plan.shape, Parameters()
+    sizes, total = plan.sizes, Parameters()
     for index in chunk.layers:
-        total += layer_parameters(shape, index)
+        total += layer_parameters(sizes, index)
     for _ in range(chunk.mtp):
-        total += mtp_parameters(shape)
+        total += mtp_parameters(sizes)
     if chunk.embedding or chunk.mtp:
-        total += embedding_parameters(shape)
+        total += embedding_parameters(sizes)
     if chunk.loss:
-        total += head_parameters(shape)
-        if shape.tie_word_embeddings and not (chunk.embedding or chunk.mtp):
-            total += embedding_parameters(shape)  # tied weights on two stages are two copies
+        total += head_parameters(sizes)
+        if sizes.tie_word_embeddings and not (chunk.embedding or chunk.mtp):
+            total += embedding_parameters(sizes)  # tied weights on two stages are two copies
     return total
 
 
 def rank_parameters(plan: Plan, stage: int) -> tuple[int, int]:
     """(parameters outside of routed experts, in routed experts) that a rank of `stage` holds, with
     the vocabulary's padding."""
-    shape, parallel = plan.shape, plan.parallel
+    sizes, parallel = plan.sizes, plan.parallel
     chunks = plan.stages[stage]
     total = sum((chunk_parameters(plan, chunk) for chunk in chunks), Parameters())
     tables = sum(_vocabulary_tables(plan, chunk) for chunk in chunks)
-    split = total.tensor - tables * shape.vocab_size * shape.hidden_size
-    padded = -(-shape.vocab_size // parallel.tp) * shape.hidden_size
+    split = total.tensor - tables * sizes.vocab_size * sizes.hidden_size
+    padded = -(-sizes.vocab_size // parallel.tp) * sizes.hidden_size
     dense = total.replicated + split // parallel.tp + tables * padded
     return dense, -(-total.expert // (parallel.ep * parallel.etp_size))
 
 
-def _vocabulary_tables(plan: Plan, chunk: Stage) -> int:
+def _vocabulary_tables(plan: Plan, chunk: ModelChunk) -> int:
     reads = bool(chunk.embedding or chunk.mtp)
-    return reads + (chunk.loss and not (plan.shape.tie_word_embeddings and reads))
+    return reads + (chunk.loss and not (plan.sizes.tie_word_embeddings and reads))
 
 
 def _spread(plan: Plan, stage: int) -> int:
@@ -243,7 +243,7 @@ def _scratch(plan: Plan, rows: int, experts: bool) -> Item:
     dispatch = math.ceil(rows * dispatch_scratch(plan)) if experts else 0
     why = "gradients of core attention"
     if experts:
-        copies = f"copies of {plan.shape.topk} rows a token for experts that are used evenly"
+        copies = f"copies of {plan.sizes.topk} rows a token for experts that are used evenly"
         why = f"the larger of {attention:,} for {why} and {dispatch:,} for {copies}; these are "
         why += f"{_worst_imbalance(plan):g} times as much if every token chose experts of one rank"
     return Item("scratch", max(attention, dispatch), ("update",), why, exact=False)
@@ -251,8 +251,8 @@ def _scratch(plan: Plan, rows: int, experts: bool) -> Item:
 
 def _worst_imbalance(plan: Plan) -> float:
     """Most rows that the experts of one rank can get, over an equal share."""
-    local = plan.shape.num_experts // plan.parallel.ep
-    return plan.parallel.ep * min(local, plan.shape.topk) / plan.shape.topk
+    local = plan.sizes.num_experts // plan.parallel.ep
+    return plan.parallel.ep * min(local, plan.sizes.topk) / plan.sizes.topk
 
 
 def _logits(plan: Plan, stage: int, rows: int) -> list[Item]:
@@ -269,12 +269,12 @@ def logits_bytes(plan: Plan, rows: int | None = None) -> int:
     """
     how, depths = plan.logprob, 1 + plan.num_mtp_layers
     weight = DTYPE_BYTES[plan.model.dtype]
-    columns = -(-plan.shape.vocab_size // plan.parallel.tp)
+    columns = -(-plan.sizes.vocab_size // plan.parallel.tp)
     logits = (rows or plan.batching.tokens_per_microbatch) * columns
     if how.head == "logits":
         return depths * logits * weight  # the gradient is written over them
     each = 4 if weight == 4 else 4 + weight  # the gradient over them, and as products take it
-    gradient = 4 * columns * plan.shape.hidden_size if how.loss_in_chunk else 0
+    gradient = 4 * columns * plan.sizes.hidden_size if how.loss_in_chunk else 0
     chunk, cache = min(how.chunk_bytes, logits * each), min(how.cache_bytes, depths * logits * 2)
     return chunk + cache + gradient
 
@@ -282,10 +282,10 @@ def logits_bytes(plan: Plan, rows: int | None = None) -> int:
 def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     """The rollout batch's on the host; on the device those of the microbatch that computes, once
     as they came and once a layer, and of the one ahead."""
-    shape, routers = plan.shape, plan.router_layers
+    sizes, routers = plan.sizes, plan.router_layers
     if not (plan.replay.enabled and routers):
         return
-    each = shape.route_bytes_per_token
+    each = sizes.route_bytes_per_token
     why = f"{each} bytes a token x {load.tokens:,} tokens, the whole rollout batch on every rank"
     yield Item("routes of the batch", each * load.tokens, PHASES[1:], why, host=True)
     mine = [routers.index(i) for chunk in plan.stages[stage] for i in chunk.layers if i in routers]
@@ -308,13 +308,13 @@ def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
 
 def _publish(plan: Plan) -> Item:
     """Weights go to the engine a bucket at a time, taken out of it one by one."""
-    shape, parallel, each = plan.shape, plan.parallel, DTYPE_BYTES[plan.model.dtype]
-    widest = max(shape.vocab_size, shape.intermediate_size) * shape.hidden_size
+    sizes, parallel, each = plan.sizes, plan.parallel, DTYPE_BYTES[plan.model.dtype]
+    widest = max(sizes.vocab_size, sizes.intermediate_size) * sizes.hidden_size
     held, why = widest * (each + 1), "the largest tensor and its check for nan"
     if max(parallel.tp, parallel.pp, parallel.ep, parallel.etp_size) > 1:
-        experts = max(layer.expert for layer in shape.layers)
+        experts = max(layer.expert for layer in sizes.layers)
         bucket = max(plan.rollout.bucket_bytes, each * max(widest, experts))
-        held += min(bucket, each * parameters(shape).total)
+        held += min(bucket, each * parameters(sizes).total)
         why = f"a bucket, {why}"
         if plan.rollout.engine == "vllm" and plan.rollout.gpus is None:
             held += each * experts
@@ -328,7 +328,7 @@ def _publish(plan: Plan) -> Item:
 def _engine(plan: Plan, load: Load) -> Iterator[Item]:
     """The rollout engine, where it shares the trainer's devices."""
     rollout, each = plan.rollout, DTYPE_BYTES[plan.rollout_dtype]
-    weights = each * parameters(plan.shape).total
+    weights = each * parameters(plan.sizes).total
     if rollout.engine == "hf":
         why = f"{each} bytes a parameter, the whole model on every rank"
         held_in = PHASES[:2] if plan.engine_sleeps else PHASES
@@ -360,20 +360,20 @@ def _embedded_cache(plan: Plan, load: Load) -> Item:
     tokens = slots * load.longest
     each = _cache_bytes_per_token(plan, 1)
     # a slot's token, log-prob and routes, and three float32 copies of its logits
-    state = tokens * (12 + plan.shape.route_bytes_per_token) + 12 * slots * plan.shape.vocab_size
+    state = tokens * (12 + plan.sizes.route_bytes_per_token) + 12 * slots * plan.sizes.vocab_size
     why = f"{slots} sequences, {tokens:,} tokens x {each:,} bytes, and their logits"
     return Item("engine cache", tokens * each + state, ("rollout",), why, exact=False)
 
 
 def _cache_bytes_per_token(plan: Plan, tp: int) -> int:
-    shape: Any = plan.shape
-    if is_latent(shape):  # one latent for all heads: a copy on every rank
-        width = shape.kv_lora_rank + shape.qk_rope_head_dim
+    sizes: Any = plan.sizes
+    if is_latent(sizes):  # one latent for all heads: a copy on every rank
+        width = sizes.kv_lora_rank + sizes.qk_rope_head_dim
     else:
         heads = heads_of(plan)
-        groups = shape.query_groups or shape.num_attention_heads
+        groups = sizes.query_groups or sizes.num_attention_heads
         width = 2 * heads.query // heads.number * max(1, groups // tp)
-    return DTYPE_BYTES[plan.rollout_dtype] * shape.num_hidden_layers * width
+    return DTYPE_BYTES[plan.rollout_dtype] * sizes.num_hidden_layers * width
 
 
 def _context(plan: Plan) -> Iterator[Item]:

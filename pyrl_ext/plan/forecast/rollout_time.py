@@ -61,12 +61,12 @@ class Decoder:
     @cached_property
     def cache_bytes(self) -> float:
         """Keys and values of a token on a GPU; latent ones are whole on each."""
-        shape, each = self.plan.shape, DTYPE_BYTES[self.plan.rollout_dtype]
-        latent = getattr(shape, "kv_lora_rank", None)
+        sizes, each = self.plan.sizes, DTYPE_BYTES[self.plan.rollout_dtype]
+        latent = getattr(sizes, "kv_lora_rank", None)
         if latent is not None:
-            return each * shape.num_hidden_layers * (latent + getattr(shape, "qk_rope_head_dim", 0))
-        heads = shape.query_groups or shape.num_attention_heads
-        return each * shape.num_hidden_layers * max(1, heads // self.tp) * sum(head_widths(shape))
+            return each * sizes.num_hidden_layers * (latent + getattr(sizes, "qk_rope_head_dim", 0))
+        heads = sizes.query_groups or sizes.num_attention_heads
+        return each * sizes.num_hidden_layers * max(1, heads // self.tp) * sum(head_widths(sizes))
 
     @cached_property
     def weight_bytes(self) -> float:
@@ -91,15 +91,15 @@ class Decoder:
     def used(self, sequences: int) -> float:
         """Share of the weights that a token of each of ``sequences`` reads: experts that nobody
         chooses are left alone."""
-        shape, counts = self.plan.shape, self._parameters
+        sizes, counts = self.plan.sizes, self._parameters
         if not counts.expert:
             return 1.0
-        missed = counts.expert * (1 - shape.topk / shape.num_experts) ** sequences
+        missed = counts.expert * (1 - sizes.topk / sizes.num_experts) ** sequences
         return 1 - missed / counts.total
 
     @cached_property
     def _parameters(self) -> Parameters:
-        return parameters(self.plan.shape)
+        return parameters(self.plan.sizes)
 
     @property
     def layer_seconds(self) -> float:
@@ -128,7 +128,7 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> list[Spent]:
     """Reading the prompts once a group, and then token by token."""
     if plan.rollout.engine == "recorded":
         return []
-    engine, each = Decoder(plan, gpu), model_flops(plan.shape)
+    engine, each = Decoder(plan, gpu), model_flops(plan.sizes)
     samples, slots, prompts = engine.samples, engine.running, engine.prompts
     rate, why = reached("projections", gpu.flops[plan.rollout_dtype])
     first = each.of(sum(prompts), sum(n * (n + 1) / 2 for n in prompts), len(prompts)) / engine.tp
@@ -139,7 +139,7 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> list[Spent]:
         held = engine.weight_bytes * engine.used(sequences) + sequences * cached
         moved += steps * held
         seconds += steps * max(held / memory, sequences * one / rate)
-        launched += steps * plan.shape.num_hidden_layers
+        launched += steps * plan.sizes.num_hidden_layers
     shared = (
         f"{len(samples)} samples on each of {engine.engines} engines, {slots} at most at a time"
     )
@@ -156,9 +156,9 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> list[Spent]:
     ]
     if engine.tp > 1:
         rows = sum(s.response for s in samples) + sum(prompts)
-        width = plan.shape.hidden_size * DTYPE_BYTES[plan.rollout_dtype]
+        width = plan.sizes.hidden_size * DTYPE_BYTES[plan.rollout_dtype]
         # two sums a layer, each gathered and split
-        sent = 4 * plan.shape.num_hidden_layers * rows * width * (engine.tp - 1) / engine.tp
+        sent = 4 * plan.sizes.num_hidden_layers * rows * width * (engine.tp - 1) / engine.tp
         link, how = reached("ring", group_rate(gpu, plan.hardware.per_node, engine.tp, 1), "byte")
         found.append(Spent("tensor parallel", sent, "byte", sent / link, how))
     return found

@@ -117,7 +117,7 @@ def update_flops(plan: Plan) -> float:
     samples = step_samples(plan)
     rows, scored = sum(s.rows for s in samples), sum(s.response for s in samples)
     pairs = sum(s.rows * (s.rows + 1) / 2 for s in samples)
-    return 3 * model_flops(plan.shape, plan.num_mtp_layers).of(rows, pairs, scored)
+    return 3 * model_flops(plan.sizes, plan.num_mtp_layers).of(rows, pairs, scored)
 
 
 def _phase(phase: str, spent: Iterable[Spent]) -> Iterator[Cost]:
@@ -158,7 +158,7 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     """Every rank gathers the whole model, tensor by tensor, and its engine takes a part."""
     if plan.rollout.engine == "recorded":
         return
-    total, each = parameters(plan.shape).total, DTYPE_BYTES[plan.model.dtype]
+    total, each = parameters(plan.sizes).total, DTYPE_BYTES[plan.model.dtype]
     held = min(local_parameters(plan, stage) for stage in stage_parameters(plan))
     node = plan.hardware.per_node
     rate, why = reached("ring", group_rate(gpu, node, plan.world_size, 1), "byte")

@@ -220,7 +220,7 @@ class _Given:
 
     def layouts(self) -> Iterator[Values]:
         """Every way to arrange the ranks, with layers cut into stages for it."""
-        sizes, layers = _divisors(self.gpus), self.draft.shape.num_hidden_layers
+        sizes, layers = _divisors(self.gpus), self.draft.sizes.num_hidden_layers
         axes = [self.choices(("parallel", axis), sizes) for axis in ("tp", "pp", "cp")]
         for tp, pp, cp in product(*axes):
             dp, odd = divmod(self.gpus, tp * pp * cp)
@@ -242,7 +242,7 @@ class _Given:
         if same or any(key in self.pinned for key in SPLIT):
             return {}
         found: Values = dict(zip(SPLIT, (None, None, None, False, False), strict=True))
-        layers = self.draft.shape.num_hidden_layers
+        layers = self.draft.sizes.num_hidden_layers
         if layers % (pp * vpp):
             found[LAYOUT] = even_layout(layers, self.draft.num_mtp_layers, pp * vpp)
         return found
@@ -309,7 +309,7 @@ class _Given:
     def weight_bytes(self, values: Values) -> float:
         """What a rank of equal stages holds of weights and gradients, whatever is saved."""
         plan = self.plan(values)
-        counts = local_parameters(plan, parameters(plan.shape)) / plan.parallel.pp
+        counts = local_parameters(plan, parameters(plan.sizes)) / plan.parallel.pp
         return counts * (DTYPE_BYTES[plan.model.dtype] + 4)
 
     def _texts(self, values: Values) -> tuple[str, ...]:

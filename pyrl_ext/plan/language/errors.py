@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from pyrl_ext.plan.schema import Section, Sections
+from pyrl_ext.plan.schema import Config, Section
 
 Key = tuple[str, ...]
 
@@ -40,8 +40,8 @@ def _one_line(text: str) -> str:
 def fields_of(section: str | None = None) -> dict[str, Any]:
     """Field name -> pydantic's field info, of a section or of the top level."""
     if section is None:
-        return Sections.model_fields
-    kind = Sections.model_fields[section].annotation if section in Sections.model_fields else None
+        return Config.model_fields
+    kind = Config.model_fields[section].annotation if section in Config.model_fields else None
     return kind.model_fields if isinstance(kind, type) and issubclass(kind, Section) else {}
 
 

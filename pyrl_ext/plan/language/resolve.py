@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pyrl_ext.plan.language.errors import Key, fields_of, show, unknown
 from pyrl_ext.plan.language.yaml_tree import Place, Source
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.schema import Beside
+from pyrl_ext.plan.schema import RelativePath
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)(\}?)")
 _SIZE = re.compile(r"([-+]?[0-9][0-9_]{0,17}(?:\.[0-9]{1,9})?) ?([kmgt])(i?)(b?)", re.IGNORECASE)
@@ -21,26 +21,26 @@ class _Failed(Exception):
     """The value cannot be told; the problem is recorded."""
 
 
-def settle(source: Source) -> None:
+def resolve(source: Source) -> None:
     """Replace what `source.tree` holds by what is meant; what cannot be told has failed."""
-    settling = _Settling(source)
+    resolver = Resolver(source)
     for name, value in source.tree.items():
         keys = [(name, inner) for inner in value] if isinstance(value, dict) else [(name,)]
         for key in keys:
             try:
-                settling.value(key)
+                resolver.value(key)
             except _Failed:
                 source.failed.add(key[:2])
             except RecursionError:
                 source.fail(key, "nested too deeply, expected plain values")
-    for key, value in settling.known.items():
+    for key, value in resolver.known.items():
         if len(key) == 1 and key[0] in source.tree:
             source.tree[key[0]] = value
         elif len(key) == 2 and key[1] in source.tree.get(key[0], ()):
             source.tree[key[0]][key[1]] = value
 
 
-class _Settling:
+class Resolver:
     """Values by key, each settled once, whoever asks first."""
 
     def __init__(self, source: Source) -> None:
@@ -78,8 +78,8 @@ class _Settling:
             return value
         if _takes_int(field.annotation):
             return self._size(key, value, unit_of(field))
-        if beside := beside_of(field):
-            return self._from_here(key, written, value, beside)
+        if mark := relative_path_of(field):
+            return self._from_here(key, written, value, mark)
         return value
 
     def _parts(self, key: Key, names: list[str]) -> list[Any]:
@@ -150,17 +150,17 @@ class _Settling:
         except ValueError as error:
             return self._refuse(key, str(error))
 
-    def _from_here(self, key: Key, written: str, text: str, beside: Beside) -> str:
+    def _from_here(self, key: Key, written: str, text: str, mark: RelativePath) -> str:
         """A path that another file began, as seen from the folder of the main one."""
         _, place = self.source.origin(key) or ((), None)
         if not isinstance(place, Place) or place.file == self.source.path or not text:
             return text
         if (start := _REFERENCE.match(written)) and start[1]:
             field = _field(tuple(start[1].strip().split(".")))
-            if field and beside_of(field):
+            if field and relative_path_of(field):
                 return text  # it begins with a path that is already seen from here
         there = Plan.model_construct(source=os.path.abspath(place.file))
-        if os.path.isabs(text) or (beside.or_hub_id and there.is_hub_id(text)):
+        if os.path.isabs(text) or (mark.or_hub_id and there.is_hub_id(text)):
             return text
         here = os.path.dirname(os.path.abspath(self.source.path))
         return os.path.relpath(there.resolve(text), here)
@@ -210,10 +210,10 @@ def unit_of(field: Any) -> str | None:
     return found[1] if found else None
 
 
-def beside_of(field: Any) -> Beside | None:
+def relative_path_of(field: Any) -> RelativePath | None:
     """How the text of `field` is a path, where it is one."""
     marks = [*field.metadata, *_annotations(field.annotation)]
-    return next((mark for mark in marks if isinstance(mark, Beside)), None)
+    return next((mark for mark in marks if isinstance(mark, RelativePath)), None)
 
 
 def _annotations(annotation: Any) -> list[Any]:

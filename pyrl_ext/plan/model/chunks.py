@@ -29,7 +29,7 @@ SPLIT_WAYS = {
 
 
 @dataclass(frozen=True)
-class Stage:
+class ModelChunk:
     """What one model chunk of a pipeline rank holds."""
 
     embedding: bool
@@ -44,7 +44,7 @@ class Stage:
 
 def plan_stages(
     parallel: Parallel, num_layers: int, num_mtp_layers: int = 0
-) -> tuple[tuple[Stage, ...], ...]:
+) -> tuple[tuple[ModelChunk, ...], ...]:
     """The stage of every pipeline rank and chunk.
 
     Args:
@@ -63,7 +63,7 @@ def plan_stages(
     stages, placed = [], 0
     for parts in written:
         layers = tuple(range(placed, placed + parts.count("t")))
-        stages.append(Stage("E" in parts, layers, parts.count("m"), "L" in parts))
+        stages.append(ModelChunk("E" in parts, layers, parts.count("m"), "L" in parts))
         placed += len(layers)
     if (placed, len(stages)) != (num_layers, parallel.pp * parallel.vpp_size):
         raise ValueError(

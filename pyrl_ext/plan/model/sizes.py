@@ -66,7 +66,7 @@ class Yarn:
     """How much attention is sharpened with the logarithm of `factor`; 0: not."""
 
 
-class Shape(BaseModel, ABC):
+class ModelSizes(BaseModel, ABC):
     """What all families state; ``plan/families/<family>.py`` adds what one of them does.
 
     Fields keep their HF names where the families agree on one; `key` gives the name a config uses.
@@ -129,7 +129,7 @@ class Shape(BaseModel, ABC):
 
     @cached_property
     def layers(self) -> tuple[Parameters, ...]:
-        """Parameters of every decoder layer; many plans are priced with one shape."""
+        """Parameters of every decoder layer; many plans are priced with one set of sizes."""
         kinds, routers = (_dense_layer(self), _sparse_layer(self)), {*self.router_layers}
         return tuple(kinds[layer in routers] for layer in range(self.num_hidden_layers))
 
@@ -196,7 +196,7 @@ class Shape(BaseModel, ABC):
         return ()
 
 
-class Sparse(Shape):
+class Sparse(ModelSizes):
     """A model some of whose layers have routed experts."""
 
     num_experts: Positive = Field()
@@ -204,56 +204,56 @@ class Sparse(Shape):
     moe_intermediate_size: Positive = Field()
 
 
-def layer_parameters(shape: Shape, layer: int) -> Parameters:
+def layer_parameters(sizes: ModelSizes, layer: int) -> Parameters:
     """Parameters of decoder layer `layer` (0-based), without its router's bias buffer."""
-    return shape.layers[layer]
+    return sizes.layers[layer]
 
 
-def _dense_layer(shape: Shape) -> Parameters:
-    norms, ffn = 2 * shape.hidden_size, 3 * shape.hidden_size * shape.intermediate_size
-    return Parameters(replicated=norms, tensor=ffn) + shape.attention
+def _dense_layer(sizes: ModelSizes) -> Parameters:
+    norms, ffn = 2 * sizes.hidden_size, 3 * sizes.hidden_size * sizes.intermediate_size
+    return Parameters(replicated=norms, tensor=ffn) + sizes.attention
 
 
-def _sparse_layer(shape: Shape) -> Parameters:
-    hidden = shape.hidden_size
-    one = 3 * hidden * shape.moe_intermediate_size
-    return shape.attention + Parameters(
-        replicated=2 * hidden + hidden * shape.num_experts,
-        tensor=3 * hidden * shape.shared_expert_width,
-        expert=one * shape.num_experts,
-        active_expert=one * shape.topk,
+def _sparse_layer(sizes: ModelSizes) -> Parameters:
+    hidden = sizes.hidden_size
+    one = 3 * hidden * sizes.moe_intermediate_size
+    return sizes.attention + Parameters(
+        replicated=2 * hidden + hidden * sizes.num_experts,
+        tensor=3 * hidden * sizes.shared_expert_width,
+        expert=one * sizes.num_experts,
+        active_expert=one * sizes.topk,
     )
 
 
-def mtp_parameters(shape: Shape) -> Parameters:
+def mtp_parameters(sizes: ModelSizes) -> Parameters:
     """Parameters of a layer for multi-token prediction: a decoder layer with experts, behind a
     projection of two normed inputs and before a norm of its own."""
-    hidden = shape.hidden_size
-    return _sparse_layer(shape) + Parameters(replicated=3 * hidden, tensor=2 * hidden * hidden)
+    hidden = sizes.hidden_size
+    return _sparse_layer(sizes) + Parameters(replicated=3 * hidden, tensor=2 * hidden * hidden)
 
 
-def embedding_parameters(shape: Shape) -> Parameters:
+def embedding_parameters(sizes: ModelSizes) -> Parameters:
     """The token embedding."""
-    return Parameters(tensor=shape.vocab_size * shape.hidden_size)
+    return Parameters(tensor=sizes.vocab_size * sizes.hidden_size)
 
 
-def head_parameters(shape: Shape) -> Parameters:
+def head_parameters(sizes: ModelSizes) -> Parameters:
     """The final norm, and the output projection where it is not the embedding again."""
-    tied = shape.tie_word_embeddings
+    tied = sizes.tie_word_embeddings
     return Parameters(
-        replicated=shape.hidden_size, tensor=0 if tied else shape.vocab_size * shape.hidden_size
+        replicated=sizes.hidden_size, tensor=0 if tied else sizes.vocab_size * sizes.hidden_size
     )
 
 
-def parameters(shape: Shape) -> Parameters:
+def parameters(sizes: ModelSizes) -> Parameters:
     """Parameters of the whole model, layers for multi-token prediction apart."""
-    total = embedding_parameters(shape) + head_parameters(shape)
-    for layer in range(shape.num_hidden_layers):
-        total += layer_parameters(shape, layer)
+    total = embedding_parameters(sizes) + head_parameters(sizes)
+    for layer in range(sizes.num_hidden_layers):
+        total += layer_parameters(sizes, layer)
     return total
 
 
-def read_shape(hf: dict[str, Any]) -> Shape:
+def read_sizes(hf: dict[str, Any]) -> ModelSizes:
     """The sizes in an HF config. Raises pydantic's `ValidationError`."""
     family = importlib.import_module(f"pyrl_ext.plan.model.families.{hf['model_type']}")
-    return family.SHAPE.model_validate(hf)
+    return family.SIZES.model_validate(hf)

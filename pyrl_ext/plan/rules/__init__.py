@@ -2,7 +2,7 @@
 
 A rule returns None, or its message: `<what, with value>, expected <rule>[; <consequence>][. <what
 to do>]`. Ranges of a single field are in the schema. A rule that reads a field which is itself
-wrong raises `Unchecked` by that read, and is skipped.
+wrong raises `InvalidField` by that read, and is skipped.
 """
 
 from pyrl_ext.plan.rules import (  # noqa: F401 (each registers its rules)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.schema import Section, Unchecked
+from pyrl_ext.plan.schema import InvalidField, Section
 
 # A message, or several; (name, message) is about the entry `name` of the rule's key.
 Found = str | Iterable[str | tuple[str, str]] | None
@@ -36,7 +36,7 @@ def check(plan: Plan, rules: Iterable[tuple[str, Rule]] = RULES) -> Iterator[tup
         try:
             found = function(plan)
             messages = [found] if isinstance(found, str) else [*(found or ())]
-        except Unchecked:
+        except InvalidField:
             continue
         for each in messages:
             yield (key, each) if isinstance(each, str) else (f"{key}.{each[0]}", each[1])

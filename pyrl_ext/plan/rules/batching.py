@@ -53,11 +53,11 @@ def longest_sample_fits(plan: Plan) -> Found:
 @rule("rollout.max_new_tokens")
 def positions_suffice(plan: Plan) -> Found:
     tokens = plan.data.max_prompt_tokens + plan.rollout.max_new_tokens
-    if tokens > plan.shape.max_position_embeddings:
+    if tokens > plan.sizes.max_position_embeddings:
         return (
             f"{plan.rollout.max_new_tokens} + data.max_prompt_tokens {plan.data.max_prompt_tokens} "
             f"= {tokens} tokens, expected at most max_position_embeddings "
-            f"{plan.shape.max_position_embeddings} {in_config(plan)}"
+            f"{plan.sizes.max_position_embeddings} {in_config(plan)}"
         )
 
 

@@ -13,19 +13,19 @@ from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
 
 @rule("model.config")
 def sizes_do_not_contradict(plan: Plan) -> Found:
-    return [f"{relative(plan.config_path)}: {each}" for each in plan.shape.contradictions()]
+    return [f"{relative(plan.config_path)}: {each}" for each in plan.sizes.contradictions()]
 
 
 @rule("model.router_bias_update_rate")
 def routers_have_a_bias(plan: Plan) -> Found:
     rate = plan.model.router_bias_update_rate
-    if rate and not plan.shape.has_router_bias:
+    if rate and not plan.sizes.has_router_bias:
         return f"{rate:g}, expected 0; routers of {plan.model.family} have no bias to move"
 
 
 @rule("model.mtp")
 def mtp_layers_exist(plan: Plan) -> Found:
-    if plan.model.mtp and not plan.shape.num_nextn_predict_layers:
+    if plan.model.mtp and not plan.sizes.num_nextn_predict_layers:
         return f"on, expected num_nextn_predict_layers above 0 {in_config(plan)}. Use mtp: off"
 
 
@@ -57,11 +57,11 @@ def the_gpu_has_fp8(plan: Plan) -> Found:
 
 @rule("model.fp8")
 def fp8_widths_are_multiples_of_16(plan: Plan) -> Found:
-    shape, tp = plan.shape, plan.parallel.tp
-    parts = {f"hidden_size {shape.hidden_size}": shape.hidden_size} | {
-        f"{name} {width} / tp {tp}": width // tp for name, width in shape.tp_widths.items()
+    sizes, tp = plan.sizes, plan.parallel.tp
+    parts = {f"hidden_size {sizes.hidden_size}": sizes.hidden_size} | {
+        f"{name} {width} / tp {tp}": width // tp for name, width in sizes.tp_widths.items()
     }
-    width, etp = shape.moe_intermediate_size, plan.parallel.etp_size
+    width, etp = sizes.moe_intermediate_size, plan.parallel.etp_size
     parts[f"moe_intermediate_size {width} / etp {etp}"] = width // etp
     if plan.model.fp8 and (odd := [name for name, part in parts.items() if part % 16]):
         return (
@@ -73,7 +73,7 @@ def fp8_widths_are_multiples_of_16(plan: Plan) -> Found:
 @rule("model.offload_layers")
 def offloading_suits_megatron(plan: Plan) -> Found:
     """What megatron-core's TransformerConfig and TransformerBlock refuse."""
-    model, layers = plan.model, plan.shape.num_hidden_layers
+    model, layers = plan.model, plan.sizes.num_hidden_layers
     reasons = {
         f"model.backend {model.backend}": model.backend != "te",
         f"parallel.pp {plan.parallel.pp}": plan.parallel.pp > 1,

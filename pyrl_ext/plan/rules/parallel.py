@@ -8,22 +8,22 @@ from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule, unfit
 
 @rule("parallel.tp")
 def heads_split_over_tp(plan: Plan) -> Found:
-    heads = {"num_attention_heads": plan.shape.num_attention_heads}
+    heads = {"num_attention_heads": plan.sizes.num_attention_heads}
     why = "attention heads are split over tensor-parallel ranks"
     return indivisible(plan.parallel.tp, heads, why, where=in_config(plan))
 
 
 @rule("parallel.tp")
 def widths_split_over_tp(plan: Plan) -> Found:
-    shape, why = plan.shape, "these widths are split over tensor-parallel ranks"
-    heads, where = shape.num_attention_heads, in_config(plan)
-    return indivisible(plan.parallel.tp, shape.tp_widths, why, heads, where=where)
+    sizes, why = plan.sizes, "these widths are split over tensor-parallel ranks"
+    heads, where = sizes.num_attention_heads, in_config(plan)
+    return indivisible(plan.parallel.tp, sizes.tp_widths, why, heads, where=where)
 
 
 @rule("parallel.tp")
 def query_groups_split_over_tp(plan: Plan) -> Found:
     why = "a key/value head is whole on a rank"
-    return unfit_for_heads(plan.parallel.tp, plan.shape.query_groups, why, in_config(plan))
+    return unfit_for_heads(plan.parallel.tp, plan.sizes.query_groups, why, in_config(plan))
 
 
 @rule("parallel.tp")
@@ -47,14 +47,14 @@ def nodes_are_whole(plan: Plan) -> Found:
 
 @rule("parallel.ep")
 def experts_split_over_ep(plan: Plan) -> Found:
-    experts = {plan.shape.key("num_experts"): plan.shape.num_experts}
+    experts = {plan.sizes.key("num_experts"): plan.sizes.num_experts}
     why = "every rank holds the same number of experts"
     return indivisible(plan.parallel.ep, experts, why, where=in_config(plan))
 
 
 @rule("parallel.ep")
 def there_are_experts_to_spread(plan: Plan) -> Found:
-    if plan.parallel.ep > 1 and not plan.shape.num_experts:
+    if plan.parallel.ep > 1 and not plan.sizes.num_experts:
         return (
             f"{plan.parallel.ep}, expected 1 for a model without experts {in_config(plan)}; "
             "megatron-core refuses it. Use dp, tp or cp"
@@ -63,7 +63,7 @@ def there_are_experts_to_spread(plan: Plan) -> Found:
 
 @rule("parallel.etp")
 def expert_width_splits_over_etp(plan: Plan) -> Found:
-    width = {"moe_intermediate_size": plan.shape.moe_intermediate_size}
+    width = {"moe_intermediate_size": plan.sizes.moe_intermediate_size}
     why = "an expert's width is split over etp ranks (null: tp)"
     return indivisible(plan.parallel.etp_size, width, why, where=in_config(plan))
 

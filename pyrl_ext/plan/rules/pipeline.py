@@ -39,7 +39,7 @@ def one_way_to_split(plan: Plan) -> Found:
 
 @rule("parallel.pp")
 def layers_split_over_stages(plan: Plan) -> Found:
-    parallel, layers = plan.parallel, plan.shape.num_hidden_layers
+    parallel, layers = plan.parallel, plan.sizes.num_hidden_layers
     pp, vpp = parallel.pp, parallel.vpp_size
     counted = [key.split("_")[2] for key in split_keys(parallel)]
     slots = layers + len(counted)
@@ -57,7 +57,7 @@ def layers_split_over_stages(plan: Plan) -> Found:
 @rule("parallel.pp")
 def stage_counts_leave_equal_stages(plan: Plan) -> Found:
     if is_split_by(plan.parallel, "counts"):
-        return counts_problem(plan.parallel, plan.shape.num_hidden_layers)
+        return counts_problem(plan.parallel, plan.sizes.num_hidden_layers)
 
 
 @rule("parallel.vpp")
@@ -69,4 +69,4 @@ def stage_counts_split_over_chunks(plan: Plan) -> Found:
 @rule("parallel.pipeline_model_parallel_layout")
 def layout_places_the_model(plan: Plan) -> Found:
     if is_split_by(plan.parallel, "layout"):
-        return layout_problem(plan.parallel, plan.shape.num_hidden_layers, plan.num_mtp_layers)
+        return layout_problem(plan.parallel, plan.sizes.num_hidden_layers, plan.num_mtp_layers)

@@ -128,17 +128,17 @@ def the_trainer_has_a_device_to_leave(plan: Plan) -> Found:
 
 @rule("rollout.tp")
 def the_model_splits_over_an_engine(plan: Plan) -> Found:
-    shape, rollout = plan.shape, plan.rollout
-    vocabulary = -(-shape.vocab_size // VOCABULARY_UNIT) * VOCABULARY_UNIT
+    sizes, rollout = plan.sizes, plan.rollout
+    vocabulary = -(-sizes.vocab_size // VOCABULARY_UNIT) * VOCABULARY_UNIT
     wholes = {
-        "num_attention_heads": shape.num_attention_heads,
-        "intermediate_size": shape.intermediate_size,
-        "moe_intermediate_size": shape.moe_intermediate_size,
+        "num_attention_heads": sizes.num_attention_heads,
+        "intermediate_size": sizes.intermediate_size,
+        "moe_intermediate_size": sizes.moe_intermediate_size,
         "vocab_size as vLLM pads it": vocabulary,
     }
     if rollout.engine_options.get("enable_expert_parallel"):
         del wholes["moe_intermediate_size"]
-        wholes[shape.key("num_experts")] = shape.num_experts
+        wholes[sizes.key("num_experts")] = sizes.num_experts
     why = "vLLM splits each of them evenly over an engine's GPUs"
     if rollout.engine == "vllm":
         return indivisible(rollout.tp, wholes, why, where=in_config(plan))
@@ -148,7 +148,7 @@ def the_model_splits_over_an_engine(plan: Plan) -> Found:
 def key_value_heads_split_over_an_engine(plan: Plan) -> Found:
     why = "vLLM keeps a key/value head whole on a GPU"
     if plan.rollout.engine == "vllm":
-        return unfit_for_heads(plan.rollout.tp, plan.shape.query_groups, why, in_config(plan))
+        return unfit_for_heads(plan.rollout.tp, plan.sizes.query_groups, why, in_config(plan))
 
 
 @rule("rollout.tp")

@@ -14,7 +14,7 @@ from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, fields_of, 
 from pyrl_ext.plan.language.resolve import unit_of
 from pyrl_ext.plan.language.yaml_tree import Place, Source
 from pyrl_ext.plan.reads import rules_of_fields
-from pyrl_ext.plan.schema import Sections
+from pyrl_ext.plan.schema import Config
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -52,7 +52,7 @@ def explain(name: str, source: Source | None, console: Console) -> None:
 
 
 def _explain_section(name: str, source: Source | None, console: Console) -> None:
-    console.print(f"[bold]{name}[/]  {escape(Sections.model_fields[name].annotation.__doc__)}")  # type: ignore[union-attr]
+    console.print(f"[bold]{name}[/]  {escape(Config.model_fields[name].annotation.__doc__)}")  # type: ignore[union-attr]
     table = Table(box=None, pad_edge=False)
     for column in ("key", "type", "default", "value" if source else "", "meaning"):
         if column:

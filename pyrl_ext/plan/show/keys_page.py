@@ -11,7 +11,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from pyrl_ext.plan.language.errors import Key, fields_of
 from pyrl_ext.plan.reads import rules_of_fields
-from pyrl_ext.plan.schema import Section, Sections
+from pyrl_ext.plan.schema import Config, Section
 from pyrl_ext.plan.show.explain import default_of, type_of
 
 EXTENDS = "parent file, relative to this one; what this file does not say is taken from there"
@@ -52,7 +52,7 @@ class _Untitled(GenerateJsonSchema):
 
 def schema() -> str:
     """JSON Schema of a config file, with descriptions."""
-    tree = Sections.model_json_schema(schema_generator=_Untitled)
+    tree = Config.model_json_schema(schema_generator=_Untitled)
     kinds = {kind.__name__: kind for kind in Section.__subclasses__()}
     needed = {"required": tree.pop("required"), "properties": {}}
     owners = {tree["properties"][name].get("$ref"): name for name in fields_of()}

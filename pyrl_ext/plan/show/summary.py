@@ -13,7 +13,7 @@ from pyrl_ext.plan.language.errors import show
 from pyrl_ext.plan.model.ranks import groups as groups_of
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.schema import Section, Sections
+from pyrl_ext.plan.schema import Config, Section
 
 
 class Verdict(NamedTuple):
@@ -107,8 +107,8 @@ class Summary:
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """(name, text) of what follows from the plan: ranks, parameters, routes and the batch."""
-    parallel, shape, batching = plan.parallel, plan.shape, plan.batching
-    counts, routers = parameters(shape), plan.router_layers
+    parallel, sizes, batching = plan.parallel, plan.sizes, plan.batching
+    counts, routers = parameters(sizes), plan.router_layers
     expert_dp = parallel.world_size // (parallel.pp * parallel.ep * parallel.etp_size)
     replica = f"dp {parallel.dp} x tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}"
     experts = f"ep {parallel.ep} x etp {parallel.etp_size} x dp {expert_dp}"
@@ -118,8 +118,8 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("ranks", f"{plan.world_size} = {replica}; experts {experts}"),
         ("groups", groups or "none: one rank"),
         ("parameters", f"{count(counts.total)}, of which {count(counts.active)} serve a token"),
-        ("routers", f"{len(routers)} of {shape.num_hidden_layers} layers ({ranges(routers)}), "
-                    f"each picks {shape.topk} of {shape.num_experts} experts"),
+        ("routers", f"{len(routers)} of {sizes.num_hidden_layers} layers ({ranges(routers)}), "
+                    f"each picks {sizes.topk} of {sizes.num_experts} experts"),
         ("engine", _engine(plan)),
         ("routes", _routes(plan)),
         ("rollout step", f"{plan.samples} samples in groups of {batching.samples_per_prompt}"),
@@ -132,7 +132,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
 def values(plan: Plan) -> list[Value]:
     """Every field, in the order of the schema."""
     found = []
-    for name, field in Sections.model_fields.items():
+    for name, field in Config.model_fields.items():
         value = getattr(plan, name)
         if isinstance(value, Section):
             inner = type(value).model_fields.items()
@@ -240,5 +240,5 @@ def _engine(plan: Plan) -> str:
 def _routes(plan: Plan) -> str:
     if not plan.replay.enabled:
         return "not replayed"
-    each = plan.shape.route_bytes_per_token
+    each = plan.sizes.route_bytes_per_token
     return f"{each} bytes a token, at most {size(each * plan.max_rows * plan.samples)} a step"

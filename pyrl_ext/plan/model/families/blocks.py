@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from pyrl_ext.plan.model.sizes import Parameters, Shape, Sparse, Yarn
+from pyrl_ext.plan.model.sizes import ModelSizes, Parameters, Sparse, Yarn
 from pyrl_ext.plan.schema import Count, Positive
 
 # The epsilon of transformers' norms inside multi-latent attention, whatever rms_norm_eps says.
@@ -15,7 +15,7 @@ MLA_NORM_EPS = 1e-6
 BIAS_REASON = "attention_bias is true; attention is built without biases"
 
 
-class GroupedQuery(Shape):
+class GroupedQuery(ModelSizes):
     """Attention in which groups of query heads share a key and a value head."""
 
     num_key_value_heads: Positive
@@ -69,7 +69,7 @@ class GroupedQuery(Shape):
         return (*super().unsupported(), *([BIAS_REASON] if biased else ()))
 
 
-class Latent(Shape):
+class Latent(ModelSizes):
     """Multi-latent attention: keys and values, and mostly queries, go through narrow projections,
     which every tensor-parallel rank holds whole."""
 

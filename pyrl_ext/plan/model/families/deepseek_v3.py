@@ -11,4 +11,4 @@ class DeepseekV3(SigmoidRouted, Latent):
     default_dense_layers = 3
 
 
-SHAPE = DeepseekV3
+SIZES = DeepseekV3

@@ -28,4 +28,4 @@ class Glm4Moe(SigmoidRouted, GroupedQuery):
         return int(self.head_width * rope.get("partial_rotary_factor", self.partial_rotary_factor))
 
 
-SHAPE = Glm4Moe
+SIZES = Glm4Moe

@@ -46,4 +46,4 @@ def _leading_dense(dense: int, layers: int) -> tuple[str, ...]:
     return tuple("dense" if layer < dense else "sparse" for layer in range(layers))
 
 
-SHAPE = Glm4MoeLite
+SIZES = Glm4MoeLite

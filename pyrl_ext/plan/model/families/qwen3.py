@@ -19,4 +19,4 @@ class Qwen3(GroupedQuery):
         return found
 
 
-SHAPE = Qwen3
+SIZES = Qwen3

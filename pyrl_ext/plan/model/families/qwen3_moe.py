@@ -43,4 +43,4 @@ class Qwen3Moe(Sparse, Qwen3):
         return tuple(found)
 
 
-SHAPE = Qwen3Moe
+SIZES = Qwen3Moe

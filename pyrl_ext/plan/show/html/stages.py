@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyrl_ext.plan.forecast.memory import chunk_parameters
-from pyrl_ext.plan.model.chunks import Stage
+from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.show.html.svg import WIDTH, Markup, box, join, legend, picture, text
 from pyrl_ext.plan.show.summary import count, ranges
@@ -36,7 +36,7 @@ def stages_section(plan: Plan) -> Markup:
     return join((legend(colours), picture(_TOP + pp * _ROW, title, shapes)))
 
 
-def _parts(plan: Plan, chunk: Stage) -> list[tuple[str, str]]:
+def _parts(plan: Plan, chunk: ModelChunk) -> list[tuple[str, str]]:
     """(kind, label) of everything in a chunk, in the order it runs."""
     routed = set(plan.router_layers)
     parts = [("embedding", "E")] if chunk.embedding else []
@@ -45,7 +45,7 @@ def _parts(plan: Plan, chunk: Stage) -> list[tuple[str, str]]:
     return [*parts, ("loss", "L")] if chunk.loss else parts
 
 
-def _chunk(plan: Plan, chunk: Stage, left: float, top: float, width: float) -> Markup:
+def _chunk(plan: Plan, chunk: ModelChunk, left: float, top: float, width: float) -> Markup:
     shapes = []
     for i, (kind, label) in enumerate(_parts(plan, chunk)):
         class_, words = PARTS[kind]
