@@ -15,7 +15,7 @@ import torch
 from pyrl_ext.data.source import Source, build_source
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
-from pyrl_ext.dist.heartbeat import Peers, PhaseClock, watched
+from pyrl_ext.dist.heartbeat import Heartbeat, heartbeats
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.registry import build_advantage, build_loss
@@ -37,7 +37,7 @@ AWAY = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "gradients
 STOPPED = 130  # exit code of a shell command that Ctrl-C ended
 
 
-def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
+def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
     """Run the plan from where its run folder stands; whether it reached its last step."""
     run = RunFolder(plan, topo)
     run.check()
@@ -48,7 +48,7 @@ def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
     experts = plan.sizes.num_experts
     layers = plan.router_layers if plan.replay.enabled else None  # None: routes are not needed
 
-    clock = PhaseClock(peers)
+    clock = Clock(on_phase=heartbeat.enter)
     with (
         closing(Rollouts(plan, topo, source, run.note)) as rollouts,
         Interrupt(topo.device).watched() as interrupt,
@@ -56,7 +56,7 @@ def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
         run.resume(policy)
         first = policy.step
         for step in range(first, plan.steps):
-            peers.step = step
+            heartbeat.step = step
             with clock("time/step"):
                 with clock("time/publish"):
                     row = {"step": step} | rollouts.publish(policy, step, clock)
@@ -84,7 +84,7 @@ def train(plan: Plan, topo: Topology, peers: Peers) -> bool:
             policy.step = step + 1
             if plan.replay.enabled:
                 models = [m for m in (policy, reference) if m is not None]
-                row["time/replay"] = sum(m.replay.stopwatch.take() for m in models)
+                row["time/replay"] = sum(sum(m.replay.clock.take().values()) for m in models)
             run.write(
                 row | batch.stats() | rollouts.aborted | compare(batch, old) | speed(clock, batch)
             )
@@ -136,27 +136,27 @@ class Rollouts:
         self.engine.close()
 
     def publish(self, policy: Policy, version: int, clock: Clock) -> dict[str, float]:
-        """Weights to the engine. Of the trainer's memory leaves what the plan says; the weights
-        last, since the engine reads them. The metrics of it."""
+        """Send the weights to the engine and offload what `rollout.offload_trainer` names (weights
+        last: the engine reads them). Returns metrics."""
         away = AWAY[self.plan.rollout.offload_trainer]
         freed = 0
         for part in (p for p in away if p != "weights"):
-            with clock("time/make_room"):
-                freed += policy.put_aside(part)
+            with clock("time/offload"):
+                freed += policy.offload(part)
         row = publish(self.engine, policy, version)
         if "weights" in away:
-            with clock("time/make_room"):
-                freed += policy.put_aside("weights")
-        return row | {"memory/put_aside": freed} if away else row
+            with clock("time/offload"):
+                freed += policy.offload("weights")
+        return row | {"memory/offloaded": freed} if away else row
 
     def rest(self, policy: Policy, clock: Clock) -> dict[str, float]:
-        """The device is the trainer's again. The metrics of it."""
+        """Put the engine to sleep and bring the trainer back onto the device. Returns metrics."""
         sleeps, found = self.plan.engine_sleeps, {}
         if sleeps or self.plan.rollout.offload_trainer != "none":
-            with clock("time/take_back"):
+            with clock("time/onload"):
                 if sleeps:
                     found["memory/engine_slept"] = self.engine.sleep()
-                policy.take_back()
+                policy.onload()
         return found
 
     def train(self, step: int) -> list[Sample]:
@@ -253,10 +253,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(plan.threads)
     serve_gpu_from(plan.kernels.backend)
     try:
-        with topology.start(plan) as topo, watched(topo) as peers:
+        with topology.start(plan) as topo, heartbeats(topo) as heartbeat:
             plan = fetch(plan, topo)
             load_kernels(plan, topo)
-            done = train(plan, topo, peers)
+            done = train(plan, topo, heartbeat)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

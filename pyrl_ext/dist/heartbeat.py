@@ -1,8 +1,8 @@
-"""Which rank died or hangs, and where it was: signs of life between the processes of a run.
+"""Heartbeats between the processes of a run: which rank died or hangs, and where it was.
 
-A collective that waits for a dead rank says little and late: gloo names a socket, NCCL may wait for
-ever. So every rank tells the others once a second, through the store that they met at, that it
-lives and which phase of which step it is in. A daemon thread does that: a phase may take hours.
+A collective that waits for a dead rank reports little, and late: gloo names a socket, NCCL may hang
+forever. So each rank writes a heartbeat to the rendezvous store once a second, with the phase and
+the step it is in. A daemon thread does that, since a phase may take hours.
 """
 
 from __future__ import annotations
@@ -26,190 +26,191 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
-from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.topology import Topology
 
-BEAT = 1.0  # seconds between two signs of life; the numbers below are in beats
-SILENT = 20  # missed by a rank that counts as dead. torchrun kills the others 30 s after a death
-SUSPECT = 5  # the same, after a collective failed here
-GRACE = 5  # the main thread has to end the process itself, before a thread ends it
-WATCHED = 64  # ranks that one rank listens to: the store answers all of them every second
-STORE = -1  # among the ranks that a beat is awaited from
+INTERVAL = 1.0  # seconds between two heartbeats; the numbers below count intervals
+SILENT = 20  # without a heartbeat, then a rank counts as dead; torchrun kills the rest after 30 s
+SUSPECT = 5  # the same once a collective failed here
+GRACE = 5  # for the main thread to end the process, before the monitor thread does
+WATCHED = 64  # ranks that one rank watches: the store answers all of them every interval
+STORE = -1  # stands for the store among the watched ranks
 
 
-class Sign(NamedTuple):
-    """What a rank tells: new ``beats`` mean that it lives; a ``verdict`` spreads from rank to rank;
-    who ``left`` at the end is not missed."""
+class Beat(NamedTuple):
+    """One rank's heartbeat. Rising ``count``: alive. ``cause``: why the run ended, passed on by
+    every rank that reads it. ``left``: the rank exited normally, so silence is expected."""
 
-    beats: int
+    count: int
     place: str
-    verdict: str | None
+    cause: str | None
     left: bool
 
 
-class Peers:
-    """The other ranks as one rank sees them. Alone (``world_size`` 1) it has no thread.
+class Heartbeat:
+    """The heartbeat of this rank, and the watch over those of others. With one rank, no thread.
 
-    Two threads: one talks to the store, and blocks when the store's host is gone; the other counts
-    the beats that it misses while it is itself awake, so that a process that was starved or asleep
-    blames nobody for it.
+    Two threads: one talks to the store and blocks when the store's host is gone; the other counts
+    the heartbeats it misses while it is itself awake, so that a process that was starved or
+    suspended does not blame the others for it.
+
+    Attributes:
+        step: the step this rank is in; None during start-up. Set by the training loop.
+        cause: what ended the run, once that is known.
     """
 
     def __init__(self, topo: Topology):
         self.rank, self.world_size = topo.rank, topo.world_size
         self.step: int | None = None
         self._phase: str | None = None
-        self.verdict: str | None = None  # what ended the run, once that is known
+        self.cause: str | None = None
         self._decided = threading.Event()
-        self._error: str | None = None  # of the main thread
-        self._doubt = False  # a rank may be gone: a collective failed, or torchrun ends this one
-        self._told_to_end = False
-        self._heard: dict[int, Sign] = {}
-        self._answers = 0  # of the store
-        self._broken: str | None = None  # the connection to the store, and why
-        self._silenced, self._left = threading.Event(), threading.Event()
+        self._error: str | None = None  # raised in the main thread
+        self._suspects = False  # a rank may be gone: a collective failed, or torchrun ends this one
+        self._terminated = False  # SIGTERM came
+        self._beats: dict[int, Beat] = {}  # the newest of each watched rank
+        self._answers = 0  # from the store
+        self._broken: str | None = None  # why the connection to the store is lost
+        self._flushing, self._left = threading.Event(), threading.Event()
         self._wake = threading.Event()
         if self.world_size > 1:
             self._start()
 
-    @property
-    def phase(self) -> str | None:
-        return self._phase
-
-    @phase.setter
-    def phase(self, phase: str | None) -> None:
-        self._phase = phase
+    def enter(self, phase: str | None) -> None:
+        """Name the phase that this rank is in, for the next heartbeat, which is sent at once."""
+        self._phase = phase and phase.removeprefix("time/")
         self._wake.set()
 
     @property
     def place(self) -> str:
-        """``update of step 7``."""
+        """Where this rank is, as in ``update of step 7``."""
         if self.step is None:
             return "start-up"
-        inside = "" if self.phase in (None, "step") else f"{self.phase} of "
+        inside = "" if self._phase in (None, "step") else f"{self._phase} of "
         return f"{inside}step {self.step}"
 
     def leave(self) -> None:
-        """The run is over for this rank, which is no fault."""
+        """End the heartbeat of this rank without an error."""
         if self.world_size > 1:
             self._left.set()
-            self._last_words()
-            self._judge.join()
+            self._flush()
+            self._monitor_thread.join()
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that ``error`` ended this rank, unless another rank is its cause.
+        """Report to the other ranks that ``error`` ended this one, unless another rank caused it.
 
-        A RuntimeError may be a collective that lost a rank, and which one is known within seconds:
-        then the process ends here, naming it.
+        A RuntimeError may be a collective that lost a rank. Which rank is known within seconds;
+        then the process exits here with the name of that rank.
         """
         if self.world_size == 1:
             return
         self._error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, RuntimeError):
-            self._doubt = True
-            if self._decided.wait(2 * SUSPECT * BEAT):
-                self._last_words()
+            self._suspects = True
+            if self._decided.wait(2 * SUSPECT * INTERVAL):
+                self._flush()
                 self._exit()
         self._decide(f"{self._name(self.rank)} failed in {self.place}: {self._error}")
-        self._last_words()  # the judge stays: leaving the process groups may take for ever
+        self._flush()  # the monitor stays: leaving the process groups may hang
 
-    # how ---------------------------------------------------------------------------------------
+    # internals ---------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Communicates: every rank's host, over the world; then the first signs, by the store."""
+        """Communicates: a gather of hosts over the world; the first heartbeats by the store."""
         self._host = os.environ.get("MASTER_ADDR", "localhost")
         here, self._there = _route(self._host)
         mine = (socket.gethostname(), here, os.getpid(), uuid.uuid4().hex)
         self._hosts: list[Any] = [None] * self.world_size
         dist.all_gather_object(self._hosts, mine)
         run = self._hosts[0][3]  # torchrun may start a run again at the same store
-        self._keys = [f"peers/{run}/{rank}" for rank in range(self.world_size)]
+        self._keys = [f"heartbeat/{run}/{rank}" for rank in range(self.world_size)]
         reach = min(self.world_size - 1, WATCHED)
         self._watched = [(self.rank + 1 + i) % self.world_size for i in range(reach)]
         self._store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
-        self._tell(0)
+        self._send(0)
         self._store.wait([self._keys[rank] for rank in self._watched], timedelta(minutes=5))
-        self._talk = threading.Thread(target=self._talking, name="peers-talk", daemon=True)
-        self._judge = threading.Thread(target=self._judging, name="peers-judge", daemon=True)
-        self._talk.start()
-        self._judge.start()
+        self._exchange_thread = threading.Thread(target=self._exchange, name="heartbeat-exchange", daemon=True)
+        self._monitor_thread = threading.Thread(
+            target=self._monitor, name="heartbeat-monitor", daemon=True
+        )
+        self._exchange_thread.start()
+        self._monitor_thread.start()
         self._on_sigterm = signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
-        """torchrun ends the other ranks when one dies: find out which before this one goes."""
-        self._doubt = self._told_to_end = True
+        """torchrun ends the other ranks when one dies: find out which before this one ends."""
+        self._suspects = self._terminated = True
 
-    def _tell(self, beats: int) -> None:
-        sign = Sign(beats, self.place, self.verdict, self._left.is_set())
-        self._store.set(self._keys[self.rank], json.dumps(sign))
+    def _send(self, count: int) -> None:
+        beat = Beat(count, self.place, self.cause, self._left.is_set())
+        self._store.set(self._keys[self.rank], json.dumps(beat))
 
-    def _talking(self) -> None:
-        beats, listened = 0, 0.0
+    def _exchange(self) -> None:
+        count, received = 0, 0.0
         keys = [self._keys[rank] for rank in self._watched]
         try:
             while True:
                 self._wake.clear()
-                last = self._silenced.is_set()
-                beats += 1
-                self._tell(beats)
+                last = self._flushing.is_set()
+                count += 1
+                self._send(count)
                 if last:
                     return
-                if time.monotonic() - listened > BEAT / 2:  # phases may change faster
-                    signs = [Sign(*json.loads(sign)) for sign in self._store.multi_get(keys)]
-                    self._heard = dict(zip(self._watched, signs))
+                if time.monotonic() - received > INTERVAL / 2:  # phases may change faster
+                    beats = [Beat(*json.loads(each)) for each in self._store.multi_get(keys)]
+                    self._beats = dict(zip(self._watched, beats, strict=True))
                     self._answers += 1
-                    listened = time.monotonic()
-                self._wake.wait(BEAT)
+                    received = time.monotonic()
+                self._wake.wait(INTERVAL)
         except RuntimeError as error:
             self._broken = str(error)
 
-    def _judging(self) -> None:
+    def _monitor(self) -> None:
         missed = dict.fromkeys((*self._watched, STORE), 0)
         before: dict[int, int] = {}
         grace, wait = GRACE, 2 * SUSPECT
-        while not self._left.wait(BEAT):
-            if self.verdict is not None:
+        while not self._left.wait(INTERVAL):
+            if self.cause is not None:
                 grace -= 1
                 if grace <= 0:
                     self._exit()
                 continue
-            heard = {rank: sign.beats for rank, sign in self._heard.items() if not sign.left}
-            heard[STORE] = self._answers
+            counts = {rank: beat.count for rank, beat in self._beats.items() if not beat.left}
+            counts[STORE] = self._answers
             for who in missed:
-                silent = who in heard and heard[who] == before.get(who)
+                silent = who in counts and counts[who] == before.get(who)
                 missed[who] = missed[who] + 1 if silent else 0
-            before = heard
-            wait -= self._told_to_end
-            if verdict := self._find(missed):
-                self._decide(verdict)
+            before = counts
+            wait -= self._terminated
+            if cause := self._find_cause(missed):
+                self._decide(cause)
             elif not wait:
                 self._decide(f"{self._name(self.rank)} was ended by SIGTERM in {self.place}")
 
-    def _find(self, missed: dict[int, int]) -> str | None:
-        told = [sign.verdict for sign in self._heard.values() if sign.verdict]
-        if told:
-            return told[0]
-        patience = SUSPECT if self._doubt else SILENT
+    def _find_cause(self, missed: dict[int, int]) -> str | None:
+        received = [beat.cause for beat in self._beats.values() if beat.cause]
+        if received:
+            return received[0]
+        patience = SUSPECT if self._suspects else SILENT
         if self._broken is not None or missed[STORE] >= patience:
             return self._without_store()
         if max(missed[rank] for rank in self._watched) < patience:
             return None
-        silent = [rank for rank in self._watched if missed[rank] >= patience - 2]  # a host at once
-        return f"no sign of life for {patience * BEAT:.0f} s from " + self._names(silent)
+        silent = [rank for rank in self._watched if missed[rank] >= patience - 2]  # a whole host
+        return f"no heartbeat for {patience * INTERVAL:.0f} s from " + self._names(silent)
 
     def _without_store(self) -> str:
         mine = self._hosts[self.rank][1]
         there = [r for r, host in enumerate(self._hosts) if host[1] == self._there != mine]
-        text = f"the store on {self._host} does not answer ({self._broken or 'it is silent'}): "
+        text = f"the store on {self._host} does not answer ({self._broken or 'timed out'}): "
         if not there:
-            return text + "torchrun, or who else ran it, has ended"
-        return text + f"torchrun there, the host or its network is gone, {self._names(there)}"
+            return text + "torchrun, or whatever ran the store, has ended"
+        return text + f"torchrun there, the host or its network is down, {self._names(there)}"
 
     def _names(self, ranks: list[int]) -> str:
         return "; ".join(
-            f"{self._name(rank)}, last heard in {self._heard[rank].place}"
-            if rank in self._heard
+            f"{self._name(rank)}, last heard in {self._beats[rank].place}"
+            if rank in self._beats
             else self._name(rank)
             for rank in sorted(ranks)
         )
@@ -218,59 +219,44 @@ class Peers:
         host, address, process, _ = self._hosts[rank]
         return f"rank {rank} ({host} {address}, pid {process})"
 
-    def _decide(self, verdict: str) -> None:
-        self.verdict = self.verdict or verdict  # the first stands
+    def _decide(self, cause: str) -> None:
+        self.cause = self.cause or cause  # the first one counts
         self._decided.set()
         self._wake.set()
 
-    def _last_words(self) -> None:
-        self._silenced.set()
+    def _flush(self) -> None:
+        self._flushing.set()
         self._wake.set()
-        self._talk.join(2 * BEAT)  # it never ends when the store's host is gone
+        self._exchange_thread.join(2 * INTERVAL)  # it blocks when the store's host is gone
 
     def _exit(self) -> NoReturn:
-        """At once: a collective may never return, and nor may the end of its process group."""
-        text = f"error: {self.verdict}\n  rank {self.rank} ended in {self.place}"
+        """Exit at once: a collective may never return, and destroying its group may hang too."""
+        text = f"error: {self.cause}\n  rank {self.rank} ended in {self.place}"
         sys.stdout.flush()
         print(f"{text}: {self._error}" if self._error else text, file=sys.stderr, flush=True)
         os._exit(1)
 
 
 @contextmanager
-def watched(topo: Topology) -> Iterator[Peers]:
-    """Signs of life while the block runs; an error in it is told to the others.
+def heartbeats(topo: Topology) -> Iterator[Heartbeat]:
+    """Exchange heartbeats while the block runs; an error in it is reported to the other ranks.
 
-    When another rank fails, dies, or hangs for ``SILENT`` seconds, the process ends with exit code
-    1 and the name of that rank; what is on disk stays as it is, as after a kill.
+    When another rank fails, dies, or hangs for ``SILENT`` seconds, the process exits with code 1
+    and the name of that rank; files stay as they are, as after a kill.
 
     Communicates: one gather over the world; then 100 bytes a second and watched rank by the store.
     """
-    peers = Peers(topo)
+    heartbeat = Heartbeat(topo)
     try:
-        yield peers
+        yield heartbeat
     except BaseException as error:
-        peers.fail(error)
+        heartbeat.fail(error)
         raise
-    peers.leave()
-
-
-class PhaseClock(Clock):
-    """A Clock that tells the other ranks which phase this one is in."""
-
-    def __init__(self, peers: Peers) -> None:
-        super().__init__()
-        self._peers = peers
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        outer, self._peers.phase = self._peers.phase, name.removeprefix("time/")
-        with super().__call__(name):
-            yield
-        self._peers.phase = outer  # an error leaves it where it happened
+    heartbeat.leave()
 
 
 def _route(host: str) -> tuple[str, str]:
-    """Addresses of this machine, on the network that leads to ``host``, and of ``host``."""
+    """This machine's address on the network that leads to ``host``, and the address of ``host``."""
     family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as route:
         route.connect(target)  # sends nothing

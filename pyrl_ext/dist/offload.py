@@ -1,66 +1,64 @@
-"""Device memory freed for a while, its contents kept on the host."""
+"""Device memory that is freed for a while; its contents may wait in host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 
+class OffloadedStorage:
+    """Frees the storage of tensors until `onload`.
 
-class Aside:
-    """Memory of tensors, given back for a while.
-
-    Tensors, their views and all that refers to them stay the objects they are; only their storages
-    are empty meanwhile, and must not be touched. Nothing is remembered between two times but what
-    is away.
+    The tensors and their views stay valid objects but must not be used meanwhile. Holds only what
+    is currently offloaded; true while that is anything.
     """
 
     def __init__(self) -> None:
-        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        self._offloaded: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._away)
+        return bool(self._offloaded)
 
-    def put(self, tensors: Iterable[Tensor], keep: bool = True) -> int:
-        """Empties the storages of ``tensors``.
+    def offload(self, tensors: Iterable[Tensor], keep: bool = True) -> int:
+        """Free the storages of ``tensors``.
 
         Args:
-            keep: their contents wait in host memory, pinned for a GPU's; else zeros come back.
+            keep: copy their contents to host memory (pinned for a GPU); otherwise `onload` fills
+                them with zeros.
 
-        Returns: bytes given back; a storage that several tensors share counts once.
-        Syncs: once, when all copies are made.
+        Returns: bytes freed; a storage that several tensors share counts once.
+        Syncs: once, after all copies were launched.
         """
-        found = {}
+        storages = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage
-        found.pop(0, None)  # empty, or away already
-        leaving = [
-            (storage, storage.nbytes(), _host_copy(storage, keep)) for storage in found.values()
-        ]
+            storages[storage.data_ptr()] = storage
+        storages.pop(0, None)  # empty, or offloaded already
+        leaving = [(s, s.nbytes(), _host_copy(s, keep)) for s in storages.values()]
         on_gpu = any(storage.device.type == "cuda" for storage, *_ in leaving)
         if on_gpu:
             torch.cuda.synchronize()
         for storage, *_ in leaving:
             storage.resize_(0)
         if on_gpu:
-            torch.cuda.empty_cache()  # what torch keeps for itself no engine can have
-        self._away += leaving
+            torch.cuda.empty_cache()  # an engine cannot use what torch's allocator caches
+        self._offloaded += leaving
         return sum(size for _, size, _ in leaving)
 
-    def take_back(self) -> int:
-        """Fills all of them again, in the order of the stream.
+    def onload(self) -> int:
+        """Allocate everything again and fill it, on the current stream.
 
-        Returns: bytes taken.
+        Returns: bytes allocated.
         """
-        for storage, size, host in self._away:
+        for storage, size, host in self._offloaded:
             storage.resize_(size)
             there = _bytes(storage)
             there.zero_() if host is None else there.copy_(host, non_blocking=True)
-        taken = sum(size for _, size, _ in self._away)
-        self._away = []
-        return taken
+        allocated = sum(size for _, size, _ in self._offloaded)
+        self._offloaded = []
+        return allocated
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -203,17 +203,23 @@ _METRICS = (
     ),
     Metric("time/publish", "s", "Wall time of handing the weights to the rollout engine."),
     Metric(
-        "time/make_room",
+        "time/offload",
         "s",
-        "Part of the publish: moving gradients, optimizer state and weights to the host.",
+        "Part of time/publish: offloading gradients, optimizer state and weights to the host.",
     ),
     Metric(
-        "time/take_back",
+        "time/onload",
         "s",
-        "Wall time of putting the engine to sleep and filling the trainer's memory again.",
+        "Wall time of putting the engine to sleep and onloading the trainer.",
     ),
-    Metric("memory/put_aside", "bytes", "What rank 0's trainer held in host memory meanwhile."),
-    Metric("memory/engine_slept", "bytes", "What rank 0's engine gave back when it fell asleep."),
+    Metric(
+        "memory/offloaded", "bytes", "Device memory that rank 0's trainer freed for the rollout."
+    ),
+    Metric(
+        "memory/engine_slept",
+        "bytes",
+        "Device memory that rank 0's engine freed when it went to sleep.",
+    ),
     Metric(
         "publish/checked",
         "tensors",
@@ -235,9 +241,19 @@ _METRICS = (
 
 GLOSSARY: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
 
+RENAMED = {  # names in the metrics.jsonl of earlier versions
+    "time/make_room": "time/offload",
+    "time/take_back": "time/onload",
+    "memory/put_aside": "memory/offloaded",
+}
+
 
 def lookup(name: str) -> Metric | None:
-    """The metric of that name, with numbers standing for ``<id>``; None if there is none."""
+    """The metric called ``name``, today or in an earlier version; None if there is none.
+
+    Numbers in the name match ``<id>``.
+    """
+    name = RENAMED.get(name, name)
     return GLOSSARY.get(name) or GLOSSARY.get(re.sub(r"_\d+$", "_<id>", name))
 
 

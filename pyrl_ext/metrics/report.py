@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from .glossary import lookup
+from .glossary import RENAMED, lookup
 from .plot import plot
 from .sinks import read_rows
 
@@ -28,7 +28,7 @@ PHASES = {
     "time/update": "model",
     "time/eval": "model",
     "time/publish": "ours",
-    "time/take_back": "ours",
+    "time/onload": "ours",
     "time/checkpoint": "ours",
 }
 MEANS = (
@@ -78,6 +78,7 @@ def load_run(folder: str | Path) -> Run:
     rows = read_rows(path)
     if not rows:
         raise ValueError(f"load_run: {path} has 0 steps, expected at least 1")
+    rows = [{RENAMED.get(name, name): value for name, value in row.items()} for row in rows]
     return Run(Path(folder).resolve().name, rows)
 
 

@@ -10,7 +10,6 @@ decoder's, so that the first of them has id ``num_layers``.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,27 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from pyrl_ext.dist.clock import Clock
 from pyrl_ext.ops import replay_probs
 from pyrl_ext.replay.routed_experts import Forced
-
-
-class Stopwatch:
-    """Adds up the host's time inside ``with stopwatch:`` [s]; on a GPU that of launching."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._start
-
-    def take(self) -> float:
-        """Seconds since it was last taken."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
 
 TopK = tuple[Tensor, Tensor]  # (scores [T, K], expert ids [T, K])
 
@@ -56,8 +37,8 @@ class RouterHook:
     layer's backward passes come in the order of its forward passes, in every schedule megatron has.
     """
 
-    def __init__(self, layer_id: int, device: torch.device, stopwatch: Stopwatch):
-        self.layer_id, self.stopwatch = layer_id, stopwatch
+    def __init__(self, layer_id: int, device: torch.device, clock: Clock):
+        self.layer_id, self.clock = layer_id, clock
         self.layer_number: int | None = None  # megatron sets it
         self.topk = 1  # of the newest forward
         self.current: Forced | None = None
@@ -114,7 +95,7 @@ class RouterHook:
         )
         if self.used is None:
             return native_topk(scores)
-        with record_function("pyrl: replay"), self.stopwatch:
+        with record_function("pyrl: replay"), self.clock("time/replay"):
             return self._forced(self.used, scores, native_topk)
 
     def _forced(self, use: Forced, scores: Tensor, native_topk: Callable) -> TopK:
@@ -150,9 +131,9 @@ class Replay:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device):
         self.device = device
-        self.stopwatch = Stopwatch()  # of what replay adds to a step
+        self.clock = Clock()  # counts, as "time/replay", the host time that replay adds to a step
         self.hooks: list[list[RouterHook]] = [
-            _attach(chunk, device, self.stopwatch) for chunk in chunks
+            _attach(chunk, device, self.clock) for chunk in chunks
         ]
         if len(set(self.layers)) < len(self.layers):
             raise RuntimeError(f"replay: router layers {self.layers}, expected each once")
@@ -230,7 +211,7 @@ class Replay:
         }
 
 
-def _attach(chunk: torch.nn.Module, device: torch.device, stopwatch: Stopwatch) -> list[RouterHook]:
+def _attach(chunk: torch.nn.Module, device: torch.device, clock: Clock) -> list[RouterHook]:
     """Hook every router of a live model chunk."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
@@ -255,7 +236,7 @@ def _attach(chunk: torch.nn.Module, device: torch.device, stopwatch: Stopwatch) 
         assert router.layer_number is not None
         # megatron numbers the layers for multi-token prediction from 1 again
         before = router.config.num_layers if router.is_mtp_layer else 0
-        hook: Any = RouterHook(before + router.layer_number - 1, device, stopwatch)
+        hook: Any = RouterHook(before + router.layer_number - 1, device, clock)
         router.router_replay = hook
         _route(router, hook)
         _leave_out_padding(router, hook)

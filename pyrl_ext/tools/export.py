@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 from pyrl_ext.dist import topology
-from pyrl_ext.dist.heartbeat import watched
+from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.models.hf_folder import save_checkpoint_hf
@@ -44,7 +44,7 @@ def export(plan: Plan, saved: Path, out: Path, dtype: str | None, tokenizer: str
     """
     names = {"weights": None, "tokenizer": tokenizer or plan.model.tokenizer}
     beside = plan.model_copy(update={"model": plan.model.model_copy(update=names)})
-    with topology.start(plan) as topo, watched(topo):
+    with topology.start(plan) as topo, heartbeats(topo):
         beside = fetch(beside, topo)
         folder = beside.tokenizer_path
         if folder is not None and not Path(folder).is_dir():

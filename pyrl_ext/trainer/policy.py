@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from pyrl_ext.dist.offload import Aside
+from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.dist.upload import to_device
 from pyrl_ext.loss.inputs import LossFn
@@ -66,7 +66,9 @@ class Policy:
         self.mtp_layers = plan.num_mtp_layers  # layers for multi-token prediction
         self.step = 0  # rollout steps finished
         self.updates = 0  # optimizer steps finished
-        self._aside = {part: Aside() for part in ("weights", "gradients", "optimizer")}
+        self._offloaded = {
+            part: OffloadedStorage() for part in ("weights", "gradients", "optimizer")
+        }
 
     @classmethod
     def build(
@@ -173,14 +175,14 @@ class Policy:
 
     # memory --------------------------------------------------------------------------------------
 
-    def put_aside(self, part: Literal["weights", "gradients", "optimizer"]) -> int:
-        """Give device memory to an engine until `take_back`; the pass that needs it raises.
+    def offload(self, part: Literal["weights", "gradients", "optimizer"]) -> int:
+        """Free device memory for an engine until `onload`; a pass that needs the part raises.
 
         Args:
             part: parameters and buffers; gradients, whose contents are lost; or the optimizer's
                 state with its fp32 copies of the weights.
 
-        Returns: bytes given back on this rank.
+        Returns: bytes freed on this rank.
         Syncs: once.
         """
         tensors = list(self._live().values())
@@ -190,20 +192,20 @@ class Policy:
             if part == "optimizer":  # in fp32 it steps the weights themselves
                 tensors = state_tensors(self.optimizer)
                 tensors = [t for t in tensors if t.untyped_storage().data_ptr() not in shared]
-        return self._aside[part].put(tensors, keep=part != "gradients")
+        return self._offloaded[part].offload(tensors, keep=part != "gradients")
 
-    def take_back(self) -> int:
-        """All that was put aside is on the device again.
+    def onload(self) -> int:
+        """Bring everything that was offloaded back onto the device.
 
-        Returns: bytes taken on this rank.
+        Returns: bytes allocated on this rank.
         """
-        return sum(aside.take_back() for aside in self._aside.values())
+        return sum(each.onload() for each in self._offloaded.values())
 
     def _need(self, *parts: str) -> None:
-        if away := [part for part in parts if self._aside[part]]:
+        if away := [part for part in parts if self._offloaded[part]]:
             raise RuntimeError(
-                f"Policy: the {' and '.join(away)} of rank {self.topo.rank} are put aside, "
-                "expected them on the device; call take_back first"
+                f"Policy: the {' and '.join(away)} of rank {self.topo.rank} are offloaded, "
+                "expected them on the device; call onload first"
             )
 
     # passes --------------------------------------------------------------------------------------
@@ -263,7 +265,7 @@ class Policy:
         Returns: grad_norm (before clipping) and lr.
         Raises: FloatingPointError when the gradient is not finite.
         """
-        self._need(*self._aside)
+        self._need(*self._offloaded)
         lr = warmed_up(self.plan.optimizer.lr, self.plan.optimizer.warmup_steps, self.updates)
         set_lr(self.optimizer, lr)
         stepped, grad_norm, _ = self.optimizer.step()
@@ -403,7 +405,7 @@ class Policy:
     def save(self, folder: Path) -> None:
         """Model, optimizer and counters into ``folder``, whole or not at all; with
         ``checkpoint.hf`` the weights once more in its ``hf/``, as Hugging Face has them."""
-        self._need(*self._aside)
+        self._need(*self._offloaded)
         plan, topo = self.plan, self.topo
         counters = {"step": self.step, "updates": self.updates}
 
@@ -415,7 +417,7 @@ class Policy:
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote, under this or another layout."""
-        self._need(*self._aside)
+        self._need(*self._offloaded)
         counters = checkpoint.load(folder, self._models, self.optimizer, self.plan, self.topo)
         self.step, self.updates = counters["step"], counters["updates"]
 

@@ -79,7 +79,7 @@ class Feed:
             if not found.readers:
                 del self._ready[number]
             self._upload.arrive()
-            with record_function("pyrl: routes"), self.replay.stopwatch:
+            with record_function("pyrl: routes"), self.replay.clock("time/replay"):
                 routes = found.routes.of_layers(layers)
             yield chunk, found, routes
 
@@ -96,7 +96,7 @@ class Feed:
             micro = Microbatch.of(self.batch, ids, topo, self.depths, self._upload)
             packed = PackedSequences.of(micro.layout, topo.cp_rank, topo.device, micro.positions)
             packed.tokens_ahead = tuple(ahead.tokens for ahead in micro.ahead)
-        with record_function("pyrl: routes"), self.replay.stopwatch:
+        with record_function("pyrl: routes"), self.replay.clock("time/replay"):
             routes = self._routes(micro)
         self._ready[self._made] = Prepared(micro, packed, routes, len(self.replay.hooks))
         self._made += 1

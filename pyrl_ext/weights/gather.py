@@ -197,7 +197,7 @@ def gather_buckets(
     The one buffer, of the largest bucket, is let go with the iterator.
 
     A rank that raises in between leaves the others waiting for its part of the next bucket: in a
-    run they end within seconds and name it (`peers.watched`), elsewhere when its process ends or
+    run they end within seconds and name it (`dist.heartbeat`), elsewhere when its process ends or
     the time of the process group is up.
 
     Args:

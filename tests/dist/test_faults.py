@@ -16,6 +16,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG
 
 from pyrl_ext.dist import heartbeat
+from pyrl_ext.dist.clock import Clock
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.loss.grpo import grpo_loss
 
@@ -102,7 +103,7 @@ def test_a_lost_rank_is_named_and_the_same_command_goes_on(tmp_path):
     try:
         text = stopped.error()
         assert "going on from" in text and "step-1 (step 1 of 6)" in text
-        assert "no sign of life for 20 s from rank 1 (" in text
+        assert "no heartbeat for 20 s from rank 1 (" in text
         assert f"pid {process}), last heard in update of step {STOPPED}\n" in text
     finally:
         os.kill(process, signal.SIGKILL)  # torchrun would give it another half minute
@@ -122,21 +123,21 @@ def test_a_lost_rank_is_named_and_the_same_command_goes_on(tmp_path):
 
 def slow_rank(group):
     """Rank 1 spends three times the patience in one phase; rank 0 waits for it."""
-    heartbeat.BEAT = 0.05
+    heartbeat.INTERVAL = 0.05
     topo = SimpleNamespace(rank=group.rank(), world_size=group.size())
-    with heartbeat.watched(topo) as watched:  # pyright: ignore[reportArgumentType]
-        clock, watched.step = heartbeat.PhaseClock(watched), 0
+    with heartbeat.heartbeats(topo) as beats:  # pyright: ignore[reportArgumentType]
+        clock, beats.step = Clock(on_phase=beats.enter), 0
         with clock("time/rollout"):
-            time.sleep(3 * heartbeat.SILENT * heartbeat.BEAT * group.rank())
+            time.sleep(3 * heartbeat.SILENT * heartbeat.INTERVAL * group.rank())
         dist.barrier(group)
-    return watched.verdict, threading.active_count()
+    return beats.cause, threading.active_count()
 
 
 def test_a_long_phase_is_no_fault():
     assert run_ranks(slow_rank, 2) == [(None, 1)] * 2
     alone = SimpleNamespace(rank=0, world_size=1)
-    with heartbeat.watched(alone):  # pyright: ignore[reportArgumentType]
-        assert not [t.name for t in threading.enumerate() if t.name.startswith("peers")]
+    with heartbeat.heartbeats(alone):  # pyright: ignore[reportArgumentType]
+        assert not [t.name for t in threading.enumerate() if t.name.startswith("heartbeat")]
 
 
 def test_two_hosts():

@@ -12,14 +12,14 @@ from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 from pyrl_ext.dist import topology
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.dist.heartbeat import watched
+from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.plan import Plan
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.train import train
-from pyrl_ext.dist.offload import Aside
+from pyrl_ext.dist.offload import OffloadedStorage
 
 BF16, DISTRIBUTED = "model.dtype=bfloat16", "optimizer.distributed=true"
 LAYOUTS = {
@@ -37,11 +37,11 @@ def test_views_and_what_shares_memory_come_back():
     base = torch.arange(24.0).view(4, 6)
     views, other = (base[1], base.T[2:]), torch.tensor([3, 1], dtype=torch.uint8)
     before = [t.clone() for t in (base, *views, other)]
-    aside = Aside()
-    assert aside.put([*views, base, other]) == 24 * 4 + 2 and aside
+    offloaded = OffloadedStorage()
+    assert offloaded.offload([*views, base, other]) == 24 * 4 + 2 and offloaded
     assert [t.untyped_storage().nbytes() for t in (base, *views, other)] == [0] * 4
-    assert aside.put([base]) == 0  # it is away already
-    assert aside.take_back() == 24 * 4 + 2 and not aside
+    assert offloaded.offload([base]) == 0  # offloaded already
+    assert offloaded.onload() == 24 * 4 + 2 and not offloaded
     assert all(map(torch.equal, (base, *views, other), before))
     views[0].fill_(7)
     assert (base[1] == 7).all()
@@ -49,9 +49,9 @@ def test_views_and_what_shares_memory_come_back():
 
 def test_contents_that_are_not_kept_come_back_as_zeros():
     tensor = torch.ones(5)
-    aside = Aside()
-    aside.put([tensor], keep=False)
-    aside.take_back()
+    offloaded = OffloadedStorage()
+    offloaded.offload([tensor], keep=False)
+    offloaded.onload()
     assert tensor.tolist() == [0] * 5
 
 
@@ -67,9 +67,9 @@ def updates(overrides: tuple[str, ...], away: bool) -> tuple[Any, dict[str, int]
         found: list[Any] = []
         for _ in range(3):
             if away:
-                freed = {part: policy.put_aside(part) for part in PARTS}
+                freed = {part: policy.offload(part) for part in PARTS}
                 refuses(policy, batch, schedule)
-                assert policy.take_back() == sum(freed.values())
+                assert policy.onload() == sum(freed.values())
             old = policy.scores(batch, schedule).logprobs
             ready = batch.with_(old_logprobs=old)
             found.append(policy.update(ready, schedule, build_loss(plan.objective)))
@@ -90,7 +90,7 @@ def refuses(policy: Policy, batch: Any, schedule: Any) -> None:
         lambda: policy.accumulate(batch, schedule, build_loss(policy.plan.objective)),
         policy.step_optimizer,
     ):
-        with pytest.raises(RuntimeError, match="are put aside, expected them on the device"):
+        with pytest.raises(RuntimeError, match="are offloaded, expected them on the device"):
             call()
 
 
@@ -125,18 +125,18 @@ def test_a_run_that_makes_room_for_its_engine(tmp_path: Path):
         # a rule refuses it on a CPU, since it is of use on a GPU only
         rollout = plan.rollout.model_copy(update={"offload_trainer": moves})
         plan: Plan = plan.model_copy(update={"rollout": rollout})
-        with topology.start(plan) as topo, watched(topo) as peers:
-            assert train(plan, topo, peers)
+        with topology.start(plan) as topo, heartbeats(topo) as heartbeat:
+            assert train(plan, topo, heartbeat)
         rows[moves] = read_rows(run / "metrics.jsonl")
     for stayed, moved in zip(rows["none"], rows["all"], strict=True):
         times = {name for name in moved if name.startswith(("time/", "tokens_per_s"))}
-        assert {n: v for n, v in moved.items() if n not in {*times, "memory/put_aside"}} == {
+        assert {n: v for n, v in moved.items() if n not in {*times, "memory/offloaded"}} == {
             n: v for n, v in stayed.items() if n not in times
         }
     weights = 4 * 303_400
-    assert rows["all"][0]["memory/put_aside"] > 2 * weights  # no moments yet
-    assert rows["all"][1]["memory/put_aside"] > 4 * weights
-    assert {"time/make_room", "time/take_back"} < rows["all"][0].keys()
+    assert rows["all"][0]["memory/offloaded"] > 2 * weights  # no moments yet
+    assert rows["all"][1]["memory/offloaded"] > 4 * weights
+    assert {"time/offload", "time/onload"} < rows["all"][0].keys()
 
 
 def test_an_engine_that_slept_wants_weights():

@@ -4,14 +4,12 @@ import io
 import json
 import math
 import random
-import time
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from pyrl_ext.dist.clock import Clock
 from pyrl_ext.loss.advantages import grpo
 from pyrl_ext.loss.grpo import grpo_loss
 from pyrl_ext.metrics import report
@@ -344,30 +342,6 @@ def test_progress_bar_in_a_terminal(monkeypatch):
         sink.write({"step": step, "reward": 0.5, "eval_reward": 0.25})
     sink.close()
     assert "10/10" in out.getvalue() and "reward 0.500  eval 0.250" in out.getvalue()
-
-
-# ------------------------------------------------------------------------------------- clock
-
-
-def test_clock_adds_up_phases_and_starts_anew():
-    clock = Clock()
-    for _ in range(3):
-        with clock("time/rollout"):
-            time.sleep(0.01)
-    with pytest.raises(KeyError), clock("time/update"):
-        raise KeyError
-    seconds = clock.take()
-    assert seconds.keys() == {"time/rollout", "time/update"}
-    assert seconds["time/rollout"] >= 0.03
-    assert clock.take() == {}
-
-
-def test_clock_waits_for_the_device_only_if_asked():
-    waits = []
-    clock = Clock(sync=lambda: waits.append(len(waits)))
-    with clock("time/update"):
-        assert len(waits) == 1
-    assert len(waits) == 2
 
 
 # ------------------------------------------------------------------------------------ report

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyrl_ext import train
 from pyrl_ext.dist import topology
-from pyrl_ext.dist.heartbeat import watched
+from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.ops.digest import digest
 from pyrl_ext.rollout.build import _devices
@@ -310,8 +310,8 @@ def rows_of(transport: str, folder: str) -> list[dict[str, float]]:
     quiet = ("log.progress=false", "evaluate.every=2", "steps=2", "rollout.bucket_bytes=50000")
     options = ("parallel.dp=2", f"rollout.transport={transport}", f"run={folder}/{transport}")
     plan = tiny_plan(*few, *quiet, *options)
-    with topology.start(plan) as topo, watched(topo) as peers:
-        assert train.train(plan, topo, peers)
+    with topology.start(plan) as topo, heartbeats(topo) as heartbeat:
+        assert train.train(plan, topo, heartbeat)
     return read_rows(Path(plan.run) / "metrics.jsonl")
 
 

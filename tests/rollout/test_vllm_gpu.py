@@ -106,4 +106,4 @@ def test_a_run_in_which_trainer_and_engine_take_turns(tmp_path):
     for stay, turns in zip(rows["stay"], rows["turns"], strict=True):
         assert turns["mismatch/abs_mean"] < 0.02
         assert turns["loss"] == pytest.approx(stay["loss"], abs=3e-2)
-    assert rows["turns"][0]["memory/engine_slept"] > 0 < rows["turns"][0]["memory/put_aside"]
+    assert rows["turns"][0]["memory/engine_slept"] > 0 < rows["turns"][0]["memory/offloaded"]

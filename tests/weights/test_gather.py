@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.publish import one_by_one
 from pyrl_ext.dist import heartbeat, topology
+from pyrl_ext.dist.clock import Clock
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.models import family
 from pyrl_ext.models.weight_table import RandomWeights
@@ -323,15 +324,15 @@ def test_a_live_tensor_that_was_not_planned_is_refused():
 
 def one_fails(group, folder):
     """Rank 1 raises between two buckets; rank 0 writes its last words to a file."""
-    heartbeat.BEAT = 0.1
+    heartbeat.INTERVAL = 0.1
     rank, (hf, *_) = group.rank(), CASES["tp2 pp2"]
     os.environ["WORLD_SIZE"] = str(group.size())
     os.dup2(os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY), 2)
     plan = plan_of(folder, "fails", hf, "parallel.tp=2", f"rollout.bucket_bytes={SMALL}")
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
-        with heartbeat.watched(topo) as watched:
-            clock, watched.step = heartbeat.PhaseClock(watched), 3
+        with heartbeat.heartbeats(topo) as beats:
+            clock, beats.step = Clock(on_phase=beats.enter), 3
             with clock("time/publish"):
                 for i, _ in enumerate(policy.weights()):
                     if rank == 1 and i == 20:

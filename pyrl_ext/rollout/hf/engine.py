@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, initialization
 
-from pyrl_ext.dist.offload import Aside
+from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.rollout.engine import Capabilities, Engine, incomplete, need_weights
 from pyrl_ext.rollout.hf.destinations import Destinations
@@ -64,7 +64,7 @@ class HFEngine(Engine):
         for slot, router in enumerate(routers):
             router.register_forward_hook(self._hook(slot))
         self._destinations = Destinations(self.model)
-        self._aside = Aside()
+        self._offloaded = OffloadedStorage()
         self._refusal = "no weights were loaded yet"
         self.version: int | None = None
 
@@ -98,7 +98,7 @@ class HFEngine(Engine):
             raise incomplete("HFEngine", only, self._refusal)
         self.version = None
         self._refusal = f"loading version {version} failed and left the weights incomplete"
-        self._aside.take_back()
+        self._offloaded.onload()
         self._destinations.fill(named, only)
         self.version = version
 
@@ -159,7 +159,7 @@ class HFEngine(Engine):
     def sleep(self) -> int:
         """Gives the memory of the weights back until the next `load_weights`; bytes."""
         self.version, self._refusal = None, "its weights were given back by sleep"
-        return self._aside.put(self._destinations.views.values(), keep=False)
+        return self._offloaded.offload(self._destinations.views.values(), keep=False)
 
     def close(self) -> None:
         """Nothing runs outside of the calls."""
