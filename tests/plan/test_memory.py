@@ -133,6 +133,17 @@ def test_a_shared_gpu_holds_the_engine_as_the_plan_says():
     assert away.held("update") == held_by().held("update")
 
 
+def test_publish_holds_the_experts_of_a_layer_that_vllm_keeps():
+    """GLM-4.7-Flash in bfloat16: a vocabulary of 154,880 x 2,048, 64 experts of width 1,536."""
+    table, experts, bucket = 154_880 * 2048, 64 * 3 * 2048 * 1536, 100 * 2**20
+    one = f"rollout.bucket_bytes={bucket}"
+    gathered = 3 * table + max(bucket, 2 * table, 2 * experts)  # a copy, its check, a bucket
+    assert held_by(one, "rollout.engine=hf").bytes_of("publish") == gathered
+    assert held_by(one).bytes_of("publish") == gathered + 2 * experts
+    engines_apart = held_by(one, "rollout.gpus=8").bytes_of("publish")
+    assert engines_apart == gathered + 2 * bucket  # two buckets in flight, vLLM's experts elsewhere
+
+
 def test_the_optimizer_in_host_memory():
     half, none = held_by("optimizer.offload=0.5"), held_by()
     assert 2 * half.bytes_of("optimizer") == none.bytes_of("optimizer")

@@ -15,6 +15,7 @@ import pytest
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import GPUS, exchange_rate, group_rate, parse_gpus
+from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.pipeline_schedule import bubble_share, order, pipeline
 from pyrl_ext.plan.forecast.rollout_time import running_over_time
 from pyrl_ext.plan.forecast.step_time import PHASES, StepTime, step_time, update_flops
@@ -319,6 +320,43 @@ def test_gradients_are_summed_over_copies_by_hand():
     twice = amounts(glm47("batching.minibatches=1", "optimizer.distributed=false"), "update")
     assert twice["reduce gradients"] == pytest.approx(8 * dense * 7 / 8)
     assert "gather weights" not in twice
+
+
+def test_optimizer_bytes_by_hand():
+    plan = glm47("batching.minibatches=1")
+    counts = parameters(plan.sizes)
+    dense, expert = counts.total - counts.expert, counts.expert / 8
+    # gradients of all local weights are set to zero (4 bytes written) and their norm is taken (4
+    # read); of the rank's part AdamW reads 16 bytes, writes 12, and writes the bfloat16 weight
+    norms = 8 * (dense + expert)
+    assert amounts(plan, "update")["optimizer"] == pytest.approx(
+        norms + (28 + 2) * (dense / 8 + expert)
+    )
+    alone = glm47("batching.minibatches=1", "optimizer.distributed=false")
+    assert amounts(alone, "update")["optimizer"] == pytest.approx(38 * (dense + expert))
+    half = amounts(glm47("batching.minibatches=1", "optimizer.offload=0.5"), "update")
+    assert half["optimizer"] == pytest.approx(norms + 30 * (dense / 8 + expert) / 2)
+    # on the host the gradient is also written when it arrives: 4 bytes more
+    assert half["optimizer on the host"] == pytest.approx(34 * (dense / 8 + expert) / 2)
+
+
+def test_offloaded_bytes_move_both_ways():
+    plan = glm47("rollout.offload_trainer=all")
+    counts = parameters(plan.sizes)
+    dense, expert = counts.total - counts.expert, counts.expert / 8
+    held = (2 + 4) * (dense + expert) + 12 * (dense / 8 + expert)
+    assert amounts(plan, "publish")["offload trainer"] == pytest.approx(2 * held)
+    moments = amounts(glm47("rollout.offload_trainer=optimizer"), "publish")
+    assert moments["offload trainer"] == pytest.approx(2 * 12 * (dense / 8 + expert))
+
+    plan = glm47(
+        *("model.offload_layers=2", "model.backend=te", "model.recompute=none"),
+        "batching.minibatches=1",
+    )
+    rows = sum(max(each.rows for each in turn.bins) for turn in step_rounds(plan))
+    full = stage_memory(plan)[0].bytes_of("offloaded activations")  # of a full microbatch
+    moved = 2 * full * rows / plan.batching.tokens_per_microbatch
+    assert amounts(plan, "update")["offload activations"] == pytest.approx(moved)
 
 
 def test_a_pipeline_has_a_bubble_that_interleaving_shrinks():
