@@ -233,6 +233,42 @@ def test_select_equals_a_batch_of_those_samples(ids, num_experts):
     assert_same(chosen.with_(old_logprobs=None), wanted)
 
 
+def test_of_groups_samples_by_their_prompt():
+    """Groups are those of the prompt ids, in whatever order the samples come."""
+    samples = make_samples(groups=3, size=2)
+    samples = [samples[i] for i in (4, 0, 2, 5, 1, 3)]
+    seen = []
+
+    def advantage(rewards, groups):
+        seen.append(groups.tolist())
+        return rewards - 1
+
+    batch = Batch.of(samples, advantage)
+    assert seen == [[12, 10, 11, 12, 10, 11]]
+    assert batch.groups == (12, 10, 11, 12, 10, 11)
+    whole = of(samples)
+    for s, sample in enumerate(samples):
+        group = np.array([other.reward for other in samples if other.prompt_id == sample.prompt_id])
+        want = (sample.reward - group.mean()) / (group.std(ddof=1) + 1e-6)
+        assert whole.advantages[whole.starts[s]].item() == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_num_loss_tokens_ahead_equals_a_loop(depth):
+    """A loss token counts at a depth if the row that predicts it is in the same sample."""
+    batch = of(make_samples())
+    mask = batch.loss_mask.clone()
+    mask[::3] = True  # also at the first rows of samples
+    batch = batch.with_(loss_mask=mask)
+    want = sum(
+        bool(mask[batch.starts[s] + row + depth])
+        for s, n in enumerate(batch.seqlens)
+        for row in range(n)
+        if row + depth < n
+    )
+    assert batch.num_loss_tokens_ahead(depth) == want
+
+
 def test_select_refuses_a_sample_that_is_not_there():
     with pytest.raises(IndexError, match="sample 8, expected 0 to 7"):
         of(make_samples()).select([0, 8])

@@ -69,12 +69,22 @@ def test_ids_used_are_ids_given(recompute):
                     assert want is None or got == want
 
 
-@pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["sigmoid with bias", "softmax"])
-def test_given_experts_are_routed_as_megatron_does(config):
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (CONFIG, {}),
+        (QWEN3, {}),
+        # tokens above an expert's capacity are dropped by megatron (the plan refuses this field)
+        (CONFIG, {"moe_expert_capacity_factor": 0.5}),
+    ],
+    ids=["sigmoid with bias", "softmax", "capacity"],
+)
+def test_given_experts_are_routed_as_megatron_does(config, fields):
     """Where one kernel takes the place of megatron's function: the same bits, the same gradient."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     plan, batch = tiny_plan(config=config), random_batch(6, unrouted=0.0)
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"megatron": fields})})
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         feed = policy._feed(batch, [[list(range(6))]], replayed=True)
