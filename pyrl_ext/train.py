@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,13 @@ from pyrl_ext.run.folder import RunFolder
 from pyrl_ext.run.interrupt import Interrupt
 from pyrl_ext.samples import Sample, Sampling
 from pyrl_ext.trainer.policy import Policy, Scores
-from pyrl_ext.weights.check import check_batch, publish
+from pyrl_ext.weights.check import (
+    check_batch,
+    engine_tensor_names,
+    full_check,
+    mismatch_limit,
+    sync_weights,
+)
 
 AWAY = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "gradients", "weights")}
 STOPPED = 130  # exit code of a shell command that Ctrl-C ended
@@ -72,7 +79,7 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
                 with clock("time/old_logprobs"):
                     old = policy.scores(batch, whole, plan.replay.old)
                 if step == first or plan.rollout.max_mismatch is not None:
-                    check_batch(rollouts.engine, policy, batch, old, rollouts.group)
+                    check_first_batch(rollouts, policy, batch, old)
                 batch = batch.with_(old_logprobs=old.logprobs)
                 if reference is not None:
                     with clock("time/ref_logprobs"):
@@ -143,7 +150,15 @@ class Rollouts:
         for part in (p for p in away if p != "weights"):
             with clock("time/offload"):
                 freed += policy.offload(part)
-        row = publish(self.engine, policy, version)
+        row = sync_weights(
+            self.engine,
+            policy.weights(),
+            engine_names(policy),
+            version,
+            dtype=getattr(torch, self.plan.rollout_dtype),
+            check=self.plan.rollout.check_tensors,
+            seed=self.plan.seed,
+        )
         if "weights" in away:
             with clock("time/offload"):
                 freed += policy.offload("weights")
@@ -188,6 +203,34 @@ class Rollouts:
         scorer = self.source.scorer(prompts)
         asked, held = Asked(prompts, sampling, keep), self.plan.engine_of_rank
         return generate_shared(self.engine, asked, scorer, self.group, held, self.show)
+
+
+def engine_names(policy: Policy) -> list[str]:
+    """The checkpoint tensors that an engine holds."""
+    names = (name for row in policy.table for name in row.hf)
+    return engine_tensor_names(names, policy.plan.sizes.num_hidden_layers)
+
+
+def check_first_batch(rollouts: Rollouts, policy: Policy, batch: Batch, old: Scores) -> None:
+    """Stop before the update if trainer and engine disagree about the tokens of ``batch``."""
+    plan, agreement = policy.plan, old.agreement.items()
+    check_batch(
+        batch,
+        old.logprobs,
+        mismatch_limit(plan),
+        partial(
+            full_check,
+            rollouts.engine,
+            policy.weights,
+            engine_names(policy),
+            policy.step,
+            dtype=getattr(torch, plan.rollout_dtype),
+            slept=plan.engine_sleeps,
+        ),
+        step=policy.step,
+        agreement={layer: share / count for layer, (share, _, count) in agreement if count},
+        group=rollouts.group,
+    )
 
 
 def compare(batch: Batch, old: Scores) -> dict[str, float]:

@@ -1,10 +1,10 @@
-"""Whether the engine computes with the trainer's weights: by the bytes, and by the log-probs."""
+"""Proof that the engine computes with the trainer's weights: by tensor digests and by log-probs."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,20 +15,22 @@ from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.trainer.policy import Policy, Scores
+from pyrl_ext.rollout.tensor_names import layer_of
 
 # nat. Two float32 implementations of a model differ by 1e-7 to 1e-5; with bfloat16 in either,
 # `benchmarks.replay_effect` finds up to 0.024, and 0.16 where routers choose for themselves.
-FLOAT32_BOUND, ROUNDED_BOUND, ROUTED_BOUND = 1e-4, 0.1, 0.5
-SHOWN = 8
+FLOAT32_LIMIT, ROUNDED_LIMIT, ROUTED_LIMIT = 1e-4, 0.1, 0.5
+MAX_SHOWN = 8
+
+Named = Iterable[tuple[str, Tensor]]
 
 
-class Sent:
+class SentTensors:
     """Digests of tensors as they left the trainer.
 
     Args:
-        names: of the tensors to note
-        dtype: of the engine's weights; it may hold a tensor in this type or as it came
+        names: the tensors to record
+        dtype: of the engine's weights; it may hold a tensor in this type or in the type it came in
     """
 
     def __init__(self, names: Collection[str], dtype: torch.dtype):
@@ -36,8 +38,8 @@ class Sent:
         self._exact: dict[str, Tensor] = {}
         self._rounded: dict[str, Tensor] = {}
 
-    def noted(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Passes all tensors on."""
+    def recording(self, named: Named) -> Iterator[tuple[str, Tensor]]:
+        """Passes all tensors on, and records the digests of ``names``."""
         wanted = set(self.names)
         for name, tensor in named:
             if name in wanted:
@@ -46,73 +48,92 @@ class Sent:
                     self._rounded[name] = digest_on_device(tensor.to(self.dtype))
             yield name, tensor
 
-    def unlike(self, held: Mapping[str, int]) -> dict[str, str]:
-        """Name -> what is wrong with the tensor in the engine.
+    def mismatches(self, in_engine: Mapping[str, int]) -> dict[str, str]:
+        """Compares the engine's digests with the recorded ones.
+
+        Args:
+            in_engine: name -> digest of the engine's tensor
+
+        Returns: name -> what is wrong with the tensor in the engine.
 
         Syncs: once.
         """
         exact, rounded = read(self._exact), read(self._rounded)
-        owner = {number: name for found in (exact, rounded) for name, number in found.items()}
-        wrong = {}
+        sent_as = {number: name for sent in (exact, rounded) for name, number in sent.items()}
+        wrong: dict[str, str] = {}
         for name in self.names:
-            expected, found = (exact.get(name), rounded.get(name)), held.get(name)
-            if found is None or expected[0] is None:
-                wrong[name] = "was not sent" if found is not None else "is not in the engine"
-            elif found not in expected:
-                whose = owner.get(found)
-                wrong[name] = f"has digest {found:016x}, expected {expected[0]:016x}" + (
-                    f"; it holds what was sent as {whose}" if whose else ""
+            expected, digest = (exact.get(name), rounded.get(name)), in_engine.get(name)
+            if digest is None or expected[0] is None:
+                wrong[name] = "was not sent" if digest is not None else "is not in the engine"
+            elif digest not in expected:
+                other = sent_as.get(digest)
+                wrong[name] = f"has digest {digest:016x}, expected {expected[0]:016x}" + (
+                    f"; the engine holds what was sent as {other}" if other else ""
                 )
         return wrong
 
 
-def publish(
-    engine: Engine, policy: Policy, version: int, only: Set[str] | None = None
+def sync_weights(
+    engine: Engine,
+    named: Named,
+    names: Sequence[str],
+    version: int,
+    *,
+    dtype: torch.dtype,
+    check: int | Literal["all"] = "all",
+    seed: int = 0,
+    only: Set[str] | None = None,
 ) -> dict[str, float]:
-    """Hands the policy's weights over and compares ``rollout.check_tensors`` of them.
+    """Send weights to the engine and compare the digests of some of its tensors.
 
     Args:
-        only: names of the tensors that changed; None: all are sent.
+        named: (checkpoint name, tensor); with ``only`` just these
+        names: all tensors that the engine holds, in checkpoint order (`engine_tensor_names`)
+        version: number of these weights; the engine keeps it on each sample
+        dtype: of the engine's weights
+        check: how many tensors are compared; successive versions take turns (`rotating_sample`)
+        seed: of the order in which tensors take turns
+        only: names of the tensors that changed; None: all are sent
 
-    Returns: metrics: ``publish/checked``, the tensors compared.
+    Returns: metrics: ``publish/checked``, the number of tensors compared; nothing if the engine has
+        no weights.
 
-    Communicates: see `Policy.weights`. Syncs: twice, for the digests.
+    Communicates: as ``named`` does. Syncs: twice, for the digests.
 
-    Raises: RuntimeError on the rank whose engine holds another tensor than was sent.
+    Raises: RuntimeError on the rank whose engine holds a tensor that differs from the one sent.
     """
     if not engine.capabilities.weights:
-        engine.load_weights(policy.weights(only), version, only)
+        engine.load_weights(named, version, only)
         return {}
-    plan = policy.plan
-    names = [name for name in tensors(policy) if only is None or name in only]
-    names = chosen(names, plan.rollout.check_tensors, plan.seed, version)
-    sent = Sent(names, getattr(torch, plan.rollout_dtype))
-    engine.load_weights(sent.noted(policy.weights(only)), version, only)
-    if wrong := sent.unlike(engine.checksums(names)):
+    sendable = [name for name in names if only is None or name in only]
+    compared = rotating_sample(sendable, check, seed, version)
+    sent = SentTensors(compared, dtype)
+    engine.load_weights(sent.recording(named), version, only)
+    if wrong := sent.mismatches(engine.checksums(compared)):
+        rank = dist.get_rank() if dist.is_initialized() else 0
         raise RuntimeError(
-            f"publish: rank {policy.topo.rank}, version {version}: {len(wrong)} of {len(names)} "
+            f"sync_weights: rank {rank}, version {version}: {len(wrong)} of {len(compared)} "
             "tensors differ in the engine, expected every one as the trainer sent it; samples "
             "would come from other weights" + _lines(wrong)
         )
-    return {"publish/checked": len(names)}
+    return {"publish/checked": len(compared)}
 
 
-def tensors(policy: Policy) -> list[str]:
-    """Names of the checkpoint's tensors that an engine holds: no multi-token-prediction layers."""
-    layers = policy.plan.sizes.num_hidden_layers
-    names = [name for weight in policy.table for name in weight.hf]
-    return [name for name in names if (layer := layer_of(name)) is None or layer < layers]
+def engine_tensor_names(names: Iterable[str], num_layers: int) -> list[str]:
+    """The checkpoint tensors that an engine holds: all but those of the MTP layers.
+
+    Args:
+        names: all tensors of the checkpoint
+        num_layers: decoder layers of the model; MTP layers are numbered from there on
+    """
+    return [name for name in names if (layer := layer_of(name)) is None or layer < num_layers]
 
 
-def layer_of(name: str) -> int | None:
-    """``model.layers.<n>.`` -> n."""
-    parts = name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] else None
-
-
-def chosen(names: Sequence[str], count: int | str, seed: int, version: int) -> list[str]:
-    """``count`` of the names; those of consecutive versions follow each other in a random order,
-    so that all are visited."""
+def rotating_sample(
+    names: Sequence[str], count: int | Literal["all"], seed: int, version: int
+) -> list[str]:
+    """``count`` of the names: consecutive versions take consecutive parts of one random order, so
+    that every name has its turn."""
     if count == "all" or int(count) >= len(names):
         return list(names)
     order = list(names)
@@ -121,110 +142,137 @@ def chosen(names: Sequence[str], count: int | str, seed: int, version: int) -> l
     return [order[(start + i) % len(order)] for i in range(int(count))]
 
 
-def bound(plan: Plan) -> float | None:
-    """Largest mean |log-prob difference| of the first batch, None where it says nothing."""
+def full_check(
+    engine: Engine,
+    stream: Callable[[], Named],
+    names: Sequence[str],
+    version: int,
+    *,
+    dtype: torch.dtype,
+    slept: bool = False,
+) -> dict[str, str]:
+    """Reload the engine and compare every tensor with what was sent, and its internal tensors
+    before and after.
+
+    Args:
+        stream: returns the trainer's (checkpoint name, tensor) once more
+        names: all tensors that the engine holds (`engine_tensor_names`)
+        version: of the trainer's weights
+        dtype: of the engine's weights
+        slept: the engine gave its memory back since it generated, so only the reload is compared
+
+    Returns: name -> what is wrong. Afterwards the engine holds the trainer's weights.
+
+    Communicates: as the stream does. Syncs: twice, for the digests.
+    """
+    if not engine.capabilities.weights:  # no engine on this rank: it only takes part in the stream
+        engine.load_weights(stream(), version)
+        return {}
+    sent = SentTensors(names, dtype)
+    before = {} if slept else engine.checksums(None)
+    engine.load_weights(sent.recording(stream()), version)
+    after = engine.checksums(None)
+    wrong = sent.mismatches(after) | (sent.mismatches(before) if before else {})
+    changed = {name for name in before if name not in names and before[name] != after[name]}
+    return wrong | dict.fromkeys(sorted(changed), "changed when the weights were loaded again")
+
+
+def mismatch_limit(plan: Plan) -> float | None:
+    """Largest mean |log-prob difference| [nat] that a batch may have; None: nothing to compare."""
     rollout = plan.rollout
+    if rollout.engine == "recorded":
+        return None
     if rollout.max_mismatch is not None:
         return rollout.max_mismatch
     if rollout.top_p < 1 or rollout.top_k:
         return None
     if {plan.model.dtype, plan.rollout_dtype} == {"float32"}:
-        return FLOAT32_BOUND
-    return ROUTED_BOUND if plan.router_layers and not plan.replay.old else ROUNDED_BOUND
+        return FLOAT32_LIMIT
+    return ROUTED_LIMIT if plan.router_layers and not plan.replay.old else ROUNDED_LIMIT
 
 
 def check_batch(
-    engine: Engine, policy: Policy, batch: Batch, old: Scores, group: dist.ProcessGroup | None
+    batch: Batch,
+    logprobs: Tensor,
+    limit: float | None,
+    find_mismatches: Callable[[], Mapping[str, str]],
+    *,
+    step: int,
+    agreement: Mapping[int, float],
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Ends the run before its update if trainer and engine find the same tokens unlike.
+    """Stop before the update if trainer and engine log-probs of the same tokens disagree.
 
     Args:
-        batch: of the weights that the policy has now
-        old: the policy's scores of it
+        batch: generated with the weights that the trainer has now
+        logprobs: [T] float32, the trainer's log-prob of each row's target
+        limit: largest mean |difference| over the loss tokens [nat] (`mismatch_limit`); None: no
+            check
+        find_mismatches: `full_check` of this rank's engine; called only if the limit is exceeded
+        step: for the message
+        agreement: layer id -> share of the engine's routed experts that the trainer's router also
+            chose
         group: all ranks; None = this process alone
 
-    Communicates: only before it raises: a publish, and the findings of all ranks.
+    Communicates: only before it raises: what ``find_mismatches`` does, and its results.
 
-    Raises: RuntimeError, alike on every rank: the mean difference, the largest one, and the tensors
-        that differ or, if none does, the first layer whose routers chose otherwise.
+    Raises: RuntimeError, the same on every rank: the mean difference, the largest one, and the
+        tensors that differ or, if none does, the first layer whose routers chose other experts.
     """
-    limit = bound(policy.plan)
-    if limit is None or policy.plan.rollout.engine == "recorded":
+    if limit is None:
         return
-    gap = (old.logprobs - batch.rollout_logprobs).abs().double()
+    gap = (logprobs - batch.rollout_logprobs).abs().double()
     gap = torch.where(batch.loss_mask, gap, 0.0)
-    mean = float(gap.sum() / batch.loss_mask.sum())
+    mean = float(gap.sum() / batch.loss_mask.sum())  # prompt rows would dilute `gap.mean()`
     if mean <= limit:
         return
     row = int(gap.nan_to_num(torch.inf).argmax())
-    found = enumerate(_everywhere(engine, policy, group))
-    wrong = {f"rank {r}: {name}": what for r, each in found for name, what in each.items()}
+    wrong = {
+        f"rank {rank}: {name}": problem
+        for rank, problems in enumerate(_on_all_ranks(find_mismatches(), group))
+        for name, problem in problems.items()
+    }
     raise RuntimeError(
-        f"rollout.max_mismatch: step {policy.step}: trainer's and engine's log-probs differ by "
-        f"{mean:.3g} in the mean, expected at most {limit:g}; nothing was trained on them. "
-        f"{_worst(batch, old, row)}. {_cause(wrong, old)}"
+        f"rollout.max_mismatch: step {step}: the mean log-prob difference between trainer and "
+        f"engine is {mean:.3g}, expected at most {limit:g}; nothing was trained on this batch. "
+        f"{_largest(batch, logprobs, row)}. {_cause(wrong, agreement)}"
     )
 
 
-def _worst(batch: Batch, old: Scores, row: int) -> str:
+def _largest(batch: Batch, logprobs: Tensor, row: int) -> str:
     sample, start = 0, 0
     while start + batch.seqlens[sample] <= row:
         start, sample = start + batch.seqlens[sample], sample + 1
     return (
         f"The largest difference is at sample {sample}, token {row - start + 1} (id "
-        f"{int(batch.targets[row])}): {old.logprobs[row]:.4f} in the trainer, "
+        f"{int(batch.targets[row])}): {logprobs[row]:.4f} in the trainer, "
         f"{batch.rollout_logprobs[row]:.4f} in the engine"
     )
 
 
-def _cause(wrong: Mapping[str, str], old: Scores) -> str:
+def _cause(wrong: Mapping[str, str], agreement: Mapping[int, float]) -> str:
     if wrong:
-        return f"{len(wrong)} tensors in the engine are not the trainer's:" + _lines(wrong)
-    text = "Every tensor in the engine is the trainer's: suspect the engine's own processing"
+        return f"{len(wrong)} tensors in the engine differ from the trainer's:" + _lines(wrong)
+    text = "Every tensor in the engine is the trainer's: suspect the engine's own computation"
     band = GLOSSARY["route/agree_topk"].band
     assert band is not None
-    shares = {layer: share / count for layer, (share, _, count) in old.agreement.items() if count}
-    for layer, share in sorted(shares.items()):
+    for layer, share in sorted(agreement.items()):
         if share < band[0]:
             return f"{text}, up to layer {layer}: its routers agree on {share:.1%} of the experts"
-    return text + (", not the routers, which agree in every layer" if shares else "")
+    return text + (", not the routers, which agree in every layer" if agreement else "")
 
 
-def _everywhere(
-    engine: Engine, policy: Policy, group: dist.ProcessGroup | None
-) -> list[dict[str, str]]:
-    """Each rank's `faults`."""
-    mine = faults(engine, policy)
+def _on_all_ranks(
+    mine: Mapping[str, str], group: dist.ProcessGroup | None
+) -> list[Mapping[str, str]]:
     if group is None:
         return [mine]
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    return found
-
-
-def faults(engine: Engine, policy: Policy) -> dict[str, str]:
-    """The complete check: every tensor of the engine against what is sent when it is loaded once
-    more, and what else it computes with before against after.
-
-    Returns: name -> what is wrong. The engine holds the policy's weights afterwards.
-
-    Communicates: see `Policy.weights`. Syncs: twice, for the digests.
-    """
-    if not engine.capabilities.weights:  # this rank has no engine, and takes part
-        engine.load_weights(policy.weights(), policy.step)
-        return {}
-    names = tensors(policy)
-    sent = Sent(names, getattr(torch, policy.plan.rollout_dtype))
-    asleep = policy.plan.engine_sleeps  # then nothing is left of what it generated with
-    before = {} if asleep else engine.checksums(None)
-    engine.load_weights(sent.noted(policy.weights()), policy.step)
-    after = engine.checksums(None)
-    wrong = sent.unlike(after) | (sent.unlike(before) if before else {})
-    own = {name for name in before if name not in names and before[name] != after[name]}
-    return wrong | dict.fromkeys(sorted(own), "is another one after the weights were loaded again")
+    gathered: list[Mapping[str, str]] = [{}] * group.size()
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
 
 
 def _lines(wrong: Mapping[str, str]) -> str:
-    lines = [f"\n  {name} {what}" for name, what in list(wrong.items())[:SHOWN]]
-    more = len(wrong) - SHOWN
+    lines = [f"\n  {name} {problem}" for name, problem in list(wrong.items())[:MAX_SHOWN]]
+    more = len(wrong) - MAX_SHOWN
     return "".join(lines) + (f"\n  and {more} more" if more > 0 else "")

@@ -532,7 +532,7 @@ sys.exit(train.main(sys.argv[1:]))
             "stale",
             1,
             (
-                "publish: rank 0, version 1: 1 of ",
+                "sync_weights: rank 0, version 1: 1 of ",
                 "\n  model.layers.2.mlp.experts.3.down_proj.weight",
             ),
         ),
@@ -541,7 +541,7 @@ sys.exit(train.main(sys.argv[1:]))
             0,
             (
                 "rollout.max_mismatch: step 0: ",
-                "\n  rank 0: vllm rank 0: model.norm.weight is another",
+                "\n  rank 0: vllm rank 0: model.norm.weight changed",
             ),
         ),
     ],

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,11 +20,12 @@ from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.ops.digest import digest
 from pyrl_ext.pack.batch import Batch
+from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.train import Rollouts, schedule
-from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.weights import check
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import CONFIG, tiny_plan
+from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 
 QUICK = (
     *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
@@ -103,17 +104,53 @@ class Parts:
         self.engine: Any = self.rollouts.engine
         self.version = 0
 
-    def publish(self, disturb: Callable[[Named], Named] = lambda named: named) -> float:
+        self.names = check.engine_tensor_names(
+            [name for row in self.policy.table for name in row.hf],
+            self.plan.sizes.num_hidden_layers,
+        )
+        self.dtype = getattr(torch, self.plan.rollout_dtype)
+
+    def sync(
+        self, disturb: Callable[[Named], Named] = lambda named: named, only: Any = None
+    ) -> dict[str, float]:
         self.version += 1
-        engine: Any = Disturbed(self.engine, disturb)
-        return check.publish(engine, self.policy, self.version)["publish/checked"]
+        return check.sync_weights(
+            cast(Engine, Disturbed(self.engine, disturb)),
+            self.policy.weights(only),
+            self.names,
+            self.version,
+            dtype=self.dtype,
+            check=self.plan.rollout.check_tensors,
+            seed=self.plan.seed,
+            only=only,
+        )
+
+    def full_check(self, engine: Any = None) -> dict[str, str]:
+        stream = self.policy.weights
+        return check.full_check(
+            engine or self.engine, stream, self.names, self.version, dtype=self.dtype
+        )
+
+    def check_batch(
+        self, batch: Batch, old: Scores, engine: Any = None, limit: float = check.FLOAT32_LIMIT
+    ) -> None:
+        agreement = {layer: share / n for layer, (share, _, n) in old.agreement.items() if n}
+        check.check_batch(
+            batch,
+            old.logprobs,
+            limit,
+            lambda: self.full_check(engine),
+            step=0,
+            agreement=agreement,
+            group=self.rollouts.group,
+        )
 
     def move(self) -> None:
         with torch.no_grad():
             for tensor in self.policy._live().values():
                 tensor += 0.01 * torch.randn_like(tensor)
 
-    def batch(self) -> tuple[Batch, Any]:
+    def batch(self) -> tuple[Batch, Scores]:
         batch = Batch.of(self.rollouts.train(0), build_advantage(self.plan.objective))
         return batch, self.policy.scores(batch, schedule(self.plan, batch))
 
@@ -129,13 +166,18 @@ def run(folder: Path, *overrides: str) -> int:
     ("disturb", "overrides", "message", "steps"),
     [
         # 16 tensors a publish: all were visited after 11
-        (Stale(DOWN), "rollout.check_tensors=16", f"publish: rank 0, .*\n  {DOWN} has digest", 11),
+        (
+            Stale(DOWN),
+            "rollout.check_tensors=16",
+            f"sync_weights: rank 0, .*\n  {DOWN} has digest",
+            11,
+        ),
         # none of them: the log-probs of the first batch tell, before any update
         (swapped, "rollout.check_tensors=0", r"rollout.max_mismatch: step 0: .*rank 0: model", 0),
     ],
     ids=["stale", "swapped"],
 )
-def test_a_broken_publish_ends_the_run(
+def test_train_ends_when_weights_do_not_arrive(
     disturb: Any,
     overrides: str,
     message: str,
@@ -163,10 +205,16 @@ def parts() -> Iterator[Parts]:
         yield Parts(topo, "rollout.check_tensors=all")
 
 
-def test_a_publish_that_arrives_is_checked_whole(parts: Parts):
-    names = check.tensors(parts.policy)
-    assert parts.publish() == len(names) == len(set(names)) > 100
+def test_sync_weights_compares_every_tensor_of_the_engine(parts: Parts):
+    names = parts.names
+    assert parts.sync() == {"publish/checked": len(names)}
+    assert len(names) == len(set(names)) > 100
     assert set(names) == set(parts.engine.checksums(None))
+
+
+def test_engine_tensor_names_leaves_mtp_layers_out():
+    names = ["model.embed_tokens.weight", "model.layers.3.x", "model.layers.4.x", "lm_head.weight"]
+    assert check.engine_tensor_names(names, 4) == [names[0], names[1], names[3]]
 
 
 @pytest.mark.parametrize(
@@ -176,75 +224,79 @@ def test_a_publish_that_arrives_is_checked_whole(parts: Parts):
             corrupted,
             rf"1 of \d+ tensors differ .*\n  {DOWN} has digest \w{{16}}, expected \w{{16}}$",
         ),
-        (swapped, r"model.layers.1.input_layernorm.* it holds what was sent as model.layers.2.inp"),
+        (
+            swapped,
+            r"model.layers.1.input_layernorm.* holds what was sent as model.layers.2.inp",
+        ),
         (Stale(DOWN), rf"1 of \d+ tensors differ .*\n  {DOWN} has"),
         (Stale(NORM), rf"1 of \d+ tensors differ .*\n  {NORM} has"),
     ],
     ids=["corrupted", "swapped", "stale expert", "stale norm"],
 )
-def test_what_is_not_as_it_was_sent_is_named(parts: Parts, disturb: Any, message: str):
+def test_sync_weights_names_tensors_that_differ(parts: Parts, disturb: Any, message: str):
     if isinstance(disturb, Stale):
-        parts.publish(disturb)  # all is well until the weights move
+        parts.sync(disturb)  # all is well until the weights move
     parts.move()
     with pytest.raises(RuntimeError, match=message) as caught:
-        parts.publish(disturb)
+        parts.sync(disturb)
     assert f"rank 0, version {parts.version}" in str(caught.value)
-    parts.publish()
+    parts.sync()
 
 
-def test_an_engine_with_half_of_an_update_refuses_to_generate(parts: Parts):
+def test_sync_weights_that_fails_leaves_an_engine_that_refuses_to_generate(parts: Parts):
     for disturb, problem in ((lost, f"{DOWN}: missing"), (cut_off, "the sender is gone")):
         parts.move()
         with pytest.raises((ValueError, OSError), match=problem):
-            parts.publish(disturb)
+            parts.sync(disturb)
         for call in (lambda: parts.rollouts.train(0), lambda: parts.engine.checksums(None)):
             with pytest.raises(RuntimeError, match=f"version {parts.version} failed"):
                 call()
-    parts.publish()
+    parts.sync()
     assert parts.rollouts.train(0)
 
 
-def test_only_what_changed_is_sent(parts: Parts):
-    parts.publish()
+def test_sync_weights_sends_only_what_changed(parts: Parts):
+    parts.sync()
     before = parts.engine.checksums(None)
     parts.move()
-    parts.version += 1
-    row = check.publish(parts.engine, parts.policy, parts.version, only={NORM, DOWN})
+    row = parts.sync(only={NORM, DOWN})
     after, now = parts.engine.checksums(None), {n: digest(t) for n, t in parts.policy.weights()}
     assert row == {"publish/checked": 2} and parts.engine.version == parts.version
     assert after == before | {name: now[name] for name in (NORM, DOWN)} != before
-    parts.publish()
+    parts.sync()
 
 
-def test_all_tensors_are_visited_in_turn(parts: Parts):
-    names = check.tensors(parts.policy)
+def test_rotating_sample_visits_every_name(parts: Parts):
+    names = parts.names
     for count in (1, 16, len(names) - 1):
         turns = math.ceil(len(names) / count)
-        seen = [check.chosen(names, count, 3, version) for version in range(turns)]
+        seen = [check.rotating_sample(names, count, 3, version) for version in range(turns)]
         assert {name for some in seen for name in some} == set(names)
         assert all(len(set(some)) == count for some in seen)
-    assert check.chosen(names, 16, 3, 0) != check.chosen(names, 16, 4, 0)
-    assert check.chosen(names, 0, 3, 5) == [] and check.chosen(names, 9999, 3, 5) == names
+    assert check.rotating_sample(names, 16, 3, 0) != check.rotating_sample(names, 16, 4, 0)
+    assert (
+        check.rotating_sample(names, 0, 3, 5) == []
+        and check.rotating_sample(names, 9999, 3, 5) == names
+    )
 
 
-def test_weights_that_change_in_the_engine_are_named_by_the_complete_check(parts: Parts):
-    parts.publish()
-    assert check.faults(parts.engine, parts.policy) == {}
+def test_full_check_names_a_tensor_that_changed_in_the_engine(parts: Parts):
+    parts.sync()
+    assert parts.full_check() == {}
     parts.engine._destinations.views[NORM][3] += 1e-3
-    assert list(check.faults(parts.engine, parts.policy)) == [NORM]
-    assert check.faults(parts.engine, parts.policy) == {}  # it was loaded again
+    assert list(parts.full_check()) == [NORM]
+    assert parts.full_check() == {}  # it was loaded again
 
 
-def test_the_first_batch_shows_what_is_wrong(parts: Parts):
-    """The bound, the token, and the tensor; with the right weights, the layer that goes astray."""
-    group = parts.rollouts.group
-    parts.publish()
-    check.check_batch(parts.engine, parts.policy, *parts.batch(), group)
+def test_check_batch_names_the_tensor_or_the_layer(parts: Parts):
+    """The limit, the token and the tensor; if all tensors are right, the layer that goes astray."""
+    parts.sync()
+    parts.check_batch(*parts.batch())
     parts.engine._destinations.views[NORM].mul_(1.5)
     batch, old = parts.batch()
     with pytest.raises(RuntimeError, match=rf"1 tensors .*:\n  rank 0: {NORM} has") as caught:
-        check.check_batch(parts.engine, parts.policy, batch, old, group)
-    assert "expected at most 0.0001; nothing was trained on them" in str(caught.value)
+        parts.check_batch(batch, old)
+    assert "expected at most 0.0001; nothing was trained on this batch" in str(caught.value)
     gap = (old.logprobs - batch.rollout_logprobs).abs() * batch.loss_mask
     row = int(gap.argmax())
     sample = sum(row >= start for start in torch.tensor(batch.seqlens).cumsum(0).tolist())
@@ -256,17 +308,31 @@ def test_the_first_batch_shows_what_is_wrong(parts: Parts):
 
     layer = parts.engine.model.model.layers[1]
     hook = layer.register_forward_hook(lambda module, given, output: output.flip(-1))
-    with pytest.raises(RuntimeError, match="suspect the engine's own processing, up to layer 2: "):
-        check.check_batch(parts.engine, parts.policy, *parts.batch(), group)
+    with pytest.raises(RuntimeError, match="suspect the engine's own computation, up to layer 2: "):
+        parts.check_batch(*parts.batch())
     hook.remove()
-    check.check_batch(parts.engine, parts.policy, *parts.batch(), group)
+    parts.check_batch(*parts.batch())
     nan = replace(old, logprobs=torch.full_like(old.logprobs, torch.nan))
-    with pytest.raises(RuntimeError, match="differ by nan"):
-        check.check_batch(parts.engine, parts.policy, batch, nan, group)
+    with pytest.raises(RuntimeError, match="difference between trainer and engine is nan"):
+        parts.check_batch(batch, nan)
+
+
+def test_check_batch_averages_over_loss_tokens_alone():
+    """Rows of the prompts, which have no log-probs, must not dilute the mean."""
+    batch = random_batch(9)
+    batch = batch.with_(loss_mask=torch.arange(len(batch.tokens)) % 10 == 0)
+    off = batch.rollout_logprobs + torch.where(batch.loss_mask, 0.2, 9.0)
+
+    def check_at(limit: float) -> None:
+        check.check_batch(batch, off, limit, dict, step=3, agreement={})
+
+    check_at(0.21)
+    with pytest.raises(RuntimeError, match=r"step 3: .* engine is 0\.2, expected at most 0\.19"):
+        check_at(0.19)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "bound"),
+    ("overrides", "limit"),
     [
         ((), 1e-4),
         (("rollout.dtype=bfloat16",), 0.1),
@@ -283,15 +349,15 @@ def test_the_first_batch_shows_what_is_wrong(parts: Parts):
         ),
     ],
 )
-def test_the_bound_follows_from_the_types(overrides: tuple[str, ...], bound: float | None):
-    assert check.bound(tiny_plan(*overrides)) == bound
+def test_mismatch_limit_follows_from_the_types(overrides: tuple[str, ...], limit: float | None):
+    assert check.mismatch_limit(tiny_plan(*overrides)) == limit
 
 
-def test_an_engine_in_another_type_is_compared_with_rounded_tensors(parts: Parts):
+def test_sync_weights_rounds_for_an_engine_of_another_type(parts: Parts):
     other = Parts(parts.policy.topo, "rollout.dtype=bfloat16", "rollout.check_tensors=all")
-    assert other.publish() > 100
-    with pytest.raises(RuntimeError, match="it holds what was sent as"):
-        other.publish(swapped)
+    assert other.sync()["publish/checked"] > 100
+    with pytest.raises(RuntimeError, match="the engine holds what was sent as"):
+        other.sync(swapped)
 
 
 def on_two_ranks(group: Any) -> str:
@@ -300,15 +366,16 @@ def on_two_ranks(group: Any) -> str:
         parts = Parts(topo, "parallel.dp=2", "rollout.check_tensors=0")
         disturb = corrupted if topo.rank else (lambda named: named)
         engine: Any = Disturbed(parts.engine, disturb)
-        check.publish(engine, parts.policy, 0)
+        parts.engine = engine
+        parts.sync()
         batch, old = parts.batch()
-        check.check_batch(engine, parts.policy, batch, old, parts.rollouts.group)
+        parts.check_batch(batch, old)
         wrong = replace(old, logprobs=old.logprobs - 1)
         with pytest.raises(RuntimeError, match=rf"\n  rank 1: {DOWN} has") as caught:
-            check.check_batch(engine, parts.policy, batch, wrong, parts.rollouts.group)
+            parts.check_batch(batch, wrong)
         return str(caught.value)
 
 
-def test_ranks_say_together_whose_engine_is_wrong():
+def test_check_batch_gives_every_rank_the_same_message():
     one, other = run_ranks(on_two_ranks, 2)
     assert one == other

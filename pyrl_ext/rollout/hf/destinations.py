@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+from pyrl_ext.rollout.tensor_names import layer_of
 
 
 class Destinations:
@@ -99,8 +98,7 @@ class Destinations:
         for name, value in named:
             target = self.views.get(name)
             if target is None:
-                layer = _LAYER.match(name)
-                if layer is None or int(layer[1]) not in self.mtp_layers:
+                if layer_of(name) not in self.mtp_layers:
                     problems.append(f"{name}: unknown name")
             elif name not in wanted:
                 problems.append(f"{name}: not among the {len(wanted)} that were to come")
@@ -116,8 +114,8 @@ class Destinations:
 
     def need_whole_layers(self, names: Collection[str]) -> None:
         """Raises ValueError where some tensors of a decoder layer are in ``names``, others not."""
-        layers = {found[0] for name in names if (found := _LAYER.match(name))}
-        lacking = [n for n in self.views if n not in names and n.startswith(tuple(layers))]
+        layers = {layer_of(name) for name in names} - {None}
+        lacking = [n for n in self.views if n not in names and layer_of(n) in layers]
         if lacking:
             raise ValueError(
                 f"{self.where}.load_weights: {len(lacking)} tensors of {len(layers)} layers do not "

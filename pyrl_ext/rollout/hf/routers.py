@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+from pyrl_ext.rollout.tensor_names import layer_of
+
 _ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
 
 
@@ -16,15 +17,14 @@ def find_routers(model: nn.Module) -> tuple[tuple[int, ...], list[nn.Module]]:
     found: dict[int, nn.Module] = {}
     expert_layers: set[int] = set()
     for name, module in model.named_modules():
-        layer = _LAYER.search(name)
-        if layer is None:
+        if (layer := layer_of(name)) is None:
             continue
         if name.endswith(".experts"):
-            expert_layers.add(int(layer[1]))
+            expert_layers.add(layer)
         if _ROUTER.search(type(module).__name__):
-            if int(layer[1]) in found:
-                raise ValueError(f"HFEngine: two routers in layer {layer[1]}, expected one")
-            found[int(layer[1])] = module
+            if layer in found:
+                raise ValueError(f"HFEngine: two routers in layer {layer}, expected one")
+            found[layer] = module
     if expert_layers != set(found):
         raise ValueError(
             f"HFEngine: experts in layers {sorted(expert_layers)} and routers in layers "
