@@ -11,7 +11,7 @@ from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import Reward, score
 from pyrl_ext.data.tasks import Task
 from pyrl_ext.data.tokenizer import load_tokenizer
-from pyrl_ext.dist.named import load_function
+from pyrl_ext.dist.user_code import load_function
 from pyrl_ext.plan import Plan
 from pyrl_ext.samples import Sample
 
@@ -61,13 +61,12 @@ def build_source(plan: Plan) -> Source:
         options = dict(plan.data.task_options)
         task = Task(plan.data.task, encode, stop_ids[0], plan.seed, options)
         return Source(task, task.reward, tokenizer.decode, stop_ids)
-    longest = plan.data.max_prompt_tokens
     assert plan.prompts_path is not None and plan.data.reward is not None  # a rule says so
-    prompts = load_prompts(plan.prompts_path, tokenizer, longest)
+    reward = load_function("data.reward", plan.data.reward, 3)
+    limits = plan.data.max_prompt_tokens, getattr(reward, "answer_rule", None)
+    prompts = load_prompts(plan.prompts_path, tokenizer, *limits)
     held_out = None
     if plan.eval_prompts_path is not None:
-        held_out = load_prompts(plan.eval_prompts_path, tokenizer, longest)
+        held_out = load_prompts(plan.eval_prompts_path, tokenizer, *limits)
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
-    return Source(
-        source, load_function("data.reward", plan.data.reward), tokenizer.decode, stop_ids
-    )
+    return Source(source, reward, tokenizer.decode, stop_ids)

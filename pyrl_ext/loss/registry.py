@@ -2,44 +2,68 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
-from pyrl_ext.dist.named import load_function
+import torch
+from torch import Tensor
+
+from pyrl_ext.dist.user_code import load_function
 from pyrl_ext.loss.advantages import grpo
 from pyrl_ext.loss.grpo import grpo_loss
-from pyrl_ext.loss.inputs import AdvantageFn, LossFn, ObjectiveConfig
+from pyrl_ext.loss.inputs import AdvantageFn, LossFn, LossInputs, ObjectiveConfig, Sums
 
 
 def build_advantage(config: ObjectiveConfig) -> AdvantageFn:
     """The advantage function that ``objective.advantage`` names: (rewards, groups) -> [S]."""
     if config.advantage == "grpo":
         return partial(grpo, normalize_std=config.normalize_std)
-    return _user_function("objective.advantage", config.advantage, 2, config)
+    return load_function("objective.advantage", config.advantage, 2, ("grpo",), config=config)
 
 
 def build_loss(config: ObjectiveConfig) -> LossFn:
     """The loss function that ``objective.loss`` names: (logprobs, entropy, LossInputs) -> sums."""
     if config.loss == "grpo":
         return partial(grpo_loss, config=config)
-    return _user_function("objective.loss", config.loss, 3, config)
+    loss = load_function("objective.loss", config.loss, 3, ("grpo",), config=config)
+    return _checked(f"objective.loss: {config.loss!r}", loss)
 
 
-def _user_function(key: str, name: str, num_args: int, config: ObjectiveConfig) -> Callable:
-    """The function ``module:function``; a parameter called ``config`` gets the objective section.
+def _checked(where: str, loss: Callable[..., Any]) -> LossFn:
+    """A user's loss whose result is checked; a sum without a gradient would train nothing.
 
     Raises:
-        ValueError: it is not there, or does not take ``num_args`` positional arguments.
+        ValueError: the result is not (sum, count, metrics); or the sum has no gradient although
+            there are loss tokens. Only then the device is waited for.
     """
-    function = load_function(key, name, builtin=("grpo",))
-    if "config" in inspect.signature(function).parameters:
-        function = partial(function, config=config)
-    try:
-        inspect.signature(function).bind(*range(num_args))
-    except TypeError as error:
-        raise ValueError(
-            f"{key}: {name!r} takes {inspect.signature(function)}, expected {num_args} "
-            "positional arguments"
-        ) from error
-    return function
+
+    @wraps(loss)
+    def call(
+        logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs
+    ) -> tuple[Tensor, Tensor, Sums]:
+        result = loss(logprobs, entropy, inputs)
+        match result:
+            case (Tensor() as total, Tensor() as count, dict() as sums):
+                pass
+            case _:
+                parts = result if isinstance(result, tuple) else (result,)
+                kinds = ", ".join(type(part).__name__ for part in parts)
+                raise ValueError(
+                    f"{where}: returned {kinds}, expected (sum of the losses: Tensor, count of "
+                    "loss tokens: Tensor, metrics: dict of name -> (sum, count))"
+                )
+        if total.ndim or count.ndim:
+            raise ValueError(
+                f"{where}: returned a sum of shape {list(total.shape)} and a count of shape "
+                f"{list(count.shape)}, expected one number each"
+            )
+        trains = logprobs.requires_grad and torch.is_grad_enabled()
+        if trains and not total.requires_grad and bool(inputs.loss_mask.any()):
+            raise ValueError(
+                f"{where}: returned a sum without a gradient, expected one computed from logprobs "
+                "without detach() or no_grad(); it would train nothing"
+            )
+        return total, count, sums
+
+    return call
