@@ -12,8 +12,11 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from transformers import PreTrainedTokenizerBase
 
 from pyrl_ext.samples import Prompt
+
+AnswerRule = tuple[str, Callable[[Any], bool]]  # the rule, and whether an answer fulfils it
 
 _SHOWN_PROBLEMS = 50
 
@@ -26,8 +29,13 @@ class _Broken(Exception):
     """One record cannot be used: (what, expected rule)."""
 
 
-def load_prompts(path: str | Path, tokenizer: Any, max_prompt_tokens: int) -> list[Prompt]:
-    """Reads a file of prompts; ids are the places of the records in it.
+def load_prompts(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    answer_rule: AnswerRule | None = None,
+) -> list[Prompt]:
+    """Read a file of prompts; a prompt's id is the place of its record in the file.
 
     A record holds either `prompt`, a text that is encoded as it is, or `messages`, a list of
     {"role": ..., "content": ...} rendered by the tokenizer's chat template up to where the
@@ -35,8 +43,9 @@ def load_prompts(path: str | Path, tokenizer: Any, max_prompt_tokens: int) -> li
 
     Args:
         path: .jsonl (UTF-8, one object a line, blank lines ignored) or .parquet
-        tokenizer: of `load_tokenizer`
+        tokenizer: from `load_tokenizer`
         max_prompt_tokens: a longer prompt is an error [tokens]
+        answer_rule: what the reward needs as `answer`, and whether one is that; None: anything
 
     Raises:
         DataError: listing every record that cannot be used, as file:line: what, expected rule
@@ -47,6 +56,9 @@ def load_prompts(path: str | Path, tokenizer: Any, max_prompt_tokens: int) -> li
     for where, read in _records(path):
         try:
             prompt = _prompt(read(), tokenizer, max_prompt_tokens)
+            if answer_rule is not None and not answer_rule[1](prompt.answer):
+                what = "no answer" if prompt.answer is None else f"answer {_cut(prompt.answer)}"
+                raise _Broken(what, f"{answer_rule[0]}; data.reward compares with it")
             prompts.append(replace(prompt, id=len(prompts)))
         except _Broken as broken:
             problems.append(f"{where}: {broken.args[0]}, expected {broken.args[1]}")
@@ -101,13 +113,13 @@ class PromptSource:
         """The n prompts of a training step; an id is the place in the stream, step * n + i."""
         size = len(self.prompts)
         orders: dict[int, list[int]] = {}
-        found = []
+        taken = []
         for place in range(step * n, (step + 1) * n):
             epoch, offset = divmod(place, size)
             if epoch not in orders:
                 orders[epoch] = self._order(epoch)
-            found.append(replace(self.prompts[orders[epoch][offset]], id=place))
-        return found
+            taken.append(replace(self.prompts[orders[epoch][offset]], id=place))
+        return taken
 
     def held_out(self, n: int) -> list[Prompt]:
         """The first n held-out prompts, or all if there are fewer; ids are -1, -2, ..."""
@@ -143,7 +155,7 @@ def _records(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     elif path.suffix == ".parquet":
         try:
             rows = pyarrow.parquet.read_table(path).to_pylist()
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{path}: {error}, expected a parquet file") from error
         for number, row in enumerate(rows):
             # a column that a row does not use is null, the same as an absent field
@@ -156,30 +168,48 @@ def _records(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def _parse(line: bytes) -> Any:
+    rule = "one JSON object a line"
     try:
-        return json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8"), object_pairs_hook=_distinct)
+        if b"\\u" in line:  # the escape of half a character is valid JSON
+            json.dumps(record, ensure_ascii=False).encode("utf-8")
+        return record
     except UnicodeDecodeError as error:
         raise _Broken(
             f"byte {line[error.start]:#04x} at column {error.start + 1}", "UTF-8"
         ) from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise _Broken(f"{half!r}, a lone surrogate", "whole Unicode characters") from None
     except json.JSONDecodeError as error:
-        raise _Broken(f"{error.msg} at column {error.colno}", "one JSON object a line") from None
+        raise _Broken(f"{error.msg} at column {error.colno}", rule) from None
+    except RecursionError:
+        raise _Broken("objects or lists nested too deeply to read", rule) from None
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise _Broken(str(error).partition(";")[0], "a shorter number, or a text") from None
 
 
-def _prompt(record: Any, tokenizer: Any, max_prompt_tokens: int) -> Prompt:
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise _Broken(f"field {_cut(repeated)} repeated", "each field once")
+    return record
+
+
+def _prompt(record: Any, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> Prompt:
     if not isinstance(record, dict):
         raise _Broken(f"a {type(record).__name__}", "a JSON object")
     if ("prompt" in record) == ("messages" in record):
         has = ", ".join(record) or "nothing"
-        raise _Broken(f"fields {has}", "either `prompt` or `messages`")
-    if "prompt" in record:
-        text = record["prompt"]
-        if not isinstance(text, str) or not text:
-            raise _Broken(f"prompt {text!r}", "a non-empty text")
-        tokens = list(tokenizer(text)["input_ids"])
-    else:
-        text = _render(record["messages"], tokenizer)
-        tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        raise _Broken(f"fields {has[:200]}", "either `prompt` or `messages`")
+    is_text = "prompt" in record
+    text = record["prompt"] if is_text else _render(record["messages"], tokenizer)
+    if not isinstance(text, str) or not text:
+        raise _Broken(f"prompt {_cut(text)}", "a non-empty text")
+    _check_size(text, tokenizer, max_prompt_tokens)
+    tokens = list(tokenizer(text, add_special_tokens=is_text)["input_ids"])
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
         raise _Broken(
             f"{_unknown(text, tokenizer)} in {_cut(text)}", "characters the tokenizer knows"
@@ -192,7 +222,21 @@ def _prompt(record: Any, tokenizer: Any, max_prompt_tokens: int) -> Prompt:
     return Prompt(0, tuple(tokens), record.get("answer"), text, rest)
 
 
-def _render(messages: Any, tokenizer: Any) -> str:
+def _check_size(text: str, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
+    """Refuse a text that has too many characters for the limit, without encoding it: that takes
+    minutes for the largest."""
+    if len(text) <= 32 * max_prompt_tokens:
+        return
+    longest = max(map(len, tokenizer.get_vocab()))
+    if len(text) > longest * max_prompt_tokens:
+        raise _Broken(
+            f"{len(text):,} characters in {_cut(text)}",
+            f"1 to max_prompt_tokens {max_prompt_tokens}; no token has more than {longest} "
+            "characters",
+        )
+
+
+def _render(messages: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     rule = 'a non-empty list of {"role": text, "content": non-empty text}'
     if not isinstance(messages, list) or not messages:
         raise _Broken(f"messages {_cut(messages)}", rule)
@@ -212,13 +256,13 @@ def _render(messages: Any, tokenizer: Any) -> str:
         ) from None
 
 
-def _unknown(text: str, tokenizer: Any) -> str:
-    for character in text:
+def _unknown(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    for character in dict.fromkeys(text):
         if tokenizer.unk_token_id in tokenizer(character, add_special_tokens=False)["input_ids"]:
             return f"character {character!r} (U+{ord(character):04X})"
     return "an unknown token"
 
 
 def _cut(value: Any) -> str:
-    shown = repr(value)
+    shown = repr(value[:80] if isinstance(value, str) else value)
     return shown if len(shown) <= 60 else f"{shown[:60]}..."

@@ -7,20 +7,44 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
+from pyrl_ext.data.time_limit import TimeLimit, TimeUp
+from pyrl_ext.dist.user_code import describe, shown
 from pyrl_ext.samples import Prompt, Sample
 
 Reward = Callable[[Prompt, str, list[int]], float]
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
-_SHOWN = 200
+_SHOWN = 200  # characters of a completion or a returned value
 
 
+def answer_rule(rule: str, holds: Callable[[Any], bool]) -> Callable[[Reward], Reward]:
+    """Decorator of a reward: records without a proper `answer` are refused when they are loaded.
+
+    Args:
+        rule: the answer that the reward needs, for messages.
+        holds: whether an answer (None: the record has none) is one.
+    """
+
+    def mark(reward: Reward) -> Reward:
+        vars(reward)["answer_rule"] = rule, holds
+        return reward
+
+    return mark
+
+
+def _has_number(answer: Any) -> bool:
+    return answer is not None and _last_number(str(answer)) is not None
+
+
+@answer_rule("an answer", lambda answer: answer is not None)
 def exact_match(prompt: Prompt, text: str, tokens: list[int]) -> float:
     """1 if the response is the answer, apart from white space around it, else 0."""
     return float(text.strip() == str(prompt.answer).strip())
 
 
+@answer_rule("a number as answer", _has_number)
 def number_match(prompt: Prompt, text: str, tokens: list[int]) -> float:
     """1 if the last number of the response is the answer, else at most a half for being close.
 
@@ -51,8 +75,11 @@ def score(
     reward: Reward,
     decode: Callable[[list[int]], str],
     stop_ids: Sequence[int],
+    timeout: float | None = None,
 ) -> list[Sample]:
     """The samples with their rewards.
+
+    A line on stderr names a call that has run for long.
 
     Args:
         samples: of these prompts, in any order
@@ -61,34 +88,55 @@ def score(
             token at its end (a stop string is part of it), tokens are all its ids
         decode: token ids -> text
         stop_ids: tokens that end a response
+        timeout: of one call [s]; None: unlimited
 
     Raises:
-        RuntimeError: the reward function raised, or returned something else than a finite number;
-            names the function, the prompt, the sample and the completion
+        RuntimeError: the reward function raised, exceeded ``timeout`` or returned something other
+            than a finite number; names the function, the prompt, the sample and the completion
     """
     by_id = {prompt.id: prompt for prompt in prompts}
+    scored = []
+    with TimeLimit(timeout) as limit:
+        for sample in samples:
+            tokens = sample.response
+            text = decode(tokens[:-1] if tokens[-1] in stop_ids else tokens)
+            value = _one(sample, by_id[sample.prompt_id], reward, text, limit)
+            scored.append(replace(sample, reward=value))
+    return scored
 
-    def one(sample: Sample) -> Sample:
-        tokens = sample.response
-        text = decode(tokens[:-1] if tokens[-1] in stop_ids else tokens)
-        return replace(sample, reward=_one(sample, by_id[sample.prompt_id], reward, text))
 
-    return [one(sample) for sample in samples]
+def _one(sample: Sample, prompt: Prompt, reward: Reward, text: str, limit: TimeLimit) -> float:
+    def where() -> str:
+        completion = repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
+        name = getattr(reward, "__qualname__", repr(reward))
+        return (
+            f"reward {getattr(reward, '__module__', '?')}:{name}"
+            f"(prompt {sample.prompt_id}, sample {sample.index}, completion {completion})"
+        )
 
-
-def _one(sample: Sample, prompt: Prompt, reward: Reward, text: str) -> float:
-    shown = repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
-    name = getattr(reward, "__qualname__", repr(reward))
-    where = (
-        f"reward {getattr(reward, '__module__', '?')}:{name}"
-        f"(prompt {sample.prompt_id}, sample {sample.index}, completion {shown})"
-    )
     try:
-        value = reward(prompt, text, sample.response)
-    except Exception as error:
+        with limit.watched(where):
+            value = reward(prompt, text, sample.response)
+    except TimeUp as error:
         raise RuntimeError(
-            f"{where}: raised {type(error).__name__}: {error}, expected a number"
+            f"{where()}: no result after {limit.seconds:g} s, expected one within "
+            "data.reward_timeout"
         ) from error
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise RuntimeError(f"{where}: returned {value!r}, expected a finite number")
-    return float(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a function may raise SystemExit or its own kind
+        raise RuntimeError(f"{where()}: raised {describe(error)}, expected a number") from error
+    number = _finite(value)
+    if number is None:
+        raise RuntimeError(f"{where()}: returned {shown(value, _SHOWN)}, expected a finite number")
+    return number
+
+
+def _finite(value: object) -> float | None:
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # 10**400
+        return None
+    return number if math.isfinite(number) else None
