@@ -26,7 +26,7 @@ from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.rollout.build import build_engine, sampling_of
-from pyrl_ext.rollout.distribute import Asked, generate_shared
+from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.run.folder import RunFolder
 from pyrl_ext.run.interrupt import Interrupt
@@ -201,8 +201,8 @@ class Rollouts:
 
     def _generate(self, prompts: list, sampling: Sampling, keep: int) -> tuple[list[Sample], int]:
         scorer = self.source.scorer(prompts)
-        asked, held = Asked(prompts, sampling, keep), self.plan.engine_of_rank
-        return generate_shared(self.engine, asked, scorer, self.group, held, self.show)
+        asked, held = RolloutRequest(prompts, sampling, keep), self.plan.engine_of_rank
+        return generate_on_ranks(self.engine, asked, scorer, self.group, held, self.show)
 
 
 def engine_names(policy: Policy) -> list[str]:

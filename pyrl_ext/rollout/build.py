@@ -11,7 +11,7 @@ from pyrl_ext.data.source import Source
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.rollout.process.client import NoEngine, ServedEngine
+from pyrl_ext.rollout.process.client import IdleEngine, ProcessEngine
 from pyrl_ext.samples import Sampling
 
 
@@ -22,12 +22,12 @@ def build_engine(plan: Plan, device: torch.device, rank: int = 0) -> Engine:
     """
     transport = plan.transport
     if transport == "inprocess":
-        return build_here(plan, device)
+        return build_in_this_process(plan, device)
     number = plan.engine_of_rank[rank]
     if number is None:
-        return NoEngine(routes=bool(plan.router_layers))
-    return ServedEngine(
-        build_there,
+        return IdleEngine(routes=bool(plan.router_layers))
+    return ProcessEngine(
+        build_in_process,
         (plan,),
         transport=transport,
         bucket_bytes=plan.rollout.bucket_bytes,
@@ -38,11 +38,11 @@ def build_engine(plan: Plan, device: torch.device, rank: int = 0) -> Engine:
     )
 
 
-def build_there(plan: Plan) -> Engine:
+def build_in_process(plan: Plan) -> Engine:
     """The engine, in a process of its own whose GPUs are the engine's."""
     if plan.threads:
         torch.set_num_threads(plan.threads)
-    return build_here(plan, torch.device(plan.device))
+    return build_in_this_process(plan, torch.device(plan.device))
 
 
 def _devices(plan: Plan, number: int) -> dict[str, str]:
@@ -62,7 +62,7 @@ def _devices(plan: Plan, number: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + tp])}
 
 
-def build_here(plan: Plan, device: torch.device) -> Engine:
+def build_in_this_process(plan: Plan, device: torch.device) -> Engine:
     """The engine that ``rollout.engine`` names, in this process."""
     if plan.rollout.engine == "hf":
         from pyrl_ext.rollout.hf.engine import HFEngine

@@ -19,7 +19,7 @@ Score = Callable[[list[Sample]], list[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RolloutRequest:
     """What is asked of the engines together.
 
     Args:
@@ -33,9 +33,9 @@ class Asked:
     keep: int
 
 
-def generate_shared(
+def generate_on_ranks(
     engine: Engine,
-    asked: Asked,
+    asked: RolloutRequest,
     score: Score | None = None,
     group: dist.ProcessGroup | None = None,
     engine_of_rank: Sequence[int | None] | None = None,
@@ -72,7 +72,7 @@ def generate_shared(
     held = list(range(ranks) if engine_of_rank is None else engine_of_rank)
     engines, number = len({*held} - {None}), held[rank]
     quota = 0 if number is None else len(range(number, asked.keep, engines))
-    mine = Asked(asked.prompts[number::engines] if quota else (), asked.sampling, quota)
+    mine = RolloutRequest(asked.prompts[number::engines] if quota else (), asked.sampling, quota)
     try:
         label = "rollout" if engines == 1 else f"rollout, engine {number} of {engines}"
         share = _complete_groups(engine, mine, score, show, label)
@@ -94,7 +94,7 @@ def generate_shared(
 
 def _complete_groups(
     engine: Engine,
-    asked: Asked,
+    asked: RolloutRequest,
     score: Score | None,
     show: Callable[[str], None] | None,
     label: str,
@@ -119,13 +119,13 @@ def _complete_groups(
                 break
     if len(kept) != asked.keep * size:
         raise RuntimeError(
-            f"generate_shared: engine gave {len(kept) // size} groups of {size} samples, expected "
-            f"{asked.keep}"
+            f"generate_on_ranks: the engine returned {len(kept) // size} groups of {size} samples, "
+            f"expected {asked.keep}"
         )
     return kept, tokens - sum(len(sample.tokens) - sample.prompt_len for sample in kept)
 
 
-def _agree(asked: Asked, error: Exception | None, group: dist.ProcessGroup) -> None:
+def _agree(asked: RolloutRequest, error: Exception | None, group: dist.ProcessGroup) -> None:
     """Raises on every rank if any rank failed or was asked something else."""
     known = [(p.id, p.tokens) for p in asked.prompts]
     digest = zlib.crc32(repr((known, asked.sampling, asked.keep)).encode())
@@ -134,13 +134,13 @@ def _agree(asked: Asked, error: Exception | None, group: dist.ProcessGroup) -> N
     lines = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(states) if text is not None]
     if lines:
         raise RuntimeError(
-            f"generate_shared: {len(lines)} of {len(states)} ranks failed, expected none\n  "
+            f"generate_on_ranks: {len(lines)} of {len(states)} ranks failed, expected none\n  "
             + "\n  ".join(lines)
         ) from error
     other = [rank for rank, (_, sent) in enumerate(states) if sent != states[0][1]]
     if other:
         raise RuntimeError(
-            f"generate_shared: ranks {other} were given other prompts or sampling than rank 0, "
+            f"generate_on_ranks: ranks {other} were given other prompts or sampling than rank 0, "
             "expected the same on every rank"
         )
 

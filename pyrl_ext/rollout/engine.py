@@ -2,7 +2,7 @@
 
 An engine is any object with the `Engine` protocol. Three are here: `hf.HFEngine` (embedded, on
 transformers), `recorded.RecordedEngine` (replays stored batches) and `vllm.VLLMEngine`; any of them
-runs in a process of its own as a `served.ServedEngine`.
+runs in a process of its own as a `process.client.ProcessEngine`.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.ops.digest import digest
 from pyrl_ext.rollout.build import _devices
-from pyrl_ext.rollout.distribute import Asked, generate_shared
+from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process import client
 from pyrl_ext.rollout.process.channel import Kind, Sender, _Reader
-from pyrl_ext.rollout.process.client import NoEngine, RemoteError, ServedEngine
+from pyrl_ext.rollout.process.client import IdleEngine, ProcessEngine, RemoteError
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sleeper import Sleeper, unbuildable
@@ -43,8 +43,8 @@ NORM = "model.layers.1.input_layernorm.weight"
 PROMPTS = prompts_of([1, 7, 3, 12, 5], GLM["vocab_size"])
 
 
-def start(folder: Path, name: str, transport: Kind = "shm") -> ServedEngine:
-    return ServedEngine(
+def start(folder: Path, name: str, transport: Kind = "shm") -> ProcessEngine:
+    return ProcessEngine(
         HFEngine,
         (GLM,),
         transport=transport,
@@ -55,7 +55,7 @@ def start(folder: Path, name: str, transport: Kind = "shm") -> ServedEngine:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ServedEngine]]:
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ProcessEngine]]:
     """One a transport, started side by side."""
     folder = tmp_path_factory.mktemp("served")
     kinds: tuple[Kind, ...] = ("shm", "broadcast")
@@ -67,7 +67,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
 
 
 @pytest.fixture(params=["shm", "broadcast"])
-def engine(request: pytest.FixtureRequest, engines: dict[str, ServedEngine]) -> ServedEngine:
+def engine(request: pytest.FixtureRequest, engines: dict[str, ProcessEngine]) -> ProcessEngine:
     return engines[request.param]
 
 
@@ -75,12 +75,12 @@ def digests(named: list[tuple[str, Tensor]]) -> dict[str, int]:
     return {name: digest(tensor) for name, tensor in named}
 
 
-def loaded(engine: ServedEngine, version: int = 3) -> ServedEngine:
+def loaded(engine: ProcessEngine, version: int = 3) -> ProcessEngine:
     engine.load_weights(WEIGHTS, version)
     return engine
 
 
-def test_samples_are_those_of_an_engine_in_this_process(engine: ServedEngine):
+def test_samples_are_those_of_an_engine_in_this_process(engine: ProcessEngine):
     here = HFEngine(GLM)
     assert engine.capabilities == here.capabilities
     for version in (3, 4):  # again, through memory that was used before
@@ -92,14 +92,14 @@ def test_samples_are_those_of_an_engine_in_this_process(engine: ServedEngine):
         assert [*engine.checksums([NORM])] == [NORM]
 
 
-def test_some_weights_reach_an_engine_that_keeps_the_others(engine: ServedEngine):
+def test_some_weights_reach_an_engine_that_keeps_the_others(engine: ProcessEngine):
     loaded(engine)
     engine.load_weights([(NORM, dict(WEIGHTS)[NORM] * 2)], 4, only={NORM})
     before, after = digests(WEIGHTS), engine.checksums()
     assert {name for name in after if after[name] != before[name]} == {NORM}
 
 
-def test_memory_that_weights_travel_in_has_no_name(engine: ServedEngine):
+def test_memory_that_weights_travel_in_has_no_name(engine: ProcessEngine):
     """So that no crash leaves anything in /dev/shm."""
     loaded(engine)
     maps = Path(f"/proc/{engine.process.pid}/maps").read_text()
@@ -107,7 +107,7 @@ def test_memory_that_weights_travel_in_has_no_name(engine: ServedEngine):
     assert ("memfd:pyrl-weights (deleted)" in maps) == (engine._sender.kind == "shm")
 
 
-def test_a_stream_that_is_closed_early_leaves_a_usable_engine(engine: ServedEngine):
+def test_a_stream_that_is_closed_early_leaves_a_usable_engine(engine: ProcessEngine):
     loaded(engine)
     sampling = Sampling(6, samples_per_prompt=2)
     whole = engine.generate(PROMPTS, sampling)
@@ -142,7 +142,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_failed_publish_is_refused_until_a_good_one(engine: ServedEngine, case: str):
+def test_a_failed_publish_is_refused_until_a_good_one(engine: ProcessEngine, case: str):
     source, kind, message = BAD[case]
     good = loaded(engine).generate(PROMPTS[:2], Sampling(4))
     with pytest.raises(kind, match=message) as caught:
@@ -156,7 +156,7 @@ def test_a_failed_publish_is_refused_until_a_good_one(engine: ServedEngine, case
     assert_same(loaded(engine).generate(PROMPTS[:2], Sampling(4)), good)
 
 
-def test_an_error_of_generation_comes_here(engine: ServedEngine):
+def test_an_error_of_generation_comes_here(engine: ProcessEngine):
     loaded(engine)
     with pytest.raises(ValueError, match="token id 999, expected 0 to"):
         engine.generate([Prompt(0, (999,))], Sampling(4))
@@ -170,7 +170,7 @@ def test_one_that_hangs_is_told_from_one_that_is_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(client, "SILENT", 2)
-    engine = ServedEngine(Sleeper, (), transport="shm", log=tmp_path / "log")
+    engine = ProcessEngine(Sleeper, (), transport="shm", log=tmp_path / "log")
     assert engine.generate([], Sampling(1, seed=3)) == []  # longer than the patience
     engine.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
@@ -188,7 +188,7 @@ def test_one_that_hangs_is_told_from_one_that_is_busy(
 
 
 def test_one_that_is_killed_while_it_generates_is_named(tmp_path: Path):
-    engine = ServedEngine(Sleeper, (), transport="shm", log=tmp_path / "log")
+    engine = ProcessEngine(Sleeper, (), transport="shm", log=tmp_path / "log")
     assert not engine.capabilities.routes
     engine.log.write_text("".join(f"line {i}\n" for i in range(100)))
     threading.Timer(0.2, engine.process.kill).start()
@@ -202,7 +202,7 @@ def test_one_that_is_killed_while_it_generates_is_named(tmp_path: Path):
     engine.close()
 
 
-def test_one_that_is_killed_during_a_publish_is_named(engines: dict[str, ServedEngine]):
+def test_one_that_is_killed_during_a_publish_is_named(engines: dict[str, ProcessEngine]):
     """The last test of this engine."""
     engine = loaded(engines["broadcast"])
 
@@ -221,10 +221,10 @@ def test_one_that_is_killed_during_a_publish_is_named(engines: dict[str, ServedE
 
 PARENT = """
 import sys, time
-from pyrl_ext.rollout.serve import PAGE
-from pyrl_ext.rollout.served import ServedEngine
+from pyrl_ext.rollout.process.client import ProcessEngine
+from pyrl_ext.rollout.process.server import PAGE
 
-engine = ServedEngine(time.sleep, (60,), transport="shm", log=sys.argv[1])
+engine = ProcessEngine(time.sleep, (60,), transport="shm", log=sys.argv[1])
 while PAGE.unpack_from(engine._life) == (0,):
     time.sleep(0.01)
 print(engine.process.pid, flush=True)
@@ -245,7 +245,7 @@ def test_a_trainer_that_is_killed_takes_its_engine_along(tmp_path: Path):
 
 
 def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path):
-    engine = ServedEngine(unbuildable, ("no such model",), transport="shm", log=tmp_path / "log")
+    engine = ProcessEngine(unbuildable, ("no such model",), transport="shm", log=tmp_path / "log")
     with pytest.raises(RuntimeError, match="ImportError: no such model"):
         _ = engine.capabilities
     engine.close()
@@ -325,11 +325,11 @@ def shares_of_ranks_without_an_engine(group: Any) -> None:
     engine.load_weights(WEIGHTS, 3)
     sampling = Sampling(4, samples_per_prompt=2)
     expected = engine.generate(PROMPTS, sampling)
-    held = NoEngine(routes=True) if group.rank() == 0 else engine
+    held = IdleEngine(routes=True) if group.rank() == 0 else engine
     held.load_weights(iter(WEIGHTS), 3)
     for keep in (5, 3):
-        asked = Asked(PROMPTS, sampling, keep)
-        got, _ = generate_shared(held, asked, None, group, (None, 0))
+        asked = RolloutRequest(PROMPTS, sampling, keep)
+        got, _ = generate_on_ranks(held, asked, None, group, (None, 0))
         ids = {sample.prompt_id for sample in got}
         assert len(ids) == keep
         assert_same(got, [sample for sample in expected if sample.prompt_id in ids])

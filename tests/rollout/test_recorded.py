@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pyrl_ext import train
 from pyrl_ext.metrics.sinks import read_rows
-from pyrl_ext.rollout.distribute import Asked, generate_shared
+from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.engine import Capabilities, Engine
 from pyrl_ext.rollout.recorded import RecordedEngine, Recorder, load_samples, save_samples
 from pyrl_ext.samples import Prompt, Sample, Sampling
@@ -247,18 +247,22 @@ def expected(*ids: int) -> list[Sample]:
     return scored([sample(i, j, 5 + i % 3) for i in ids for j in range(2)])
 
 
-def asked(ids: Sequence[int], keep: int | None = None, sampling: Sampling = PAIRS) -> Asked:
-    return Asked([Prompt(i, (1,)) for i in ids], sampling, len(ids) if keep is None else keep)
+def asked(
+    ids: Sequence[int], keep: int | None = None, sampling: Sampling = PAIRS
+) -> RolloutRequest:
+    return RolloutRequest(
+        [Prompt(i, (1,)) for i in ids], sampling, len(ids) if keep is None else keep
+    )
 
 
 def test_one_process():
     lines: list[str] = []
-    got, lost = generate_shared(Seeded(step=5), asked(range(5)), scored, show=lines.append)
+    got, lost = generate_on_ranks(Seeded(step=5), asked(range(5)), scored, show=lines.append)
     assert_same(got, expected(*range(5)))
     assert lost == 0 and len(lines) == 10
     assert lines[-1].startswith("rollout: 10 samples, 5 of 5 groups, ")
     with pytest.raises(ValueError, match="out of paper"):
-        generate_shared(Seeded(True), asked(range(5)))
+        generate_on_ranks(Seeded(True), asked(range(5)))
 
 
 @pytest.mark.parametrize("keep", [1, 2, 4, 7])
@@ -272,7 +276,7 @@ def test_the_groups_that_are_complete_first_are_kept(keep: int):
         judged.append([(s.prompt_id, s.index) for s in group])
         return scored(group)
 
-    got, lost = generate_shared(engine, asked(ids, keep), judge)
+    got, lost = generate_on_ranks(engine, asked(ids, keep), judge)
     assert_same(got, expected(*sorted(order[:keep])))
     assert judged == [[(i, 0), (i, 1)] for i in order[:keep]]
     kept = sum(len(s.tokens) - s.prompt_len for s in got)
@@ -284,7 +288,7 @@ def test_the_groups_that_are_complete_first_are_kept(keep: int):
 def test_a_reward_that_fails_ends_the_stream():
     engine = Seeded(step=5)
     with pytest.raises(ZeroDivisionError):
-        generate_shared(engine, asked(range(5)), judge_fails)
+        generate_on_ranks(engine, asked(range(5)), judge_fails)
     assert engine.open == 0 and engine.given == 2
 
 
@@ -296,21 +300,21 @@ def over_ranks(group: dist.ProcessGroup) -> None:
     rank, ranks = group.rank(), group.size()
     everything = asked(range(7))
     engine = Seeded()
-    got, _ = generate_shared(engine, everything, scored, group)
+    got, _ = generate_on_ranks(engine, everything, scored, group)
     assert engine.asked == len(range(rank, 7, ranks))
     assert_same(got, expected(*range(7)))
-    few, _ = generate_shared(engine, asked([0]), scored, group)
+    few, _ = generate_on_ranks(engine, asked([0]), scored, group)
     assert_same(few, got[:2])
     message = f"1 of {ranks} ranks failed.*\n  rank 1: ValueError: out of paper"
     with pytest.raises(RuntimeError, match=message):
-        generate_shared(Seeded(rank == 1), everything, scored, group)
+        generate_on_ranks(Seeded(rank == 1), everything, scored, group)
     with pytest.raises(RuntimeError, match="rank 2: ZeroDivisionError"):
-        generate_shared(engine, everything, scored if rank < 2 else judge_fails, group)
+        generate_on_ranks(engine, everything, scored if rank < 2 else judge_fails, group)
     with pytest.raises(RuntimeError, match=r"ranks \[2\] were given other prompts"):
-        generate_shared(engine, asked(range(7 if rank < 2 else 6)), None, group)
+        generate_on_ranks(engine, asked(range(7 if rank < 2 else 6)), None, group)
     with pytest.raises(RuntimeError, match=r"ranks \[1\] were given other prompts"):
-        generate_shared(engine, asked(range(7), 5 if rank == 1 else 6), None, group)
-    assert_same(generate_shared(engine, everything, scored, group)[0], got)
+        generate_on_ranks(engine, asked(range(7), 5 if rank == 1 else 6), None, group)
+    assert_same(generate_on_ranks(engine, everything, scored, group)[0], got)
     own_quotas(group)
 
 
@@ -324,10 +328,12 @@ def own_quotas(group: dist.ProcessGroup) -> None:
     for slow in range(ranks):
         engine = Seeded(step=5)
         time.sleep(0.2 * (rank == slow))
-        got, lost = generate_shared(engine, asked(range(10), 7), scored, group)
+        got, lost = generate_on_ranks(engine, asked(range(10), 7), scored, group)
         assert_same(got, expected(*sorted(kept)))
         assert lost > 0 and engine.open == 0
-    got, _ = generate_shared(Seeded(step=5), asked(range(4), 1), scored, group)  # two have no quota
+    got, _ = generate_on_ranks(
+        Seeded(step=5), asked(range(4), 1), scored, group
+    )  # two have no quota
     assert_same(got, expected(0))
 
 

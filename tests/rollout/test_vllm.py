@@ -28,7 +28,7 @@ from transformers import CONFIG_MAPPING
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
-from pyrl_ext.rollout.process.client import ServedEngine
+from pyrl_ext.rollout.process.client import ProcessEngine
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
@@ -576,7 +576,7 @@ def test_an_engine_in_processes_of_its_own_is_transformers(tmp_path: Path):
     sampling = Sampling(max_new_tokens=8, samples_per_prompt=2)
     log = tmp_path / "engine.log"
     with closing(
-        ServedEngine(served, ("tiny",), transport="shm", bucket_bytes=20_000, readers=2, log=log)
+        ProcessEngine(served, ("tiny",), transport="shm", bucket_bytes=20_000, readers=2, log=log)
     ) as engine:
         for seed in (0, 1):
             weights = random_weights(pair.hf, seed)

@@ -27,7 +27,7 @@ LEAVE = 10.0  # seconds that a process has to end by itself
 LINES = 20  # of its log in an error
 
 
-class ServedEngine(Engine):
+class ProcessEngine(Engine):
     """Starts a process that builds an engine, hands calls on to it, and ends it.
 
     The process ends when this one does, however that happens; when it dies or hangs, whoever waits
@@ -247,7 +247,7 @@ class ServedEngine(Engine):
             last = file.read().decode(errors="replace").splitlines()[-LINES:]
         said = "".join(f"\n  {line}" for line in last) or " nothing"
         return RuntimeError(
-            f"ServedEngine.{call}: {self._name} {what}, expected it to serve until close. "
+            f"ProcessEngine.{call}: {self._name} {what}, expected it to serve until close. "
             f"{self.log} ends with:{said}"
         )
 
@@ -264,7 +264,7 @@ class _Answered(Exception):
     """The engine has something to say."""
 
 
-class NoEngine(Engine):
+class IdleEngine(Engine):
     """On a rank that no engine belongs to: takes part in what all ranks do together.
 
     Args:
@@ -294,7 +294,9 @@ class NoEngine(Engine):
     ) -> Generator[Sample, None, None]:
         """Nothing. Raises: ValueError when there are prompts."""
         if prompts:
-            raise ValueError(f"NoEngine.stream: {len(prompts)} prompts, expected none on this rank")
+            raise ValueError(
+                f"IdleEngine.stream: {len(prompts)} prompts, expected none on this rank"
+            )
         yield from ()
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""``python -m pyrl_ext.rollout.process.server``: the process of a `ServedEngine`.
+"""``python -m pyrl_ext.rollout.process.server``: the process of a `ProcessEngine`.
 
 It is started by one and talks to it alone, over a socket that it inherits.
 """
