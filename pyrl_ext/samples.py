@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyrl_ext.plan.model.route_ids import route_id_dtype
+
 FINISH_REASONS = ("stop", "length")
 
 
@@ -208,6 +210,4 @@ class Sample:
 
 def route_dtype(num_experts: int) -> torch.dtype:
     """Narrowest unsigned type that holds expert ids 0..num_experts-1."""
-    if not 1 <= num_experts <= 65536:
-        raise ValueError(f"route_dtype: {num_experts} experts, expected 1 to 65536")
-    return torch.uint8 if num_experts <= 256 else torch.uint16
+    return getattr(torch, route_id_dtype(num_experts))

@@ -16,7 +16,9 @@ from pydantic import ValidationError
 
 from pyrl_ext.plan.language.errors import ConfigError, Problem, show
 from pyrl_ext.plan.model import ranks
+from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
+from pyrl_ext.plan.model.route_ids import route_id_dtype
 from pyrl_ext.plan.model.sizes import ModelSizes, read_sizes
 from pyrl_ext.plan.schema import Config
 
@@ -26,7 +28,7 @@ FREE_ON_RESUME = (
     *("threads", "steps", "run", "log", "checkpoint", "evaluate"),
     *("hardware", "estimate", "device", "parallel", "optimizer.distributed", "optimizer.offload"),
     *("batching.tokens_per_microbatch", "model.recompute", "model.offload_layers"),
-    *("logprob", "kernels"),
+    *("logprob", "kernels", "data.reward_timeout"),
     *("rollout.gpus", "rollout.memory", "rollout.sleep", "rollout.offload_trainer"),
     *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
     "rollout.transport",
@@ -84,7 +86,7 @@ class Plan(Config):
         """What the kernels of a run are specialised for."""
         sizes, fused = self.sizes, self.logprob.head == "fused"
         return {
-            "route_ids": "uint8" if sizes.num_experts <= 256 else "int16",
+            "route_ids": route_id_dtype(sizes.num_experts),
             "topk": sizes.topk,
             "experts": sizes.num_experts,
             "routed_layers": [
@@ -267,13 +269,6 @@ class Plan(Config):
         changed = [Problem(self.source, 0, f"{each}, {advice}") for each in self.diff(saved)]
         if changed:
             raise ConfigError(changed)
-
-
-def alignment(tp: int, cp: int, fp8: bool) -> int:
-    """What a sequence is padded to a multiple of, as `TokenLayout` does: equal parts for tp ranks
-    (sequence parallelism), two a rank for cp (zigzag), and in FP8 tiles of 16 rows on a cp rank."""
-    unit = tp if cp == 1 else 2 * cp * tp
-    return math.lcm(unit, 16 * cp) if fp8 else unit
 
 
 def _flatten(tree: dict[str, Any], ignored: Set[str], prefix: str = "") -> dict[str, Any]:

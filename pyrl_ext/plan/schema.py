@@ -316,6 +316,8 @@ class Data(Section):
     """.jsonl or .parquet, relative to this YAML file"""
     reward: Function | None = None
     """module:function that scores a response"""
+    reward_timeout: Rate | None = None
+    """longest time that the reward of one response may take [seconds]; null: no limit"""
     eval_prompts: File | None = None
     """held-out prompts, a file like data.prompts; null: every eighth of those"""
     max_prompt_tokens: Positive

@@ -30,6 +30,7 @@ from triton.runtime.driver import driver
 from pyrl_ext.models import family
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.hardware import gpu_of
+from pyrl_ext.samples import route_dtype
 
 MANIFEST = "pyrl_kernels.json"
 ROWS = (4096, 4095, 17, 1)  # Triton tells multiples of 16 and 1 from others, in what follows too
@@ -167,7 +168,7 @@ def _router_launches(plan: Plan, config: dict[str, Any]) -> Iterator[Launch]:
     if not plan.router_layers:
         return
     topk, experts = sizes.topk, sizes.num_experts
-    ids = torch.uint8 if experts <= 256 else torch.int16
+    ids = route_dtype(experts)
     spans = {1}  # padding where nothing is replayed
     for stage in plan.stages:
         held = [i for chunk in stage for i in chunk.layers if i in plan.router_layers]

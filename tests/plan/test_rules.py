@@ -28,8 +28,8 @@ from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.language.errors import fields_of, show
+from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.model.sizes import read_sizes
-from pyrl_ext.plan.plan import alignment
 from pyrl_ext.plan.rules.passthrough import ENGINE_KEYS, field_names, megatron_fields
 
 REPOSITORY = Path(__file__).parents[2]

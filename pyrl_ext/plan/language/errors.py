@@ -73,24 +73,34 @@ _TYPE_NAMES = {
 
 
 def describe(error: Any) -> str:
-    """A pydantic error as `<what, with value>, expected <rule>[; <what the field is>]`."""
-    kind, key, value = error["type"], tuple(map(str, error["loc"])), error["input"]
-    if kind == "extra_forbidden":
+    """A pydantic error of the schema as `<what, with value>, expected <rule>[; <the field>]`."""
+    key = tuple(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
         return unknown(key)
-    what = show(value)
-    if kind == "missing":
-        what = "missing"
-    elif kind.endswith("_type") and value is not None:
-        what += f" is {_TYPE_NAMES.get(type(value), type(value).__name__)}"
+    if len(key) == 1 and (keys := fields_of(key[0])):
+        return f"{_given(error)}, expected a mapping of {', '.join(keys)}{_about(key)}"
+    return f"{expectation(error)}{_about(key)}"
+
+
+def expectation(error: Any) -> str:
+    """A pydantic error of any model as `<what, with value>, expected <rule>`."""
     context = {
         name: int(bound) if isinstance(bound, float) and bound.is_integer() else bound
         for name, bound in error.get("ctx", {}).items()
     }
-    rule = _EXPECTED.get(kind)
+    rule = _EXPECTED.get(error["type"])
     expected = rule.format(**context).replace("'", "") if rule else error["msg"]
-    if len(key) == 1 and (keys := fields_of(key[0])):
-        expected = f"a mapping of {', '.join(keys)}"
-    return f"{what}, expected {expected}{_about(key)}"
+    return f"{_given(error)}, expected {expected}"
+
+
+def _given(error: Any) -> str:
+    """The value that was given, with its type where that is what is wrong."""
+    kind, value = error["type"], error["input"]
+    if kind == "missing":
+        return "missing"
+    if kind.endswith("_type") and value is not None:
+        return f"{show(value)} is {_TYPE_NAMES.get(type(value), type(value).__name__)}"
+    return show(value)
 
 
 def unknown(key: Key) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from pyrl_ext.plan.model.route_ids import route_id_bytes
 from pyrl_ext.plan.schema import Count, Positive
 
 
@@ -154,8 +155,7 @@ class ModelSizes(BaseModel, ABC):
     @property
     def route_bytes_per_token(self) -> int:
         """Bytes of one token's routed experts: one id a router and chosen expert."""
-        id_bytes = 1 if self.num_experts <= 256 else 2
-        return len(self.router_layers) * self.topk * id_bytes
+        return len(self.router_layers) * self.topk * route_id_bytes(self.num_experts)
 
     @property
     def rope_base(self) -> float:

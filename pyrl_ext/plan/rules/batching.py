@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pyrl_ext.plan.plan import Plan, alignment
+from pyrl_ext.plan.model.alignment import alignment
+from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from pyrl_ext.plan.model.tasks import SYMBOLS, option_problems, task_problem
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, relative, rule
 
@@ -32,6 +33,24 @@ def a_task_is_complete(plan: Plan) -> Found:
         return f"{data.task} with data.{extra[0]}, expected null; the task brings its own"
     if data.task is None and data.task_options:
         return "null with data.task_options, expected a task; the options would not be read"
+
+
+@rule("data.task")
+def the_task_exists(plan: Plan) -> Found:
+    return task_problem(plan.data.task) if plan.data.task is not None else None
+
+
+@rule("data.task_options")
+def the_task_takes_its_options(plan: Plan) -> Found:
+    task = plan.data.task
+    return option_problems(task, plan.data.task_options) if task in SYMBOLS else None
+
+
+@rule("data.reward_timeout")
+def a_timeout_has_a_reward_function(plan: Plan) -> Found:
+    timeout = plan.data.reward_timeout
+    if timeout is not None and plan.data.reward is None:
+        return f"{timeout:g} without data.reward, expected null; built-in rewards always end"
 
 
 @rule("data.prompts")

@@ -1,0 +1,63 @@
+"""One home for the type of expert ids: engines, trainer and prebuilt kernels use the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan.model.route_ids import route_id_bytes, route_id_dtype
+from pyrl_ext.samples import route_dtype
+from pyrl_ext.tools.prebuild import launches
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("experts", "name"),
+    [
+        (0, "uint8"),
+        (1, "uint8"),
+        (256, "uint8"),
+        (257, "uint16"),
+        (384, "uint16"),
+        (2**16, "uint16"),
+    ],
+)
+def test_route_id_dtype_is_the_narrowest_unsigned_type(experts: int, name: str):
+    dtype = getattr(torch, name)
+    assert route_id_dtype(experts) == name
+    assert route_dtype(experts) == dtype
+    assert route_id_bytes(experts) == dtype.itemsize
+    assert experts - 1 <= torch.iinfo(dtype).max
+
+
+@pytest.mark.parametrize("experts", [-1, 2**16 + 1])
+def test_route_id_dtype_refuses_what_16_bits_cannot_hold(experts: int):
+    with pytest.raises(ValueError, match=f"{experts} experts, expected 0 to 65536"):
+        route_id_dtype(experts)
+
+
+@pytest.mark.parametrize(("experts", "name"), [(256, "uint8"), (384, "uint16")])
+def test_kernel_sizes_names_the_type_that_engines_return(tmp_path: Path, experts: int, name: str):
+    """The plan, and the kernels that are compiled ahead for it."""
+    plan = _with_experts(tmp_path, experts)
+    assert plan.kernel_sizes["route_ids"] == name
+    assert plan.sizes.route_bytes_per_token == (
+        len(plan.router_layers) * plan.sizes.topk * route_dtype(experts).itemsize
+    )
+    gathers = [each for each, _ in launches(plan) if each.startswith("gather_routes")]
+    assert gathers and all(each.split()[1] == name for each in gathers)
+
+
+def _with_experts(folder: Path, experts: int) -> Plan:
+    """GLM-4.7-Flash with another number of experts."""
+    sizes = json.loads((REPOSITORY / "configs/glm47/config.json").read_text())
+    config = folder / "config.json"
+    config.write_text(json.dumps(sizes | {"n_routed_experts": experts}))
+    return compile_plan(
+        REPOSITORY / "configs/glm47.yaml", [f"model.config={config}", "hardware.gpu=null"]
+    )
