@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import re
 from collections.abc import Iterator, Set
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 
 from pyrl_ext.plan.language.errors import ConfigError, Problem, show
+from pyrl_ext.plan.language.paths import is_hub_id, path_beside
 from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
@@ -35,8 +34,6 @@ FREE_ON_RESUME = (
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "world_size", "fetched")
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class Difference(NamedTuple):
@@ -217,11 +214,11 @@ class Plan(Config):
 
     def resolve(self, path: str) -> str:
         """`path` as an absolute path; relative ones start at the YAML file's folder."""
-        return os.path.abspath(Path(self.source).parent / path)
+        return path_beside(self.source, path)
 
     def is_hub_id(self, name: str) -> bool:
         """Whether `name` is taken as owner/name of a model hub: no such folder beside the YAML."""
-        return bool(_HUB_ID.fullmatch(name)) and not os.path.exists(self.resolve(name))
+        return is_hub_id(self.source, name)
 
     def _local_or_hub(self, name: str | None) -> str | None:
         if name is None:

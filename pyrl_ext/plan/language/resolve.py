@@ -1,4 +1,4 @@
-"""Values as they are meant: references replaced, sizes as numbers, a parent's paths from here."""
+"""Values as they are meant: sizes as numbers, and a parent's paths as seen from the main file."""
 
 from __future__ import annotations
 
@@ -7,167 +7,59 @@ import re
 from decimal import Decimal
 from typing import Any, get_args
 
-from pyrl_ext.plan.language.errors import Key, fields_of, show, unknown
+from pyrl_ext.plan.language.errors import Key, fields_of
+from pyrl_ext.plan.language.paths import is_hub_id, path_beside
 from pyrl_ext.plan.language.yaml_tree import Place, Source
-from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import RelativePath
 
-_REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)(\}?)")
+_REFERENCE = re.compile(r"\$\{[^{}]*\}")
 _SIZE = re.compile(r"([-+]?[0-9][0-9_]{0,17}(?:\.[0-9]{1,9})?) ?([kmgt])(i?)(b?)", re.IGNORECASE)
 _UNIT = re.compile(r"\[(\w+)\]")
 
 
-class _Failed(Exception):
-    """The value cannot be told; the problem is recorded."""
-
-
 def resolve(source: Source) -> None:
-    """Replace what `source.tree` holds by what is meant; what cannot be told has failed."""
-    resolver = Resolver(source)
+    """Replace what `source.tree` holds by what it means; values without a meaning have failed."""
     for name, value in source.tree.items():
-        keys = [(name, inner) for inner in value] if isinstance(value, dict) else [(name,)]
-        for key in keys:
-            try:
-                resolver.value(key)
-            except _Failed:
-                source.failed.add(key[:2])
-            except RecursionError:
-                source.fail(key, "nested too deeply, expected plain values")
-    for key, value in resolver.known.items():
-        if len(key) == 1 and key[0] in source.tree:
-            source.tree[key[0]] = value
-        elif len(key) == 2 and key[1] in source.tree.get(key[0], ()):
-            source.tree[key[0]][key[1]] = value
+        source.tree[name] = _resolved(source, (name,), value)
 
 
-class Resolver:
-    """Values by key, each settled once, whoever asks first."""
+def _resolved(source: Source, key: Key, written: Any) -> Any:
+    if isinstance(written, dict):
+        return {name: _resolved(source, (*key, name), value) for name, value in written.items()}
+    if isinstance(written, list):
+        return [_resolved(source, (*key, str(i)), value) for i, value in enumerate(written)]
+    if not isinstance(written, str):
+        return written
+    if reference := _REFERENCE.search(written):
+        rule = "expected the value itself; references to other keys were removed"
+        source.fail(key, f"{reference[0]}, {rule}. Write the value that it stood for")
+        return written
+    if (field := _field(key)) is None:
+        return written
+    if int in (field.annotation, *_annotations(field.annotation)):
+        return _size(source, key, written, unit_of(field))
+    if mark := relative_path_of(field):
+        return _from_main_file(source, key, written, mark)
+    return written
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.known: dict[Key, Any] = {}
-        self.failed: set[Key] = set()
-        self.open: list[Key] = []
 
-    def value(self, key: Key) -> Any:
-        """The settled value of a field, an option, or a part of one. Raises `_Failed`."""
-        if key in self.failed:
-            raise _Failed
-        if key not in self.known:
-            self.open.append(key)
-            try:
-                self.known[key] = self._settled(key, _find(self.source.tree, key))
-            except (_Failed, RecursionError):
-                self.failed.add(key)
-                raise
-            finally:
-                self.open.pop()
-        return self.known[key]
+def _size(source: Source, key: Key, text: str, unit: str | None) -> int | str:
+    try:
+        return read_size(text, unit)
+    except ValueError as error:
+        source.fail(key, str(error))
+        return text
 
-    def _settled(self, key: Key, written: Any) -> Any:
-        if isinstance(written, dict):
-            names, parts = list(written), self._parts(key, list(written))
-            return dict(zip(names, parts, strict=True))
-        if isinstance(written, list | tuple):
-            return self._parts(key, [str(i) for i in range(len(written))])
-        if not isinstance(written, str):
-            return written
-        value = self._with_references(key, written) if "${" in written else written
-        field = _field(key)
-        if field is None or not isinstance(value, str):
-            return value
-        if _takes_int(field.annotation):
-            return self._size(key, value, unit_of(field))
-        if mark := relative_path_of(field):
-            return self._from_here(key, written, value, mark)
-        return value
 
-    def _parts(self, key: Key, names: list[str]) -> list[Any]:
-        """All are settled, so that the problems of all are found."""
-        values, whole = [], True
-        for name in names:
-            try:
-                values.append(self.value((*key, name)))
-            except _Failed:
-                whole = False
-        if not whole:
-            raise _Failed
-        return values
-
-    def _with_references(self, key: Key, written: str) -> Any:
-        match = _REFERENCE.fullmatch(written)
-        if match and match[1] is not None:
-            return self._referred(key, match)
-
-        def text(match: re.Match[str]) -> str:
-            if match[1] is None:
-                return "${"
-            value = self._referred(key, match)
-            if isinstance(value, str):
-                return value
-            if not isinstance(value, int | float):
-                return self._refuse(
-                    key, f"{match[0]} is {show(value)}, expected text or a number inside text"
-                )
-            return show(value)
-
-        return _REFERENCE.sub(text, written)
-
-    def _referred(self, key: Key, match: re.Match[str]) -> Any:
-        target: Key = tuple(match[1].strip().split("."))
-        if not match[2]:
-            self._refuse(
-                key, f"{match[0]!r} is not closed, expected ${{section.key}}. Write $${{ for text"
-            )
-        if reason := self._no_value(target):
-            self._refuse(key, f"{match[0]}: {reason}")
-        if target in self.open:
-            cycle = [*self.open[self.open.index(target) :], target]
-            names = " -> ".join(".".join(each) for each in cycle)
-            self._refuse(key, f"{names} is a cycle, expected a value at its end")
-        self.source.references.setdefault(key, []).append(target)
-        return self.value(target)
-
-    def _no_value(self, key: Key) -> str | None:
-        """Why a reference to `key` refers to no value."""
-        section, *names = key
-        if section not in fields_of():
-            return unknown((section,))
-        if fields := fields_of(section):
-            if not names:
-                example = f"${{{section}.{next(iter(fields))}}}"
-                return f"a section, expected one of its keys. For example {example}"
-            if names[0] not in fields:
-                return unknown((section, names[0]))
-        try:
-            _find(self.source.tree, key)
-        except KeyError:
-            return "not written and without a default, expected a key that has a value"
-
-    def _size(self, key: Key, text: str, unit: str | None) -> int | str:
-        try:
-            return read_size(text, unit)
-        except ValueError as error:
-            return self._refuse(key, str(error))
-
-    def _from_here(self, key: Key, written: str, text: str, mark: RelativePath) -> str:
-        """A path that another file began, as seen from the folder of the main one."""
-        _, place = self.source.origin(key) or ((), None)
-        if not isinstance(place, Place) or place.file == self.source.path or not text:
-            return text
-        if (start := _REFERENCE.match(written)) and start[1]:
-            field = _field(tuple(start[1].strip().split(".")))
-            if field and relative_path_of(field):
-                return text  # it begins with a path that is already seen from here
-        there = Plan.model_construct(source=os.path.abspath(place.file))
-        if os.path.isabs(text) or (mark.or_hub_id and there.is_hub_id(text)):
-            return text
-        here = os.path.dirname(os.path.abspath(self.source.path))
-        return os.path.relpath(there.resolve(text), here)
-
-    def _refuse(self, key: Key, message: str) -> Any:
-        self.source.fail(key, message)
-        raise _Failed
+def _from_main_file(source: Source, key: Key, path: str, mark: RelativePath) -> str:
+    """A path that a parent file says, relative to the folder of the main file."""
+    _, place = source.origin(key) or ((), None)
+    if not isinstance(place, Place) or place.file == source.path or not path:
+        return path
+    if os.path.isabs(path) or (mark.or_hub_id and is_hub_id(place.file, path)):
+        return path
+    here = os.path.dirname(os.path.abspath(source.path))
+    return os.path.relpath(path_beside(place.file, path), here)
 
 
 def read_size(text: str, unit: str | None) -> int | str:
@@ -221,28 +113,7 @@ def _annotations(annotation: Any) -> list[Any]:
     return [*inner, *(each for part in inner for each in _annotations(part))]
 
 
-def _takes_int(annotation: Any) -> bool:
-    return annotation is int or int in _annotations(annotation)
-
-
 def _field(key: Key) -> Any:
     """The schema's field of `key`, None for what is no field of its own."""
     *section, name = key
     return fields_of(*section).get(name) if len(key) <= 2 else None
-
-
-def _find(tree: dict[str, Any], key: Key) -> Any:
-    """What was written for `key`, or its default. Raises `KeyError`."""
-    at: Any = tree
-    for depth, part in enumerate(key):
-        if isinstance(at, dict) and part in at:
-            at = at[part]
-        elif isinstance(at, list | tuple) and part.isdecimal() and int(part) < len(at):
-            at = at[int(part)]
-        elif (field := _field(key[: depth + 1])) is not None and not field.is_required():
-            at = field.get_default(call_default_factory=True)
-        elif depth == 0 and fields_of(part):
-            at = {}  # the section is not written: its fields may have defaults
-        else:
-            raise KeyError(part)
-    return at

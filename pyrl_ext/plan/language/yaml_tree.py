@@ -70,8 +70,6 @@ class Source:
     """Every file could be read, so that what is missing was not written."""
     failed: set[Key] = field(default_factory=set)
     """Fields whose value could not be read; the reason is in `problems`."""
-    references: dict[Key, list[Key]] = field(default_factory=dict)
-    """The keys that a value refers to."""
 
     def origin(self, key: Key) -> tuple[Key, Place | str] | None:
         """The override (its text) or else the place that wrote `key`, or the section around it."""
@@ -161,8 +159,6 @@ def _extend(source: Source, chain: tuple[str, ...]) -> None:
     path = ""
     if not isinstance(name, str) or not name or not name.isprintable():
         message = f"{show(name)}, expected another YAML file, relative to this one"
-    elif "${" in name:
-        message = f"{name!r} has a reference, expected the file itself; values come from it"
     else:
         path = os.path.normpath(os.path.join(os.path.dirname(source.path), name))
         again = os.path.realpath(path) in map(os.path.realpath, chain)
@@ -216,8 +212,6 @@ def _compose(text: str, source: Source, override: str = "") -> Node | None:
         message = "not YAML: " + ", ".join(filter(None, (error.context, error.problem)))
         if "'\\t'" in message:
             message += ". Indent with spaces"
-        if "${" in text and "flow" in (error.context or ""):
-            message += ". Quote a reference inside braces or brackets"
     except RecursionError:
         line, message = 1, "nested too deeply, expected sections of plain values"
     where = f"command line: {override}" if override else f"{source.path}:{line}"

@@ -25,7 +25,7 @@ def explain(name: str, source: Source | None, console: Console) -> None:
 
     Args:
         name: as it is written on the command line
-        source: the settled configuration; None: only what the schema says
+        source: the resolved configuration; None: only what the schema says
         console: where to print
 
     Raises:
@@ -108,13 +108,9 @@ def came_from(key: Key, source: Source) -> str:
         return "missing, it has no default" if field_of(key).is_required() else "the default"
     _, place = source.origin(key) or ((), Place(source.path, 1))
     if isinstance(place, str):
-        text = f"command line: {place}"
-    else:
-        parent = "" if place.file == source.path else ", a parent"
-        text = f"{place.file}:{place.line}{parent}"
-    for target in source.references.get(key, ()):
-        text += f"; ${{{'.'.join(target)}}} is {came_from(target[:2], source)}"
-    return text
+        return f"command line: {place}"
+    parent = "" if place.file == source.path else ", a parent"
+    return f"{place.file}:{place.line}{parent}"
 
 
 def default_of(field: Any) -> str:

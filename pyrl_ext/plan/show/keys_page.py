@@ -71,9 +71,11 @@ def schema() -> str:
 
 
 def _accept_written_forms(owner: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Any value may be a reference, and a whole number a size."""
+    """A whole number may be written as a size."""
     for name, field in fields.items():
+        if "whole" not in type_of(field):
+            continue
         was = owner["properties"][name]
         about = {key: was.pop(key) for key in ("description", "default") if key in was}
-        pattern = r"\$\{" + (r"|^[-+]?[0-9.]+ ?[kKMGT]i?B?$" if "whole" in type_of(field) else "")
-        owner["properties"][name] = about | {"anyOf": [was, {"type": "string", "pattern": pattern}]}
+        size = {"type": "string", "pattern": r"^[-+]?[0-9.]+ ?[kKMGT]i?B?$"}
+        owner["properties"][name] = about | {"anyOf": [was, size]}

@@ -1,0 +1,19 @@
+"""Paths in a config: relative ones start at the folder of the YAML file that says them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def path_beside(file: str, path: str) -> str:
+    """`path`, as the YAML `file` says it, as an absolute path."""
+    return os.path.abspath(Path(os.path.abspath(file)).parent / path)
+
+
+def is_hub_id(file: str, name: str) -> bool:
+    """Whether `name` is taken as owner/name of a model hub: no such folder beside the YAML file."""
+    return bool(_HUB_ID.fullmatch(name)) and not os.path.exists(path_beside(file, name))
