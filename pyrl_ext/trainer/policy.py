@@ -31,6 +31,7 @@ from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.replay.router_hook import Replay
 from pyrl_ext.trainer.prefetch import Feed
+from pyrl_ext.trainer.zero_gradient import check_zero_gradient
 from pyrl_ext.weights.gather import gather_buckets, plan_buckets
 
 Schedule = Sequence[Sequence[Sequence[int]]]  # [dp rank][microbatch] -> sample ids
@@ -249,7 +250,8 @@ class Policy:
         """One optimizer step on ``minibatch``; token means are over the whole minibatch.
 
         Returns: loss, grad_norm, lr and the loss function's metrics.
-        Raises: FloatingPointError when the loss (before the step) or the gradient is not finite.
+        Raises: FloatingPointError when the loss (before the step) or the gradient is not finite, or
+            the gradient is exactly 0 although tokens have an advantage (built-in loss).
         """
         metrics = self.accumulate(minibatch, schedule, loss)
         if not math.isfinite(metrics["loss"]):
@@ -257,7 +259,10 @@ class Policy:
                 f"Policy.update: the loss of update {self.updates} is {metrics['loss']}; "
                 "the weights are as they were before it"
             )
-        return metrics | self.step_optimizer()
+        metrics |= self.step_optimizer()
+        if metrics["grad_norm"] == 0 and self.plan.objective.loss == "grpo":
+            check_zero_gradient(minibatch, metrics, f"update {self.updates - 1}")
+        return metrics
 
     def step_optimizer(self) -> dict[str, float]:
         """Move the weights along what `accumulate` left.

@@ -1,0 +1,71 @@
+"""A gradient of exactly 0: refused where gradients are off, accepted where samples ask for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.trainer.zero_gradient import tokens_with_gradient
+from tests.helpers.tiny import random_batch, tiny_plan
+
+
+def test_update_refuses_a_gradient_that_is_switched_off():
+    plan, batch = tiny_plan("objective.entropy_coef=0"), random_batch(6)
+    schedule = plan_microbatches(batch.seqlens, 1, 128)
+    loss = build_loss(plan.objective)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        batch = batch.with_(old_logprobs=policy.scores(batch, schedule).logprobs)
+        flat = batch.with_(advantages=torch.zeros(len(batch.tokens)))
+        assert policy.update(flat, schedule, loss)["grad_norm"] == 0  # equal rewards everywhere
+        assert policy.update(batch, schedule, loss)["grad_norm"] > 0
+        message = r"norm of update 2 is exactly 0, expected a gradient from \d+ tokens"
+        with torch.no_grad(), pytest.raises(FloatingPointError, match=message):
+            policy.update(batch, schedule, loss)
+
+
+def two_samples(second: tuple[int, ...], advantages: tuple[float, float]) -> Batch:
+    """Two samples of three rows with the same first one; the loss is on their last two rows."""
+    tokens = torch.tensor([5, 6, 7, *second])
+    return Batch(
+        seqlens=(3, 3),
+        tokens=tokens,
+        targets=torch.tensor([6, 7, 8, *second[1:], 8]),
+        positions=torch.tensor([0, 1, 2] * 2),
+        loss_mask=torch.tensor([False, True, True] * 2),
+        rollout_logprobs=torch.full((6,), -1.0),
+        old_logprobs=torch.full((6,), -1.0),
+        advantages=torch.tensor(advantages).repeat_interleave(3),
+        rewards=torch.zeros(2),
+        routes=None,
+        layer_ids=(),
+        route_mask=torch.zeros(6, dtype=torch.bool),
+    )
+
+
+OTHER, SAME = (5, 9, 7), (5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("second", "advantages", "old", "metrics", "tokens"),
+    [
+        (OTHER, (1.0, -1.0), -1.0, {}, 4),
+        (OTHER, (1.0, 0.0), -1.0, {}, 2),
+        (OTHER, (0.0, 0.0), -1.0, {}, 0),  # equal rewards
+        (SAME, (1.0, -1.0), -1.0, {}, 0),  # a noisy reward of equal responses cancels
+        (OTHER, (1.0, -1.0), -1e-7, {}, 0),  # all probabilities are 1
+        (OTHER, (1.0, -1.0), -1.0, {"policy/clip_fraction": 1.0}, 0),
+        (OTHER, (1.0, -1.0), -1.0, {"policy/clip_fraction": 0.5}, 2),
+        (OTHER, (1.0, 0.0), -1.0, {"policy/guarded_fraction": 0.5}, 0),
+    ],
+)
+def test_tokens_with_gradient_leaves_out_those_that_may_have_none(
+    second, advantages, old, metrics, tokens
+):
+    batch = two_samples(second, advantages).with_(old_logprobs=torch.full((6,), old))
+    assert tokens_with_gradient(batch, metrics) == tokens
