@@ -1,0 +1,263 @@
+"""README and docs are true: what they name exists, what they show runs, what they link is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+from pyrl_ext.loss.inputs import LossInputs
+from pyrl_ext.metrics.glossary import GLOSSARY, lookup
+from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.__main__ import main as plan_command
+from pyrl_ext.plan.schema import Config
+from tests.readme import MARK, REPOSITORY, commands, pages, shown
+
+TEXTS = {page.relative_to(REPOSITORY).as_posix(): page.read_text("utf-8") for page in pages()}
+README = TEXTS["README.md"]
+# An example's own names, and what commands write
+INVENTED = re.compile(r"\bmy_|\bmine\b|<|\*|^runs/|^checkpoints/|^data/arithmetic|glm47/|^tiny/")
+SUFFIXES = r"(?:py|md|yaml|json|jsonl|png|svg|cu|cpp|hpp|txt)"
+METRIC_ROOTS = {name.split("/")[0] for name in GLOSSARY if "/" in name}
+
+
+def quoted(text: str) -> list[str]:
+    """Texts in backticks outside of fenced blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def fenced(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@cache
+def names_of(module: Path) -> frozenset[str]:
+    """Names that a module defines or imports at its top level."""
+    names: set[str] = set()
+    for node in ast.parse(module.read_text("utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return frozenset(names)
+
+
+def is_there(dotted: str) -> bool:
+    """Whether `pyrl_ext.a.b` or `pyrl_ext.a:b` is a module or a name that one defines."""
+    place, parts = REPOSITORY, re.split(r"[.:]", dotted)
+    while parts and (place / parts[0]).is_dir():
+        place = place / parts.pop(0)
+    if parts and (place / f"{parts[0]}.py").is_file():
+        module = place / f"{parts.pop(0)}.py"
+    else:
+        module = place / "__init__.py"
+    return not parts or (len(parts) == 1 and parts[0] in names_of(module))
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page: str):
+    folder, wrong = (REPOSITORY / page).parent, []
+    targets = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", TEXTS[page])
+    for target in (a or b for a, b in targets):
+        path, _, anchor = target.partition("#")
+        file = folder / path if path else REPOSITORY / page
+        if "://" in target:
+            continue
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            wrong.append(target)
+    assert not wrong, f"{page} links to {wrong}, which are not there"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_modules_and_names_exist(page: str):
+    named = set(re.findall(r"\bpyrl_ext(?:\.\w+)+(?::\w+)?", TEXTS[page]))
+    wrong = [name for name in named if not INVENTED.search(name) and not is_there(name)]
+    wrong = [name for name in wrong if not name.endswith((".py", ".md"))]
+    assert not wrong, f"{page} names {wrong}, which are not there"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_files_and_folders_exist(page: str):
+    wrong = []
+    for name in quoted(TEXTS[page]):
+        is_path = re.fullmatch(rf"[\w./-]+\.{SUFFIXES}|(?:[\w-]+/)+", name)
+        if not is_path or INVENTED.search(name):
+            continue
+        homes = (REPOSITORY, REPOSITORY / "pyrl_ext", REPOSITORY / "configs")
+        written = {"plan.json", "metrics.jsonl", "report.png", "error.txt", "tensorboard/", "hf/"}
+        if name not in written and not any((home / name).exists() for home in homes):
+            wrong.append(name)
+    assert not wrong, f"{page} names {wrong}, which are not there"
+
+
+def problem_of_key(dotted: str) -> str | None:
+    """Why `section.key` is no key of the config; None if it is one."""
+    at: type[BaseModel] = Config
+    for part in dotted.split("."):
+        if part not in at.model_fields:
+            return f"{dotted}: {at.__name__} has no {part}"
+        kind = at.model_fields[part].annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            return None  # a value, or a mapping of options
+        at = kind
+    return None
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_config_keys_exist(page: str):
+    sections = "|".join(
+        name
+        for name, field in Config.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    )
+    keys = {
+        match.group(1)
+        for text in quoted(TEXTS[page])
+        if (match := re.match(rf"((?:{sections})\.[a-z_]\w*)(?=[:=\s]|$)", text))
+    }
+    for line in shown(TEXTS[page]):
+        if "pyrl_ext.train" in line or "pyrl_ext.plan" in line or "/pyrl " in line:
+            keys |= set(re.findall(r"(?<=[ '])([a-z_]+(?:\.\w+)*)=", line))
+    wrong = [problem for key in sorted(keys) if (problem := problem_of_key(key))]
+    assert not wrong, f"{page} names {wrong}"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_metrics_exist(page: str):
+    names = {name for name in quoted(TEXTS[page]) if re.fullmatch(r"[a-z]+/[\w/<>]*\w>?", name)}
+    wrong = [n for n in names if n.split("/")[0] in METRIC_ROOTS and lookup(n) is None]
+    wrong = [n for n in wrong if not (REPOSITORY / "pyrl_ext" / n).exists()]
+    assert not wrong, f"{page} names metrics {wrong}, which the glossary does not define"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_commands_are_run_or_say_what_they_need(page: str):
+    makefile = (REPOSITORY / "Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    lines = shown(TEXTS[page])
+    wrong = [x for x in lines if not x.startswith(("make ", ".venv/bin/")) and MARK not in x]
+    called = re.findall(r"^make ([a-z-]+)", "\n".join(lines), re.MULTILINE)
+    called += [m.group(1) for x in quoted(TEXTS[page]) if (m := re.match(r"make ([a-z-]+)", x))]
+    wrong += [f"make {target}" for target in called if target not in targets]
+    assert not wrong, f"{page} shows {wrong}: CI cannot run them"
+
+
+def test_commands_of_all_pages_are_listed_once():
+    text = (
+        "```bash\nmake demo   # a minute\nmake gpu  # needs a GPU\nmake demo\nmake x \\\n  A=1\n```"
+    )
+    assert commands([text, text]) == ["make demo", "make x A=1"]
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 180
+
+
+def test_every_page_is_in_the_index():
+    index = TEXTS["docs/README.md"]
+    names = [page.name for page in (REPOSITORY / "docs").glob("*.md") if page.name != "README.md"]
+    assert not [name for name in names if f"]({name})" not in index]
+
+
+def test_rooms_of_contributing_are_those_of_the_house():
+    house = (REPOSITORY / "tests/test_house.py").read_text("utf-8")
+    order = re.findall(r'"(\w+)"', house.split("ORDER: list[str] = [")[1].split("]\n")[0])
+    assert " < ".join(order) in TEXTS["CONTRIBUTING.md"]
+
+
+def test_configs_of_readme_have_the_gpus_it_says():
+    rows = re.findall(r"^\| (`\w+`.*?) \| .*? \| (.*?) \| .*? \|$", README, re.MULTILINE)
+    assert len(rows) == 7
+    for names, devices in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            plan = compile_plan(REPOSITORY / "configs" / f"{name}.yaml")
+            ranks, apart = plan.parallel.world_size, plan.rollout.gpus
+            gpus = f"{ranks} + {apart}" if apart else str(ranks)
+            wanted = "CPU" if plan.device == "cpu" else f"{gpus} {plan.hardware.gpu}"
+            assert devices == wanted, name
+
+
+def test_errors_of_readme_are_what_the_plan_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copy(REPOSITORY / "configs/tiny.yaml", tmp_path)
+    shutil.copytree(REPOSITORY / "configs/tiny", tmp_path / "tiny")
+    lines = ["extends: tiny.yaml", "run: runs/mine", "steps: 3", "seed: 1"]
+    lines += ["paralel: {dp: 2}", "parallel: {pp: 3}", "batching: {prompts: '16'}"]
+    (tmp_path / "mine.yaml").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    assert plan_command(["mine.yaml"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said in README
+    assert said in TEXTS["docs/plan.md"]
+
+
+@pytest.mark.parametrize("block", fenced("".join(TEXTS.values()), "yaml"))
+def test_yaml_of_docs_compiles(block: str, tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(block.replace("extends: ", f"extends: {REPOSITORY}/configs/"))
+    assert compile_plan(path).run
+
+
+# The examples ------------------------------------------------------------------------------------
+
+
+def example(function: str) -> list:
+    """The functions of that name, from every block that begins with it."""
+    found = []
+    for text in TEXTS.values():
+        for block in fenced(text, "python"):
+            if block.startswith(f"def {function}("):
+                names = {"torch": torch}
+                exec(compile(block, function, "exec"), names)
+                found.append(names[function])
+    assert found, f"no page shows {function}"
+    return found
+
+
+def test_reward_example_scores():
+    for close in example("close"):
+        assert close(SimpleNamespace(answer="42"), " 42 ", [4, 2]) == 0.5
+        assert close(SimpleNamespace(answer="42"), "41", [4, 1]) == 0
+
+
+def test_advantage_example_centres_groups():
+    for centred in example("centred"):
+        rewards, groups = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([7, 7, 2])
+        assert centred(rewards, groups).tolist() == [-1, 1, 0]
+
+
+def test_loss_example_sums_over_loss_tokens():
+    mask = torch.tensor([True, False, True])
+    advantages = torch.tensor([1.0, 5.0, -2.0])
+    for reinforce in example("reinforce"):
+        logprobs = torch.tensor([-1.0, float("nan"), -3.0], requires_grad=True)
+        fields = LossInputs(logprobs.detach(), logprobs.detach(), None, advantages, mask)
+        entropy = torch.zeros(3)
+        config = SimpleNamespace(entropy_coef=0.1)
+        more = [config] if reinforce.__code__.co_argcount == 4 else []
+        total, count, metrics = reinforce(logprobs, entropy, fields, *more)
+        assert (total.item(), count.item()) == (-5, 2)
+        assert all(float(value) == number for value, number in metrics.values())
+
+
+def test_python_of_docs_parses():
+    for page, text in TEXTS.items():
+        for block in fenced(text, "python"):
+            ast.parse(block, page)
