@@ -1,9 +1,9 @@
 """The families of cases, by the name of what they measure: also that of their tests."""
 
 from collections.abc import Callable, Iterator
+from pkgutil import resolve_name
 
 from benchmarks.measure import Case
-from pyrl_ext.dist.named import load_function
 
 FAMILIES = {
     "gather_rows": "benchmarks.cases_rows:gather_rows",
@@ -24,4 +24,4 @@ FRESH_MEMORY = ("token_logprob", "linear_logprob")
 
 def cases_of(family: str) -> Callable[..., Iterator[Case]]:
     """``cases(device, shrink=1)``; ``shrink`` divides the sizes. Only this family is imported."""
-    return load_function("family", FAMILIES[family])
+    return resolve_name(FAMILIES[family])

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from pkgutil import resolve_name
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from torch import Tensor
 
-from pyrl_ext.dist.named import load_function
 
 Pair = tuple[Tensor, Tensor | None]  # log-probs and, where there are any, entropies
 
@@ -67,7 +67,7 @@ def packages(table: dict[str, str]) -> dict[str, Callable[..., Tensor]]:
     missing = [name for name in table if find_spec(name) is None]
     if missing:
         print(f"not installed: {', '.join(missing)}")
-    return {n: load_function("package", at) for n, at in table.items() if n not in missing}
+    return {n: resolve_name(at) for n, at in table.items() if n not in missing}
 
 
 def of_package(name: str, function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Pair]:
