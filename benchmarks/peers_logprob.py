@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from torch import Tensor
 
-
 Pair = tuple[Tensor, Tensor | None]  # log-probs and, where there are any, entropies
 
 PACKAGES = {
