@@ -109,7 +109,7 @@ def logits_of(policy: Policy, tokens: Tensor) -> Tensor:
     )
     micro = Microbatch.of(batch, [0], policy.topo, 1)
     packed = PackedSequences.of(micro.layout, 0, policy.topo.device)
-    (model,) = policy._models
+    (model,) = policy.llm.models
     with torch.no_grad():
         inputs = micro.tokens[None], packed.positions[None], None
         return model.eval()(*inputs, packed_seq_params=packed)[0][:rows]

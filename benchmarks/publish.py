@@ -57,8 +57,8 @@ TIMES = 3.0  # bar: as fast as this, load included
 
 def one_by_one(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """What `Policy.weights` yields, with collectives of its own for every parameter."""
-    live, topo = policy._live(), policy.topo
-    for bucket in policy.buckets:
+    live, topo = policy.llm.named_parameters(), policy.topo
+    for bucket in policy.llm.buckets:
         for place in bucket.places:
             row = place.row
             whole = None
@@ -121,7 +121,7 @@ def measure(overrides: tuple[str, ...], config: Path) -> Row:
         extra = torch.tensor(extra_bytes(lambda: _drain(policy.weights()), "cpu"))
         dist.all_reduce(extra, dist.ReduceOp.MAX)
         moved = sum(tensor.nbytes for _, tensor in held)
-        sizes = [bucket.bytes for bucket in policy.buckets]
+        sizes = [bucket.bytes for bucket in policy.llm.buckets]
         gathered, load, published = times[:2], times[2], times[3:]
         return Row(
             len(held), moved, len(sizes), max(sizes), gathered, load, published, int(extra)

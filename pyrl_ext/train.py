@@ -91,7 +91,7 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
             policy.step = step + 1
             if plan.replay.enabled:
                 models = [m for m in (policy, reference) if m is not None]
-                row["time/replay"] = sum(sum(m.replay.clock.take().values()) for m in models)
+                row["time/replay"] = sum(sum(m.llm.replay.clock.take().values()) for m in models)
             run.write(
                 row | batch.stats() | rollouts.aborted | compare(batch, old) | speed(clock, batch)
             )
@@ -207,7 +207,7 @@ class Rollouts:
 
 def engine_names(policy: Policy) -> list[str]:
     """The checkpoint tensors that an engine holds."""
-    names = (name for row in policy.table for name in row.hf)
+    names = (name for row in policy.llm.table for name in row.hf)
     return engine_tensor_names(names, policy.plan.sizes.num_hidden_layers)
 
 

@@ -228,7 +228,7 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
     with topology.start(plan) as topo:
         policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
         probe = Probe(policy)
-        decoder = [i for i in policy.replay.layers if i < plan.sizes.num_hidden_layers]
+        decoder = [i for i in policy.llm.replay.layers if i < plan.sizes.num_hidden_layers]
         before = {name: tensor.clone() for name, tensor in policy.weights()}
         out = Outcome([], [], [], [], {})
         for batch in batches(plan, mtp_routes):
@@ -238,11 +238,11 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
             old = policy.scores(batch, schedule, plan.replay.old)
             batch = batch.with_(old_logprobs=old.logprobs)
             probe.finish(decoder)
-            assert policy.replay.is_clear
+            assert policy.llm.replay.is_clear
             probe.expect(batch, schedule, training=True, replay=plan.replay.train)
             metrics = policy.accumulate(batch, schedule, loss)
-            probe.finish([i for i in policy.replay.layers if i in batch.layer_ids])
-            assert policy.replay.is_clear
+            probe.finish([i for i in policy.llm.replay.layers if i in batch.layer_ids])
+            assert policy.llm.replay.is_clear
             out.grads.append({name: grad.clone() for name, grad in policy.gradients()})
             metrics |= policy.step_optimizer()
             out.metrics.append(metrics)

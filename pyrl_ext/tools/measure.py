@@ -201,8 +201,8 @@ class Bench:
     def routes(self, part: Batch, ids: Sequence[int]) -> int:
         """Bytes of a microbatch's routes, as they come to the device and as routers take them."""
         policy = self.policy
-        feed = Feed(part, [ids], self.plan, self.topo, policy.replay, self.plan.replay.train)
-        chunks = [next(feed.of_chunk(chunk)) for chunk in range(len(policy.chunks))]
+        feed = Feed(part, [ids], self.plan, self.topo, policy.llm.replay, self.plan.replay.train)
+        chunks = [next(feed.of_chunk(chunk)) for chunk in range(len(policy.llm.chunks))]
         sent = chunks[0][1].routes
         taken = [each.ids for *_, found in chunks for each in found if each is not None]
         return sum(x.nbytes for x in (sent.ids, sent.rows, sent.routed, *taken))
@@ -212,7 +212,7 @@ def tensors_of(policy: Policy) -> dict[str, list[Tensor]]:
     """Item -> its tensors; those of the optimizer are there after its first step."""
     weights = _parameters(policy)
     held = {_storage(x)[0] for x in weights}
-    parts = [part for part in policy.optimizer.chained_optimizers if not part.is_stub_optimizer]
+    parts = [part for part in policy.llm.optimizer.chained_optimizers if not part.is_stub_optimizer]
     state = [
         x
         for part in parts
@@ -220,12 +220,12 @@ def tensors_of(policy: Policy) -> dict[str, list[Tensor]]:
         for x in (main, kept["exp_avg"], kept["exp_avg_sq"])
         if _storage(x)[0] not in held  # in float32 the weights are what is stepped
     ]
-    gradients = [x.main_grad for chunk in policy.chunks for x in chunk.parameters()]
+    gradients = [x.main_grad for chunk in policy.llm.chunks for x in chunk.parameters()]
     return {"weights": weights, "gradients": gradients, "optimizer": state}
 
 
 def _parameters(policy: Policy) -> list[Tensor]:
-    return [x.detach() for chunk in policy.chunks for x in chunk.parameters()]
+    return [x.detach() for chunk in policy.llm.chunks for x in chunk.parameters()]
 
 
 # Measuring --------------------------------------------------------------------------------------

@@ -74,8 +74,8 @@ def updates(overrides: tuple[str, ...], away: bool) -> tuple[Any, dict[str, int]
             ready = batch.with_(old_logprobs=old)
             found.append(policy.update(ready, schedule, build_loss(plan.objective)))
         found += [(name, tensor.clone()) for name, tensor in policy.weights()]
-        sizes = {"weights": sum(t.nbytes for t in policy._live().values())}
-        numbers = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
+        sizes = {"weights": sum(t.nbytes for t in policy.llm.named_parameters().values())}
+        numbers = sum(p.numel() for chunk in policy.llm.chunks for p in chunk.parameters())
         return found, {
             "gradients": 4 * numbers,
             **sizes,

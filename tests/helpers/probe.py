@@ -43,7 +43,7 @@ class Probe:
         self.recompute = policy.plan.model.recompute != "none"
         self.checked = 0
         self.microbatch: int | None = None
-        for chunk in policy.chunks:
+        for chunk in policy.llm.chunks:
             chunk.register_forward_pre_hook(self._note_tokens, with_kwargs=False)
             for module in chunk.modules():
                 if isinstance(module, TopKRouter):

@@ -221,12 +221,12 @@ def test_a_run_changes_its_layout_and_says_so(two, folder):
 
 
 def megatrons_state(policy, loading=False):
-    models = {i: model.sharded_state_dict() for i, model in enumerate(policy._models)}
+    models = {i: model.sharded_state_dict() for i, model in enumerate(policy.llm.models)}
     metadata = {
         "chained_optim_avoid_prefix": True,
         "distrib_optim_sharding_type": "fully_reshardable",
     }
-    return policy.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
+    return policy.llm.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
 
 
 def save_by_megatron(plan, to):
@@ -249,7 +249,7 @@ def test_megatron_does_not_load_what_it_saved_under_ep(two, folder):
         policy = Policy.build(plan, topo)
         state = dist_checkpointing.load(megatrons_state(policy, True), str(folder / "megatron ep2"))
         with pytest.raises(ValueError, match="Could not find parameter group"):
-            policy.optimizer.load_state_dict(state)
+            policy.llm.optimizer.load_state_dict(state)
 
 
 def test_megatrons_distributed_optimizer_does_not_load_what_it_saved(
@@ -266,7 +266,7 @@ def test_megatrons_distributed_optimizer_does_not_load_what_it_saved(
         step(policy)
         with pytest.raises(KeyError, match="step"):
             state = dist_checkpointing.load(megatrons_state(policy, True), str(saved))
-            policy.optimizer.load_state_dict(state)
+            policy.llm.optimizer.load_state_dict(state)
         set_states = DistributedOptimizer._set_main_param_and_optimizer_states
         monkeypatch.setattr(
             DistributedOptimizer,
@@ -274,8 +274,8 @@ def test_megatrons_distributed_optimizer_does_not_load_what_it_saved(
             lambda self, param, found: set_states(self, param, {"step": None, **found}),
         )
         state = dist_checkpointing.load(megatrons_state(policy, True), str(saved))
-        policy.optimizer.load_state_dict(state)
-        (inner,) = (part.optimizer for part in policy.optimizer.chained_optimizers)
+        policy.llm.optimizer.load_state_dict(state)
+        (inner,) = (part.optimizer for part in policy.llm.optimizer.chained_optimizers)
         assert len({id(entry["step"]) for entry in inner.state.values()}) == 1
         monkeypatch.undo()
         policy.load(folder / "one")  # our form, into the same optimizer

@@ -147,7 +147,7 @@ def test_who_computes_logits_and_of_which_rows(folder, head):
 
     with topology.start(plan) as topo:
         policy, batch = Policy.build(plan, topo), random_batch()
-        layer = unwrap(policy.chunks[0]).get_submodule("output_layer")
+        layer = unwrap(policy.llm.chunks[0]).get_submodule("output_layer")
         layer.register_forward_hook(lambda *_: layer_runs.append(1))
         schedule = plan_microbatches(batch.seqlens, 1, 64)
         scores = policy.scores(batch, schedule)
@@ -170,7 +170,7 @@ def reinforce(logprobs, entropy, inputs):
 
 def test_a_token_wise_loss_of_the_users_gives_the_same_update(folder):
     """With all rows, with loss tokens alone, and inside the chunks."""
-    mine = (CHUNKS, "objective.loss=test_head:reinforce")
+    mine = (CHUNKS, "objective.loss=tests.megatron.test_head:reinforce")
     token_wise = "objective.loss_is_token_wise=true"
     plain, *others = (
         one_pass(plan_of("glm mtp 2", folder, *mine, *overrides))
@@ -229,4 +229,4 @@ def test_a_model_for_multi_token_prediction_says_what_it_needs(folder):
         [(_, ready, _)] = policy._feed(batch, [[[0, 1]]], replayed=False).of_chunk(0)
         inputs = ready.micro.tokens[None], ready.packed.positions[None], None
         with pytest.raises(TypeError, match="output_processor is None, expected a function"):
-            unwrap(policy.chunks[0]).eval()(*inputs, packed_seq_params=ready.packed)
+            unwrap(policy.llm.chunks[0]).eval()(*inputs, packed_seq_params=ready.packed)

@@ -76,7 +76,7 @@ def test_multi_token_prediction_equals_megatrons_own(folder):
         batch = parity.batches(plan, mtp_routes=False)[0].select([3])
         batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
         rows, layers = len(batch.tokens), plan.num_mtp_layers
-        model: Any = policy._models[0]
+        model: Any = policy.llm.models[0]
         model.train()
         micro = Microbatch.of(batch, [0], topo, layers)
         packed = PackedSequences.of(micro.layout, 0, topo.device)
@@ -155,7 +155,7 @@ def test_weights_go_out_and_come_back_under_checkpoint_names(folder):
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         held = {name: tensor.clone() for name, tensor in policy.weights()}
-        count = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
+        count = sum(p.numel() for chunk in policy.llm.chunks for p in chunk.parameters())
     assert count == stage_parameters(plan)[0].total
     names = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "mlp.gate", "self_attn.o_proj")
     assert all(f"model.layers.4.{name}.weight" in held for name in names)

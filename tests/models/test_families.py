@@ -255,7 +255,7 @@ def test_it_is_the_model_of_transformers(tmp_path, hf):
         policy = Policy.build(plan, topo)
         scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
         back = {name: tensor.clone() for name, tensor in policy.weights()}
-        live = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
+        live = sum(p.numel() for chunk in policy.llm.chunks for p in chunk.parameters())
     torch.testing.assert_close(scores.logprobs, exact_logprobs(theirs, batch), atol=3e-5, rtol=1e-6)
     saved = load_file(tmp_path / "model.safetensors")
     assert back.keys() == saved.keys()
@@ -263,7 +263,7 @@ def test_it_is_the_model_of_transformers(tmp_path, hf):
     counts = parameters(plan.sizes)
     assert counts.total == live == sum(p.numel() for p in theirs.parameters())
     held = dict.fromkeys(("replicated", "tensor", "expert"), 0)
-    for weight in policy.table:
+    for weight in policy.llm.table:
         if not weight.name.endswith("expert_bias"):
             part = "replicated" if weight.shard == "same" else "tensor"
             each = sum(back[name].numel() for name in weight.hf)
@@ -344,7 +344,7 @@ def test_prediction_of_a_token_further_ahead(tmp_path):
     batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        model: Any = policy._models[0]
+        model: Any = policy.llm.models[0]
         with torch.no_grad():
             for value in model.parameters():
                 value += 0.2 * torch.randn(value.shape)

@@ -101,8 +101,8 @@ def there_and_back(source, out, *overrides):
         policy = Policy.build(plan, topo, trainable=False)
         limit = int(sum(f.stat().st_size for f in source.glob("*.safetensors")) / THIRD)
         save_checkpoint_hf(out, policy.weights(), plan, topo, max_shard_bytes=limit)
-        live, folder, sizes = policy._live(), SafetensorsFolder(source), []
-        weight_table.load(policy.table, live, lambda n: Counted(folder(n), sizes), topo)
+        live, folder, sizes = policy.llm.named_parameters(), SafetensorsFolder(source), []
+        weight_table.load(policy.llm.table, live, lambda n: Counted(folder(n), sizes), topo)
         return sum(sizes), sum(tensor.nbytes for tensor in live.values())
 
 

@@ -81,7 +81,7 @@ def test_it_is_the_model_of_transformers(tmp_path, changes):
         policy = Policy.build(plan, topo)
         scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
         back = {name: tensor.clone() for name, tensor in policy.weights()}
-        live = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
+        live = sum(p.numel() for chunk in policy.llm.chunks for p in chunk.parameters())
     torch.testing.assert_close(scores.logprobs, exact_logprobs(theirs, batch), atol=2e-5, rtol=1e-6)
     saved = load_file(tmp_path / "model.safetensors")
     assert back.keys() == saved.keys()

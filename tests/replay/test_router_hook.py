@@ -22,7 +22,7 @@ class Probe:
         from megatron.core.transformer.moe.router import TopKRouter
 
         self.used = defaultdict(list)  # layer id -> [routing map [M, E] of each forward]
-        for module in policy.chunks[0].modules():
+        for module in policy.llm.chunks[0].modules():
             if isinstance(module, TopKRouter):
                 assert module.layer_number is not None
                 module.register_forward_hook(self._note(module.layer_number - 1))
@@ -89,8 +89,8 @@ def test_given_experts_are_routed_as_megatron_does(config, fields):
         policy = Policy.build(plan, topo)
         feed = policy._feed(batch, [[list(range(6))]], replayed=True)
         _, ready, routes = next(feed.of_chunk(0))
-        policy.replay.force(0, routes)
-        routers = [m for m in policy.chunks[0].modules() if isinstance(m, TopKRouter)]
+        policy.llm.replay.force(0, routes)
+        routers = [m for m in policy.llm.chunks[0].modules() if isinstance(m, TopKRouter)]
         for router, forced in zip(routers, routes, strict=True):
             assert forced is not None and forced.forced is None
             logits = torch.randn(len(ready.micro.rows), 1, plan.sizes.num_experts)
@@ -103,7 +103,7 @@ def test_given_experts_are_routed_as_megatron_does(config, fields):
             (ours, our_map, our_grad), (theirs, their_map, their_grad) = found
             assert torch.equal(ours, theirs) and torch.equal(our_map, their_map)
             torch.testing.assert_close(our_grad, their_grad, rtol=1e-6, atol=1e-7)
-        policy.replay.force(0, [None] * len(routes))
+        policy.llm.replay.force(0, [None] * len(routes))
 
 
 def test_tokens_without_a_route_are_routed_natively():
@@ -168,7 +168,7 @@ def test_no_state_is_left_also_after_an_exception():
         clean = other.scores(batch, schedule).logprobs
         with pytest.raises(ArithmeticError):
             policy.update(batch, schedule, fails)
-        for hook in policy.replay._all():
+        for hook in policy.llm.replay._all():
             assert hook.current is None and not hook.for_recompute
         assert torch.equal(other.scores(batch, schedule).logprobs, clean)
         assert torch.equal(policy.scores(batch, schedule).logprobs, clean)
@@ -194,6 +194,6 @@ def test_a_fused_router_is_refused():
     plan = tiny_plan()
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        policy._config.moe_router_fusion = True
+        policy.llm.config.moe_router_fusion = True
         with pytest.raises(RuntimeError, match="return before the replay hook"):
-            Replay(policy.chunks, topo.device)
+            Replay(policy.llm.chunks, topo.device)

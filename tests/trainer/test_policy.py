@@ -112,7 +112,7 @@ def gradients_by_split(folder, overrides):
         for split in SPLITS:
             schedule = deal(len(batch.seqlens), topo.dp_size, split)
             scores = reference.scores(batch, schedule).logprobs
-            policy.load_initial_weights()  # the passes before it moved the routers' bias
+            policy.llm.load_initial_weights()  # the passes before it moved the routers' bias
             ready = batch.with_(old_logprobs=scores + noise[0], ref_logprobs=scores + noise[1])
             metrics = policy.accumulate(ready, schedule, loss)
             found[split] = metrics, {n: t.clone() for n, t in policy.gradients()}
@@ -161,7 +161,7 @@ def after_an_exception(folder, overrides):
 
         with pytest.raises(ArithmeticError):
             policy.accumulate(batch, schedule, breaks)
-        clear = policy.replay.is_clear and other.replay.is_clear
+        clear = policy.llm.replay.is_clear and other.llm.replay.is_clear
         grads = []
         for each in (policy, other):
             each.accumulate(batch, schedule, loss)
@@ -277,26 +277,26 @@ def test_recomputation_needs_the_routes_of_its_own_microbatch(folder, memory):
         probe = Probe(policy)
         probe.expect(batch, schedule, training=True)
         feed = policy._feed(batch, schedule, replayed=True)
-        policy.chunks[0].train()
+        policy.llm.chunks[0].train()
 
         def backwards():
             outputs = []
             for _, ready, routes in feed.of_chunk(0):
-                policy.replay.force(0, routes)
+                policy.llm.replay.force(0, routes)
                 inputs = ready.micro.tokens[None], ready.packed.positions[None], None
-                outputs.append(policy.chunks[0](*inputs, packed_seq_params=ready.packed))
+                outputs.append(policy.llm.chunks[0](*inputs, packed_seq_params=ready.packed))
             for output in outputs:
                 output.sum().backward()
 
-        with policy.replay.session():
+        with policy.llm.replay.session():
             if memory is deque:
                 backwards()
-                probe.finish(policy.replay.layers)
+                probe.finish(policy.llm.replay.layers)
             else:
                 with pytest.raises((AssertionError, RuntimeError)):  # the probe, or a wrong length
                     backwards()
                 assert is_checkpointing()  # what megatron leaves behind
-        assert policy.replay.is_clear and not is_checkpointing()
+        assert policy.llm.replay.is_clear and not is_checkpointing()
 
 
 def test_bounds_are_those_promised():

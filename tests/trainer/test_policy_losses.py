@@ -20,12 +20,14 @@ def test_accumulate_averages_the_mtp_loss_over_depths(tmp_path):
     tokens = [batch.num_loss_tokens_ahead(depth) for depth in (1, 2)]
     with topology.start(plan) as topo:
         policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
-        (norm,) = (p for n, p in policy.chunks[0].named_parameters() if "1.final_layernorm" in n)
+        (norm,) = (
+            p for n, p in policy.llm.chunks[0].named_parameters() if "1.final_layernorm" in n
+        )
         policy.accumulate(batch, schedule, loss)
         grad = dict(policy.gradients())["model.layers.5.shared_head.norm.weight"].clone()
         sums, step = [], 0.05 * grad / grad.norm()
         for moved in (step, -step):
-            policy.load_initial_weights()  # the pass before moved the routers' bias
+            policy.llm.load_initial_weights()  # the pass before moved the routers' bias
             with torch.no_grad():
                 norm += moved
             sums.append(policy.accumulate(batch, schedule, loss)["mtp_loss"] * sum(tokens))

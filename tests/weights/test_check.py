@@ -105,7 +105,7 @@ class Parts:
         self.version = 0
 
         self.names = check.engine_tensor_names(
-            [name for row in self.policy.table for name in row.hf],
+            [name for row in self.policy.llm.table for name in row.hf],
             self.plan.sizes.num_hidden_layers,
         )
         self.dtype = getattr(torch, self.plan.rollout_dtype)
@@ -147,7 +147,7 @@ class Parts:
 
     def move(self) -> None:
         with torch.no_grad():
-            for tensor in self.policy._live().values():
+            for tensor in self.policy.llm.named_parameters().values():
                 tensor += 0.01 * torch.randn_like(tensor)
 
     def batch(self) -> tuple[Batch, Scores]:

@@ -199,9 +199,9 @@ def differing(named, expected):
 def drawn(policy):
     """The initial weights as they are drawn, without any rank."""
     plan = policy.plan
-    read = RandomWeights(policy.table, plan.sizes.initializer_range, plan.seed)
+    read = RandomWeights(policy.llm.table, plan.sizes.initializer_range, plan.seed)
     dtype = getattr(torch, plan.model.dtype)
-    for row in policy.table:
+    for row in policy.llm.table:
         for name in row.hf:
             yield name, read(name).to(torch.float32 if row.float32 else dtype)
 
@@ -209,8 +209,10 @@ def drawn(policy):
 def check_case(policy, updated):
     """Kind of publishing -> names that it got wrong."""
     topo, found = policy.topo, {"one bucket": differing(policy.weights(), drawn(policy))}
-    buckets = plan_buckets(with_limit(policy.plan, SMALL), policy.table)
-    kept = list(gather_buckets(buckets, policy._live(), topo))  # as engines do that fuse tensors
+    buckets = plan_buckets(with_limit(policy.plan, SMALL), policy.llm.table)
+    kept = list(
+        gather_buckets(buckets, policy.llm.named_parameters(), topo)
+    )  # as engines do that fuse tensors
     found["small buckets"] = differing(kept, drawn(policy))
     with patch.object(gather, "_gather_in_turn", gather._gather_at_once):  # as on a GPU
         found["as on a GPU"] = differing(policy.weights(), drawn(policy))
@@ -259,7 +261,7 @@ def memory(folder, *overrides):
         with Held() as held:
             for _ in policy.weights():
                 pass
-    return held.peak, max(b.bytes for b in policy.buckets), bytes_of(policy.table)
+    return held.peak, max(b.bytes for b in policy.llm.buckets), bytes_of(policy.llm.table)
 
 
 def on_ranks(group, folder):
@@ -296,9 +298,9 @@ def test_one_process_publishes_its_own_parameters():
     plan, _ = planned(PLANNED[0])
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
-        live = {t.untyped_storage().data_ptr() for t in policy._live().values()}
+        live = {t.untyped_storage().data_ptr() for t in policy.llm.named_parameters().values()}
         copied = [n for n, t in policy.weights() if t.untyped_storage().data_ptr() not in live]
-        assert not copied and not any(bucket.bytes for bucket in policy.buckets)
+        assert not copied and not any(bucket.bytes for bucket in policy.llm.buckets)
         assert not differing(policy.weights(), drawn(policy))
 
 
@@ -310,7 +312,7 @@ def test_a_live_tensor_that_was_not_planned_is_refused():
     name = "decoder.layers.2.mlp.router.weight"
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
-        buckets, live = plan_buckets(plan, table), policy._live()
+        buckets, live = plan_buckets(plan, table), policy.llm.named_parameters()
         for wrong, words in (
             (live[name][:-1], r"\[7, 64\] torch.float32 on rank 0, expected \[8, 64\]"),
             (live[name].bfloat16(), r"\[8, 64\] torch.bfloat16 on rank 0"),

@@ -1,0 +1,234 @@
+"""Module: one model on a grid of ranks, with its optimizer, weights, memory and checkpoint."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.dist.offload import OffloadedStorage
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.megatron import checkpoint
+from pyrl_ext.megatron.ddp import buffers, gather_shards, release, unwrap, wrap_ddp
+from pyrl_ext.megatron.model import build_chunks
+from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, state_tensors, warmed_up
+from pyrl_ext.models import family, hf_folder, weight_table
+from pyrl_ext.plan import Plan
+from pyrl_ext.replay.router_hook import Replay
+from pyrl_ext.weights.gather import gather_buckets, plan_buckets
+
+
+class Module:
+    """The chunks of one model that this rank holds, and what belongs to them. Build with `build`.
+
+    Every method is a collective over the ranks of ``topo``.
+
+    Args:
+        name: names the module in messages, checkpoints and plans.
+        chunks: megatron's model chunks of this rank, one a virtual pipeline stage.
+
+    Attributes:
+        optimizer: megatron's; None in a module that is not trained.
+        replay: the hooks in the routers of ``chunks``.
+        table: every tensor of the checkpoint, with its place in the model.
+        mtp_layers: number of MTP layers.
+    """
+
+    def __init__(self, name: str, plan: Plan, topo: Topology, chunks: list[Any]):
+        self.name, self.plan, self.topo, self.chunks = name, plan, topo, chunks
+        self.family = family(plan.model.family)
+        self.mtp_layers = plan.num_mtp_layers
+        self.table = self.family.weights(plan.sizes, self.mtp_layers)
+        self.buckets = plan_buckets(plan, self.table)
+        self.replay = Replay(chunks, topo.device)
+        self.optimizer: Any = None
+        self._offloaded = {
+            part: OffloadedStorage() for part in ("weights", "gradients", "optimizer")
+        }
+
+    @classmethod
+    def build(
+        cls, name: str, plan: Plan, topo: Topology, trainable: bool = True, initial: bool = True
+    ) -> Module:
+        """The plan's model, with an optimizer if it is ``trainable``.
+
+        Args:
+            initial: load or draw its initial weights; otherwise they are undefined until `load`.
+        """
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        if topo.device.type == "cpu":
+            from pyrl_ext.megatron import cpu
+
+            cpu.install()
+        model_parallel_cuda_manual_seed(plan.seed)
+        kind = family(plan.model.family)
+        chunks = build_chunks(plan, topo, kind.config(plan.sizes), kind.rotary(plan.sizes))
+        if trainable:
+            chunks = wrap_ddp(plan, chunks, topo.groups)
+        module = cls(name, plan, topo, chunks)
+        if trainable:
+            weakref.finalize(module, release, chunks)
+        module._check_stages()
+        if initial:
+            module.load_initial_weights()
+        if trainable:  # after the weights: mixed precision copies them to fp32 masters
+            module.optimizer = build_optimizer(plan, chunks, topo.groups)
+            module.config.grad_scale_func = module.optimizer.scale_loss
+        else:
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+        return module
+
+    def _check_stages(self) -> None:
+        """Compare the live routers with the plan's table of stages."""
+        decoder, routers = self.plan.sizes.num_hidden_layers, self.plan.router_layers
+        for chunk, stage in enumerate(self.plan.stages[self.topo.pp_rank]):
+            planned = [i for i in stage.layers if i in routers]
+            planned += range(decoder, decoder + stage.mtp)
+            if (live := self.replay.layer_ids(chunk)) != tuple(planned):
+                raise RuntimeError(
+                    f"Module.build: {self.name}, rank {self.topo.rank}, chunk {chunk} has routers "
+                    f"in layers {live}, expected {planned} as in the plan; routes would go to "
+                    "other layers"
+                )
+
+    # weights -------------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """megatron's models inside the wrappers of ``chunks``."""
+        return [unwrap(chunk) for chunk in self.chunks]
+
+    @property
+    def config(self) -> Any:
+        """megatron's TransformerConfig, which all chunks share."""
+        return self.models[0].config
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """The parameters and buffers of this rank, by their name in the whole model."""
+        experts = self.plan.sizes.num_experts // self.topo.ep_size
+        return weight_table.live(self.models, self.topo.groups.ep.rank(), experts)
+
+    def load_initial_weights(self) -> None:
+        """Load ``model.weights``, or draw the weights from the plan's seed."""
+        live, plan, rows = self.named_parameters(), self.plan, self.table
+        weight_table.check_claims(self.table, live)
+        if plan.weights_path is None:
+            read = weight_table.RandomWeights(self.table, plan.sizes.initializer_range, plan.seed)
+        else:
+            read = hf_folder.SafetensorsFolder(plan.weights_path)
+            read.check(self.table, self.family.ignored(plan.sizes, self.mtp_layers))
+            size = sum(t.nbytes for t in live.values())
+            shown = self.topo.is_main and plan.log.progress
+            rows = hf_folder.progress(rows, f"reading {plan.weights_path}", len(rows), size, shown)
+        weight_table.load(rows, live, read, self.topo)
+
+    def weights(self, only: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every checkpoint tensor (HF name, value), whole on every rank; may alias live parameters.
+
+        Args:
+            only: names of the wanted tensors; None: all.
+
+        Communicates: see `gather_buckets`.
+        """
+        self.need("weights")
+        plan = self.plan
+        buckets = self.buckets if only is None else plan_buckets(plan, self.table, only=only)
+        return gather_buckets(buckets, self.named_parameters(), self.topo)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """d(loss) / d(tensor) in the gradient buffers, float32, named and shaped as in `weights`.
+
+        Tensors that are not trained (the routers' selection bias) have zeros.
+
+        Communicates: as `weights`; with the distributed optimizer also an all-gather of the shards.
+        """
+        if self.plan.optimizer.distributed:
+            gather_shards(self.chunks)
+        grads = {
+            name: getattr(tensor, "main_grad", torch.zeros_like(tensor, dtype=torch.float32))
+            for name, tensor in self.named_parameters().items()
+        }
+        buckets = plan_buckets(self.plan, self.table, torch.float32)
+        return gather_buckets(buckets, grads, self.topo)
+
+    # training ------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step_optimizer(self, updates: int) -> tuple[bool, float, float]:
+        """Apply the gradient buffers; ``updates`` steps were made before.
+
+        Returns: whether the step was applied, the gradient norm before clipping (NaN if megatron
+            reports none), and the learning rate.
+        """
+        options = self.plan.optimizer
+        lr = warmed_up(options.lr, options.warmup_steps, updates)
+        set_lr(self.optimizer, lr)
+        applied, norm, _ = self.optimizer.step()
+        return applied, float("nan") if norm is None else float(norm), lr
+
+    # memory --------------------------------------------------------------------------------------
+
+    def offload(self, part: Literal["weights", "gradients", "optimizer"]) -> int:
+        """Free device memory for an engine until `onload`; a pass that needs the part raises.
+
+        Args:
+            part: parameters and buffers; gradients, whose contents are lost; or the optimizer's
+                state with its fp32 copies of the weights.
+
+        Returns: bytes freed on this rank.
+        Syncs: once.
+        """
+        tensors = list(self.named_parameters().values())
+        if part != "weights":
+            shared = {t.untyped_storage().data_ptr() for t in tensors}
+            tensors = [b.grad_data for b in buffers(self.chunks)]
+            if part == "optimizer":  # in fp32 it steps the weights themselves
+                tensors = state_tensors(self.optimizer)
+                tensors = [t for t in tensors if t.untyped_storage().data_ptr() not in shared]
+        return self._offloaded[part].offload(tensors, keep=part != "gradients")
+
+    def onload(self) -> int:
+        """Bring everything that was offloaded back onto the device.
+
+        Returns: bytes allocated on this rank.
+        """
+        return sum(each.onload() for each in self._offloaded.values())
+
+    def need(self, *parts: str) -> None:
+        """Raise RuntimeError if one of ``parts`` is offloaded; no parts: if anything is."""
+        parts = parts or tuple(self._offloaded)
+        if away := [part for part in parts if self._offloaded[part]]:
+            raise RuntimeError(
+                f"Policy: the {' and '.join(away)} of rank {self.topo.rank} are offloaded, "
+                "expected them on the device; call onload first"
+            )
+
+    # disk ----------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, counters: Mapping[str, int]) -> None:
+        """Write model, optimizer and ``counters`` to ``folder``, whole or not at all; with
+        ``checkpoint.hf`` also the weights in Hugging Face's format, to ``folder/hf``."""
+        self.need()
+        plan, topo = self.plan, self.topo
+
+        def write_hf(writing: Path) -> None:
+            hf_folder.write_hf(writing / "hf", self.weights(), plan, topo)
+
+        also = [write_hf] if plan.checkpoint.hf else []
+        checkpoint.save(folder, self.models, self.optimizer, dict(counters), plan, topo, *also)
+
+    def load(self, folder: Path) -> dict[str, int]:
+        """Load what `save` wrote, under this or another layout; returns its counters."""
+        self.need()
+        return checkpoint.load(folder, self.models, self.optimizer, self.plan, self.topo)
