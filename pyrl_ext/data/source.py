@@ -25,12 +25,14 @@ class Source:
         reward:   (prompt, text, tokens) -> number.
         decode:   token ids -> text.
         stop_ids: tokens that end a response.
+        timeout:  of one call of the reward [s]; None: unlimited.
     """
 
     prompts: Task | PromptSource
     reward: Reward
     decode: Callable[[list[int]], str]
     stop_ids: tuple[int, ...]
+    timeout: float | None = None
 
     def scorer(self, prompts: list[Any]) -> Callable[[list[Sample]], list[Sample]]:
         """Fills in the rewards of samples of ``prompts``."""
@@ -40,6 +42,7 @@ class Source:
             reward=self.reward,
             decode=self.decode,
             stop_ids=self.stop_ids,
+            timeout=self.timeout,
         )
 
 
@@ -69,4 +72,4 @@ def build_source(plan: Plan) -> Source:
     if plan.eval_prompts_path is not None:
         held_out = load_prompts(plan.eval_prompts_path, tokenizer, *limits)
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
-    return Source(source, reward, tokenizer.decode, stop_ids)
+    return Source(source, reward, tokenizer.decode, stop_ids, plan.data.reward_timeout)

@@ -7,47 +7,13 @@ CPU, so that a whole training run can be watched, tested and bisected without a 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
+from pyrl_ext.plan.model.tasks import SYMBOLS, read_options
 from pyrl_ext.samples import Prompt
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-
-@dataclass(frozen=True)
-class TaskOptions:
-    """Difficulty of a built-in task.
-
-    Args:
-        length: letters or digits of a prompt; a prompt has min_length to length of them
-        min_length: 0 = always `length`
-        alphabet: number of different letters in use, 2 to 26, or of digits, 2 to 9 or 10
-        end: text after the letters that tells where the answer begins
-        held_out: one prompt in this many is never trained on
-    """
-
-    length: int = 4
-    min_length: int = 0
-    alphabet: int = 6
-    end: str = ""
-    held_out: int = 8
-
-    def check(self, task: str, most: int) -> None:
-        """Raises ValueError for a field outside its range."""
-
-        def need(ok: bool, field: str, rule: str) -> None:
-            if not ok:
-                value = getattr(self, field)
-                raise ValueError(f"task {task}, option {field}: {value!r}, expected {rule}")
-
-        need(self.length >= 1, "length", "at least 1")
-        need(0 <= self.min_length <= self.length, "min_length", f"0 to length {self.length}")
-        need(2 <= self.alphabet <= most, "alphabet", f"2 to {most}")
-        need(self.held_out >= 2, "held_out", "at least 2")
 
 
 def _copy(letters: str, alphabet: str) -> str:
@@ -86,8 +52,6 @@ TASKS: dict[str, Callable[[str, str], str]] = {
     "add": _add,
 }
 
-SYMBOLS = {"countdown": "123456789", "add": "0123456789"}  # the others use letters
-
 
 class Task:
     """A stream of prompts with their reward.
@@ -97,10 +61,10 @@ class Task:
         encode: text -> token ids
         eos_id: token that ends a response; a right answer ends with it
         seed: of the stream
-        options: fields of `TaskOptions`
+        options: as `data.task_options`, see `plan.model.tasks.TaskOptions`
 
     Raises:
-        ValueError: unknown task or option, or a value outside its range
+        ValueError: unknown task or option, or a value of a wrong type or outside its range
     """
 
     def __init__(
@@ -109,21 +73,11 @@ class Task:
         encode: Callable[[str], Sequence[int]],
         eos_id: int,
         seed: int = 0,
-        options: dict[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ):
-        if name not in TASKS:
-            raise ValueError(f"data.task: {name!r}, expected one of {', '.join(TASKS)}")
-        options = dict(options or {})
-        known = [f.name for f in fields(TaskOptions)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise ValueError(
-                f"data.task_options: {', '.join(unknown)}, expected some of {', '.join(known)}"
-            )
-        self.name, self.seed, self.options = name, seed, TaskOptions(**options)
-        symbols = SYMBOLS.get(name, LETTERS)
-        self.options.check(name, len(symbols))
-        self.alphabet = symbols[: self.options.alphabet]
+        self.name, self.seed = name, seed
+        self.options = read_options(name, options or {})
+        self.alphabet = SYMBOLS[name][: self.options.alphabet]
         # the same few answers are scored over and over
         self.encode = lru_cache(4096)(lambda text: tuple(encode(text)))
         self.eos_id = eos_id

@@ -31,18 +31,18 @@ def task(name: str = "copy", seed: int = 0, **options: Any) -> Task:
         ("next", "abd", "bca"),
     ],
 )
-def test_answers(name: str, letters: str, answer: str):
+def test_tasks_have_exact_answers(name: str, letters: str, answer: str):
     assert TASKS[name](letters, "abcd") == answer
 
 
-def test_digits():
+def test_tasks_over_digits_have_exact_answers():
     assert TASKS["countdown"]("3914", "123456789") == "3210"
     assert TASKS["countdown"]("1", "123456789") == "0"
     assert TASKS["add"]("979", "0123456789") == "25"
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_right_answers_earn_one_and_prompts_are_encoded(name: str):
+def test_reward_of_a_right_answer_is_one(name: str):
     made = task(name, length=3, alphabet=6, end="=")
     for prompt in made.take(3, 20) + made.held_out(5):
         assert prompt.tokens == tuple(encode(prompt.text)) and prompt.text.endswith("=")
@@ -65,12 +65,12 @@ def test_right_answers_earn_one_and_prompts_are_encoded(name: str):
         ("xxxxxxxxxx", 0.0),
     ],
 )
-def test_partial_credit(response: str, reward: float):
+def test_reward_gives_partial_credit(response: str, reward: float):
     tokens = [EOS if c == "|" else ord(c) for c in response]
     assert task().reward(Prompt(0, (97,), "abc"), response, tokens) == pytest.approx(reward)
 
 
-def test_common_subsequence_against_all_subsequences():
+def test_common_subsequence_equals_the_search_over_all_subsequences():
     def parts(x: tuple[int, ...]) -> set[tuple[int, ...]]:
         found: set[tuple[int, ...]] = {()}
         for item in x:
@@ -81,7 +81,7 @@ def test_common_subsequence_against_all_subsequences():
         assert common_subsequence(a, b) == max(len(p) for p in parts(a) & parts(b))
 
 
-def test_streams_are_functions_of_seed_and_step():
+def test_take_is_a_function_of_seed_and_step():
     first = task(seed=1).take(4, 16)
     assert first == task(seed=1).take(4, 16)
     assert [p.id for p in first] == list(range(64, 80))
@@ -89,7 +89,7 @@ def test_streams_are_functions_of_seed_and_step():
     assert [p.text for p in first] != [p.text for p in task(seed=2).take(4, 16)]
 
 
-def test_held_out_prompts_are_distinct_and_never_trained_on():
+def test_held_out_prompts_are_distinct_and_never_taken():
     made = task(length=3, alphabet=8)
     held = [p.text for p in made.held_out(40)]
     assert len(set(held)) == 40 and held[:10] == [p.text for p in made.held_out(10)]
@@ -98,19 +98,19 @@ def test_held_out_prompts_are_distinct_and_never_trained_on():
     assert all(p.id < 0 for p in made.held_out(3))
 
 
-def test_options_change_the_prompts():
+def test_take_follows_the_options():
     made = task(length=5, min_length=2, alphabet=3, end="->")
     sizes = {len(p.text) - 2 for step in range(5) for p in made.take(step, 20)}
     assert sizes == {2, 3, 4, 5}
     assert set("".join(p.text for p in made.take(0, 50))) == set("abc->")
 
 
-def test_no_held_out_prompt_at_all():
+def test_held_out_refuses_a_task_without_any():
     with pytest.raises(ValueError, match="no held-out prompt among 10000 draws of length 1"):
         task(length=1, alphabet=2, held_out=1000).held_out(1)
 
 
-def test_too_few_held_out_prompts():
+def test_held_out_refuses_more_than_there_are():
     with pytest.raises(
         ValueError, match=r"held-out prompts of length 3 over 4 symbols, expected 64"
     ):
@@ -121,20 +121,16 @@ def test_too_few_held_out_prompts():
     ("name", "options", "message"),
     [
         ("juggle", {}, "data.task: 'juggle', expected one of copy, "),
-        ("copy", {"size": 3, "base": 1}, "data.task_options: base, size, expected some of length"),
-        ("copy", {"length": 0}, "task copy, option length: 0, expected at least 1"),
-        ("copy", {"alphabet": 27}, "option alphabet: 27, expected 2 to 26"),
-        ("add", {"alphabet": 11}, "option alphabet: 11, expected 2 to 10"),
-        ("copy", {"min_length": 5}, "option min_length: 5, expected 0 to length 4"),
-        ("copy", {"held_out": 1}, "option held_out: 1, expected at least 2"),
+        ("copy", {"length": "abc"}, "data.task_options.length: 'abc' is text, expected a whole"),
+        ("copy", {"alphabet": 27}, "data.task_options.alphabet: 27, expected at most 26"),
     ],
 )
-def test_bad_options(name: str, options: dict[str, Any], message: str):
+def test_task_refuses_what_the_plan_refuses(name: str, options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         task(name, **options)
 
 
-def test_with_the_tiny_tokenizer():
+def test_task_encodes_with_the_tiny_tokenizer():
     tokenizer = load_tokenizer(Path(__file__).parents[2] / "configs/tiny")
     made = Task("reverse", lambda text: tokenizer(text)["input_ids"], tokenizer.eos_token_id)
     for prompt in made.take(0, 4):

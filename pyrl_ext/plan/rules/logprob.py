@@ -31,6 +31,17 @@ def a_loss_in_chunks_is_token_wise(plan: Plan) -> Found:
         )
 
 
+@rule("objective.loss")
+def a_loss_of_split_sequences_is_token_wise(plan: Plan) -> Found:
+    size = max(plan.parallel.cp, plan.parallel.dynamic_cp or 1)
+    if size > 1 and not plan.objective.is_token_wise:
+        return (
+            f"{plan.objective.loss} with context parallelism over {size} ranks, expected a "
+            "token-wise loss; each rank sees a part of every sequence. If it is one, set "
+            "objective.loss_is_token_wise: true; else set parallel.cp: 1"
+        )
+
+
 @rule("logprob.accept_rounded_logits")
 def rounded_logits_are_accepted(plan: Plan) -> Found:
     rounded = plan.logprob.head == "logits" and plan.model.dtype == "bfloat16"
