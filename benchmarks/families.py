@@ -1,4 +1,4 @@
-"""Every model family against transformers: `python -m benchmarks.families`, a table of docs/weights.md.
+"""Every model family against transformers: the table of docs/weights.md.
 
 A shipped config with smaller sizes is given random fp32 weights and saved by transformers. The
 trainer reads them; its logits of the same tokens are compared with those of transformers, and what
