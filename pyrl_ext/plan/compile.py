@@ -39,7 +39,7 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         "source": draft.source,
         "world_size": draft.parallel.world_size,
         "hf": draft.hf,
-        "notes": notes.notes(draft),
+        "notes": (*source.notes, *notes.notes(draft)),
         "unsupported": notes.unsupported(draft),
     }
     return Plan.model_validate(source.tree | derived)

@@ -44,7 +44,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 def _placement(plan: Plan) -> list[str]:
     """What a layout costs beside its ranks."""
-    parallel, node, found = plan.parallel, plan.hardware.per_node, []
+    parallel, node, found = plan.parallel, plan.hardware.gpus_per_node, []
     columns = -(-plan.sizes.vocab_size // parallel.tp) * parallel.tp
     if columns > plan.sizes.vocab_size:
         found.append(
@@ -55,7 +55,7 @@ def _placement(plan: Plan) -> list[str]:
     if plan.device == "cuda" and span > node:
         found.append(
             f"ep {parallel.ep} * etp {parallel.etp_size} = {span} ranks are more than "
-            f"hardware.per_node {node}: tokens cross the network on their way to experts"
+            f"hardware.gpus_per_node {node}: tokens cross the network on their way to experts"
         )
     return found
 
@@ -75,7 +75,7 @@ def _engine(plan: Plan) -> list[str]:
     rollout, found = plan.rollout, []
     if rollout.engine != "vllm":
         return found
-    ranks, node = plan.parallel.world_size, plan.hardware.per_node
+    ranks, node = plan.parallel.world_size, plan.hardware.gpus_per_node
     if rollout.gpus is not None and ranks + rollout.gpus > node:
         found.append(
             f"rollout.gpus: {rollout.gpus} beside {ranks} ranks of the trainer are more than the "

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from pyrl_ext.plan.language.errors import ConfigError, Problem, show
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
+from pyrl_ext.plan.language.renamed import renamed_tree
 from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
@@ -28,7 +29,7 @@ FREE_ON_RESUME = (
     *("hardware", "estimate", "device", "parallel", "optimizer.distributed", "optimizer.offload"),
     *("batching.tokens_per_microbatch", "model.recompute", "model.offload_layers"),
     *("logprob", "kernels", "data.reward_timeout"),
-    *("rollout.gpus", "rollout.memory", "rollout.sleep", "rollout.offload_trainer"),
+    *("rollout.gpus", "rollout.gpu_memory_utilization", "rollout.sleep", "rollout.offload_trainer"),
     *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
     "rollout.transport",
 )
@@ -232,14 +233,16 @@ class Plan(Config):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """What `to_json` wrote. Raises `ValueError` or `AttributeError` where it is not one."""
+        """The plan that `to_json` wrote. Raises `ValueError` where `text` is not one."""
         tree = json.loads(text)
+        if not isinstance(tree, dict):
+            raise ValueError(f"{show(tree)}, expected a JSON object of the plan's sections")
         tree.pop("derived", None)
-        return cls.model_validate_json(json.dumps(tree))
+        return cls.model_validate_json(json.dumps(renamed_tree(tree)))
 
     @classmethod
     def read(cls, path: str | Path) -> Plan:
-        """The plan saved as JSON at `path`. Raises `ConfigError` where it is not one."""
+        """The plan saved as JSON at `path`. Raises `ConfigError` where there is none."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -248,9 +251,10 @@ class Plan(Config):
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
             message = f"not a plan of this version: {place}: {first['msg']}"
-        except (AttributeError, ValueError) as error:
+        except (ValueError, RecursionError) as error:
             message = f"not a saved plan: {error}"
-        raise ConfigError([Problem(str(path), 0, message)])
+        advice = "Copy plan.json of one of the run's checkpoints there, or use another run folder"
+        raise ConfigError([Problem(str(path), 0, f"{message}. {advice}")])
 
     def diff(self, saved: Plan) -> tuple[Difference, ...]:
         """Fields in which this plan and a `saved` one differ and a resumed run may not."""

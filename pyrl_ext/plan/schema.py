@@ -186,7 +186,7 @@ class Rollout(Section):
     """tensor-parallel size of the engine [GPUs]"""
     gpus: Positive | None = None
     """GPUs of the engine's own; null: it shares the trainer's"""
-    memory: Annotated[float, Field(gt=0, le=1)] = 0.6
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.6
     """share of a GPU's memory that the engine takes for weights and key/value cache (vllm)"""
     sleep: bool = True
     """a shared GPU is free of the engine's weights and cache while the trainer works (hf, vllm)"""
@@ -214,9 +214,9 @@ class Rollout(Section):
     """a response that holds one of these texts ends with the token that completes it"""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """prompts asked for each one trained on; the slowest are aborted: short answers are favoured"""
-    max_running: Positive = 128
+    max_num_seqs: Positive = 128
     """sequences the embedded engine decodes at a time"""
-    logprobs: Literal["processed", "raw"] = "processed"
+    logprobs_mode: Literal["processed", "raw"] = "processed"
     """log-probabilities the engine reports: after or before temperature"""
     accept_truncated_sampling: bool = False
     """allow top_p and top_k although the trainer scores the full distribution"""
@@ -363,7 +363,7 @@ class Hardware(Section):
     """one rank's device; null: none is named, so nothing is held against a limit"""
     memory: Positive | None = None
     """usable memory of a device [bytes]; null: what the GPU named above has"""
-    per_node: Positive = 8
+    gpus_per_node: Positive = 8
     """devices that share a node and its fast links"""
 
 

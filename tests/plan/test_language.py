@@ -235,14 +235,14 @@ def test_sizes(text: str, unit: str | None, expected: object):
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [
-        ("rollout.max_running", "10k", "is 10000 or 10240, expected one of both. Write 10000 or"),
+        ("rollout.max_num_seqs", "10k", "is 10000 or 10240, expected one of both. Write 10000 or"),
         ("rollout.max_new_tokens", "1M", "is 1000000 or 1048576, expected one of both. Write"),
         ("logprob.chunk_bytes", "2G", "is 2000000000 or 2147483648, expected one of both. Write "
                                       "2GB or 2GiB"),
         ("logprob.chunk_bytes", "1KB", "is 1000 or 1024, expected one of both. Write 1kB or 1KiB"),
         ("logprob.chunk_bytes", "1mb", "is 1000000 or 1048576, expected one of both. Write 1MB or"),
         ("rollout.max_new_tokens", "2GB", "is a number of bytes, expected tokens"),
-        ("rollout.max_running", "2KiB", "is a number of bytes, expected a plain number"),
+        ("rollout.max_num_seqs", "2KiB", "is a number of bytes, expected a plain number"),
         ("rollout.max_new_tokens", "0.3k", "is 307.2, expected a whole number"),
         ("optimizer.lr", "1k", "is text, expected a number"),
     ],

@@ -111,7 +111,7 @@ GLM47 = REPOSITORY / "configs/glm47.yaml"
 
 
 def held_by(*overrides: str) -> StageMemory:
-    base = {"hardware.memory": 10**12, "rollout.tp": 1, "rollout.memory": 0.6}
+    base = {"hardware.memory": 10**12, "rollout.tp": 1, "rollout.gpu_memory_utilization": 0.6}
     given = {each.partition("=")[0] for each in overrides}
     kept = [f"{key}={value}" for key, value in base.items() if key not in given]
     (stage,) = stage_memory(compile_plan(GLM47, [*kept, *overrides]))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.schema import Parallel
 
@@ -74,6 +74,33 @@ def test_golden_plan(path: Path, monkeypatch: pytest.MonkeyPatch):
         file.write_text(plan.to_json())
     assert plan.to_json() == file.read_text(), f"{path.name} compiles to another plan than {file}"
     assert Plan.read(file) == plan
+
+
+DAMAGED = {
+    "[]": "not a saved plan: [], expected a JSON object of the plan's sections",
+    "null": "not a saved plan: null, expected a JSON object",
+    "3": "not a saved plan: 3, expected a JSON object",
+    '"steps"': "not a saved plan: 'steps', expected a JSON object",
+    "": "not a saved plan: Expecting value",
+    '{"device": "cpu", "steps"': "not a saved plan: Expecting ':' delimiter",
+    "\udcff": "not a saved plan: 'utf-8' codec can't decode byte 0xff",
+    "{}": "not a plan of this version: device: Field required",
+    '{"rollout": [3]}': "not a plan of this version: device: Field required",
+    "[" * 100_000: "not a saved plan: ",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[:12] or "empty")
+def test_read_names_the_file_and_what_is_wrong_with_it(tmp_path: Path, text: str):
+    saved = tmp_path / "plan.json"
+    saved.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError) as caught:
+        Plan.read(saved)
+    (message,) = str(caught.value).splitlines()
+    assert message.startswith(f"{saved}: {DAMAGED[text]}")
+    assert message.endswith(
+        ". Copy plan.json of one of the run's checkpoints there, or use another run folder"
+    )
 
 
 def test_json_is_the_plan_and_what_follows():

@@ -192,7 +192,7 @@ def test_alignment_is_the_layouts(fp8: bool):
 
 
 def test_experts_on_several_nodes_are_noted():
-    note = "ep 16 * etp 1 = 16 ranks are more than hardware.per_node 8"
+    note = "ep 16 * etp 1 = 16 ranks are more than hardware.gpus_per_node 8"
     plan = compile_plan(GLM47, ["parallel.dp=16", "parallel.ep=16"])
     assert any(note in found for found in plan.notes)
     assert not any("per_node" in found for found in compile_plan(GLM47).notes)

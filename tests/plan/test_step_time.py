@@ -33,7 +33,7 @@ GLM47 = CONFIGS / "glm47.yaml"
 
 def glm47(*overrides: str) -> Plan:
     """The shipped plan where everything fits, with an engine a rank."""
-    base = {"hardware.memory": 10**13, "rollout.tp": 1, "rollout.memory": 0.6}
+    base = {"hardware.memory": 10**13, "rollout.tp": 1, "rollout.gpu_memory_utilization": 0.6}
     given = {each.partition("=")[0] for each in overrides}
     kept = [f"{key}={value}" for key, value in base.items() if key not in given]
     return compile_plan(GLM47, [*kept, *overrides])

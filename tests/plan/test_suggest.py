@@ -106,7 +106,9 @@ def test_problems_that_no_layout_mends_are_told(
 def test_problems_of_the_given_layout_are_mended():
     with pytest.raises(ConfigError):
         compile_plan(GLM47, ["hardware.gpu=A100"])
-    search = suggest(GLM47, ["data.max_prompt_tokens=8192", "rollout.memory=0.5"], 8, "H200")
+    search = suggest(
+        GLM47, ["data.max_prompt_tokens=8192", "rollout.gpu_memory_utilization=0.5"], 8, "H200"
+    )
     assert search.found  # microbatches that hold the longest sample
 
 

@@ -99,7 +99,12 @@ def test_a_run_in_which_trainer_and_engine_take_turns(tmp_path):
     }.items():
         command = [sys.executable, "-m", "pyrl_ext.train", str(CONFIGS / "tiny_qwen3.yaml")]
         command += ["device=cuda", "model.dtype=bfloat16", "rollout.engine=vllm", "steps=3"]
-        command += ["rollout.memory=0.2", f"run={tmp_path / name}", "log.progress=false", *more]
+        command += [
+            "rollout.gpu_memory_utilization=0.2",
+            f"run={tmp_path / name}",
+            "log.progress=false",
+            *more,
+        ]
         subprocess.run(command, check=True, cwd=CONFIGS.parent)
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         rows[name] = [json.loads(line) for line in lines]

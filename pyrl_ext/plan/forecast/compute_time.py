@@ -185,7 +185,7 @@ class Passes:
         rows = max(of.rows / cp for cp, of in rounds)
         sent = rows * sizes.hidden_size * DTYPE_BYTES[self.plan.model.dtype] / parallel.tp
         apart = parallel.world_size // parallel.pp
-        rate = group_rate(self.gpu, self.plan.hardware.per_node, parallel.pp, apart)
+        rate = group_rate(self.gpu, self.plan.hardware.gpus_per_node, parallel.pp, apart)
         passes = [took(work) for work in works]
         slots = pipeline(
             *(parallel.pp, parallel.vpp_size, len(rounds)),
@@ -297,7 +297,7 @@ def _exchanged(
     plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work, again: frozenset[str]
 ) -> list[Part]:
     """Bytes that a rank sends to others in a pass, by group."""
-    parallel, sizes, node = plan.parallel, plan.sizes, plan.hardware.per_node
+    parallel, sizes, node = plan.parallel, plan.sizes, plan.hardware.gpus_per_node
     tp, ep, etp = parallel.tp, parallel.ep, parallel.etp_size
     layers = len(chunk.layers) + chunk.mtp
     routers = len({*plan.router_layers}.intersection(chunk.layers)) + chunk.mtp

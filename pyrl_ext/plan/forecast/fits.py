@@ -88,9 +88,9 @@ def _after(plan: Plan, exact: bool) -> Iterator[tuple[int, str]]:
     if rows >= plan.max_rows:
         changes.append(("batching", "tokens_per_microbatch", rows))
     if rollout.engine == "vllm" and rollout.gpus is None:
-        lower = max(0.1, round(rollout.memory - 0.2, 1))
+        lower = max(0.1, round(rollout.gpu_memory_utilization - 0.2, 1))
         changes += [("rollout", "sleep", True), ("rollout", "offload_trainer", "all")]
-        changes.append(("rollout", "memory", lower))
+        changes.append(("rollout", "gpu_memory_utilization", lower))
     for section, key, value in changes:
         changed = getattr(plan, section).model_copy(update={key: value})
         held, *_ = _most(stage_memory(plan.model_copy(update={section: changed})), exact)

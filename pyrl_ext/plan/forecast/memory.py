@@ -335,7 +335,7 @@ def _engine(plan: Plan, load: Load) -> Iterator[Item]:
         yield Item("engine weights", weights, held_in, why)
         yield _embedded_cache(plan, load)
     elif rollout.engine == "vllm" and rollout.gpus is None:
-        limit, share = memory_limit(plan), rollout.memory
+        limit, share = memory_limit(plan), rollout.gpu_memory_utilization
         held = weights // rollout.tp
         why = f"{each} bytes a parameter / rollout.tp {rollout.tp}"
         if limit is None:
@@ -347,7 +347,7 @@ def _engine(plan: Plan, load: Load) -> Iterator[Item]:
             "engine",
             whole,
             ("rollout",) if rollout.sleep else PHASES,
-            f"rollout.memory {share:g} of the GPU: weights ({why}), and a cache of about "
+            f"rollout.gpu_memory_utilization {share:g}: weights ({why}), and a cache of about "
             f"{left:,} tokens",
         )
         if rollout.sleep:
@@ -356,7 +356,7 @@ def _engine(plan: Plan, load: Load) -> Iterator[Item]:
 
 def _embedded_cache(plan: Plan, load: Load) -> Item:
     prompts = -(-plan.prompts_asked // plan.parallel.world_size)
-    slots = min(plan.rollout.max_running, prompts * plan.batching.samples_per_prompt)
+    slots = min(plan.rollout.max_num_seqs, prompts * plan.batching.samples_per_prompt)
     tokens = slots * load.longest
     each = _cache_bytes_per_token(plan, 1)
     # a slot's token, log-prob and routes, and three float32 copies of its logits

@@ -83,8 +83,8 @@ class Decoder:
         """Sequences that run at a time: what the cache and the engine's limit allow."""
         rollout, limit = self.plan.rollout, memory_limit(self.plan)
         if rollout.engine != "vllm" or limit is None:
-            return rollout.max_running
-        free = rollout.memory * limit - self.weight_bytes
+            return rollout.max_num_seqs
+        free = rollout.gpu_memory_utilization * limit - self.weight_bytes
         cached = int(free / (self.cache_bytes * self.tokens))
         return max(1, min(cached, rollout.engine_options.get("max_num_seqs", MOST_SEQUENCES)))
 
@@ -159,6 +159,8 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> list[Spent]:
         width = plan.sizes.hidden_size * DTYPE_BYTES[plan.rollout_dtype]
         # two sums a layer, each gathered and split
         sent = 4 * plan.sizes.num_hidden_layers * rows * width * (engine.tp - 1) / engine.tp
-        link, how = reached("ring", group_rate(gpu, plan.hardware.per_node, engine.tp, 1), "byte")
+        link, how = reached(
+            "ring", group_rate(gpu, plan.hardware.gpus_per_node, engine.tp, 1), "byte"
+        )
         found.append(Spent("tensor parallel", sent, "byte", sent / link, how))
     return found

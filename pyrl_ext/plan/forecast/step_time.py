@@ -160,7 +160,7 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
         return
     total, each = parameters(plan.sizes).total, DTYPE_BYTES[plan.model.dtype]
     held = min(local_parameters(plan, stage) for stage in stage_parameters(plan))
-    node = plan.hardware.per_node
+    node = plan.hardware.gpus_per_node
     rate, why = reached("ring", group_rate(gpu, node, plan.world_size, 1), "byte")
     moved = each * (total - held)
     yield Spent("gather weights", moved, "byte", moved / rate, why)
@@ -214,7 +214,7 @@ def _activations(plan: Plan, gpu: Gpu, rounds: tuple[Round, ...]) -> Iterator[Sp
 def _gradients(plan: Plan, gpu: Gpu, stage: Parameters, last: float) -> Iterator[Spent]:
     """float32 sums over the ranks that hold the same weights, and the weights back from those that
     updated a part; ``last``: seconds of a round's backward pass, which may hide the sums."""
-    parallel, node = plan.parallel, plan.hardware.per_node
+    parallel, node = plan.parallel, plan.hardware.gpus_per_node
     span = parallel.ep * parallel.etp_size
     expert = -(-stage.expert // span)
     dense = local_parameters(plan, stage) - expert

@@ -14,6 +14,7 @@ from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from pyrl_ext.plan.language.errors import Key, Problem, show, suggest_path
+from pyrl_ext.plan.language.renamed import current, renamed_note
 
 
 class _Loader(yaml.SafeLoader):
@@ -68,6 +69,8 @@ class Source:
     problems: list[Problem] = field(default_factory=list)
     complete: bool = True
     """Every file could be read, so that what is missing was not written."""
+    notes: list[str] = field(default_factory=list)
+    """Old spellings that were accepted, each with its place."""
     failed: set[Key] = field(default_factory=set)
     """Fields whose value could not be read; the reason is in `problems`."""
 
@@ -169,7 +172,7 @@ def _extend(source: Source, chain: tuple[str, ...]) -> None:
         source.fail(("extends",), message)
         source.complete = False
         return
-    parent = Source(path, problems=source.problems, failed=source.failed)
+    parent = Source(path, problems=source.problems, notes=source.notes, failed=source.failed)
     _read_file(parent, source)
     _extend(parent, chain)
     replaced: set[Key] = set(source.overrides)
@@ -246,13 +249,15 @@ def _mapping(node: MappingNode, at: Key, source: Source) -> dict[str, Any]:
             message = f"the key is {_kind(key_node)}, expected a word"
             source.problems.append(source.problem(at, message, line))
             continue
-        key = (*at, key_node.value)
-        if key_node.value in found:
+        written = (*at, key_node.value)
+        if (key := current(written)) != written:
+            source.notes.append(f"{source.path}:{line}: {renamed_note(written)}")
+        if key[-1] in found:
             message = f"repeated, first on line {source.places[key].line}. Keep one"
             source.problems.append(source.problem(key, message, line))
             continue
         source.places[key] = Place(source.path, line)
-        found[key_node.value] = _value(value_node, key, source)
+        found[key[-1]] = _value(value_node, key, source)
     return found
 
 
@@ -265,8 +270,8 @@ def _kind(node: Node) -> str:
 def _override(source: Source, text: str) -> None:
     """Apply one `section.key=value` of the command line to the tree."""
     name, equals, written = text.partition("=")
-    key = tuple(name.strip().split("."))
-    where = f"command line: {text}"
+    typed = tuple(name.strip().split("."))
+    key, where = current(typed), f"command line: {text}"
     message = None
     if not equals or not all(key):
         message = "not an override, expected section.key=value. For example parallel.tp=2"
@@ -282,6 +287,8 @@ def _override(source: Source, text: str) -> None:
     if (node := _compose(written, source, text)) is None:
         return
     source.overrides[key] = text
+    if key != typed:
+        source.notes.append(f"{where}: {renamed_note(typed)}")
     at: Any = source.tree
     for part in key[:-1]:
         at = at.setdefault(part, {}) if isinstance(at, dict) else None

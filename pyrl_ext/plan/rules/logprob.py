@@ -53,11 +53,11 @@ def rounded_logits_are_accepted(plan: Plan) -> Found:
         )
 
 
-@rule("rollout.logprobs")
+@rule("rollout.logprobs_mode")
 def logprobs_of_what_was_sampled(plan: Plan) -> Found:
-    if plan.rollout.logprobs != "processed":
+    if plan.rollout.logprobs_mode != "processed":
         return (
-            f"{plan.rollout.logprobs}, expected processed; the trainer compares with the "
+            f"{plan.rollout.logprobs_mode}, expected processed; the trainer compares with the "
             "distribution that tokens were drawn from, after temperature"
         )
 

@@ -28,19 +28,19 @@ def query_groups_split_over_tp(plan: Plan) -> Found:
 
 @rule("parallel.tp")
 def tensor_parallel_ranks_share_a_node(plan: Plan) -> Found:
-    node, parallel = plan.hardware.per_node, plan.parallel
+    node, parallel = plan.hardware.gpus_per_node, plan.parallel
     if plan.device == "cuda" and parallel.world_size > node:
         why = "tensor-parallel ranks wait for each other in every layer, over a node's fast links"
-        return indivisible(parallel.tp, {"hardware.per_node": node}, why)
+        return indivisible(parallel.tp, {"hardware.gpus_per_node": node}, why)
 
 
 @rule("parallel")
 def nodes_are_whole(plan: Plan) -> Found:
-    node, parallel = plan.hardware.per_node, plan.parallel
+    node, parallel = plan.hardware.gpus_per_node, plan.parallel
     if plan.device == "cuda" and parallel.world_size > node and parallel.world_size % node:
         return (
             f"dp {parallel.dp} * tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp} = "
-            f"{parallel.world_size} ranks, expected a multiple of hardware.per_node {node}; "
+            f"{parallel.world_size} ranks, expected a multiple of hardware.gpus_per_node {node}; "
             "devices of the last node would stay idle, and groups straddle nodes. Change dp"
         )
 

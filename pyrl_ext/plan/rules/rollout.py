@@ -21,13 +21,13 @@ from pyrl_ext.plan.rules._rule import (
 READERS = {
     "tp": ("vllm",),
     "gpus": ("vllm",),
-    "memory": ("vllm",),
+    "gpu_memory_utilization": ("vllm",),
     "sleep": ("hf", "vllm"),
     "engine_options": ("vllm",),
     "offload_trainer": ("hf", "vllm"),
     "dtype": ("hf", "vllm"),
     "transport": ("hf", "vllm"),
-    "max_running": ("hf",),
+    "max_num_seqs": ("hf",),
     "stop": ("hf", "vllm"),
     "oversample": ("hf", "vllm"),
     "record": ("hf", "vllm"),
@@ -153,12 +153,12 @@ def key_value_heads_split_over_an_engine(plan: Plan) -> Found:
 
 @rule("rollout.tp")
 def engines_fill_their_gpus(plan: Plan) -> Found:
-    rollout, node = plan.rollout, plan.hardware.per_node
+    rollout, node = plan.rollout, plan.hardware.gpus_per_node
     if rollout.engine != "vllm":
         return None
     wholes = {"rollout.gpus": rollout.gpus or 0}
     if rollout.gpus is None:
         wholes = {"the trainer's ranks": plan.parallel.world_size}
     if max(wholes.values()) > node:
-        wholes["hardware.per_node"] = node
+        wholes["hardware.gpus_per_node"] = node
     return indivisible(rollout.tp, wholes, "an engine has tp GPUs of one node, and none is idle")

@@ -38,7 +38,7 @@ def _nodes(plan: Plan, groups: dict[str, tuple[tuple[int, ...], ...]]) -> Markup
         for index, group in enumerate(found):
             for rank in group:
                 member[rank].append(f"{kind}:{index}")
-    columns = min(plan.hardware.per_node, plan.world_size)
+    columns = min(plan.hardware.gpus_per_node, plan.world_size)
     head = [tag("th", "node", scope="col")]
     head += [tag("th", f"device {i}", scope="col") for i in range(columns)]
     rows = [
