@@ -15,8 +15,10 @@ from pydantic import BaseModel
 
 from pyrl_ext.loss.inputs import LossInputs
 from pyrl_ext.metrics.glossary import GLOSSARY, lookup
+from pyrl_ext.metrics.glossary import RENAMED as RENAMED_METRICS
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.__main__ import main as plan_command
+from pyrl_ext.plan.language.renamed import RENAMED as RENAMED_KEYS
 from pyrl_ext.plan.schema import Config
 from tests.readme import MARK, REPOSITORY, commands, pages, shown
 
@@ -180,6 +182,16 @@ def test_every_page_is_in_the_index():
     index = TEXTS["docs/README.md"]
     names = [page.name for page in (REPOSITORY / "docs").glob("*.md") if page.name != "README.md"]
     assert not [name for name in names if f"]({name})" not in index]
+
+
+def test_changes_list_every_renamed_key_and_metric():
+    page = (REPOSITORY / "docs/changes.md").read_text("utf-8")
+    renamed = dict(RENAMED_METRICS)
+    renamed |= {
+        f"{section}.{old}": f"{section}.{new}" for (section, old), new in RENAMED_KEYS.items()
+    }
+    rows = [f"| `{old}` | `{new}` |" for old, new in renamed.items()]
+    assert not [row for row in rows if row not in page]
 
 
 def test_rooms_of_contributing_are_those_of_the_house():
