@@ -1,7 +1,8 @@
 """Print the commands of README and docs, one a line, for `.ci/run` to run.
 
-Commands are the lines of ```bash blocks. One whose comment says what it needs ("# needs a GPU")
-is left out; one that several pages show is printed once, where it comes first.
+Commands are the lines of ```bash blocks. Left out are those whose comment says what they need
+("# needs a GPU") or which other command runs them ("# part of make bench"). A command that several
+pages show is printed once, where it comes first.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-MARK = "# needs "
+MARKS = ("# needs ", "# part of make ")
 
 
 def pages() -> list[Path]:
@@ -27,9 +28,14 @@ def shown(text: str) -> list[str]:
     return [line for line in lines if not line.startswith("#")]
 
 
+def is_left_out(line: str) -> bool:
+    """Whether the comment of a command says that CI need not run it."""
+    return any(mark in line for mark in MARKS)
+
+
 def commands(texts: list[str]) -> list[str]:
     """Commands to run: unmarked ones without their comments, each once."""
-    lines = [line for text in texts for line in shown(text) if MARK not in line]
+    lines = [line for text in texts for line in shown(text) if not is_left_out(line)]
     return list(dict.fromkeys(line.split(" #")[0].strip() for line in lines))
 
 
