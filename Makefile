@@ -24,7 +24,7 @@ $(VENV)/.tools: constraints.txt
 	touch $@
 
 # again whenever a native source or a dependency changed; Python files are used where they are
-$(VENV)/.built: $(VENV)/.tools pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+$(VENV)/.built: $(VENV)/.tools pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 	@echo "installing into $(VENV): about 6 GB, a few minutes the first time"
 	$(BIN)/pip install -c constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $@

@@ -1,22 +1,24 @@
 // The only file that includes pybind11; no file includes torch. Tensors cross the boundary as
-// addresses, so one binary serves every torch version. Arguments are checked in pyrl_ext/ops.
+// addresses, so one binary serves every torch version. pyrl_ext/ops checks the arguments.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <string>
 #include <vector>
 
-#include "expand_runs.hpp"
-#include "gather_routes.hpp"
-#include "gather_rows.hpp"
-#include "isa.hpp"
-#include "sum_rows.hpp"
-#include "replay_probs.hpp"
-#include "token_logprob.hpp"
+#include "common/dispatch.hpp"
+#include "common/dtype.hpp"
+#include "expand_runs/api.hpp"
+#include "gather_routes/api.hpp"
+#include "gather_rows/api.hpp"
+#include "replay_probs/api.hpp"
+#include "sum_rows/api.hpp"
+#include "token_logprob/api.hpp"
 
 namespace py = pybind11;
 using Address = uintptr_t;
+using nogil = py::call_guard<py::gil_scoped_release>;
+using py::arg;
 
 namespace {
 
@@ -25,189 +27,277 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-void bind_expand_runs(py::module_& m) {
-  m.def("expand_runs_cpu", [](Address starts, Address lengths, int64_t num_runs, Address out,
-                              int64_t size, const std::string& isa, int threads) {
-    py::gil_scoped_release nogil;
-    pyrl::expand_runs_cpu(at<const int64_t>(starts), at<const int64_t>(lengths), num_runs,
-                          at<int64_t>(out), size, isa.c_str(), threads);
-  });
+void bind_common(py::module_& m) {
+  using pyrl::DType;
+  py::enum_<DType>(m, "DType")
+      .value("u8", DType::u8)
+      .value("u16", DType::u16)
+      .value("i16", DType::i16)
+      .value("i32", DType::i32)
+      .value("i64", DType::i64)
+      .value("bf16", DType::bf16)
+      .value("f16", DType::f16)
+      .value("f32", DType::f32)
+      .value("f64", DType::f64);
+  m.def("has_isa", [](const std::string& isa) { return pyrl::has_isa(isa); }, arg("isa"));
 }
 
-// Fields cross as rows of integers: src, stride, out, row_bytes, fill, pattern.
-std::vector<pyrl::Field> fields_of(const std::vector<std::array<int64_t, 6>>& rows) {
-  std::vector<pyrl::Field> fields;
-  for (const auto& [src, stride, out, row_bytes, fill, pattern] : rows)
-    fields.push_back({at<const std::byte>(src), stride, at<std::byte>(out), row_bytes,
-                      at<const std::byte>(fill), uint64_t(pattern)});
-  return fields;
+void bind_expand_runs(py::module_& m) {
+  m.def(
+      "expand_runs_cpu",
+      [](Address starts, Address lengths, int64_t num_runs, Address out, int64_t size,
+         const std::string& isa, int threads) {
+        pyrl::expand_runs_cpu(at<const int64_t>(starts), at<const int64_t>(lengths), num_runs,
+                              at<int64_t>(out), size, isa.c_str(), threads);
+      },
+      arg("starts"), arg("lengths"), arg("num_runs"), arg("out"), arg("size"), arg("isa"),
+      arg("threads"), nogil());
 }
 
 void bind_gather_rows(py::module_& m) {
-  using Rows = std::vector<std::array<int64_t, 6>>;
-  m.def("gather_rows_cpu", [](const Rows& table, int64_t num_src, Address rows, int64_t num_out,
-                              int threads) {
-    const auto fields = fields_of(table);
-    py::gil_scoped_release nogil;
-    return pyrl::gather_rows_cpu(fields.data(), int(fields.size()), num_src,
-                                 at<const int64_t>(rows), num_out, threads);
-  });
-  m.def("gather_rows_emulated", [](const Rows& table, Address rows, int64_t num_out) {
-    const auto fields = fields_of(table);
-    pyrl::gather_rows_emulated(fields.data(), int(fields.size()), at<const int64_t>(rows), num_out);
-  });
+  using pyrl::Field;
+  py::class_<Field>(m, "Field")
+      .def(py::init([](Address src, int64_t stride, Address out, int64_t row_bytes, Address fill,
+                       int64_t pattern) {
+             return Field{at<const std::byte>(src),  stride,           at<std::byte>(out), row_bytes,
+                          at<const std::byte>(fill), uint64_t(pattern)};
+           }),
+           py::kw_only(), arg("src"), arg("stride"), arg("out"), arg("row_bytes"), arg("fill") = 0,
+           arg("pattern") = 0);
+  m.def(
+      "gather_rows_cpu",
+      [](const std::vector<Field>& fields, int64_t num_src, Address rows, int64_t num_out,
+         int threads) {
+        return pyrl::gather_rows_cpu(fields.data(), int(fields.size()), num_src,
+                                     at<const int64_t>(rows), num_out, threads);
+      },
+      arg("fields"), arg("num_src"), arg("rows"), arg("num_out"), arg("threads"), nogil());
 #ifdef PYRL_CUDA
-  m.def("gather_rows_cuda", [](const Rows& table, Address rows, int64_t num_out, Address stream) {
-    const auto fields = fields_of(table);
-    py::gil_scoped_release nogil;
-    pyrl::gather_rows_cuda(fields.data(), int(fields.size()), at<const int64_t>(rows), num_out,
-                           at<void>(stream));
-  });
+  m.def(
+      "gather_rows_cuda",
+      [](const std::vector<Field>& fields, Address rows, int64_t num_out, Address stream) {
+        pyrl::gather_rows_cuda(fields.data(), int(fields.size()), at<const int64_t>(rows), num_out,
+                               at<void>(stream));
+      },
+      arg("fields"), arg("rows"), arg("num_out"), arg("stream"), nogil());
 #endif
 }
 
 void bind_gather_routes(py::module_& m) {
-  using pyrl::Routes;
-  py::class_<Routes>(m, "Routes")
-      .def(py::init([](Address routes, int in, int64_t row_bytes, int64_t num_src,
+  using Args = pyrl::GatherRoutesArgs;
+  py::class_<Args>(m, "GatherRoutesArgs")
+      .def(py::init([](Address routes, pyrl::DType dtype, int64_t row_bytes, int64_t num_src,
                        int64_t num_slots, int64_t top_k, Address rows, int64_t num_out,
-                       Address layers, int64_t num_layers, int64_t num_experts, Address out,
-                       int to) {
-        return Routes{at<const void>(routes), pyrl::Int(in), row_bytes, num_src, num_slots, top_k,
-                      at<const int64_t>(rows), num_out, at<const int64_t>(layers), num_layers,
-                      num_experts, at<void>(out), pyrl::Int(to)};
-      }));
-  m.def("gather_routes_cpu", [](const Routes& routes, const std::string& isa, int threads) {
-    py::gil_scoped_release nogil;
-    pyrl::gather_routes_cpu(routes, isa.c_str(), threads);
-  });
-  m.def("gather_routes_emulated", [](const Routes& routes) {
-    py::gil_scoped_release nogil;
-    pyrl::gather_routes_emulated(routes);
-  });
+                       Address layers, int64_t num_layers, int64_t num_experts, Address out) {
+             return Args{at<const void>(routes),
+                         dtype,
+                         row_bytes,
+                         num_src,
+                         num_slots,
+                         top_k,
+                         at<const int64_t>(rows),
+                         num_out,
+                         at<const int64_t>(layers),
+                         num_layers,
+                         num_experts,
+                         at<void>(out)};
+           }),
+           py::kw_only(), arg("routes"), arg("dtype"), arg("row_bytes"), arg("num_src"),
+           arg("num_slots"), arg("top_k"), arg("rows"), arg("num_out"), arg("layers"),
+           arg("num_layers"), arg("num_experts"), arg("out"));
+  m.def(
+      "gather_routes_cpu",
+      [](const Args& args, const std::string& isa, int threads) {
+        pyrl::gather_routes_cpu(args, isa.c_str(), threads);
+      },
+      arg("args"), arg("isa"), arg("threads"), nogil());
 #ifdef PYRL_CUDA
-  m.def("gather_routes_cuda", [](const Routes& routes, Address stream) {
-    py::gil_scoped_release nogil;
-    pyrl::gather_routes_cuda(routes, at<void>(stream));
-  });
+  m.def(
+      "gather_routes_cuda",
+      [](const Args& args, Address stream) { pyrl::gather_routes_cuda(args, at<void>(stream)); },
+      arg("args"), arg("stream"), nogil());
 #endif
 }
 
 void bind_sum_rows(py::module_& m) {
-  using pyrl::Sum;
-  py::class_<Sum>(m, "Sum").def(
-      py::init([](Address src, int type, int64_t num_in, int64_t columns, int64_t stride,
-                  Address starts, Address order, int64_t num_out, Address out) {
-        return Sum{at<const void>(src),       pyrl::Number(type),       num_in,  columns, stride,
-                   at<const int64_t>(starts), at<const int64_t>(order), num_out, at<void>(out)};
-      }));
-  m.def("sum_rows_cpu", [](const Sum& sum, const std::string& isa, int threads) {
-    py::gil_scoped_release nogil;
-    return pyrl::sum_rows_cpu(sum, isa.c_str(), threads);
-  });
-  m.def("sum_rows_emulated", [](const Sum& sum) { pyrl::sum_rows_emulated(sum); });
+  using Args = pyrl::SumRowsArgs;
+  py::class_<Args>(m, "SumRowsArgs")
+      .def(py::init([](Address src, pyrl::DType dtype, int64_t num_in, int64_t columns,
+                       int64_t stride, Address starts, Address order, int64_t num_out,
+                       Address out) {
+             return Args{at<const void>(src),
+                         dtype,
+                         num_in,
+                         columns,
+                         stride,
+                         at<const int64_t>(starts),
+                         at<const int64_t>(order),
+                         num_out,
+                         at<void>(out)};
+           }),
+           py::kw_only(), arg("src"), arg("dtype"), arg("num_in"), arg("columns"), arg("stride"),
+           arg("starts"), arg("order"), arg("num_out"), arg("out"));
+  m.def(
+      "sum_rows_cpu",
+      [](const Args& args, const std::string& isa, int threads) {
+        return pyrl::sum_rows_cpu(args, isa.c_str(), threads);
+      },
+      arg("args"), arg("isa"), arg("threads"), nogil());
 #ifdef PYRL_CUDA
-  m.def("sum_rows_cuda", [](const Sum& sum, Address stream) {
-    py::gil_scoped_release nogil;
-    pyrl::sum_rows_cuda(sum, at<void>(stream));
-  });
+  m.def(
+      "sum_rows_cuda",
+      [](const Args& args, Address stream) { pyrl::sum_rows_cuda(args, at<void>(stream)); },
+      arg("args"), arg("stream"), nogil());
 #endif
-  m.def("invert_rows_cpu", [](Address rows, int64_t num_in, int64_t num_out, Address starts,
-                              Address order) {
-    py::gil_scoped_release nogil;
-    return pyrl::invert_rows_cpu(at<const int64_t>(rows), num_in, num_out, at<int64_t>(starts),
-                                 at<int64_t>(order));
-  });
+  m.def(
+      "invert_rows_cpu",
+      [](Address rows, int64_t num_in, int64_t num_out, Address starts, Address order) {
+        return pyrl::invert_rows_cpu(at<const int64_t>(rows), num_in, num_out,
+                                     at<int64_t>(starts), at<int64_t>(order));
+      },
+      arg("rows"), arg("num_in"), arg("num_out"), arg("starts"), arg("order"), nogil());
 }
 
 void bind_replay_probs(py::module_& m) {
-  using pyrl::Replay;
-  py::class_<Replay>(m, "Replay")
-      .def(py::init([](Address scores, int in, Address ids, int id, int64_t rows, int64_t experts,
-                       int64_t top_k, int norm, double scale, Address grad, int from, Address out,
-                       int to, Address map) {
-        return Replay{at<const void>(scores), pyrl::Real(in),
-                      at<const void>(ids),    pyrl::Int(id),
-                      rows,                   experts,
-                      top_k,                  pyrl::Norm(norm),
-                      scale,                  at<const void>(grad),
-                      pyrl::Real(from),       at<void>(out),
-                      pyrl::Real(to),         at<uint8_t>(map)};
-      }));
-  m.def("replay_probs_cpu", [](const Replay& replay, int threads) {
-    py::gil_scoped_release nogil;
-    pyrl::replay_probs_cpu(replay, threads);
-  });
-  m.def("replay_probs_emulated", [](const Replay& replay, int64_t first) {
-    py::gil_scoped_release nogil;
-    pyrl::replay_probs_emulated(replay, first);
-  });
+  using Args = pyrl::ReplayProbsArgs;
+  using pyrl::DType;
+  using pyrl::Norm;
+  py::enum_<Norm>(m, "Norm")
+      .value("none", Norm::none)
+      .value("sum", Norm::sum)
+      .value("softmax", Norm::softmax);
+  py::class_<Args>(m, "ReplayProbsArgs")
+      .def(py::init([](Address scores, DType scores_dtype, Address ids, DType ids_dtype,
+                       int64_t rows, int64_t experts, int64_t top_k, Norm norm, double scale,
+                       Address grad, DType grad_dtype, Address out, DType out_dtype,
+                       Address map) {
+             return Args{at<const void>(scores),
+                         scores_dtype,
+                         at<const void>(ids),
+                         ids_dtype,
+                         rows,
+                         experts,
+                         top_k,
+                         norm,
+                         scale,
+                         at<const void>(grad),
+                         grad_dtype,
+                         at<void>(out),
+                         out_dtype,
+                         at<uint8_t>(map)};
+           }),
+           py::kw_only(), arg("scores"), arg("scores_dtype"), arg("ids"), arg("ids_dtype"),
+           arg("rows"), arg("experts"), arg("top_k"), arg("norm"), arg("scale"), arg("grad"),
+           arg("grad_dtype"), arg("out"), arg("out_dtype"), arg("map"));
+  m.def(
+      "replay_probs_cpu",
+      [](const Args& args, int threads) { pyrl::replay_probs_cpu(args, threads); }, arg("args"),
+      arg("threads"), nogil());
 #ifdef PYRL_CUDA
-  m.def("replay_probs_cuda", [](const Replay& replay, Address stream) {
-    py::gil_scoped_release nogil;
-    pyrl::replay_probs_cuda(replay, at<void>(stream));
-  });
+  m.def(
+      "replay_probs_cuda",
+      [](const Args& args, Address stream) { pyrl::replay_probs_cuda(args, at<void>(stream)); },
+      arg("args"), arg("stream"), nogil());
 #endif
 }
 
 void bind_token_logprob(py::module_& m) {
-  using pyrl::Shard;
-  py::class_<Shard>(m, "Shard")
-      .def(py::init([](Address logits, int dtype, int64_t tokens, int64_t columns, int64_t width,
-                       Address targets, int64_t first, Address scale, Address keep) {
-        return Shard{at<const void>(logits),      pyrl::Float(dtype),
-                     tokens,                      columns,
-                     width,                       at<const int64_t>(targets),
-                     first,                       at<const float>(scale),
-                     at<const uint8_t>(keep)};
-      }));
+  using pyrl::LogitsShard;
   using pyrl::RowGrad;
+  py::class_<LogitsShard>(m, "LogitsShard")
+      .def(py::init([](Address logits, pyrl::DType dtype, int64_t tokens, int64_t columns,
+                       int64_t width, Address targets, int64_t first, Address scale,
+                       Address keep) {
+             return LogitsShard{at<const void>(logits),
+                                dtype,
+                                tokens,
+                                columns,
+                                width,
+                                at<const int64_t>(targets),
+                                first,
+                                at<const float>(scale),
+                                at<const uint8_t>(keep)};
+           }),
+           py::kw_only(), arg("logits"), arg("dtype"), arg("tokens"), arg("columns"), arg("width"),
+           arg("targets"), arg("first"), arg("scale"), arg("keep"));
   py::class_<RowGrad>(m, "RowGrad")
       .def(py::init([](Address max, Address log_sum, Address entropy, Address grad_logprob,
                        Address grad_entropy) {
-        return RowGrad{at<const float>(max), at<const float>(log_sum), at<const float>(entropy),
-                       at<const float>(grad_logprob), at<const float>(grad_entropy)};
-      }));
-  m.def("token_logprob_stats_cpu",
-        [](const Shard& shard, Address stats, const std::string& isa, int threads) {
-          py::gil_scoped_release nogil;
-          pyrl::token_logprob_stats_cpu(shard, at<float>(stats), isa.c_str(), threads);
-        });
-  m.def("token_logprob_grad_cpu", [](const Shard& shard, const RowGrad& row, Address out,
-                                     const std::string& isa, int threads) {
-    py::gil_scoped_release nogil;
-    pyrl::token_logprob_grad_cpu(shard, row, at<void>(out), isa.c_str(), threads);
-  });
-  m.def("token_logprob_scratch", &pyrl::token_logprob_scratch);
-  m.def("token_logprob_stats_emulated", [](const Shard& shard, Address stats, Address scratch) {
-    pyrl::token_logprob_stats_emulated(shard, at<float>(stats), at<float>(scratch));
-  });
-  m.def("token_logprob_grad_emulated", [](const Shard& shard, const RowGrad& row, Address out) {
-    pyrl::token_logprob_grad_emulated(shard, row, at<void>(out));
-  });
+             return RowGrad{at<const float>(max), at<const float>(log_sum),
+                            at<const float>(entropy), at<const float>(grad_logprob),
+                            at<const float>(grad_entropy)};
+           }),
+           py::kw_only(), arg("max"), arg("log_sum"), arg("entropy"), arg("grad_logprob"),
+           arg("grad_entropy"));
+  m.def(
+      "token_logprob_stats_cpu",
+      [](const LogitsShard& shard, Address stats, const std::string& isa, int threads) {
+        pyrl::token_logprob_stats_cpu(shard, at<float>(stats), isa.c_str(), threads);
+      },
+      arg("shard"), arg("stats"), arg("isa"), arg("threads"), nogil());
+  m.def(
+      "token_logprob_grad_cpu",
+      [](const LogitsShard& shard, const RowGrad& row, Address out, const std::string& isa,
+         int threads) {
+        pyrl::token_logprob_grad_cpu(shard, row, at<void>(out), isa.c_str(), threads);
+      },
+      arg("shard"), arg("row"), arg("out"), arg("isa"), arg("threads"), nogil());
+  m.def("token_logprob_scratch", &pyrl::token_logprob_scratch, arg("tokens"), arg("width"));
 #ifdef PYRL_CUDA
-  m.def("token_logprob_stats_cuda",
-        [](const Shard& shard, Address stats, Address scratch, Address stream) {
-          py::gil_scoped_release nogil;
-          pyrl::token_logprob_stats_cuda(shard, at<float>(stats), at<float>(scratch),
-                                         at<void>(stream));
-        });
-  m.def("token_logprob_grad_cuda",
-        [](const Shard& shard, const RowGrad& row, Address out, Address stream) {
-          py::gil_scoped_release nogil;
-          pyrl::token_logprob_grad_cuda(shard, row, at<void>(out), at<void>(stream));
-        });
+  m.def(
+      "token_logprob_stats_cuda",
+      [](const LogitsShard& shard, Address stats, Address scratch, Address stream) {
+        pyrl::token_logprob_stats_cuda(shard, at<float>(stats), at<float>(scratch),
+                                       at<void>(stream));
+      },
+      arg("shard"), arg("stats"), arg("scratch"), arg("stream"), nogil());
+  m.def(
+      "token_logprob_grad_cuda",
+      [](const LogitsShard& shard, const RowGrad& row, Address out, Address stream) {
+        pyrl::token_logprob_grad_cuda(shard, row, at<void>(out), at<void>(stream));
+      },
+      arg("shard"), arg("row"), arg("out"), arg("stream"), nogil());
 #endif
 }
+
+#ifdef PYRL_TESTS  // the grids of the CUDA kernels, walked on the host
+void bind_emulation(py::module_& m) {
+  m.def(
+      "gather_rows_emulated",
+      [](const std::vector<pyrl::Field>& fields, Address rows, int64_t num_out) {
+        pyrl::gather_rows_emulated(fields.data(), int(fields.size()), at<const int64_t>(rows),
+                                   num_out);
+      },
+      arg("fields"), arg("rows"), arg("num_out"));
+  m.def("gather_routes_emulated", &pyrl::gather_routes_emulated, arg("args"));
+  m.def("sum_rows_emulated", &pyrl::sum_rows_emulated, arg("args"));
+  m.def("replay_probs_emulated", &pyrl::replay_probs_emulated, arg("args"), arg("first"));
+  m.def(
+      "token_logprob_stats_emulated",
+      [](const pyrl::LogitsShard& shard, Address stats, Address scratch) {
+        pyrl::token_logprob_stats_emulated(shard, at<float>(stats), at<float>(scratch));
+      },
+      arg("shard"), arg("stats"), arg("scratch"));
+  m.def(
+      "token_logprob_grad_emulated",
+      [](const pyrl::LogitsShard& shard, const pyrl::RowGrad& row, Address out) {
+        pyrl::token_logprob_grad_emulated(shard, row, at<void>(out));
+      },
+      arg("shard"), arg("row"), arg("out"));
+}
+#endif
 
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.def("has_isa", [](const std::string& isa) { return pyrl::has_isa(isa); });
+  bind_common(m);
   bind_expand_runs(m);
   bind_gather_rows(m);
   bind_gather_routes(m);
   bind_sum_rows(m);
   bind_replay_probs(m);
   bind_token_logprob(m);
+#ifdef PYRL_TESTS
+  bind_emulation(m);
+#endif
 }

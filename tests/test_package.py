@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,9 +52,28 @@ def test_the_binary_loads_without_torch():
     assert run(script).split() == ["False", "True"]
 
 
-def test_native_sources_keep_their_borders():
-    """Only bindings.cpp knows Python, and nothing knows torch."""
-    for source in (ROOT / "csrc").iterdir():
-        text = source.read_text()
-        assert "torch/" not in text and "ATen" not in text, source.name
-        assert source.name == "bindings.cpp" or "pybind11" not in text, source.name
+def test_native_sources_know_no_torch_and_bindings_alone_know_python():
+    sources = [file for file in (ROOT / "csrc").rglob("*") if file.is_file()]
+    assert len(sources) > 30
+    for source in sources:
+        text = source.read_text(encoding="utf-8")
+        assert "torch/" not in text and "ATen" not in text, source
+        assert source.name == "bindings.cpp" or "pybind11" not in text, source
+
+
+def test_emulation_is_built_for_developers_only():
+    """The GPU grids walked on the host are in an editable install, never in a wheel."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    settings = build["tool"]["scikit-build"]
+    cmake = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
+    assert re.search(r"option\(PYRL_TESTS .* OFF\)", cmake)
+    assert "PYRL_TESTS" not in settings["cmake"]["define"]
+    (developers,) = (o for o in settings["overrides"] if "PYRL_TESTS" in str(o))
+    assert developers["if"] == {"state": "editable"}
+    from pyrl_ext import _C
+
+    emulated = {name for name in dir(_C) if name.endswith("_emulated")}
+    kernels = {name for name in dir(_C) if name.endswith("_cuda")}
+    assert not kernels or {name.removesuffix("_emulated") for name in emulated} == {
+        name.removesuffix("_cuda") for name in kernels
+    }

@@ -1,4 +1,4 @@
-"""The compiled extension, and what every native backend asks of it."""
+"""The compiled extension, and what all native backends need from it."""
 
 import warnings
 from typing import Any
@@ -22,6 +22,24 @@ except ImportError as error:
     )
 
 
+DTYPES = {  # enum class DType of csrc/common/dtype.hpp
+    torch.uint8: "u8",
+    torch.uint16: "u16",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+}
+
+
+def dtype_of(tensor: Tensor) -> Any:
+    """The element type of ``tensor`` as the extension names it."""
+    return getattr(C.DType, DTYPES[tensor.dtype])
+
+
 def refuse_device(tensor: Tensor, function: str) -> str | None:
     """Why ``<function>_<device>`` cannot run on ``tensor``'s device, or None."""
     if _missing:
@@ -36,5 +54,5 @@ def refuse_device(tensor: Tensor, function: str) -> str | None:
 
 
 def threads() -> int:
-    """CPU threads a kernel may use: torch's own setting."""
+    """CPU threads a kernel may use: torch's setting."""
     return torch.get_num_threads()

@@ -107,8 +107,8 @@ class Routes:
         """What the routers of ``layers`` are to use. In a layer without routes tokens choose for
         themselves: None where there is no padding either."""
         known = [layer for layer in layers if layer in self.layer_ids]
-        slots, dtype = [self.layer_ids.index(layer) for layer in known], self.ids.dtype
-        ids = gather_routes(self.ids, self.rows, slots, self.num_experts, dtype) if slots else ()
+        slots = [self.layer_ids.index(layer) for layer in known]
+        ids = gather_routes(self.ids, self.rows, slots, self.num_experts) if slots else ()
         found = {
             layer: Forced(each, self.forced, self.routed, self.real, self.num_routed)
             for layer, each in zip(known, ids, strict=True)
@@ -121,5 +121,5 @@ class Routes:
         if self.real is None:
             return None
         none, padding = self.ids.new_empty(0, 1, self.ids.shape[2]), torch.full_like(self.rows, -1)
-        (ids,) = gather_routes(none, padding, [0], self.num_experts, none.dtype)
+        (ids,) = gather_routes(none, padding, [0], self.num_experts)
         return Forced(ids, ~self.real, torch.zeros_like(self.real), self.real, 0)

@@ -179,7 +179,7 @@ def _router_launches(plan: Plan, config: dict[str, Any]) -> Iterator[Launch]:
         def gather(rows: int, span: int = span) -> Tensor:
             source, at = _meta(rows, span, topk, dtype=ids), _meta(rows, dtype=torch.int64)
             layers = torch.zeros(1, dtype=torch.int64)
-            return routes.gather_routes(source, at, layers, experts, ids)
+            return routes.gather_routes(source, at, layers, experts)
 
         yield f"gather_routes {ids} {span} x {topk} of {experts}".replace("torch.", ""), gather
     if not plan.replay.enabled or config.get("moe_router_score_function") != "sigmoid":

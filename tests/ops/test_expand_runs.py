@@ -60,8 +60,15 @@ def test_writes_its_part_of_memory_only(isa):
     for size in range(15, 40):
         memory = torch.full((size + 32,), -77)
         for offset in (8, 9, 11):
-            address = memory[offset:].data_ptr()
-            C.expand_runs_cpu(starts.data_ptr(), lengths.data_ptr(), 5, address, size, isa, 1)
+            C.expand_runs_cpu(
+                starts=starts.data_ptr(),
+                lengths=lengths.data_ptr(),
+                num_runs=5,
+                out=memory[offset:].data_ptr(),
+                size=size,
+                isa=isa,
+                threads=1,
+            )
             written = memory[offset : offset + size]
             assert torch.equal(written, reference.expand_runs(starts, lengths, size))
             assert (memory[:offset] == -77).all() and (memory[offset + size :] == -77).all()

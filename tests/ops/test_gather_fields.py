@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.ops import gather_fields, use_backend
-from pyrl_ext.ops._native import C
 from pyrl_ext.ops.gather_fields import native, op, reference
-from pyrl_ext.ops.gather_fields.flat import pattern, plan
-from pyrl_ext.ops.gather_rows.native import rows_of
+from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
@@ -84,21 +82,9 @@ def test_equals_indexing_field_after_field(backend, device, N, M):
     assert all(view.untyped_storage().data_ptr() == out.flat.data_ptr() for view in out.views)
 
 
-def emulated(fields, rows, fills):
-    """What the CUDA kernel does, on the host."""
-    fields = [rows_of(field) for field in fields]
-    starts, row_bytes = plan(fields, len(rows))
-    flat = torch.empty(starts[-1], dtype=torch.uint8)
-    numbers = [pattern(field.dtype, fill) for field, fill in zip(fields, fills)]
-    table = [
-        (f.data_ptr(), f.stride(0) * f.element_size(), flat.data_ptr() + at, each, 0, number)
-        for f, at, each, number in zip(fields, starts, row_bytes, numbers)
-    ]
-    C.gather_rows_emulated(table, rows.data_ptr(), len(rows))
-    return flat
-
-
-@pytest.mark.parametrize("run", [emulated, lambda *args: native.gather_fields(*args, pin=False)])
+@pytest.mark.parametrize(
+    "run", [emulated.gather_fields, lambda *args: native.gather_fields(*args, pin=False)]
+)
 @pytest.mark.parametrize("repeats", [1, 3, 6])
 def test_the_kernels_equal_the_reference(run, repeats):
     """Also of more fields than a launch takes, and of sources with gaps, that start anywhere."""

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.ops import Inverse, gather_rows, invert_rows, use_backend
-from pyrl_ext.ops._native import C
 from pyrl_ext.ops.gather_rows import inverse, native, op, reference
+from tests.helpers import emulated
 
 SHAPES = {  # (N, C, M)
     "one": (1, 1, 1),
@@ -52,27 +52,18 @@ def test_backend_equals_reference(backend, device, shape):
         assert torch.equal(backend.run(*args), reference.gather_rows(*args)), dtype
 
 
-def emulated(src, rows, fill):
-    """What the CUDA kernel does, on the host."""
-    out = src.new_empty(len(rows), *src.shape[1:])
-    stride, row_bytes = src.stride(0) * src.element_size(), fill.numel() * fill.element_size()
-    field = (src.data_ptr(), stride, out.data_ptr(), row_bytes, fill.data_ptr(), 0)
-    C.gather_rows_emulated([field], rows.data_ptr(), len(rows))
-    return out
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_cuda_kernel_walked_on_the_host(shape):
     for dtype in DTYPES:
         args = case(shape, dtype)
-        assert torch.equal(emulated(*args), reference.gather_rows(*args)), dtype
+        assert torch.equal(emulated.gather_rows(*args), reference.gather_rows(*args)), dtype
 
 
-@pytest.mark.parametrize("run", [native.gather_rows, emulated])
+@pytest.mark.parametrize("run", [native.gather_rows, emulated.gather_rows])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 188, 512, 8192])
 def test_any_row_size_stride_and_alignment(device, row_bytes, run):
-    if run is emulated and device == "cuda":
+    if run is emulated.gather_rows and device == "cuda":
         pytest.skip("it runs on the host")
     for offset, stride in [(0, 0), (1, 0), (2, 2), (4, 4), (8, 8), (16, 16), (0, 5), (3, 188)]:
         size = offset + 50 * (row_bytes + stride)
@@ -87,7 +78,7 @@ def test_any_row_size_stride_and_alignment(device, row_bytes, run):
         assert torch.equal(run(src, rows, fill), expected), (offset, stride)
 
 
-@pytest.mark.parametrize("run", [native.gather_rows, emulated])
+@pytest.mark.parametrize("run", [native.gather_rows, emulated.gather_rows])
 def test_more_elements_than_32_bits_count(run):
     size = 3 * 2**30 + 40  # bytes of address space; only the pages touched are backed
     memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

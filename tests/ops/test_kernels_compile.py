@@ -9,7 +9,7 @@ pytest.importorskip("triton.compiler")
 
 from benchmarks import binaries
 
-SOURCES = sorted((Path(__file__).parents[2] / "csrc").glob("*.cu"))
+SOURCES = sorted((Path(__file__).parents[2] / "csrc").glob("*/*.cu"))
 GLOBAL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s+)?(\w+)\s*\(")
 
 

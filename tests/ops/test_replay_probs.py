@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pyrl_ext.ops import replay_probs, use_backend
 from pyrl_ext.ops._native import C
 from pyrl_ext.ops.replay_probs import DTYPES, ID_DTYPES, NORMS, grad_op, native, op, reference
+from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 SHAPES = [  # (M, E, K)
@@ -31,22 +31,6 @@ def case(shape, dtype=torch.float32, ids=torch.int64, device="cpu", seed=0):
     experts = torch.rand(M, E, generator=g).topk(K).indices.to(ids)
     grad = torch.randn(M, E, generator=g)
     return scores.to(device), experts.to(device), grad.to(device)
-
-
-def emulated(
-    scores: Tensor, ids: Tensor, norm: str, scale: float, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    out = scores.new_empty(scores.shape, dtype=out_dtype)
-    routing_map = scores.new_empty(scores.shape, dtype=torch.bool)
-    call = native.describe(scores, ids, norm, scale, None, out, routing_map)
-    C.replay_probs_emulated(call, 0)
-    return out, routing_map
-
-
-def emulated_grad(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float) -> Tensor:
-    out = scores.new_empty(scores.shape)
-    C.replay_probs_emulated(native.describe(scores, ids, norm, scale, grad, out, None), 0)
-    return out
 
 
 class Given:
@@ -136,12 +120,12 @@ def test_gpu_threads_on_the_host(shape, norm):
     for dtype, out, ids in zip(DTYPES * 5, DTYPES[1:] * 7, ID_DTYPES * 4, strict=False):
         scores, experts, grad = case(shape, dtype, ids)
         grad, call = grad.to(out), (scores, experts, norm, 1.7)
-        probs, routing_map = emulated(*call, out)
+        probs, routing_map = emulated.replay_probs(*call, out)
         expected, expected_map = reference.replay_probs(*call, out)
         assert torch.equal(routing_map, expected_map)
         close = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
         torch.testing.assert_close(probs, expected, rtol=close.get(out, 1e-6), atol=1e-7)
-        grads = emulated_grad(grad, *call)
+        grads = emulated.replay_probs_grad(grad, *call)
         expected = reference.replay_probs_grad(grad, *call)
         torch.testing.assert_close(grads, expected, rtol=close.get(dtype, 1e-5), atol=1e-6)
 
@@ -152,12 +136,12 @@ def test_gpu_threads_add_as_torch_does_there(shape):
     values = scores.gather(1, experts)
     if shape[2] > 1:
         values = values / (cuda_order(values, apart_first=False) + 1e-20)
-    probs, _ = emulated(scores, experts, "sum", 0.0, torch.float32)
+    probs, _ = emulated.replay_probs(scores, experts, "sum", 0.0, torch.float32)
     assert torch.equal(probs.gather(1, experts), values)
     spread = (1e4 * scores).float()  # all but the largest score are 0: no exp, whatever its bits
     spread[0] = 3.0  # and one of equal scores, whose sum is exact
     values = torch.exp((v := spread.gather(1, experts)) - v.amax(1, keepdim=True))
-    probs, _ = emulated(spread, experts, "softmax", 0.0, torch.float32)
+    probs, _ = emulated.replay_probs(spread, experts, "softmax", 0.0, torch.float32)
     values = values / cuda_order(values, apart_first=True)
     torch.testing.assert_close(probs.gather(1, experts), values, rtol=2e-7, atol=0)
 
@@ -168,7 +152,7 @@ def test_every_half_and_its_rounding(dtype):
     halves, ids = bits.view(dtype), torch.tensor([[0]])
     numbers = halves[~halves.isnan()].view(-1, 1)
     ids = torch.zeros(len(numbers), 1, dtype=torch.uint8)
-    for run in (op, emulated):
+    for run in (op, emulated.replay_probs):
         wide, _ = run(numbers, ids, "none", 0.0, torch.float32)
         assert torch.equal(wide, numbers.float())
         for shift in (-1, 0, 1):  # around the value, and around halfway to the next one
@@ -186,7 +170,7 @@ def test_rows_and_addresses_that_are_not_multiples_of_16_bytes():
     expected = reference.replay_probs(scores, ids, "sum", 1.7, torch.float32)
     odd = torch.empty(40 * 64 + 1)[1:].view(40, 64).copy_(scores)
     odd_ids = torch.empty(161, dtype=torch.uint8)[1:].view(40, 4).copy_(ids)
-    for run in (native.replay_probs, emulated):
+    for run in (native.replay_probs, emulated.replay_probs):
         turned = (scores.T.contiguous().T, ids.T.contiguous().T)  # only native takes strides
         for views in ((odd, odd_ids), turned)[: 2 if run is native.replay_probs else 1]:
             probs, routing_map = run(*views, "sum", 1.7, torch.float32)
@@ -194,7 +178,8 @@ def test_rows_and_addresses_that_are_not_multiples_of_16_bytes():
             assert torch.equal(routing_map, expected[1])
     out = torch.empty(40 * 64 + 1)[1:].view(40, 64)  # written element by element
     routing_map = torch.empty(40 * 64 + 1, dtype=torch.bool)[1:].view(40, 64)
-    C.replay_probs_emulated(native.describe(odd, odd_ids, "sum", 1.7, None, out, routing_map), 0)
+    args = native.arguments(odd, odd_ids, "sum", 1.7, None, out, routing_map)
+    C.replay_probs_emulated(args=args, first=0)
     torch.testing.assert_close(out, expected[0], rtol=1e-6, atol=0)
     assert torch.equal(routing_map, expected[1])
 
@@ -210,18 +195,27 @@ def test_gpu_threads_far_behind_the_start(E):
         return tensor.data_ptr() - before * tensor.shape[1] * tensor.element_size()
 
     for gradient in (None, grad):
-        C.replay_probs_emulated(
-            C.Replay(
-                *(moved(scores), 0, moved(ids), 4, before + M, E, 4, 1, 1.7),
-                *(0 if gradient is None else moved(gradient), 0, moved(out), 0),
-                moved(routing_map) if gradient is None else 0,
-            ),
-            before,
+        args = C.ReplayProbsArgs(
+            scores=moved(scores),
+            scores_dtype=C.DType.f32,
+            ids=moved(ids),
+            ids_dtype=C.DType.i64,
+            rows=before + M,
+            experts=E,
+            top_k=4,
+            norm=C.Norm.sum,
+            scale=1.7,
+            grad=0 if gradient is None else moved(gradient),
+            grad_dtype=C.DType.f32,
+            out=moved(out),
+            out_dtype=C.DType.f32,
+            map=moved(routing_map) if gradient is None else 0,
         )
+        C.replay_probs_emulated(args=args, first=before)
         if gradient is None:
-            expected = emulated(scores, ids, "sum", 1.7, torch.float32)
+            expected = emulated.replay_probs(scores, ids, "sum", 1.7, torch.float32)
             assert torch.equal(out, expected[0]) and torch.equal(routing_map, expected[1])
-    assert torch.equal(out, emulated_grad(grad, scores, ids, "sum", 1.7))
+    assert torch.equal(out, emulated.replay_probs_grad(grad, scores, ids, "sum", 1.7))
 
 
 @settings(max_examples=40, deadline=None)
@@ -348,7 +342,8 @@ def test_what_the_backends_decline():
 def test_triton_interpreted_on_the_cpu():
     script = """
 import torch
-from tests.ops.test_replay_probs import SHAPES, EMPTY, case, emulated
+from tests.ops.test_replay_probs import SHAPES, EMPTY, case
+from tests.helpers import emulated
 from pyrl_ext.ops import use_backend
 from pyrl_ext.ops.replay_probs import grad_op, op, reference
 # the interpreter cuts float32 off where it rounds to bfloat16, so no result is bfloat16 here
@@ -366,7 +361,7 @@ for shape in SHAPES + EMPTY:
                     grads = grad_op(grad, *call)
                     expected = reference.replay_probs_grad(grad, *call)
                     torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
-            expected, chosen = emulated(*call, out)  # the same order of additions
+            expected, chosen = emulated.replay_probs(*call, out)  # the same order of additions
             assert torch.equal(probs, expected) and torch.equal(routing_map, chosen), (shape, norm)
 """
     pytest.importorskip("triton")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pyrl_ext.ops import Inverse, invert_rows, sum_rows, use_backend
 from pyrl_ext.ops._native import C
 from pyrl_ext.ops.sum_rows import DTYPES, native, op, reference
+from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 ISAS = [isa for isa in ("avx512", "avx2", "portable") if C.has_isa(isa)]
@@ -38,18 +39,11 @@ def case(shape, dtype=torch.float64, device="cpu"):
     return src.to(device), rows.to(device), invert_rows(rows.to(device), N)
 
 
-def emulated(src, rows, starts, order):
-    """What the CUDA kernel does, on the host."""
-    out = src.new_empty(len(starts) - 1, *src.shape[1:])
-    C.sum_rows_emulated(native.describe(src, starts, order, out))
-    return out
-
-
 def with_isa(isa):
     return partial(native.sum_rows, isa=isa)
 
 
-@pytest.mark.parametrize("run", [emulated, *map(with_isa, ISAS)], ids=["emulated", *ISAS])
+@pytest.mark.parametrize("run", [emulated.sum_rows, *map(with_isa, ISAS)], ids=["emulated", *ISAS])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_equal_the_reference(run, shape):
     for dtype in DTYPES:
@@ -74,7 +68,7 @@ def test_on_a_gpu(backend, shape):
         assert torch.equal(out.cpu(), expected), dtype
 
 
-@pytest.mark.parametrize("run", [emulated, *map(with_isa, ISAS)], ids=["emulated", *ISAS])
+@pytest.mark.parametrize("run", [emulated.sum_rows, *map(with_isa, ISAS)], ids=["emulated", *ISAS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_16_bit_number(run, dtype):
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
@@ -116,7 +110,7 @@ def test_adds_in_fp32_and_rounds_once():
     assert sum_rows(src, rows, invert_rows(rows, 1)).tolist() == [512]
 
 
-@pytest.mark.parametrize("run", [emulated, native.sum_rows])
+@pytest.mark.parametrize("run", [emulated.sum_rows, native.sum_rows])
 def test_more_elements_than_32_bits_count(run):
     size = 5 * 2**30  # bytes of address space; only the pages touched are backed
     memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.bfloat16)

@@ -14,13 +14,27 @@ from hypothesis import strategies as st
 from pyrl_ext.ops import token_logprob_grad, token_logprob_grad_, token_logprob_stats, use_backend
 from pyrl_ext.ops._native import C
 from pyrl_ext.ops.token_logprob import grad_op, native, over_op, reference, stats_op
+from tests.helpers import emulated
 
 INF = torch.inf
 ISAS = [
     pytest.param(isa, marks=pytest.mark.skipif(not C.has_isa(isa), reason=f"no {isa} here"))
     for isa in ("avx512", "avx2", "portable")
-] + ["emulated"]  # what the threads of a GPU do
+] + ["emulated"]  # the grids of the CUDA kernels, on the host
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def stats_on(isa, *args, **options):
+    """The statistics by one instruction set, or by the emulated CUDA kernel."""
+    if isa == "emulated":
+        return emulated.token_logprob_stats(*args, **options)
+    return native.stats(*args, **options, isa=isa)
+
+
+def grad_on(isa, *args, **options):
+    if isa == "emulated":
+        return emulated.token_logprob_grad(*args, **options)
+    return native.grad(*args, **options, isa=isa)
 
 
 def case(T=9, V=5003, dtype=torch.float32, spread=4.0, offset=0.0, seed=0):
@@ -55,7 +69,7 @@ def test_stats_against_float64(isa, dtype, V):
     logits, targets, scale = case(V=V, dtype=dtype)
     for first, width in [(0, V), (0, max(V - 3, 0)), (-5, V), (V, V)]:
         exact = reference.stats(logits.double(), targets, scale.double(), first, width)
-        ours = native.stats(logits, targets, scale, first, width, isa=isa)
+        ours = stats_on(isa, logits, targets, scale, first, width)
         peer = reference.stats(logits, targets, scale, first, width)
         assert torch.equal(ours[[0, 3]], exact[[0, 3]].float())
         error, peer_error = (relative(s[1:3], exact[1:3]) for s in (ours, peer))
@@ -71,7 +85,7 @@ def test_grad_against_float64(isa, dtype, V):
     rows = rows_of(logits, scale, width)
     narrow = [row.float() for row in rows]
     exact = reference.grad(logits.double(), targets, scale.double(), 0, width, *rows)
-    ours = native.grad(logits, targets, scale, 0, width, *narrow, isa=isa)
+    ours = grad_on(isa, logits, targets, scale, 0, width, *narrow)
     peer = reference.grad(logits, targets, scale, 0, width, *narrow)
     assert ours.dtype == dtype and torch.equal(ours[:, width:], torch.zeros_like(ours[:, width:]))
     error, peer_error = ((g.double() - exact).abs().max() for g in (ours, peer))
@@ -84,9 +98,8 @@ def test_every_16_bit_value_is_read_and_written_as_torch_does(isa, dtype):
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     columns = every[:, None].contiguous()  # one valid column: the target logit is the column
     tokens = len(every)
-    stats = native.stats(
-        columns, torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens), 0, 1, isa=isa
-    )
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    stats = stats_on(isa, columns, targets, torch.ones(tokens), 0, 1)
     assert torch.equal(stats[3].nan_to_num(7.25), every.float().nan_to_num(7.25))
 
     # A gradient that is any float: two columns with p = 1/2 and a gradient of -2 * value.
@@ -97,10 +110,10 @@ def test_every_16_bit_value_is_read_and_written_as_torch_does(isa, dtype):
     values = values[values.isfinite() & (values.abs() < 1e38) & (values.abs() > 1e-37)]
     T = len(values)
     half = torch.full((T,), 2.0).log()
-    out = native.grad(
+    out = grad_on(
+        isa,
         *(torch.zeros(T, 2, dtype=dtype), torch.full((T,), 5), torch.ones(T), 0, 2),
         *(torch.zeros(T), half, half, -2 * values, torch.zeros(T)),
-        isa=isa,
     )
     wanted = values.to(dtype)
     step = (out[:, 0].view(torch.int16).int() - wanted.view(torch.int16).int()).abs()
@@ -165,7 +178,7 @@ def test_a_payload_does_not_hide_a_nan():
     for isa in ("avx512", "avx2", "portable"):
         if C.has_isa(isa):
             zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1)
-            assert native.stats(logits, zero, one, 0, 2, isa=isa)[1].isnan()
+            assert stats_on(isa, logits, zero, one, 0, 2)[1].isnan()
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -175,7 +188,7 @@ def test_a_payload_does_not_hide_a_nan_of_a_row(isa, dtype, where):
     logits, targets, scale = case(T=2, V=70, dtype=dtype)
     rows = [row.float() for row in rows_of(logits, scale, 70)]
     rows[where][1] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    grad = native.grad(logits, targets, scale, 0, 70, *rows, isa=isa)
+    grad = grad_on(isa, logits, targets, scale, 0, 70, *rows)
     assert grad.isnan().all(1).tolist() == [False, True]
 
 
@@ -271,8 +284,8 @@ def check_ranges(stats, grad, dtype, device="cpu"):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_any_range_with_a_mask_and_without(isa, dtype):
     check_ranges(
-        lambda *args: native.stats(*args, isa=isa),
-        lambda *args: native.grad(*args, isa=isa),
+        lambda *args: stats_on(isa, *args),
+        lambda *args: grad_on(isa, *args),
         dtype,
     )
 
@@ -301,25 +314,23 @@ def test_memory_that_starts_anywhere(isa, dtype):
     keep = torch.rand(T, V) < 0.7
     rows = [row.float() for row in rows_of(logits.masked_fill(~keep, -INF), scale, V)]
     args = (targets, scale, 0, V)
-    wanted = native.grad(logits, *args, *rows, keep_mask=keep, isa=isa)
+    wanted = grad_on(isa, logits, *args, *rows, keep_mask=keep)
     for offset in (0, 1, 3, 8):
         view = torch.empty(offset + T * V, dtype=dtype)[offset:].view(T, V).copy_(logits)
         mask = torch.ones(offset + T * V, dtype=torch.bool)[offset:].view(T, V).copy_(keep)
-        stats = native.stats(view, *args, mask, isa=isa)
+        stats = stats_on(isa, view, *args, mask)
         torch.testing.assert_close(stats, reference.stats(logits, *args, keep))
-        assert torch.equal(native.grad(view, *args, *rows, keep_mask=mask, isa=isa), wanted)
-        assert torch.equal(
-            native.grad(view, *args, *rows, keep_mask=mask, out=view, isa=isa), wanted
-        )
+        assert torch.equal(grad_on(isa, view, *args, *rows, keep_mask=mask), wanted)
+        assert torch.equal(grad_on(isa, view, *args, *rows, keep_mask=mask, out=view), wanted)
 
 
 def test_a_token_has_the_same_bits_alone_and_in_several_parts_of_a_row():
     args = case(T=3, V=70_400, dtype=torch.bfloat16)
-    together = native.stats(*args, 0, 70_001, isa="emulated")
+    together = stats_on("emulated", *args, 0, 70_001)
     torch.testing.assert_close(together, reference.stats(*args, 0, 70_001))
     for t in range(3):
         logits, targets, scale = (a[t : t + 1] for a in args)
-        alone = native.stats(logits, targets, scale, 0, 70_001, isa="emulated")
+        alone = stats_on("emulated", logits, targets, scale, 0, 70_001)
         assert torch.equal(alone[:, 0], together[:, t])
 
 
@@ -330,7 +341,7 @@ def test_elements_beyond_2_31(isa):
     logits = torch.frombuffer(memory, dtype=torch.bfloat16).view(2, columns)  # pages on demand
     logits[1, :width] = torch.arange(width)
     targets, scale = torch.tensor([0, 7]), torch.ones(2)
-    stats = native.stats(logits, targets, scale, 0, width, isa=isa)
+    stats = stats_on(isa, logits, targets, scale, 0, width)
     assert stats[0].tolist() == [0, 39] and stats[3].tolist() == [0, 7]
 
 
@@ -347,7 +358,7 @@ def test_equals_a_python_loop(T, V, cut, first, isa, masked):
     logits, scale = case(T, 71)[0][:, :V].contiguous(), torch.rand(T) + 0.5
     width, targets = max(V - cut, 0), torch.arange(T) * 9
     keep = torch.rand(T, V) < 0.6 if masked else None
-    ours = native.stats(logits, targets, scale, first, width, keep, isa=isa)
+    ours = stats_on(isa, logits, targets, scale, first, width, keep)
     for t in range(T):
         x = [
             -INF if keep is not None and not keep[t, c] else logits[t, c].item()
@@ -395,7 +406,7 @@ def test_triton_interpreted_on_the_cpu():
     pytest.importorskip("triton")
     here = Path(__file__).parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here}"}
-    script = "import test_token_logprob as t; t.on_device('cpu')"
+    script = "from tests.ops.test_token_logprob import on_device; on_device('cpu')"
     subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)
 
 

@@ -12,6 +12,13 @@ def refuse(starts: Tensor, lengths: Tensor, size: int) -> str | None:
 def expand_runs(starts: Tensor, lengths: Tensor, size: int, isa: str = "auto") -> Tensor:
     starts, lengths = starts.contiguous(), lengths.contiguous()
     out = starts.new_empty(size)
-    starts_, lengths_, out_ = (t.data_ptr() for t in (starts, lengths, out))
-    C.expand_runs_cpu(starts_, lengths_, len(starts), out_, size, isa, threads())
+    C.expand_runs_cpu(
+        starts=starts.data_ptr(),
+        lengths=lengths.data_ptr(),
+        num_runs=len(starts),
+        out=out.data_ptr(),
+        size=size,
+        isa=isa,
+        threads=threads(),
+    )
     return out

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyrl_ext.ops._op import Op
 
 from . import native, reference, triton
-from .flat import plan
+from .flat import flat_layout
 
 
 class Fields(NamedTuple):
@@ -42,7 +42,7 @@ class Fields(NamedTuple):
 
 
 def _views(flat: Tensor, like: Sequence[Tensor], num_out: int) -> list[Tensor]:
-    starts, row_bytes = plan(like, num_out)
+    starts, row_bytes = flat_layout(like, num_out)
     typed = {dtype: flat.view(dtype) for dtype in {field.dtype for field in like}}
     views = []
     for field, start, each in zip(like, starts, row_bytes):
@@ -53,7 +53,7 @@ def _views(flat: Tensor, like: Sequence[Tensor], num_out: int) -> list[Tensor]:
 
 
 def _fake(fields: list[Tensor], rows: Tensor, fills: list[float], pin: bool) -> Tensor:
-    return rows.new_empty(plan(fields, rows.shape[0])[0][-1], dtype=torch.uint8)
+    return rows.new_empty(flat_layout(fields, rows.shape[0])[0][-1], dtype=torch.uint8)
 
 
 op = Op(

@@ -8,11 +8,11 @@ from math import copysign, prod
 import torch
 from torch import Tensor
 
-ALIGN = 256  # bytes: what a device's own allocations begin at
+ALIGN = 256  # bytes, the alignment of a device's own allocations
 
 
-def plan(fields: Sequence[Tensor], num_out: int) -> tuple[list[int], list[int]]:
-    """Where each field begins in the flat tensor, and the end; the bytes of each field's row."""
+def flat_layout(fields: Sequence[Tensor], num_out: int) -> tuple[list[int], list[int]]:
+    """The byte offset of each field in the flat tensor, then its size; the row bytes of each."""
     starts, row_bytes = [0], []
     for field in fields:
         width = 1 if field.ndim == 1 else prod(field.shape[1:])

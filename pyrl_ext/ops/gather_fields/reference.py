@@ -3,13 +3,13 @@ from torch import Tensor
 
 from pyrl_ext.ops.gather_rows.reference import check_range
 
-from .flat import pattern, plan
+from .flat import flat_layout, pattern
 
 
 def gather_fields(fields: list[Tensor], rows: Tensor, fills: list[float], pin: bool) -> Tensor:
     """Index the bytes of every field, fill last. Syncs on cuda (the range check)."""
     check_range("gather_fields", rows, fields[0].shape[0])
-    starts, row_bytes = plan(fields, rows.shape[0])
+    starts, row_bytes = flat_layout(fields, rows.shape[0])
     flat = torch.empty(starts[-1], dtype=torch.uint8, device=rows.device, pin_memory=pin)
     for field, start, each, fill in zip(fields, starts, row_bytes, fills):
         data = field.clone(memory_format=torch.contiguous_format).view(-1)

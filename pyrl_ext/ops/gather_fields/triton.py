@@ -1,21 +1,22 @@
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._triton import refuse_device
 from pyrl_ext.ops.gather_rows.native import rows_of
-from pyrl_ext.ops.gather_rows.triton import launch, refuse_device
+from pyrl_ext.ops.gather_rows.triton import launch
 
-from .flat import pattern, plan
+from .flat import flat_layout, pattern
 
 FIELDS = 32  # of a launch
 
 
 def refuse(fields: list[Tensor], rows: Tensor, fills: list[float], pin: bool) -> str | None:
-    return refuse_device(rows)
+    return refuse_device("rows", rows)
 
 
 def gather_fields(fields: list[Tensor], rows: Tensor, fills: list[float], pin: bool) -> Tensor:
     rows = rows.contiguous()
-    starts, row_bytes = plan(fields, rows.shape[0])
+    starts, row_bytes = flat_layout(fields, rows.shape[0])
     flat = torch.empty(starts[-1], dtype=torch.uint8, device=rows.device, pin_memory=pin)
     outs, numbers = [], []
     for field, start, each, fill in zip(fields, starts, row_bytes, fills):

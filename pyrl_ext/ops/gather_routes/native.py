@@ -3,20 +3,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._native import C, refuse_device, threads
-
-CODES = {  # enum class Int of gather_routes.hpp
-    torch.uint8: 0,
-    torch.uint16: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-}
+from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
 
 
-def refuse(
-    routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int, out_dtype: torch.dtype
-) -> str | None:
+def refuse(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int) -> str | None:
     reason = refuse_device(rows, "gather_routes")
     if reason or not rows.is_cuda:
         return reason
@@ -24,43 +14,43 @@ def refuse(
         return f"the experts of a token and layer take {tuple_bytes} bytes, expected at most 16384"
     if layers.numel() and (slot := int(layers.max())) >= 1 << 15:
         return f"a slot is {slot}, expected below 32768"
-    if not routes.is_cuda and not (routes.is_pinned() and rows_apart(routes)):
-        return "routes is in host memory, expected it pinned and contiguous within a token"
     return None
 
 
 def rows_apart(routes: Tensor) -> bool:
-    """Whether only whole rows are apart in memory, as in ``x[:, a:b]``."""
+    """Whether each row is contiguous, as in ``x[:, a:b]``; rows may lie any stride apart."""
     return routes[:1].is_contiguous()
 
 
-def describe(
-    routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int, out: Tensor
-) -> tuple[Any, ...]:
-    """The arguments of ``_C.Routes``."""
-    row_bytes = routes.stride(0) * routes.element_size()
-    return (
-        *(routes.data_ptr(), CODES[routes.dtype], row_bytes, *routes.shape),
-        *(rows.data_ptr(), len(rows), layers.data_ptr(), len(layers), num_experts),
-        *(out.data_ptr(), CODES[out.dtype]),
+def arguments(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int, out: Tensor) -> Any:
+    """``C.GatherRoutesArgs``; every tensor but ``routes`` is contiguous."""
+    num_src, num_slots, top_k = routes.shape
+    return C.GatherRoutesArgs(
+        routes=routes.data_ptr(),
+        dtype=dtype_of(routes),
+        row_bytes=routes.stride(0) * routes.element_size(),
+        num_src=num_src,
+        num_slots=num_slots,
+        top_k=top_k,
+        rows=rows.data_ptr(),
+        num_out=len(rows),
+        layers=layers.data_ptr(),
+        num_layers=len(layers),
+        num_experts=num_experts,
+        out=out.data_ptr(),
     )
 
 
 def gather_routes(
-    routes: Tensor,
-    rows: Tensor,
-    layers: Tensor,
-    num_experts: int,
-    out_dtype: torch.dtype,
-    isa: str = "auto",
+    routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int, isa: str = "auto"
 ) -> Tensor:
     rows, layers = rows.contiguous(), layers.contiguous()
     routes = routes if rows_apart(routes) else routes.contiguous()
-    out = rows.new_empty((len(layers), len(rows), routes.shape[2]), dtype=out_dtype)
-    call = C.Routes(*describe(routes, rows, layers, num_experts, out))
+    out = routes.new_empty((len(layers), len(rows), routes.shape[2]))
+    args = arguments(routes, rows, layers, num_experts, out)
     if rows.is_cuda:
         with torch.cuda.device(rows.device):
-            C.gather_routes_cuda(call, torch.cuda.current_stream().cuda_stream)
+            C.gather_routes_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
     else:
-        C.gather_routes_cpu(call, isa, threads())
+        C.gather_routes_cpu(args=args, isa=isa, threads=threads())
     return out

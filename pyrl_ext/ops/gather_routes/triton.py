@@ -1,27 +1,15 @@
-import os
-from importlib.util import find_spec
-
-import torch
 from torch import Tensor
+
+from pyrl_ext.ops._triton import refuse_device
 
 from .reference import check
 
 
-def refuse(
-    routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int, out_dtype: torch.dtype
-) -> str | None:
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    if routes.device != rows.device:
-        return f"routes is on {routes.device}, expected rows' {rows.device}"
-    if not rows.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"rows is on {rows.device}, expected cuda"
-    return None
+def refuse(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int) -> str | None:
+    return refuse_device("rows", rows)
 
 
-def gather_routes(
-    routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int, out_dtype: torch.dtype
-) -> Tensor:
+def gather_routes(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int) -> Tensor:
     """Uploads ``layers``, so a CUDA graph cannot capture it."""
     from .triton_kernel import gather_routes_kernel  # triton takes a while to import
 
@@ -29,7 +17,7 @@ def gather_routes(
     check("layers", layers, 0, L, "a slot of routes")
     routes = routes if routes[:1].is_contiguous() else routes.contiguous()
     rows = rows.contiguous()
-    out = rows.new_empty((len(layers), len(rows), K), dtype=out_dtype)
+    out = routes.new_empty((len(layers), len(rows), K))
     if out.numel() == 0:
         return out
     padded = 1 << (K - 1).bit_length()

@@ -29,8 +29,8 @@ def gather_routes_kernel(
     tl.store(out + (layer * M + m) * K + j, value.to(out.dtype.element_ty), inside)
 
 
-def _build(source: str, to: str, K: int, padded: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    pointers = dict(routes=source, rows="*i64", slots="*i64", out=to)
+def _build(ids: str, K: int, padded: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    pointers = dict(routes=ids, rows="*i64", slots="*i64", out=ids)
     sizes = dict(row_stride="i64", M="i64", num_experts="i32")
     constants = dict(K=K, PADDED_K=padded, BLOCK=1024 // padded)
     signature = {**pointers, **sizes, **dict.fromkeys(constants, "constexpr")}
@@ -38,7 +38,8 @@ def _build(source: str, to: str, K: int, padded: int) -> tuple[Any, dict[str, st
 
 
 BUILDS = {
-    "u8 to i32, K=4": _build("*u8", "*i32", 4, 4),
-    "u8 to i64, K=8": _build("*u8", "*i64", 8, 8),
-    "u16 to u16, K=6": _build("*u16", "*u16", 6, 8),
+    "u8, K=4": _build("*u8", 4, 4),
+    "u8, K=8": _build("*u8", 8, 8),
+    "u16, K=6": _build("*u16", 6, 8),
+    "u16, K=8": _build("*u16", 8, 8),
 }

@@ -1,9 +1,9 @@
-import os
-from importlib.util import find_spec
 from math import prod
 
 import torch
 from torch import Tensor
+
+from pyrl_ext.ops._triton import refuse_device
 
 from .native import rows_of
 
@@ -14,15 +14,7 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def refuse(src: Tensor, rows: Tensor, fill: Tensor, *inverse: Tensor | None) -> str | None:
     if src.dtype.is_complex:
         return f"src is {src.dtype}, expected a real dtype"
-    return refuse_device(src)
-
-
-def refuse_device(tensor: Tensor) -> str | None:
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"src is on {tensor.device}, expected cuda"
-    return None
+    return refuse_device("src", src)
 
 
 def gather_rows(src: Tensor, rows: Tensor, fill: Tensor, *inverse: Tensor | None) -> Tensor:

@@ -3,11 +3,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._native import C, refuse_device, threads
+from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
 
-REALS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # enum class Real
-INTS = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)  # enum class Int
-NORMS = ("none", "sum", "softmax")  # enum class Norm
 MAX_TOPK, MAX_EXPERTS = 32, 1 << 16
 
 
@@ -32,18 +29,18 @@ def replay_probs(
     scores, ids = scores.contiguous(), ids.contiguous()
     probs = scores.new_empty(scores.shape, dtype=out_dtype)
     routing_map = scores.new_empty(scores.shape, dtype=torch.bool)
-    _run(describe(scores, ids, norm, scale, None, probs, routing_map), scores)
+    _run(arguments(scores, ids, norm, scale, None, probs, routing_map), scores)
     return probs, routing_map
 
 
 def replay_probs_grad(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float) -> Tensor:
     grad, scores, ids = grad.contiguous(), scores.contiguous(), ids.contiguous()
     out = scores.new_empty(scores.shape)
-    _run(describe(scores, ids, norm, scale, grad, out, None), scores)
+    _run(arguments(scores, ids, norm, scale, grad, out, None), scores)
     return out
 
 
-def describe(
+def arguments(
     scores: Tensor,
     ids: Tensor,
     norm: str,
@@ -52,19 +49,29 @@ def describe(
     out: Tensor,
     routing_map: Tensor | None,
 ) -> Any:
-    """The call as csrc/replay_probs.hpp has it; of contiguous tensors, which it does not keep."""
-    return C.Replay(
-        *(scores.data_ptr(), REALS.index(scores.dtype), ids.data_ptr(), INTS.index(ids.dtype)),
-        *(*scores.shape, ids.shape[1], NORMS.index(norm), scale),
-        *(0, 0) if grad is None else (grad.data_ptr(), REALS.index(grad.dtype)),
-        *(out.data_ptr(), REALS.index(out.dtype)),
-        0 if routing_map is None else routing_map.data_ptr(),
+    """``C.ReplayProbsArgs`` of contiguous tensors, which it does not keep alive."""
+    rows, experts = scores.shape
+    return C.ReplayProbsArgs(
+        scores=scores.data_ptr(),
+        scores_dtype=dtype_of(scores),
+        ids=ids.data_ptr(),
+        ids_dtype=dtype_of(ids),
+        rows=rows,
+        experts=experts,
+        top_k=ids.shape[1],
+        norm=getattr(C.Norm, norm),
+        scale=scale,
+        grad=0 if grad is None else grad.data_ptr(),
+        grad_dtype=dtype_of(scores if grad is None else grad),
+        out=out.data_ptr(),
+        out_dtype=dtype_of(out),
+        map=0 if routing_map is None else routing_map.data_ptr(),
     )
 
 
-def _run(replay: Any, scores: Tensor) -> None:
+def _run(args: Any, scores: Tensor) -> None:
     if scores.is_cuda:
         with torch.cuda.device(scores.device):
-            C.replay_probs_cuda(replay, torch.cuda.current_stream().cuda_stream)
+            C.replay_probs_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
     else:
-        C.replay_probs_cpu(replay, threads())
+        C.replay_probs_cpu(args=args, threads=threads())

@@ -1,16 +1,14 @@
-import os
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._triton import refuse_device
+
 
 def refuse(scores: Tensor, ids: Tensor, norm: str, *rest: Any) -> str | None:
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    if not scores.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"scores is on {scores.device}, expected cuda"
+    if reason := refuse_device("scores", scores):
+        return reason
     if norm == "softmax":
         return "Triton's exp has other bits than torch's"
     if ids.shape[1] > 32 or scores.shape[1] > 1024:

@@ -1,12 +1,13 @@
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops._triton import refuse_device
 from pyrl_ext.ops.gather_rows.native import rows_of
-from pyrl_ext.ops.gather_rows.triton import TILE, refuse_device
+from pyrl_ext.ops.gather_rows.triton import TILE
 
 
 def refuse(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> str | None:
-    return refuse_device(src)
+    return refuse_device("src", src)
 
 
 def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor:

@@ -3,14 +3,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._native import C, refuse_device, threads
+from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
 
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum class Float
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _refuse(function: str, logits: Tensor) -> str | None:
-    if logits.dtype not in CODES:
-        return f"logits is {logits.dtype}, expected one of {list(CODES)}"
+    if logits.dtype not in DTYPES:
+        return f"logits is {logits.dtype}, expected one of {list(DTYPES)}"
     return refuse_device(logits, function)
 
 
@@ -22,19 +22,32 @@ def refuse_grad(logits: Tensor, *rest: Any) -> str | None:
     return _refuse("token_logprob_grad", logits)
 
 
-class _Shard:
-    """``csrc``'s Shard of contiguous tensors, which live as long as it does."""
+class Shard:
+    """Contiguous tensors of which ``C.LogitsShard`` holds the addresses; keeps them alive."""
 
     def __init__(self, logits: Tensor, targets: Tensor, scale: Tensor, keep: Tensor | None):
         self.logits, self.targets = logits.contiguous(), targets.contiguous()
         self.scale, self.keep = scale.contiguous(), None if keep is None else keep.contiguous()
 
     def columns(self, first: int, width: int) -> Any:
-        keep = 0 if self.keep is None else self.keep.data_ptr()
-        return C.Shard(
-            *(self.logits.data_ptr(), CODES[self.logits.dtype], *self.logits.shape, width),
-            *(self.targets.data_ptr(), first, self.scale.data_ptr(), keep),
+        tokens, columns = self.logits.shape
+        return C.LogitsShard(
+            logits=self.logits.data_ptr(),
+            dtype=dtype_of(self.logits),
+            tokens=tokens,
+            columns=columns,
+            width=width,
+            targets=self.targets.data_ptr(),
+            first=first,
+            scale=self.scale.data_ptr(),
+            keep=0 if self.keep is None else self.keep.data_ptr(),
         )
+
+
+def row_grad(rows: list[Tensor]) -> Any:
+    """``C.RowGrad`` of max, log_sum, entropy, grad_logprob, grad_entropy, all contiguous."""
+    names = ("max", "log_sum", "entropy", "grad_logprob", "grad_entropy")
+    return C.RowGrad(**{name: row.data_ptr() for name, row in zip(names, rows)})
 
 
 def stats(
@@ -46,19 +59,18 @@ def stats(
     keep_mask: Tensor | None = None,
     isa: str = "auto",
 ) -> Tensor:
-    """``isa``: instruction set on a CPU; "emulated" walks the GPU's threads there."""
-    held = _Shard(logits, targets, scale, keep_mask)
-    shard, out = held.columns(first, width), scale.new_empty(4, logits.shape[0])
-    if not logits.is_cuda and isa != "emulated":
-        C.token_logprob_stats_cpu(shard, out.data_ptr(), isa, threads())
+    """``isa``: instruction set on a CPU."""
+    shard = Shard(logits, targets, scale, keep_mask)
+    out = scale.new_empty(4, logits.shape[0])
+    call = dict(shard=shard.columns(first, width), stats=out.data_ptr())
+    if not logits.is_cuda:
+        C.token_logprob_stats_cpu(**call, isa=isa, threads=threads())
         return out
-    scratch = scale.new_empty(C.token_logprob_scratch(logits.shape[0], width))
-    addresses = (shard, out.data_ptr(), scratch.data_ptr())
-    if logits.is_cuda:
-        with torch.cuda.device(logits.device):
-            C.token_logprob_stats_cuda(*addresses, torch.cuda.current_stream().cuda_stream)
-    else:
-        C.token_logprob_stats_emulated(*addresses)
+    size = C.token_logprob_scratch(tokens=logits.shape[0], width=width)
+    scratch = scale.new_empty(size)
+    with torch.cuda.device(logits.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        C.token_logprob_stats_cuda(**call, scratch=scratch.data_ptr(), stream=stream)
     return out
 
 
@@ -77,17 +89,15 @@ def grad(
     out: Tensor | None = None,
     isa: str = "auto",
 ) -> Tensor:
-    held = _Shard(logits, targets, scale, keep_mask)
+    shard = Shard(logits, targets, scale, keep_mask)
     if out is None:
-        out = torch.empty_like(held.logits)
+        out = torch.empty_like(shard.logits)
     rows = [r.contiguous() for r in (max, log_sum, entropy, grad_logprob, grad_entropy)]
-    row = C.RowGrad(*(r.data_ptr() for r in rows))
-    addresses = (held.columns(first, width), row, out.data_ptr())
+    call = dict(shard=shard.columns(first, width), row=row_grad(rows), out=out.data_ptr())
     if logits.is_cuda:
         with torch.cuda.device(logits.device):
-            C.token_logprob_grad_cuda(*addresses, torch.cuda.current_stream().cuda_stream)
-    elif isa == "emulated":
-        C.token_logprob_grad_emulated(*addresses)
+            stream = torch.cuda.current_stream().cuda_stream
+            C.token_logprob_grad_cuda(**call, stream=stream)
     else:
-        C.token_logprob_grad_cpu(*addresses, isa, threads())
+        C.token_logprob_grad_cpu(**call, isa=isa, threads=threads())
     return out

@@ -1,19 +1,17 @@
-import os
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from pyrl_ext.ops._triton import refuse_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 4096
 
 
 def refuse(logits: Tensor, *rest: Any) -> str | None:
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    if not logits.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"logits is on {logits.device}, expected cuda"
+    if reason := refuse_device("logits", logits):
+        return reason
     if logits.dtype not in DTYPES:
         return f"logits is {logits.dtype}, expected one of {list(DTYPES)}"
     return None

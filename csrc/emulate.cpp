@@ -1,0 +1,115 @@
+// The grids of the CUDA kernels walked on the host, block after block and thread after thread: their
+// index arithmetic is tested on machines without a GPU. Built only with -DPYRL_TESTS=ON.
+#include <memory>
+#include <vector>
+
+#include "gather_routes/gpu_thread.hpp"
+#include "gather_rows/gpu_thread.hpp"
+#include "replay_probs/gpu_thread.hpp"
+#include "sum_rows/gpu_thread.hpp"
+#include "token_logprob/gpu_thread.hpp"
+
+namespace pyrl {
+
+void gather_rows_emulated(const Field* fields, int count, const int64_t* rows, int64_t num_out) {
+  each_gather(fields, count, rows, num_out, [](const Gather& g) {
+    for (int64_t block = 0; block < g.blocks; ++block)
+      each_thread(block, g.blocks, kGatherThreads, [&](ThreadIndex at) { gather_thread(g, at); });
+  });
+}
+
+void gather_routes_emulated(const GatherRoutesArgs& args) {
+  routes_launches(args, [](const RoutesTask& task, auto element) {
+    for (int64_t block = 0, blocks = task.blocks(); block < blocks; ++block) {
+      RoutesShared shared;
+      const auto phase = [&](const auto& run) {
+        each_thread(block, blocks, kRoutesThreads,
+                    [&](const ThreadIndex& at) { run(task, at, shared); });
+      };
+      phase(routes_index);
+      phase(routes_load_words);
+      phase(routes_write_units<decltype(element)>);
+    }
+  });
+}
+
+void sum_rows_emulated(const SumRowsArgs& args) {
+  const SumGrid g = plan_sum(args);
+  const auto thread = args.dtype == DType::f32    ? sum_thread<F32>
+                      : args.dtype == DType::bf16 ? sum_thread<BF16>
+                      : args.dtype == DType::f16  ? sum_thread<F16>
+                                                  : sum_thread<F64>;
+  for (int64_t block = 0; block < g.blocks; ++block)
+    each_thread(block, g.blocks, kSumThreads, [&](ThreadIndex at) { thread(g, at); });
+}
+
+namespace {
+
+struct ReplayWalk {
+  const ReplayProbsArgs& r;
+  int64_t first;
+
+  template <class A, class Word, int Count>
+  void run() const {
+    using namespace replay_probs;
+    const auto shared = std::make_unique<Tile<A>>();
+    const int64_t tiles = num_tiles(r);
+    for (int64_t tile = first / kTileRows; tile < tiles; ++tile) {
+      each_thread(tile, tiles, kBlockThreads,
+                  [&](ThreadIndex at) { tile_values(r, tile, *shared, at); });
+      each_thread(tile, tiles, kBlockThreads,
+                  [&](ThreadIndex at) { tile_write<A, Word, Count>(r, tile, *shared, at); });
+    }
+  }
+};
+
+}  // namespace
+
+void replay_probs_emulated(const ReplayProbsArgs& args, int64_t first) {
+  replay_probs::with_types(args, ReplayWalk{args, first});
+}
+
+namespace token_logprob {
+
+template <class T, bool Masked>
+void stats_rows(const LogitsShard& shard, float* stats, State* parts) {
+  const int64_t blocks = shard.tokens * num_parts(shard.width);
+  std::vector<State> states(kThreads);
+  for (int64_t block = 0; block < blocks; ++block) {
+    each_thread(block, blocks, kThreads, [&](const ThreadIndex& at) {
+      states[at.thread] = thread_state<T, Masked>(shard, at);
+    });
+    const float rate = shard.scale[block / num_parts(shard.width)] * kLog2e;
+    for (int half = kThreads / 2; half > 0; half /= 2)
+      each_thread(block, blocks, kThreads, [&](const ThreadIndex& at) {
+        join_half(states.data(), half, rate, at.thread);
+      });
+    parts[block] = states[0];
+  }
+  for (int64_t t = 0; t < shard.tokens; ++t) finish<T>(shard, parts, stats, t);
+}
+
+template <class T, bool Masked>
+void grad_rows(const LogitsShard& shard, const RowGrad& row, void* out) {
+  const int64_t blocks = shard.tokens * num_parts(shard.columns);
+  for (int64_t block = 0; block < blocks; ++block)
+    each_thread(block, blocks, kThreads,
+                [&](const ThreadIndex& at) { thread_grad<T, Masked>(shard, row, out, at); });
+}
+
+}  // namespace token_logprob
+
+void token_logprob_stats_emulated(const LogitsShard& shard, float* stats, float* scratch) {
+  using namespace token_logprob;
+  dispatch(shard, [&](auto type, auto masked) {
+    stats_rows<decltype(type), masked>(shard, stats, reinterpret_cast<State*>(scratch));
+  });
+}
+
+void token_logprob_grad_emulated(const LogitsShard& shard, const RowGrad& row, void* out) {
+  token_logprob::dispatch(shard, [&](auto type, auto masked) {
+    token_logprob::grad_rows<decltype(type), masked>(shard, row, out);
+  });
+}
+
+}  // namespace pyrl

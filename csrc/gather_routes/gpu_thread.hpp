@@ -1,0 +1,208 @@
+#pragma once
+// A thread of gather_routes, in three phases separated by __syncthreads().
+//
+// A block takes a tile of tokens and a group of layers. It reads their tuples as the widest words
+// that divide them (neighbouring threads: neighbouring layers of a token) and lays them out layer by
+// layer in shared memory; from there neighbouring threads write neighbouring tokens.
+#include <algorithm>
+#include <type_traits>
+
+#include "common/thread.hpp"
+#include "gather_routes/api.hpp"
+
+namespace pyrl {
+
+constexpr int kRoutesThreads = 256;
+constexpr int kRoutesTokens = 64;    // per tile, at most
+constexpr int kRoutesStage = 16384;  // bytes of shared memory, and of a tuple at most
+constexpr int kRoutesLayers = 256;   // per launch, whose parameters hold their slots
+
+// The parameter of one launch.
+struct RoutesTask {
+  const unsigned char* routes;
+  int64_t row_bytes;
+  const int64_t* rows;
+  int64_t num_out;
+  unsigned char* out;  // of its first layer
+  int64_t groups;      // of layers: blocks per tile
+  uint32_t layers, group, tokens, top_k, tuple, num_experts;
+  uint32_t word;      // bytes
+  uint32_t stride;    // bytes between layers in shared memory: an odd count of words or of banks
+  uint32_t unit;      // elements that a thread writes at once
+  uint64_t per_top_k;  // x / top_k = x * per_top_k >> 40 for x below 2^20
+  int16_t slots[kRoutesLayers];
+
+  int64_t blocks() const { return (num_out + tokens - 1) / tokens * groups; }
+};
+
+struct RoutesShared {
+  alignas(16) unsigned char stage[kRoutesStage];
+  int64_t rows[kRoutesTokens];
+  uint32_t fill;  // expert of the first element of the tile if it is padding
+  int16_t slots[kRoutesLayers];
+};
+
+// The tokens and layers of a block.
+struct RoutesTile {
+  int64_t token;
+  uint32_t tokens, layer, layers;
+
+  PYRL_DEVICE RoutesTile(const RoutesTask& r, const ThreadIndex& at)
+      : token(at.block / r.groups * r.tokens), layer(uint32_t(at.block % r.groups) * r.group) {
+    tokens = r.num_out - token < r.tokens ? uint32_t(r.num_out - token) : r.tokens;
+    layers = r.layers - layer < r.group ? r.layers - layer : r.group;
+  }
+};
+
+// A thread's walk over [outer, inner] in steps of the block's threads.
+struct Walk {
+  uint32_t inner, i, j, step_i, step_j;
+
+  PYRL_DEVICE Walk(const ThreadIndex& at, uint32_t inner)
+      : inner(inner), i(at.thread / inner), j(at.thread % inner), step_i(at.threads / inner),
+        step_j(at.threads % inner) {}
+  PYRL_DEVICE void next() {
+    i += step_i;
+    j += step_j;
+    if (j >= inner) j -= inner, ++i;
+  }
+};
+
+PYRL_DEVICE void routes_index(const RoutesTask& r, const ThreadIndex& at, RoutesShared& shared) {
+  const RoutesTile tile(r, at);
+  for (uint32_t t = at.thread; t < tile.tokens; t += at.threads)
+    shared.rows[t] = r.rows[tile.token + t];
+  for (uint32_t i = at.thread; i < tile.layers; i += at.threads)
+    shared.slots[i] = r.slots[tile.layer + i];
+  if (at.thread == 0) shared.fill = uint32_t(tile.token * r.top_k % r.num_experts);
+}
+
+template <int Bytes>
+struct alignas(Bytes) RoutesWord {
+  using Part = std::conditional_t<Bytes == 1, uint8_t,
+                                  std::conditional_t<Bytes == 2, uint16_t, uint32_t>>;
+  Part part[Bytes / sizeof(Part)];
+};
+
+template <int Bytes>
+PYRL_DEVICE void routes_load(const RoutesTask& r, const ThreadIndex& at, RoutesShared& shared) {
+  using Word = RoutesWord<Bytes>;
+  constexpr int kBatch = Bytes == 16 ? 2 : 4;  // loads in flight
+  const RoutesTile tile(r, at);
+  const uint32_t words_per_tuple = r.tuple / Bytes;
+  Walk walk(at, tile.layers * words_per_tuple);  // tokens, words of all layers
+  while (walk.i < tile.tokens) {
+    Word words[kBatch];
+    uint32_t to[kBatch];
+    for (int n = 0; n < kBatch; ++n, walk.next()) {
+      const int64_t row = walk.i < tile.tokens ? shared.rows[walk.i] : -1;
+      const uint32_t layer = words_per_tuple == 1 ? walk.j : walk.j / words_per_tuple;
+      const uint32_t part = walk.j - layer * words_per_tuple;
+      to[n] = row < 0 ? kRoutesStage
+                      : layer * r.stride + walk.i * r.tuple + part * uint32_t(Bytes);
+      if (row >= 0)
+        words[n] = *reinterpret_cast<const Word*>(r.routes + row * r.row_bytes +
+                                                  shared.slots[layer] * int64_t(r.tuple) +
+                                                  part * uint32_t(Bytes));
+    }
+    for (int n = 0; n < kBatch; ++n)
+      if (to[n] < kRoutesStage) *reinterpret_cast<Word*>(shared.stage + to[n]) = words[n];
+  }
+}
+
+PYRL_DEVICE void routes_load_words(const RoutesTask& r, const ThreadIndex& at, RoutesShared& shared) {
+  switch (r.word) {
+    case 16: return routes_load<16>(r, at, shared);
+    case 8: return routes_load<8>(r, at, shared);
+    case 4: return routes_load<4>(r, at, shared);
+    case 2: return routes_load<2>(r, at, shared);
+    default: return routes_load<1>(r, at, shared);
+  }
+}
+
+// Elements that a thread writes at once.
+template <class T, int Count>
+struct alignas(sizeof(T) * Count < 16 ? sizeof(T) * Count : 16) RoutesUnit {
+  T element[Count];
+};
+
+template <class T, int Unit>
+PYRL_DEVICE void routes_write(const RoutesTask& r, const ThreadIndex& at,
+                              const RoutesShared& shared) {
+  const RoutesTile tile(r, at);
+  auto* out = reinterpret_cast<T*>(r.out) + tile.token * r.top_k;
+  for (Walk walk(at, tile.tokens * r.top_k / Unit); walk.i < tile.layers; walk.next()) {
+    const uint32_t first = walk.j * Unit, token = uint32_t(first * r.per_top_k >> 40);
+    RoutesUnit<T, Unit> unit;
+    if (shared.rows[token] < 0) {
+      for (uint32_t n = 0; n < Unit; ++n)
+        unit.element[n] = T((shared.fill + first + n) % r.num_experts);
+    } else {
+      unit = *reinterpret_cast<const RoutesUnit<T, Unit>*>(
+          shared.stage + walk.i * r.stride + first * uint32_t(sizeof(T)));
+    }
+    *reinterpret_cast<RoutesUnit<T, Unit>*>(out + (tile.layer + walk.i) * r.num_out * r.top_k +
+                                            first) = unit;
+  }
+}
+
+template <class T>
+constexpr int kRoutesUnit = 4 / int(sizeof(T));  // a bank of shared memory
+
+template <class T>
+PYRL_DEVICE void routes_write_units(const RoutesTask& r, const ThreadIndex& at,
+                                    const RoutesShared& shared) {
+  if (r.unit == 1) return routes_write<T, 1>(r, at, shared);
+  routes_write<T, kRoutesUnit<T>>(r, at, shared);
+}
+
+// The launch for the layers from `first` on.
+template <class T>
+RoutesTask routes_task(const GatherRoutesArgs& r, int64_t first) {
+  const auto divides = [](uint64_t x, int word) { return x % word == 0; };
+  const int64_t tuple = r.top_k * sizeof(T);
+  RoutesTask task;
+  task.routes = static_cast<const unsigned char*>(r.routes);
+  task.row_bytes = r.row_bytes;
+  task.rows = r.rows;
+  task.num_out = r.num_out;
+  task.num_experts = uint32_t(r.num_experts);
+  auto* out = static_cast<T*>(r.out) + first * r.num_out * r.top_k;
+  task.out = reinterpret_cast<unsigned char*>(out);
+  task.layers = uint32_t(std::min<int64_t>(r.num_layers - first, kRoutesLayers));
+  task.top_k = uint32_t(r.top_k);
+  task.tuple = uint32_t(tuple);
+  task.word = 16;
+  while (!divides(reinterpret_cast<uintptr_t>(r.routes) | r.row_bytes | tuple, task.word))
+    task.word /= 2;
+  const uint32_t bank = std::max(task.word, 4u);
+  task.tokens = uint32_t(std::clamp<int64_t>((kRoutesStage - bank) / tuple, 1, kRoutesTokens));
+  task.stride = std::min<uint32_t>((task.tokens * task.tuple + bank - 1) / bank | 1,
+                                   kRoutesStage / bank) * bank;
+  task.group = std::min<uint32_t>(kRoutesStage / task.stride, task.layers);
+  task.groups = (task.layers + task.group - 1) / task.group;
+  constexpr int unit = kRoutesUnit<T>;
+  task.unit = divides(r.top_k, unit) && divides(reinterpret_cast<uintptr_t>(out), 4) ? unit : 1;
+  task.per_top_k = (uint64_t(1) << 40) / r.top_k + 1;
+  for (uint32_t i = 0; i < task.layers; ++i) task.slots[i] = int16_t(r.layers[first + i]);
+  return task;
+}
+
+// Calls launch(task, T()) for every launch of `r`; T is the unsigned integer of its elements.
+template <class T, class Launch>
+void routes_launches_of(const GatherRoutesArgs& r, const Launch& launch) {
+  for (int64_t first = 0; first < r.num_layers; first += kRoutesLayers)
+    launch(routes_task<T>(r, first), T());
+}
+
+template <class Launch>
+void routes_launches(const GatherRoutesArgs& r, const Launch& launch) {
+  check_routes(r);
+  if (r.num_layers * r.num_out * r.top_k == 0) return;
+  if (r.dtype == DType::u8)
+    routes_launches_of<uint8_t>(r, launch);
+  else
+    routes_launches_of<uint16_t>(r, launch);
+}
+
+}  // namespace pyrl

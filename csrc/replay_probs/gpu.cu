@@ -1,0 +1,44 @@
+#include <algorithm>
+
+#include "common/cuda.hpp"
+#include "replay_probs/gpu_thread.hpp"
+
+namespace pyrl {
+namespace {
+
+using namespace replay_probs;
+
+constexpr int kBlocksPerSm = 8;  // without it ptxas saves registers and spills
+
+template <class A, class Word, int Count>
+__global__ void __launch_bounds__(kBlockThreads, kBlocksPerSm) replay_probs_kernel(ReplayProbsArgs r) {
+  __shared__ Tile<A> shared;
+  const ThreadIndex at = thread_index();
+  for (int64_t tile = at.block; tile < num_tiles(r); tile += at.blocks) {
+    tile_values(r, tile, shared, at);
+    __syncthreads();
+    tile_write<A, Word, Count>(r, tile, shared, at);
+    __syncthreads();
+  }
+}
+
+struct Launch {
+  const ReplayProbsArgs& r;
+  cudaStream_t stream;
+
+  template <class A, class Word, int Count>
+  void run() const {
+    const auto blocks = static_cast<unsigned>(std::min<int64_t>(num_tiles(r), 1 << 20));
+    replay_probs_kernel<A, Word, Count><<<blocks, kBlockThreads, 0, stream>>>(r);
+  }
+};
+
+}  // namespace
+
+void replay_probs_cuda(const ReplayProbsArgs& r, void* stream) {
+  if (r.rows == 0 || r.experts == 0) return;
+  with_types(r, Launch{r, static_cast<cudaStream_t>(stream)});
+  check_launch("replay_probs");
+}
+
+}  // namespace pyrl

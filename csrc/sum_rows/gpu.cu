@@ -1,0 +1,25 @@
+#include "common/cuda.hpp"
+#include "sum_rows/gpu_thread.hpp"
+
+namespace pyrl {
+namespace {
+
+template <class T>
+__global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_constant__ SumGrid g) {
+  sum_thread<T>(g, thread_index());
+}
+
+}  // namespace
+
+void sum_rows_cuda(const SumRowsArgs& args, void* stream) {
+  const SumGrid g = plan_sum(args);
+  if (g.blocks == 0) return;
+  const auto kernel = args.dtype == DType::f32    ? sum_rows_kernel<F32>
+                      : args.dtype == DType::bf16 ? sum_rows_kernel<BF16>
+                      : args.dtype == DType::f16  ? sum_rows_kernel<F16>
+                                                  : sum_rows_kernel<F64>;
+  kernel<<<static_cast<unsigned>(g.blocks), kSumThreads, 0, static_cast<cudaStream_t>(stream)>>>(g);
+  check_launch("sum_rows");
+}
+
+}  // namespace pyrl

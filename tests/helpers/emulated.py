@@ -1,0 +1,119 @@
+"""The grids of the CUDA kernels walked on the host, thread by thread.
+
+An extension built with PYRL_TESTS has them: `make build` makes one, wheels do without.
+"""
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._native import C
+from pyrl_ext.ops.gather_fields.flat import flat_layout, pattern
+from pyrl_ext.ops.gather_routes.native import arguments as routes_arguments
+from pyrl_ext.ops.gather_rows.native import rows_of
+from pyrl_ext.ops.replay_probs.native import arguments as probs_arguments
+from pyrl_ext.ops.sum_rows.native import arguments as sum_arguments
+from pyrl_ext.ops.token_logprob.native import Shard, row_grad
+
+
+def gather_rows(src: Tensor, rows: Tensor, fill: Tensor) -> Tensor:
+    out = src.new_empty(len(rows), *src.shape[1:])
+    field = C.Field(
+        src=src.data_ptr(),
+        stride=src.stride(0) * src.element_size(),
+        out=out.data_ptr(),
+        row_bytes=fill.numel() * fill.element_size(),
+        fill=fill.data_ptr(),
+    )
+    C.gather_rows_emulated(fields=[field], rows=rows.data_ptr(), num_out=len(rows))
+    return out
+
+
+def gather_fields(fields: list[Tensor], rows: Tensor, fills: list[float]) -> Tensor:
+    fields = [rows_of(field) for field in fields]
+    starts, row_bytes = flat_layout(fields, len(rows))
+    flat = torch.empty(starts[-1], dtype=torch.uint8)
+    table = [
+        C.Field(
+            src=field.data_ptr(),
+            stride=field.stride(0) * field.element_size(),
+            out=flat.data_ptr() + start,
+            row_bytes=row_size,
+            pattern=pattern(field.dtype, fill),
+        )
+        for field, start, row_size, fill in zip(fields, starts, row_bytes, fills)
+    ]
+    C.gather_rows_emulated(fields=table, rows=rows.data_ptr(), num_out=len(rows))
+    return flat
+
+
+def gather_routes(
+    routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int, out: Tensor | None = None
+) -> Tensor:
+    if out is None:
+        out = routes.new_empty(len(layers), len(rows), routes.shape[2])
+    C.gather_routes_emulated(args=routes_arguments(routes, rows, layers, num_experts, out))
+    return out
+
+
+def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor:
+    out = src.new_empty(len(starts) - 1, *src.shape[1:])
+    C.sum_rows_emulated(args=sum_arguments(src, starts, order, out))
+    return out
+
+
+def replay_probs(
+    scores: Tensor, ids: Tensor, norm: str, scale: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty(scores.shape, dtype=out_dtype)
+    routing_map = torch.empty(scores.shape, dtype=torch.bool)
+    args = probs_arguments(scores, ids, norm, scale, None, out, routing_map)
+    C.replay_probs_emulated(args=args, first=0)
+    return out, routing_map
+
+
+def replay_probs_grad(grad: Tensor, scores: Tensor, ids: Tensor, norm: str, scale: float) -> Tensor:
+    out = torch.empty_like(scores)
+    C.replay_probs_emulated(
+        args=probs_arguments(scores, ids, norm, scale, grad, out, None), first=0
+    )
+    return out
+
+
+def token_logprob_stats(
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    first: int,
+    width: int,
+    keep_mask: Tensor | None = None,
+) -> Tensor:
+    shard = Shard(logits, targets, scale, keep_mask)
+    out = scale.new_empty(4, logits.shape[0])
+    scratch = scale.new_empty(C.token_logprob_scratch(tokens=logits.shape[0], width=width))
+    C.token_logprob_stats_emulated(
+        shard=shard.columns(first, width), stats=out.data_ptr(), scratch=scratch.data_ptr()
+    )
+    return out
+
+
+def token_logprob_grad(
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    first: int,
+    width: int,
+    max: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor,
+    keep_mask: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    shard = Shard(logits, targets, scale, keep_mask)
+    out = torch.empty_like(shard.logits) if out is None else out
+    rows = [r.contiguous() for r in (max, log_sum, entropy, grad_logprob, grad_entropy)]
+    C.token_logprob_grad_emulated(
+        shard=shard.columns(first, width), row=row_grad(rows), out=out.data_ptr()
+    )
+    return out
