@@ -244,6 +244,15 @@ def raises(prompt, text, tokens):
     raise KeyError("colour")
 
 
+def exits(prompt, text, tokens):
+    sys.exit()
+
+
+def gradients_off(prompt, text, tokens):
+    torch.set_grad_enabled(False)
+    return float(len(text))
+
+
 def not_a_number(prompt, text, tokens):
     return float("nan")
 
@@ -258,8 +267,13 @@ def not_a_number(prompt, text, tokens):
         (("rollout.max_new_tokens=0",), "max_new_tokens"),
         (("data.prompts=data/nowhere.jsonl",), "data.task"),
         ((*FILE, "data.reward=nowhere:fn"), "no module 'nowhere'"),
-        ((*FILE, "data.reward=test_train:raises"), "raised KeyError: 'colour'"),
-        ((*FILE, "data.reward=test_train:not_a_number"), "returned nan, expected a finite number"),
+        ((*FILE, "data.reward=tests.test_train:raises"), "raised KeyError: 'colour'"),
+        (
+            (*FILE, "data.reward=tests.test_train:not_a_number"),
+            "returned nan, expected a finite number",
+        ),
+        ((*FILE, "data.reward=tests.test_train:exits"), "raised SystemExit, expected it to return"),
+        ((*FILE, "data.reward=tests.test_train:gradients_off"), "changed torch.is_grad_enabled()"),
         (("objective.loss=nowhere:fn",), "no module 'nowhere'"),
     ],
 )

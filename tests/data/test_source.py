@@ -19,13 +19,16 @@ from tests.helpers.tiny import tiny_plan
 RECORDS = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(9)]
 
 
-def plan_of(path: Path, *overrides: str) -> Plan:
-    """The tiny plan with the prompts of a file, scored by `number_match`."""
+NUMBERS = "pyrl_ext.data.rewards:number_match"
+
+
+def plan_of(path: Path, *overrides: str, reward: str = NUMBERS) -> Plan:
+    """The tiny plan with the prompts and the reward of a user."""
     return tiny_plan(
         "data.task=null",
         "data.task_options={}",
         f"data.prompts={path}",
-        "data.reward=pyrl_ext.data.rewards:number_match",
+        f"data.reward={reward}",
         *overrides,
     )
 
@@ -44,8 +47,8 @@ def sleeps(prompt: Prompt, text: str, tokens: list[int]) -> float:
 
 def test_scorer_has_the_timeout_of_the_plan(tmp_path: Path):
     path = write_lines(tmp_path / "a.jsonl", *RECORDS)
-    reward = f"data.reward={__name__}:sleeps"
-    source = build_source(plan_of(path, reward, "data.reward_timeout=0.2"))
+    plan = plan_of(path, "data.reward_timeout=0.2", reward=f"{__name__}:sleeps")
+    source = build_source(plan)
     with pytest.raises(RuntimeError, match=r"sleeps\(prompt 3, .* no result after 0.2 s"):
         source.scorer([Prompt(3, (5,))])([a_sample()])
 
