@@ -25,6 +25,7 @@ from pyrl_ext.ops import serve_gpu_from
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.rollout.build import build_engine, sampling_of
 from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.engine import Engine
@@ -40,7 +41,6 @@ from pyrl_ext.weights.check import (
     sync_weights,
 )
 
-AWAY = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "gradients", "weights")}
 STOPPED = 130  # exit code of a shell command that Ctrl-C ended
 
 
@@ -145,7 +145,7 @@ class Rollouts:
     def publish(self, policy: Policy, version: int, clock: Clock) -> dict[str, float]:
         """Send the weights to the engine and offload what `rollout.offload_trainer` names (weights
         last: the engine reads them). Returns metrics."""
-        away = AWAY[self.plan.rollout.offload_trainer]
+        away = OFFLOADED[self.plan.rollout.offload_trainer]
         freed = 0
         for part in (p for p in away if p != "weights"):
             with clock("time/offload"):

@@ -41,7 +41,8 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
-from pyrl_ext.plan.forecast.memory import PHASES, Load, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.train import Rollouts, schedule
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.prefetch import Feed
@@ -313,7 +314,7 @@ def report(plan: Plan, topo: Topology, found: Measured, memory: StageMemory) -> 
                 "measured": found.phases[name],
                 "seconds": found.seconds[name],
             }
-            for name in PHASES
+            for name in MEMORY_PHASES
         },
     }
 
@@ -323,7 +324,7 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from pyrl_ext.plan.show.terminal import size
+    from pyrl_ext.plan.forecast.units import size
 
     console = Console()
     console.print(

@@ -21,7 +21,7 @@ from pyrl_ext.models.hf_folder import save_safetensors
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import compile_plan
-from pyrl_ext.plan.forecast.memory import stage_parameters
+from pyrl_ext.plan.forecast.parameters import stage_parameters
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers.probe import local_rows

@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
-from pyrl_ext.plan.forecast.memory import stage_parameters
+from pyrl_ext.plan.forecast.parameters import stage_parameters
 from pyrl_ext.plan.model.chunks import ModelChunk, layout_problem, plan_stages, spell_out
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.rules import check

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compile import draft_of
-from pyrl_ext.plan.forecast.memory import logits_bytes, stage_memory, stage_parameters
+from pyrl_ext.plan.forecast.memory import logits_bytes, stage_memory
+from pyrl_ext.plan.forecast.parameters import stage_parameters
 from pyrl_ext.plan.language.yaml_tree import read
 from pyrl_ext.plan.model.sizes import parameters, read_sizes
 from pyrl_ext.plan.rules import RULES, check

@@ -19,12 +19,14 @@ from rich.console import Console
 
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
-from pyrl_ext.plan.forecast.memory import PHASES, Item, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.memory import Item, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
+from pyrl_ext.plan.forecast.units import size
 from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.rules import RULES
 from pyrl_ext.plan.show.html.page import plan_page, problems_page
 from pyrl_ext.plan.show.html.svg import picture, tag, text, ticks
-from pyrl_ext.plan.show.summary import Summary, size, values
+from pyrl_ext.plan.show.summary import Summary, values
 from pyrl_ext.plan.show.terminal import memory_table, print_plan
 from tests.helpers import browser
 
@@ -200,7 +202,7 @@ def test_bars_are_as_long_as_their_bytes(name: str):
         found[top] = found.get(top, 0) + float(rect.get("width", ""))
     stages = stage_memory(plan)  # neighbours that hold the same are one row
     drawn = [next(alike) for _, alike in groupby(stages, lambda stage: stage.items)]
-    held = [stage.held(phase) for stage in drawn for phase in PHASES]
+    held = [stage.held(phase) for stage in drawn for phase in MEMORY_PHASES]
     widths = [found[top] for top in sorted(found)]
     scale = max(widths) / max(held)
     assert widths == pytest.approx([each * scale for each in held], abs=1.0)
@@ -307,9 +309,9 @@ def test_memory_table_by_phase():
 
     def numbers(name: str) -> list[float]:
         (line,) = [line for line in lines[start:] if line.startswith(f"{name} ")][:1]
-        return [float(each) for each in line.removeprefix(name).split()[: len(PHASES)]]
+        return [float(each) for each in line.removeprefix(name).split()[: len(MEMORY_PHASES)]]
 
-    held = [stage.held(phase) / 2**30 for phase in PHASES]
+    held = [stage.held(phase) / 2**30 for phase in MEMORY_PHASES]
     assert numbers("together") == pytest.approx(held, abs=0.006)
     assert numbers("headroom") == pytest.approx([143771 / 1024 - each for each in held], abs=0.006)
     assert numbers("weights")[0] == pytest.approx(stage.bytes_of("weights") / 2**30, abs=0.006)

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from pyrl_ext.plan.show.summary import Summary, amount, duration
+from pyrl_ext.plan.forecast.units import amount, duration
+from pyrl_ext.plan.show.summary import Summary
 from tests.plan.test_html import REPOSITORY, checked, page_of, plan_of, printed, titled
 
 

@@ -17,7 +17,8 @@ from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.__main__ import main as plan_main
 from pyrl_ext.plan.forecast.activations import in_flight
 from pyrl_ext.plan.forecast.fits import fits, seems_to_fit
-from pyrl_ext.plan.forecast.memory import PHASES, Load, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.schema import Hardware
 from tests.helpers.ranks import run_ranks
@@ -160,7 +161,7 @@ def test_every_item_says_when_and_why():
         for stage in stage_memory(plan):
             names = [item.name for item in stage.items]
             assert len({*names}) == len(names)
-            assert all(i.why and i.phases and {*i.phases} <= {*PHASES} for i in stage.items)
+            assert all(i.why and i.phases and {*i.phases} <= {*MEMORY_PHASES} for i in stage.items)
             assert all(isinstance(i.bytes, int) and i.bytes >= 0 for i in stage.items)
 
 
@@ -171,9 +172,9 @@ def test_what_is_sure_not_to_fit_is_a_problem():
     plan = compile_plan(GLM47, ["rollout.gpus=8", "parallel.ep=2"])
     plan = plan.model_copy(update={"hardware": Hardware(gpu="H100")})
     assert fits(plan) == (
-        "holds 132 GiB in update (gradients 59.8 GiB + optimizer 41.8 GiB + weights 29.9 GiB), "
-        "expected at most 79.6 GiB (H100); it would run out of memory. Spread it wider "
-        "(parallel.ep, tp, pp), on more GPUs; optimizer.offload: 1.0 (89.7 GiB)"
+        "a rank needs 131.5 GiB in phase update (gradients 59.8 GiB + optimizer 41.83 GiB + "
+        "weights 29.9 GiB), expected at most 79.65 GiB (H100); it would run out of memory. Shard "
+        "over more GPUs (parallel.ep, tp, pp), with optimizer.offload: 1.0 (89.7 GiB)"
     )
     assert seems_to_fit(plan) is None  # said once
 
@@ -182,7 +183,7 @@ def test_what_may_not_fit_is_a_note():
     plan = compile_plan(GLM47, ["hardware.gpu=H100", "rollout.gpus=8"])
     assert fits(plan) is None
     note = seems_to_fit(plan)
-    assert note and note.startswith("holds about ") and "optimizer scratch" in note
+    assert note and note.startswith("a rank needs about ") and "optimizer scratch" in note
 
 
 def test_without_a_limit_nothing_is_held_against_it():
@@ -309,11 +310,11 @@ def test_the_measuring_command_prints_json_and_tables(capsys: pytest.CaptureFixt
     assert main([str(CONFIG), "--json", *SHORT]) == 0
     (rank,) = json.loads(capsys.readouterr().out)
     assert rank["items"]["weights"]["measured"] == 4 * PARAMETERS
-    assert [*rank["phases"]] == [*PHASES]
+    assert [*rank["phases"]] == [*MEMORY_PHASES]
     assert all(row["seconds"] > 0 for row in rank["phases"].values())
     assert main([str(CONFIG), *SHORT]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in (*rank["items"], *PHASES))
+    assert all(name in shown for name in (*rank["items"], *MEMORY_PHASES))
     assert main([str(CONFIG), "parallel.dp=2"]) == 1
     assert "2 processes" in capsys.readouterr().err
     assert main([str(GLM47.with_name("glm47_long.yaml"))]) == 2

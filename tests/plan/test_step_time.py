@@ -16,9 +16,10 @@ from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import GPUS, exchange_rate, group_rate, parse_gpus
 from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.forecast.phases import STEP_PHASES
 from pyrl_ext.plan.forecast.pipeline_schedule import bubble_share, order, pipeline
 from pyrl_ext.plan.forecast.rollout_time import running_over_time
-from pyrl_ext.plan.forecast.step_time import PHASES, StepTime, step_time, update_flops
+from pyrl_ext.plan.forecast.step_time import StepTime, step_time, update_flops
 from pyrl_ext.plan.forecast.workload import (
     quantiles,
     step_rounds,
@@ -238,12 +239,12 @@ def test_no_gpu_no_time():
 def test_costs_add_up_and_say_what_they_assume():
     found = time_of(glm47())
     assert tuple(dict.fromkeys(c.phase for c in found.costs)) == tuple(
-        phase for phase in PHASES if phase != "ref_logprobs"
+        phase for phase in STEP_PHASES if phase != "ref_logprobs"
     )
-    assert found.total == pytest.approx(sum(found.seconds(phase) for phase in PHASES))
+    assert found.total == pytest.approx(sum(found.seconds(phase) for phase in STEP_PHASES))
     assert all(cost.why and cost.seconds > 0 for cost in found.costs)
     assert 0.05 < found.mfu < 0.6
-    assert "never held against a run on GPUs" in found.error
+    assert "never compared with a run on GPUs" in found.error
     assert any("512 samples" in sentence for sentence in found.assumed)
 
 

@@ -140,7 +140,7 @@ def test_what_is_printed_can_be_pasted(eight: Search, capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     pasted = [line.partition(": ")[2] for line in lines if line[:1].isdigit() and ": " in line[:4]]
     assert [tuple(shlex.split(text)) for text in pasted] == [f.overrides for f in eight.found]
-    assert "never held against a run on GPUs" in " ".join(lines)
+    assert "never compared with a run on GPUs" in " ".join(lines)
 
 
 @pytest.mark.parametrize(

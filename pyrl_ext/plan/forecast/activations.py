@@ -1,77 +1,46 @@
-"""Bytes that a forward pass keeps for the backward pass, and what kernels hold beside them.
+"""Bytes that a forward pass saves for the backward pass, and temporary memory of kernels.
 
-Counted are the tensors that autograd saves on the local backend, for one row of the rank's packed
-microbatch: what sequence parallelism splits is divided by tp, as are heads and widths; routed
-experts are taken as evenly used. Norms and attention save other tensors on a CPU than on a GPU.
-What transformer-engine fuses is counted as if it were not.
+The count is of the tensors that autograd saves on the local backend, for one row of the rank's
+packed microbatch: what sequence parallelism splits is divided by tp, as are heads and widths;
+routed experts are assumed to be evenly used. Norms and attention save different tensors on a CPU
+and on a GPU. What transformer-engine fuses is counted as if it were not fused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pyrl_ext.plan.forecast.flops import head_widths
+from pyrl_ext.plan.forecast.attention import Heads, heads_of
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.model.chunks import ModelChunk
+from pyrl_ext.plan.model.families.blocks import Latent
 from pyrl_ext.plan.plan import Plan
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-
-
-class Heads(NamedTuple):
-    """What attention makes of a row on a rank, in elements."""
-
-    query: int
-    key: int
-    value: int
-    output: int
-    number: int
-    """Of query heads."""
-    rotary: int
-    """Rotated elements of one head."""
 
 
 class Layer(NamedTuple):
-    """Bytes a row that a decoder layer saves when nothing is recomputed, by part."""
+    """Bytes that a decoder layer saves for a row when nothing is recomputed, by part."""
 
     norms: float
-    """Before attention and before the feed-forward part."""
+    """The norms before attention and before the feed-forward part."""
     projections: float
-    """Inputs of attention's products, its inner norms and the rotary angles."""
+    """Inputs of attention's matrix products, its inner norms and the rotary angles."""
     core: float
-    """What core attention saves,"""
+    """Core attention."""
     core_inputs: float
-    """and query, key and value as they enter it: kept where it is recomputed."""
+    """Query, key and value as they enter core attention: kept if it is recomputed."""
     feed_forward: float
-    """With its input,"""
+    """The feed-forward part with its input."""
     feed_forward_input: float
-    """which is kept where it is recomputed."""
+    """Its input alone: kept if the feed-forward part is recomputed."""
 
     @property
     def whole(self) -> float:
         return self.norms + self.projections + self.core + self.feed_forward
 
 
-def is_latent(sizes: Any) -> bool:
-    """Whether keys and values are compressed (multi-latent attention)."""
-    return getattr(sizes, "kv_lora_rank", None) is not None
-
-
-def heads_of(plan: Plan) -> Heads:
-    """The part of a tensor-parallel rank."""
-    sizes: Any = plan.sizes
-    tp = plan.parallel.tp
-    count = -(-sizes.num_attention_heads // tp)
-    width, value = head_widths(sizes)
-    if is_latent(sizes):
-        both, value = count * width, count * value
-        return Heads(both, both, value, value, count, sizes.qk_rope_head_dim)
-    shared = width * max(1, (sizes.query_groups or sizes.num_attention_heads) // tp)
-    return Heads(count * width, shared, shared, count * width, count, width)
-
-
 def layer(plan: Plan, sparse: bool) -> Layer:
-    """What a decoder layer, with experts or without, saves when nothing is recomputed."""
+    """Bytes that a layer, with experts (`sparse`) or without, saves when nothing is recomputed."""
     sizes, tp, each = plan.sizes, plan.parallel.tp, DTYPE_BYTES[plan.model.dtype]
     heads = heads_of(plan)
     projections = (each * sizes.hidden_size + _latent_inputs(plan)) / tp
@@ -90,8 +59,10 @@ def layer(plan: Plan, sparse: bool) -> Layer:
 
 
 def _norm(plan: Plan, width: int, input_width: int | None = None) -> int:
-    """On a GPU the input; on a CPU a float32 one and, normalized, another. ``input_width``: of the
-    tensor that the input is a part of."""
+    """A norm saves its input on a GPU; on a CPU a float32 copy of the input and of the output.
+
+    `input_width`: width of the tensor that the input is a slice of; None: it is no slice.
+    """
     each = DTYPE_BYTES[plan.model.dtype]
     kept = input_width or width
     if plan.device == "cuda":
@@ -100,9 +71,9 @@ def _norm(plan: Plan, width: int, input_width: int | None = None) -> int:
 
 
 def _latent_inputs(plan: Plan) -> int:
-    """The compressed query and key/value: their norms, and what comes out of them."""
-    sizes: Any = plan.sizes
-    if not is_latent(sizes):
+    """The compressed query and key/value: their norms, and the outputs of these."""
+    sizes = plan.sizes
+    if not isinstance(sizes, Latent):
         return 0
     each, rank = DTYPE_BYTES[plan.model.dtype], sizes.kv_lora_rank
     kept = _norm(plan, rank, rank + sizes.qk_rope_head_dim) + each * rank
@@ -112,8 +83,8 @@ def _latent_inputs(plan: Plan) -> int:
 
 
 def _norms_of_heads(plan: Plan, heads: Heads) -> int:
-    """Where queries and keys are normalized head by head."""
-    if is_latent(plan.sizes):
+    """The norms of queries and keys, head by head."""
+    if isinstance(plan.sizes, Latent):
         return 0
     every = heads.query + heads.key + heads.value  # one product makes them
     each_head = 4 * (heads.number + heads.number * heads.key // heads.query - 2)
@@ -122,36 +93,36 @@ def _norms_of_heads(plan: Plan, heads: Heads) -> int:
 
 def _own_value(plan: Plan, heads: Heads) -> int:
     """Elements that are saved for the values as they enter core attention. Grouped queries, keys
-    and values are parts of one product, which the norm of the keys may have saved already."""
-    if is_latent(plan.sizes):
+    and values are slices of one product, which the norm of the keys may have saved already."""
+    if isinstance(plan.sizes, Latent):
         return heads.value
     saved = plan.device == "cuda" or plan.model.dtype == "float32"
     return 0 if saved else heads.query + heads.key + heads.value
 
 
 def takes_equal_shapes(plan: Plan) -> bool:
-    """Whether core attention copies sequences of equal shape together; else it is packed."""
+    """Whether core attention batches sequences of equal length; otherwise it runs packed (thd)."""
     return plan.device == "cpu" or plan.model.dtype == "float32"
 
 
 def _core(plan: Plan, heads: Heads) -> float:
-    """Queries, keys, values and output as the kernel takes them, and the logarithms of its sums."""
+    """Queries, keys, values and output as the kernel reads them, and its log-sum-exps."""
     each, cp = DTYPE_BYTES[plan.model.dtype], plan.parallel.dynamic_cp or plan.parallel.cp
     # rank r of cp holds the zigzag chunks r and 2 cp - 1 - r of a sequence, which see r + 1 and
     # 2 cp - r chunks of keys: (2 cp + 1) / 2 times its own rows
     seen = 1 if cp == 1 else cp + 0.5
     value = max(heads.key, heads.value)  # a narrower value is padded
-    if not takes_equal_shapes(plan) and cp == 1 and not is_latent(plan.sizes):
+    if not takes_equal_shapes(plan) and cp == 1 and not isinstance(plan.sizes, Latent):
         value = _own_value(plan, heads)
     kept = each * (heads.query + seen * (heads.key + value)) + 4 * heads.number
     if takes_equal_shapes(plan):
-        return kept + each * max(heads.query, heads.output) + 8  # 8: the way back to packed rows
-    # packed rows go on as they are, but for the padding
+        return kept + each * max(heads.query, heads.output) + 8  # 8: index back to packed rows
+    # packed rows need no index; only padding of the values is copied
     return kept + each * heads.query * (heads.query != heads.output)
 
 
 def _gated(plan: Plan, width: int) -> float:
-    """Gate and up, the activated gate, up again, and their product."""
+    """A gated MLP saves gate and up, the activated gate, up again, and their product."""
     return 5 * DTYPE_BYTES[plan.model.dtype] * width / plan.parallel.tp
 
 
@@ -161,7 +132,7 @@ def dispatched(plan: Plan) -> float:
 
 
 def _experts(plan: Plan) -> float:
-    """Router and dispatch of a row, its copies for routed experts, and the shared expert."""
+    """Router and dispatch of a row, its copies for the routed experts, and the shared expert."""
     sizes, parallel = plan.sizes, plan.parallel
     each, experts = DTYPE_BYTES[plan.model.dtype], sizes.num_experts
     # scores, the order of all pairs of row and expert, the chosen pairs; a router that chooses for
@@ -177,44 +148,46 @@ def _experts(plan: Plan) -> float:
 
 
 class Kept(NamedTuple):
-    """Bytes a row of a model chunk."""
+    """Bytes that a model chunk saves for a row."""
 
     kept: float
-    """From the forward pass to the backward pass."""
+    """Held from the forward pass to the backward pass."""
     again: float
-    """Recomputed in the backward pass, of one layer at a time."""
+    """Recomputed in the backward pass, one layer at a time."""
     offloaded: float
-    """Of ``kept``, what waits in host memory."""
+    """The part of `kept` that is offloaded to host memory."""
 
 
 def chunk_activations(plan: Plan, chunk: ModelChunk) -> Kept:
-    """What one microbatch leaves in a model chunk, under the plan's recompute choice."""
+    """What one microbatch saves in a model chunk, under the plan's recompute choice."""
     hidden, tp = plan.sizes.hidden_size, plan.parallel.tp
     each = DTYPE_BYTES[plan.model.dtype]
     sparse = [i in plan.router_layers for i in chunk.layers]
     sparse += [bool(plan.router_layers)] * chunk.mtp
     split = [_recomputed(plan, layer(plan, kind), kind) for kind in sparse]
     kept = sum(part for part, _ in split)
-    # of multi-token prediction: two norms, the joined input of a product, a last norm
+    # an MTP layer adds two norms, the concatenated input of a projection, and a last norm
     kept += chunk.mtp * (3 * _norm(plan, hidden) + 2 * each * hidden) / tp
     head = 0.0
     if chunk.loss:  # the final norm, and the hidden states of every depth as the head reads them
         head = (_norm(plan, hidden) + (1 + plan.num_mtp_layers) * each * hidden) / tp
-    if plan.parallel.pp > 1:  # both ends of the chunk, which the schedule holds as well
+    if plan.parallel.pp > 1:  # the pipeline schedule also holds the chunk's input and output
         kept += 2 * each * hidden / tp
     offloaded = sum(part for part, _ in split[: plan.model.offload_layers])
-    again = max((part for _, part in split), default=0) - head  # the head's are gone by then
+    again = (
+        max((part for _, part in split), default=0) - head
+    )  # the head's tensors are freed by then
     return Kept(kept + head, max(again, 0), offloaded)
 
 
 def _recomputed(plan: Plan, saved: Layer, sparse: bool) -> tuple[float, float]:
-    """(kept, made again in the backward pass) of a layer."""
+    """(kept, recomputed in the backward pass) of a layer."""
     if plan.model.recompute == "none":
         return saved.whole, 0
     if plan.model.recompute == "full":
         each = DTYPE_BYTES[plan.model.dtype]
         entering = each * plan.sizes.hidden_size / plan.parallel.tp
-        shared = plan.device == "cuda" or each == 4  # the first norm saves it as it is
+        shared = plan.device == "cuda" or each == 4  # the first norm saves the same tensor
         return entering, saved.whole - entering * shared
     # selective: core attention and experts, each from its inputs
     core = saved.core if takes_equal_shapes(plan) else saved.core - saved.core_inputs
@@ -224,11 +197,11 @@ def _recomputed(plan: Plan, saved: Layer, sparse: bool) -> tuple[float, float]:
 
 
 def in_flight(plan: Plan, stage: int) -> tuple[int, ...]:
-    """Forward passes of each chunk of a pipeline stage whose backward pass has not come, at most.
+    """Most forward passes of each chunk of a stage that still wait for their backward pass.
 
-    megatron's schedules: with one chunk the warm-up of pp - 1 - stage microbatches and one more;
-    interleaved, (pp - 1 - stage) * 2 + (vpp - 1) * pp chunks and one more, pp microbatches of a
-    chunk at a time.
+    Megatron's schedules: with one chunk the warm-up of pp - 1 - stage microbatches plus one;
+    interleaved, (pp - 1 - stage) * 2 + (vpp - 1) * pp passes plus one, pp microbatches of a chunk
+    at a time.
     """
     pp, vpp = plan.parallel.pp, plan.parallel.vpp_size
     most = -(-plan.samples_per_minibatch // plan.parallel.dp)
@@ -241,7 +214,7 @@ def in_flight(plan: Plan, stage: int) -> tuple[int, ...]:
 
 
 def stage_activations(plan: Plan, stage: int) -> Kept:
-    """Bytes a row of all that a pipeline stage holds at once."""
+    """Bytes for a row of everything that a pipeline stage holds at the same time."""
     chunks: Sequence[ModelChunk] = plan.stages[stage]
     parts = [chunk_activations(plan, chunk) for chunk in chunks]
     counts = in_flight(plan, stage)
@@ -253,15 +226,15 @@ def stage_activations(plan: Plan, stage: int) -> Kept:
 
 
 def attention_scratch(plan: Plan) -> float:
-    """Bytes a row that the backward pass of core attention holds for a while: gradients, on a GPU
-    with a float32 sum for the queries, elsewhere with a copy in the order of shapes."""
+    """Temporary bytes for a row in the backward pass of core attention: gradients, and on a GPU a
+    float32 sum for the queries, elsewhere a second copy ordered by sequence length."""
     heads, each = heads_of(plan), DTYPE_BYTES[plan.model.dtype]
     gradients = each * (heads.query + heads.key + max(heads.key, heads.value))
     return 2 * gradients if takes_equal_shapes(plan) else gradients + 4 * heads.query
 
 
 def dispatch_scratch(plan: Plan) -> float:
-    """Bytes a row of the copies between router and experts that nobody saves: the experts' output,
-    sorted by expert and by the rank it came from, and its gradient."""
+    """Temporary bytes for a row between experts and router: the experts' output sorted by expert,
+    the same sorted by the rank it came from, and the gradient."""
     each = DTYPE_BYTES[plan.model.dtype]
     return 3 * each * plan.sizes.hidden_size * dispatched(plan) if plan.router_layers else 0

@@ -1,4 +1,4 @@
-"""Seconds of the trainer's passes over microbatches: what a rank computes, moves and waits for."""
+"""Seconds of the trainer's forward and backward passes: computation, traffic and waiting."""
 
 from __future__ import annotations
 
@@ -6,67 +6,68 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from pyrl_ext.plan.forecast.flops import head_widths, stage_flops
+from pyrl_ext.plan.forecast.attention import head_widths, kv_heads
+from pyrl_ext.plan.forecast.flops import chunk_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, exchange_rate, group_rate
-from pyrl_ext.plan.forecast.memory import DTYPE_BYTES, chunk_parameters
+from pyrl_ext.plan.forecast.parameters import chunk_parameters, rank_parameters
 from pyrl_ext.plan.forecast.pipeline_schedule import pipeline
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import Bin, Round
 from pyrl_ext.plan.model.chunks import ModelChunk
-from pyrl_ext.plan.model.sizes import Parameters
 from pyrl_ext.plan.plan import Plan
 
-# score: a forward pass for log-probs; forward and backward: those of an update.
+# score: a forward pass for log-probs; forward, backward: the two passes of an update.
 Work = Literal["score", "forward", "backward"]
 
 
 class Reached(NamedTuple):
-    """How much of a data sheet's rate a kind of kernel reaches, assumed."""
+    """The share of a data sheet's rate that a kind of kernel is assumed to reach."""
 
     share: float
     why: str
 
 
-# None of these is measured here on the GPUs they are used for.
+# Assumptions: none of these was measured on the GPUs they are used for.
 REACHED = {
     "projections": Reached(0.6, "matrix products of thousands of rows"),
     "experts": Reached(0.35, "one expert after another, of hundreds of rows each"),
     "grouped experts": Reached(0.5, "one grouped product for all experts of a rank"),
-    "attention": Reached(0.4, "packed causal attention, of the half that is seen"),
-    "head": Reached(0.4, "chunks whose logits are written in float32 and read twice"),
-    "fp8": Reached(0.45, "8-bit products, with the scaling of what enters them"),
-    "memory": Reached(0.8, "long reads and writes in order"),
+    "attention": Reached(0.4, "packed causal attention, counting the unmasked half"),
+    "head": Reached(0.4, "chunks whose float32 logits are written once and read twice"),
+    "fp8": Reached(0.45, "8-bit products, with the scaling of their inputs"),
+    "memory": Reached(0.8, "long sequential reads and writes"),
     "ring": Reached(0.75, "collectives of tens of MB"),
-    "exchange": Reached(0.6, "all-to-all, parts of unequal size"),
+    "exchange": Reached(0.6, "all-to-all with parts of unequal size"),
     "host": Reached(0.8, "pinned memory"),
 }
 
 
 @dataclass(frozen=True)
 class Part:
-    """Work of one kind that a model chunk makes on one rank."""
+    """One kind of work of a model chunk on one rank."""
 
     name: str
     unit: Literal["FLOP", "byte"]
     rate: float
-    """A second."""
+    """Amount per second."""
     why: str
     fixed: float = 0.0
-    """Amount a microbatch,"""
+    """Amount for a microbatch."""
     row: float = 0.0
-    """and for every row of its bin,"""
+    """Amount for every row of its bin."""
     pair: float = 0.0
-    """pair of query and key,"""
+    """Amount for every causal pair of query and key."""
     scored: float = 0.0
-    """and scored row."""
+    """Amount for every scored row."""
 
     def amount(self, of: Bin, microbatches: int) -> float:
-        """What ``microbatches`` take that make up one bin together."""
+        """The amount for `microbatches` whose rows add up to `of`."""
         fixed = self.fixed * microbatches
         return fixed + self.row * of.rows + self.pair * of.pairs + self.scored * of.scored
 
 
 class Spent(NamedTuple):
-    """What ranks spend on one kind of work, on average over pipeline stages."""
+    """Time of one kind of work, averaged over pipeline stages."""
 
     name: str
     amount: float
@@ -74,21 +75,26 @@ class Spent(NamedTuple):
     seconds: float
     why: str
 
+    @classmethod
+    def at(cls, name: str, amount: float, unit: str, rate: float, why: str) -> Spent:
+        """An amount at a rate per second."""
+        return cls(name, amount, unit, amount / rate, why)
+
 
 def reached(kind: str, peak: float, unit: str = "FLOP") -> tuple[float, str]:
-    """(rate, how it is assumed) of a kind of kernel."""
+    """(rate, assumption in words) of a kind of kernel."""
     share, why = REACHED[kind]
     shown = f"{peak / 1e12:g} TFLOP/s" if unit == "FLOP" else f"{peak / 1e9:g} GB/s"
     return share * peak, f"{share:.0%} of {shown}: {why}"
 
 
 def pass_costs(run: Passes, rounds: Sequence[Round], works: Sequence[Work]) -> list[Spent]:
-    """A pass over the rounds of a batch: forward passes alone, or a minibatch's with backward.
+    """Costs of the rounds of a batch: of forward passes alone, or with backward passes.
 
-    Every round takes as long as its fullest bin, since routed experts make ranks wait.
+    A round takes as long as its slowest bin, since routed experts make ranks wait for each other.
     """
     plan, pp = run.plan, run.plan.parallel.pp
-    if plan.parallel.vpp_size > 1:  # interleaving runs whole rounds of pp microbatches, padded
+    if plan.parallel.vpp_size > 1:  # interleaved schedules pad to whole rounds of pp microbatches
         rounds = [*rounds, *[Round(plan.parallel.cp, (Bin(0, 0, 0),))] * (-len(rounds) % pp)]
     slowest = [(each.cp, run.slowest(each)) for each in rounds]
     spent: dict[str, Spent] = {}
@@ -103,7 +109,8 @@ def pass_costs(run: Passes, rounds: Sequence[Round], works: Sequence[Work]) -> l
         busy = sum(each.seconds for each in found)
         whole = run.ends(slowest, works)
         why = (
-            f"of stages for each other: {len(rounds)} rounds, {plan.parallel.vpp_size} chunks each"
+            f"stages wait for each other: {len(rounds)} microbatches in "
+            f"{plan.parallel.vpp_size} chunks a stage"
         )
         found.append(Spent("bubble", 100 * (1 - busy / whole), "%", whole - busy, why))
     return found
@@ -116,10 +123,10 @@ def _add(spent: dict[str, Spent], part: Part, amount: float) -> None:
 
 
 class Passes:
-    """The passes of a plan; chunks that hold the same are priced once."""
+    """Prices the passes of a plan; equal chunks are priced once."""
 
     def __init__(self, plan: Plan, gpu: Gpu, quick: bool = False) -> None:
-        """``quick``: the closed form of a pipeline of equal passes, not its schedule."""
+        """`quick`: use the closed form for a pipeline of equal passes instead of its schedule."""
         self.plan, self.gpu, self.quick = plan, gpu, quick
         self._parts: dict[tuple, list[Part]] = {}
         self._rates: dict[tuple, tuple[float, ...]] = {}
@@ -141,7 +148,7 @@ class Passes:
         return self._parts[key]
 
     def rates(self, chunk: ModelChunk, cp: int, work: Work) -> tuple[float, ...]:
-        """Seconds of a microbatch, a row, a pair and a scored row."""
+        """Seconds for a microbatch, a row, a pair and a scored row."""
         key = (self._kinds[id(chunk)], cp, work)
         if key not in self._rates:
             of_part = [
@@ -152,12 +159,12 @@ class Passes:
         return self._rates[key]
 
     def seconds(self, chunk: ModelChunk, cp: int, of: Bin, work: Work) -> float:
-        """Of one microbatch."""
+        """Seconds of one microbatch."""
         fixed, row, pair, scored = self.rates(chunk, cp, work)
         return fixed + row * of.rows + pair * of.pairs + scored * of.scored
 
     def slowest(self, of: Round) -> Bin:
-        """The bin that takes a forward pass through all stages longest."""
+        """The bin whose forward pass through all stages takes longest."""
         if len(of.bins) == 1:
             return of.bins[0]
         if of.cp not in self._whole:
@@ -168,7 +175,7 @@ class Passes:
         return max(of.bins, key=lambda b: row * b.rows + pair * b.pairs + scored * b.scored)
 
     def ends(self, rounds: Sequence[tuple[int, Bin]], works: Sequence[Work]) -> float:
-        """When the last rank of the pipeline is done with (cp, bin) after (cp, bin)."""
+        """Seconds until the last pipeline rank has finished all (cp, bin)."""
         stages, parallel, sizes = self.plan.stages, self.plan.parallel, self.plan.sizes
 
         def took(work: Work) -> Callable[[int, int, int], float]:
@@ -196,9 +203,9 @@ class Passes:
 
 
 def chunk_parts(plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work) -> list[Part]:
-    """All work of one rank for one microbatch in a model chunk, ``cp`` ranks to a sequence."""
+    """All work of one rank for one microbatch of a model chunk; `cp` ranks share a sequence."""
     if work == "score":
-        chunk = replace(chunk, mtp=0)  # those layers are trained, and read by nobody else
+        chunk = replace(chunk, mtp=0)  # MTP layers are only trained
     again = _again(plan) if work == "backward" else frozenset()
     found = [
         *_products(plan, gpu, chunk, cp, work, again),
@@ -208,11 +215,11 @@ def chunk_parts(plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work) ->
 
 
 def _again(plan: Plan) -> frozenset[str]:
-    """Kinds of work that the backward pass does a second time."""
+    """Kinds of work that the backward pass recomputes."""
     if plan.model.recompute == "none":
         return frozenset()
     selected = {"attention", "experts", "context parallel", "expert parallel"}
-    if plan.model.recompute == "selective":  # core attention, and layers of experts
+    if plan.model.recompute == "selective":  # core attention and experts
         return frozenset(selected)
     return frozenset({*selected, "projections", "memory", "tensor parallel"})
 
@@ -220,11 +227,11 @@ def _again(plan: Plan) -> frozenset[str]:
 def _products(
     plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work, again: frozenset[str]
 ) -> list[Part]:
-    each, ranks = stage_flops(plan.sizes, chunk), plan.parallel.tp * cp
+    each, ranks = chunk_flops(plan.sizes, chunk), plan.parallel.tp * cp
     dtype = "fp8" if plan.model.fp8 else plan.model.dtype
 
     def share(name: str) -> float:
-        """Of an operation of the forward pass, on this rank."""
+        """This rank's share of the forward pass's operations, times the passes over them."""
         return (2 if work == "backward" else 1) / ranks + (name in again) / ranks
 
     kind = "grouped experts" if plan.model.backend == "te" else "experts"
@@ -241,9 +248,9 @@ def _products(
 
 
 def _head(plan: Plan, peak: float, each: float, work: Work) -> Part:
-    """6 T V H operations of an update if logits are kept or the loss is taken in the chunk, 8 if
-    they are made again; a fused head scores tokens with a loss only, unless the loss is the
-    user's."""
+    """The output projection: 6 T V H operations of an update if logits are kept or the loss is
+    computed in the chunk, 8 if they are recomputed. A fused head scores only tokens with a loss,
+    unless the loss function is the user's."""
     how, rate = plan.logprob, reached("head", peak)
     every = how.head == "logits" or work == "score" or ":" in plan.objective.loss
     columns = -(-plan.sizes.vocab_size // plan.parallel.tp)
@@ -263,40 +270,35 @@ def _head(plan: Plan, peak: float, each: float, work: Work) -> Part:
 def _memory(
     plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work, again: frozenset[str]
 ) -> list[Part]:
-    """What is read and written between products, and the weights themselves."""
+    """Memory traffic between matrix products, and of the weights."""
     sizes, parallel, held = plan.sizes, plan.parallel, chunk_parameters(plan, chunk)
     each = DTYPE_BYTES[plan.model.dtype]
     routers = len({*plan.router_layers}.intersection(chunk.layers)) + chunk.mtp
     dense = len(chunk.layers) + chunk.mtp - routers
-    # of a layer: two norms, two residual sums, and queries and keys rotated
+    # a layer has two norms, two residual sums, and rotates queries and keys
     elements = (dense + routers) * (
         10 * sizes.hidden_size + 4 * sizes.num_attention_heads * head_widths(sizes)[0]
     )
-    elements += 3 * dense * sizes.intermediate_size  # gate and up are read, their product written
+    elements += (
+        3 * dense * sizes.intermediate_size
+    )  # gate and up are read, their product is written
     widths = sizes.topk * sizes.moe_intermediate_size + sizes.shared_expert_width
-    # rows of experts are sorted by expert and by rank, there and back
+    # rows are sorted by expert and by rank on the way to the experts and back
     elements += routers * (3 * widths + 8 * sizes.topk * sizes.hidden_size)
     times = 1 if work != "backward" else 2 + ("memory" in again)
-    weights = local_parameters(plan, held)
+    weights = rank_parameters(plan, held).total
     read = each * weights * times
-    if work == "backward":  # a product's gradient is written, read, and added to the float32 sum
+    if work == "backward":  # a gradient is written, read, and added to the float32 sum
         read += (2 * each + 8) * weights
     rate = reached("memory", gpu.bandwidth, "byte")
     row = each * elements * times / (parallel.tp * cp)
     return [Part("memory", "byte", *rate, fixed=read, row=row)]
 
 
-def local_parameters(plan: Plan, held: Parameters) -> int:
-    """Parameters that one rank holds of ``held``."""
-    parallel = plan.parallel
-    dense = held.replicated + -(-held.tensor // parallel.tp)
-    return dense + -(-held.expert // (parallel.ep * parallel.etp_size))
-
-
 def _exchanged(
     plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work, again: frozenset[str]
 ) -> list[Part]:
-    """Bytes that a rank sends to others in a pass, by group."""
+    """Bytes that a rank sends in a pass, by process group."""
     parallel, sizes, node = plan.parallel, plan.sizes, plan.hardware.gpus_per_node
     tp, ep, etp = parallel.tp, parallel.ep, parallel.etp_size
     layers = len(chunk.layers) + chunk.mtp
@@ -305,15 +307,15 @@ def _exchanged(
     hidden = each * sizes.hidden_size
     found = []
     if tp > 1:
-        # attention, and what every token uses of the feed-forward part: gathered before, summed
-        # and split after; the backward pass also gathers the input again
+        # attention, and dense or shared feed-forward parts: an all-gather before, a reduce-scatter
+        # after; the backward pass gathers the input once more
         shared = layers - (0 if sizes.shared_expert_width else routers)
         times = (1.25 if work == "backward" else 1) + ("tensor parallel" in again)
         row = 2 * (layers + shared) * times * hidden * (tp - 1) / tp / cp
         rate = reached("ring", group_rate(gpu, node, tp, 1), "byte")
         found.append(Part("tensor parallel", "byte", *rate, row=row))
     times = 1 + ("expert parallel" in again)
-    copies = routers * sizes.topk * hidden / (tp * cp)  # of a rank's rows, to their experts
+    copies = routers * sizes.topk * hidden / (tp * cp)  # a rank's rows, sent to their experts
     if ep > 1:
         rate = reached("exchange", exchange_rate(gpu, node, ep, etp), "byte")
         row = 2 * times * copies * (ep - 1) / ep  # there and back
@@ -324,8 +326,7 @@ def _exchanged(
         found.append(Part("expert tensor parallel", "byte", *rate, row=row))
     if cp > 1:
         key, value = head_widths(sizes)
-        heads = min(sizes.num_attention_heads, sizes.query_groups or sizes.num_attention_heads)
-        width = each * max(1, heads // tp) * (key + value)
+        width = each * kv_heads(plan, tp) * (key + value)
         rate = reached("ring", group_rate(gpu, node, cp, tp), "byte")
         times = 1 + ("context parallel" in again)
         row = layers * times * width * (cp - 1) / cp

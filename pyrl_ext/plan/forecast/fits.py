@@ -1,18 +1,18 @@
-"""Whether a plan's memory fits its GPUs: what is sure to be too much, and what seems to be."""
+"""Whether a plan fits the memory of its GPUs: for certain, and by estimate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from pyrl_ext.plan.forecast.hardware import memory_limit
-from pyrl_ext.plan.forecast.memory import PHASES, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
+from pyrl_ext.plan.forecast.units import size
 from pyrl_ext.plan.plan import Plan
-
-GIB = 2**30
 
 
 def fits(plan: Plan) -> str | None:
-    """The rule of `hardware.gpu`: what is counted from shapes fits the fullest stage.
+    """The rule of `hardware.gpu`: the fullest stage fits, counting only what follows from shapes.
 
     Estimates are left out, so that a plan is refused only if it cannot run.
     """
@@ -20,7 +20,7 @@ def fits(plan: Plan) -> str | None:
 
 
 def seems_to_fit(plan: Plan) -> str | None:
-    """A note: with what is estimated as well, the fullest stage is over its GPU's memory."""
+    """A note: with estimates included, the fullest stage exceeds its GPU's memory."""
     return None if _over(plan, exact=True) else _over(plan, exact=False)
 
 
@@ -30,7 +30,7 @@ def _over(plan: Plan, exact: bool) -> str | None:
         return None
     try:
         stages = stage_memory(plan)
-    except ValueError:  # layers are not placed, which is a problem of its own
+    except ValueError:  # layers are not placed; another rule reports it
         return None
     held, fullest, phase = _most(stages, exact)
     if held <= limit:
@@ -38,47 +38,43 @@ def _over(plan: Plan, exact: bool) -> str | None:
     items = [i for i in fullest.items if phase in i.phases and not i.host and i.exact >= exact]
     items.sort(key=lambda item: -item.bytes)
     parts = " + ".join(
-        f"{item.name} {_size(item.bytes)}" for item in items if item.bytes >= 0.01 * held
+        f"{item.name} {size(item.bytes)}" for item in items if item.bytes >= 0.01 * held
     )
-    where = f"stage {fullest.stage} " if len(stages) > 1 else ""
+    where = f"stage {fullest.stage}: " if len(stages) > 1 else ""
     limited = plan.hardware.gpu if plan.hardware.memory is None else "hardware.memory"
     about, out = ("", "would") if exact else ("about ", "may")
     return (
-        f"{where}holds {about}{_size(held)} in {phase} ({parts}), expected at most "
-        f"{_size(limit)} ({limited}); it {out} run out of memory. "
-        + _help(plan, exact, held, limit)
+        f"{where}a rank needs {about}{size(held)} in phase {phase} ({parts}), expected at most "
+        f"{size(limit)} ({limited}); it {out} run out of memory. " + _help(plan, exact, held, limit)
     )
 
 
-def _size(held: int) -> str:
-    return f"{held / GIB:.3g} GiB" if held >= GIB / 10 else f"{held / 2**20:.3g} MiB"
-
-
 def _most(stages: tuple[StageMemory, ...], exact: bool) -> tuple[int, StageMemory, str]:
-    """(bytes, stage, phase) of the fullest rank when it holds most."""
+    """(bytes, stage, phase) where a rank holds most."""
     return max(
         (
             (stage.held(phase, exact=exact), stage, phase)
             for stage in stages
-            for phase in reversed(PHASES)
+            for phase in reversed(MEMORY_PHASES)
         ),
         key=lambda each: each[0],
     )
 
 
 def _help(plan: Plan, exact: bool, held: int, limit: int) -> str:
-    """What to do, by keys that leave the ranks as they are: those that suffice, or that do most."""
-    found = sorted(_after(plan, exact))
-    enough = [each for each in found if each[0] <= limit]
-    parts = [f"{change} ({_size(now)})" for now, change in enough or found[:2] if now < 0.99 * held]
+    """Advice: keys that make it fit without another layout, or else the two that save most."""
+    changes = sorted(_after(plan, exact))
+    enough = [each for each in changes if each[0] <= limit]
+    helpful = enough or changes[:2]
+    parts = [f"{change} ({size(now)})" for now, change in helpful if now < 0.99 * held]
     if enough:
         return f"Use one of: {', '.join(parts)}" if len(parts) > 1 else f"Use {parts[0]}"
-    wider = "Spread it wider (parallel.ep, tp, pp), on more GPUs"
-    return f"{wider}; {', '.join(parts)}" if parts else wider
+    wider = "Shard over more GPUs (parallel.ep, tp, pp)"
+    return f"{wider}, with {' or '.join(parts)}" if parts else wider
 
 
 def _after(plan: Plan, exact: bool) -> Iterator[tuple[int, str]]:
-    """(bytes that the fullest rank then holds, change of a key)."""
+    """(bytes of the fullest rank after the change, the change of one key)."""
     rollout, rows = plan.rollout, plan.batching.tokens_per_microbatch // 2
     changes: list[tuple[str, str, object]] = [
         ("optimizer", "distributed", True),

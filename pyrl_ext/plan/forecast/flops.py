@@ -1,14 +1,15 @@
-"""Floating-point operations of a forward pass, by the kind of kernel that does them.
+"""Floating-point operations of a forward pass, by kind of kernel.
 
-Counted are matrix products, two operations a multiplication. A backward pass takes twice as many.
+Only matrix products count, with two operations for a multiply-add. A backward pass takes twice as
+many.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import astuple, dataclass
-from typing import Any
 
+from pyrl_ext.plan.forecast.attention import head_widths
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.sizes import ModelSizes, Parameters, layer_parameters, mtp_parameters
 
@@ -18,13 +19,13 @@ class Flops:
     """Operations of one forward pass."""
 
     projections: float = 0.0
-    """Of every row: attention's products, dense layers, shared experts and routers."""
+    """For a row: projections of attention, dense layers, shared experts and routers."""
     experts: float = 0.0
-    """Of every row: the routed experts that it chooses."""
+    """For a row: the routed experts that it chooses."""
     attention: float = 0.0
-    """Of every pair of a query and a key it may see: their product, and that with the value."""
+    """For a pair of a query and a key it attends to: their product, and that with the value."""
     head: float = 0.0
-    """Of every scored row: the output projection."""
+    """For a scored row: the output projection."""
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(
@@ -35,26 +36,18 @@ class Flops:
         )
 
     def times(self, number: int) -> Flops:
-        """Of so many layers."""
+        """The operations of `number` such layers."""
         return Flops(*(number * each for each in astuple(self)))
 
     def of(self, rows: float, pairs: float, scored: float) -> float:
-        """All operations of ``rows`` rows, ``pairs`` causal pairs and ``scored`` rows."""
+        """All operations for so many rows, causal pairs and scored rows."""
         return (
             (self.projections + self.experts) * rows + self.attention * pairs + self.head * scored
         )
 
 
-def head_widths(sizes: Any) -> tuple[int, int]:
-    """Elements of a query or key head, and of a value head."""
-    if "kv_lora_rank" in type(sizes).model_fields:
-        return sizes.qk_nope_head_dim + sizes.qk_rope_head_dim, sizes.v_head_dim
-    width = getattr(sizes, "head_width", sizes.hidden_size // sizes.num_attention_heads)
-    return width, width
-
-
-def stage_flops(sizes: ModelSizes, chunk: ModelChunk) -> Flops:
-    """One row, pair or scored row of a model chunk; layers for more tokens ahead score, too."""
+def chunk_flops(sizes: ModelSizes, chunk: ModelChunk) -> Flops:
+    """Operations of a model chunk for one row, pair or scored row; MTP layers score as well."""
     head = 2 * sizes.vocab_size * sizes.hidden_size * (chunk.loss + chunk.mtp)
     kinds = [layer_parameters(sizes, layer) for layer in chunk.layers]
     kinds += [mtp_parameters(sizes)] * chunk.mtp
@@ -65,8 +58,8 @@ def stage_flops(sizes: ModelSizes, chunk: ModelChunk) -> Flops:
 
 
 def model_flops(sizes: ModelSizes, mtp: int = 0) -> Flops:
-    """One row, pair or scored row of the whole model, with ``mtp`` of those layers."""
-    return stage_flops(sizes, ModelChunk(True, tuple(range(sizes.num_hidden_layers)), mtp, True))
+    """Operations of the whole model with `mtp` MTP layers, for one row, pair or scored row."""
+    return chunk_flops(sizes, ModelChunk(True, tuple(range(sizes.num_hidden_layers)), mtp, True))
 
 
 def _layer(sizes: ModelSizes, held: Parameters) -> Flops:

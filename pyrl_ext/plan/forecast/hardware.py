@@ -1,39 +1,40 @@
-"""Data sheets of the GPUs a plan may name: what memory and time are held against."""
+"""Data sheets of the GPUs that a plan may name."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
+from pyrl_ext.plan.forecast.units import MIB
 from pyrl_ext.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device. Rates are the data sheet's dense peaks; what kernels reach is `timing`'s."""
+    """One device. Rates are the data sheet's dense peaks; the shares that kernels are assumed to
+    reach are in `compute_time.REACHED`."""
 
     target: int
-    """Compute capability: 90 is sm_90."""
+    """Compute capability; 90 means sm_90."""
     memory: int
-    """What the driver reports [bytes]."""
+    """Memory that the driver reports [bytes]."""
     flops: dict[str, float]
     """dtype -> matrix products [FLOP/s]."""
     bandwidth: float
-    """Of its memory [byte/s]."""
+    """Memory bandwidth [byte/s]."""
     link: float
-    """To the other devices of its node, one direction [byte/s]."""
+    """Bandwidth to the other devices of its node, one direction [byte/s]."""
     network: float
     """Its share of the node's network, one direction [byte/s]."""
     host: float
-    """To the host's memory, one direction [byte/s]."""
+    """Bandwidth to host memory, one direction [byte/s]."""
 
 
-MIB = 2**20
-# Source: NVIDIA's data sheets of the SXM parts; memory as nvidia-smi reports it; the network is one
-# adapter a device, 200 Gbit/s in A100 nodes and 400 Gbit/s in the others; the host is behind PCIe
-# of generation 4 in A100 nodes and 5 in the others. float32 is that of plain cores: torch's
-# products of float32 do not use tensor cores (TF32) unless told to, and the trainer does not.
-# An A100 computes in 8 bits no faster than in 16.
+# Source: NVIDIA's data sheets of the SXM parts; memory as nvidia-smi reports it. Network: one
+# adapter a device, 200 Gbit/s in A100 nodes and 400 Gbit/s in the others. Host: PCIe of generation
+# 4 in A100 nodes and 5 in the others. float32 is the rate without tensor cores: torch uses them
+# (TF32) only on request, and the trainer does not request it. An A100 is no faster in 8 bits than
+# in 16.
 _HOPPER = {"float32": 67e12, "bfloat16": 989e12, "fp8": 1979e12}
 _BLACKWELL = {"float32": 75e12, "bfloat16": 2250e12, "fp8": 4500e12}
 _AMPERE = {"float32": 19.5e12, "bfloat16": 312e12}
@@ -46,12 +47,12 @@ GPUS = {
 
 
 def gpu_of(plan: Plan) -> Gpu | None:
-    """The device that the plan names."""
+    """The GPU that the plan names; None if it names none."""
     return GPUS[plan.hardware.gpu] if plan.hardware.gpu else None
 
 
 def memory_limit(plan: Plan) -> int | None:
-    """Bytes that a rank may take; None where the plan names neither a GPU nor its memory."""
+    """Device memory of a rank [bytes]; None if the plan names neither a GPU nor its memory."""
     if plan.hardware.memory is not None:
         return plan.hardware.memory
     gpu = gpu_of(plan)
@@ -59,10 +60,10 @@ def memory_limit(plan: Plan) -> int | None:
 
 
 def parse_gpus(text: str) -> tuple[int, str]:
-    """Count and name of `8xH200`.
+    """Read `8xH200` as (8, H200).
 
     Raises:
-        ValueError: not written so, or a GPU without a data sheet here
+        ValueError: another format, or a GPU without a data sheet here
     """
     found = re.fullmatch(r"([1-9]\d{0,4})\s*x\s*(\w+)", text.strip(), re.IGNORECASE)
     name = found[2].upper() if found else ""
@@ -72,9 +73,9 @@ def parse_gpus(text: str) -> tuple[int, str]:
 
 
 def group_rate(gpu: Gpu, per_node: int, size: int, stride: int) -> float:
-    """What a rank of a ring of ``size`` ranks, ``stride`` apart, can send at best [byte/s].
+    """Peak rate at which a rank sends in a ring of `size` ranks that are `stride` apart [byte/s].
 
-    A ring over nodes crosses each border through the adapters of its members in that node.
+    A ring over several nodes leaves each node through the adapters of its members there.
     """
     if size * stride <= per_node:
         return gpu.link
@@ -83,8 +84,8 @@ def group_rate(gpu: Gpu, per_node: int, size: int, stride: int) -> float:
 
 
 def exchange_rate(gpu: Gpu, per_node: int, size: int, stride: int) -> float:
-    """What a rank of an all-to-all can send at best [byte/s]: an equal part to every other rank,
-    through the node's links and its own adapter at once."""
+    """Peak rate at which a rank sends in an all-to-all [byte/s]: an equal part to every other rank,
+    through the node's links and its own adapter at the same time."""
     near = min(size, max(1, per_node // stride))
     if near == size:
         return gpu.link

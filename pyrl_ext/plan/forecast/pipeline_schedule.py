@@ -1,4 +1,4 @@
-"""Who computes what when in a pipeline: megatron-core's 1F1B and interleaved schedules."""
+"""Simulates megatron-core's 1F1B and interleaved pipeline schedules."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ class Slot(NamedTuple):
 def order(
     rank: int, pp: int, vpp: int, microbatches: int, forward_only: bool = False
 ) -> list[tuple[Kind, int, int]]:
-    """(kind, chunk, microbatch) in the order in which megatron's rank `rank` of `pp` runs them.
+    """(kind, chunk, microbatch) in the order in which rank `rank` of `pp` runs them in Megatron.
 
-    One chunk a rank (1F1B): a warm-up of forward passes, as many as there are ranks behind, then
-    one forward and one backward in turn. Interleaved: chunks take turns after pp microbatches, and
-    the warm-up is two passes a rank behind and a round of all chunks but one.
+    One chunk a rank (1F1B): a warm-up of one forward pass for each later rank, then forward and
+    backward passes alternate. Interleaved: chunks change after every pp microbatches, and the
+    warm-up is two passes for each later rank, plus pp microbatches of all chunks but one.
 
     Raises:
-        ValueError: chunks are interleaved and rounds of pp microbatches are not whole; the trainer
-            fills them up.
+        ValueError: vpp is above 1 and microbatches are no multiple of pp; the trainer pads them.
     """
     if vpp > 1 and microbatches % pp:
         raise ValueError(
-            f"order: {microbatches} microbatches, expected a multiple of pp {pp}; interleaved "
-            "chunks run whole rounds"
+            f"order: {microbatches} microbatches, expected a multiple of pp {pp}; an interleaved "
+            "schedule runs pp microbatches of a chunk at a time"
         )
     rounds = range(0, microbatches, pp)
     passes = [
@@ -51,11 +50,11 @@ def order(
         return forward
     behind = pp - rank - 1
     warm_up = min(len(passes), behind if vpp == 1 else 2 * behind + (vpp - 1) * pp)
-    found = forward[:warm_up]
+    passes_in_order = forward[:warm_up]
     for i, (chunk, number) in enumerate(passes):
-        found += forward[warm_up + i : warm_up + i + 1]
-        found.append(("B", vpp - 1 - chunk, number))
-    return found
+        passes_in_order += forward[warm_up + i : warm_up + i + 1]
+        passes_in_order.append(("B", vpp - 1 - chunk, number))
+    return passes_in_order
 
 
 def pipeline(
@@ -66,16 +65,16 @@ def pipeline(
     backward: Duration | None,
     send: float = 0.0,
 ) -> list[Slot]:
-    """The schedule of one minibatch; a pass starts when its rank is free and its input is there.
+    """The schedule of one minibatch: a pass starts once its rank is free and its input has arrived.
 
     Args:
-        pp, vpp: ranks, and model chunks of each.
+        pp, vpp: pipeline ranks, and model chunks of each rank.
         microbatches: with vpp > 1 a multiple of pp.
-        forward, backward: of a chunk on a microbatch [s]; backward None: forward passes alone.
-        send: from a rank to the next [s]; computing goes on meanwhile.
+        forward, backward: time of a chunk on a microbatch [s]; backward None: forward passes only.
+        send: time from a rank to the next [s]; it overlaps with computation.
 
     Returns:
-        Slots rank by rank, each in the order in which they run.
+        Slots rank by rank, in the order in which each rank runs them.
     """
     orders = [order(rank, pp, vpp, microbatches, backward is None) for rank in range(pp)]
     took = {"F": _as_function(forward), "B": _as_function(0.0 if backward is None else backward)}
@@ -106,7 +105,7 @@ def _ready(
     last: int,
     send: float,
 ) -> float | None:
-    """When the input of a pass is there; None: not known yet."""
+    """When the input of a pass arrives; None: not known yet."""
     if kind == "F":
         if place == 0:
             return 0.0
@@ -125,6 +124,6 @@ def _as_function(duration: Duration) -> Callable[[int, int, int], float]:
 
 
 def bubble_share(slots: Sequence[Slot]) -> float:
-    """Share of all ranks' time, until the last one is done, in which they wait."""
+    """Share of time that ranks wait, until the last one has finished."""
     ranks, end = {slot.rank for slot in slots}, max(slot.end for slot in slots)
     return 1 - sum(slot.end - slot.start for slot in slots) / (len(ranks) * end)

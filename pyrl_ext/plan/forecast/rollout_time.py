@@ -1,4 +1,4 @@
-"""Seconds in which the rollout engine generates a step's samples."""
+"""Seconds that the rollout engine takes to generate a step's samples."""
 
 from __future__ import annotations
 
@@ -8,79 +8,75 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
 from pyrl_ext.plan.forecast.compute_time import Spent, reached
-from pyrl_ext.plan.forecast.flops import head_widths, model_flops
+from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, group_rate, memory_limit
-from pyrl_ext.plan.forecast.memory import DTYPE_BYTES
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import Sample, step_samples
 from pyrl_ext.plan.model.sizes import Parameters, parameters
 from pyrl_ext.plan.plan import Plan
 
-# Assumed: what a layer takes beside reading and computing, however few sequences there are, in a
-# graph of kernels and launched one by one; and how many sequences vLLM runs unless told.
+# Assumed: fixed time of a layer beside memory traffic and FLOPs, in a CUDA graph and with kernels
+# launched one by one; and the sequences that vLLM runs at a time by default.
 GRAPH_SECONDS, EAGER_SECONDS = 60e-6, 400e-6
 MOST_SEQUENCES = 1024
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """One engine: ``tp`` GPUs that generate some of the samples."""
+    """One engine: `tp` GPUs that generate a share of the samples."""
 
     plan: Plan
     gpu: Gpu
 
     @property
     def tp(self) -> int:
-        """GPUs of an engine."""
+        """GPUs of one engine."""
         return self.plan.rollout.tp if self.plan.rollout.engine == "vllm" else 1
 
     @property
     def engines(self) -> int:
-        """Engines of the run, which share the samples equally."""
+        """Engines of the run; each generates an equal share of the samples."""
         return max(1, (self.plan.rollout.gpus or self.plan.world_size) // self.tp)
 
     @cached_property
     def prompts(self) -> tuple[int, ...]:
-        """Lengths of the prompts that one of them reads."""
+        """Lengths of the prompts that one engine reads."""
         groups = {i // self.plan.batching.samples_per_prompt for i in self._ids}
         each, samples = self.plan.batching.samples_per_prompt, step_samples(self.plan)
         return tuple(samples[group * each].prompt for group in sorted(groups))
 
     @cached_property
     def samples(self) -> tuple[Sample, ...]:
-        """What one of them generates."""
+        """The samples that one engine generates."""
         samples = step_samples(self.plan)
         return tuple(samples[i] for i in self._ids)
 
     @cached_property
     def _ids(self) -> Sequence[int]:
-        """Samples are dealt out one by one, to embedded engines by whole groups."""
+        """Samples are dealt out one by one to vLLM engines, by whole groups to embedded ones."""
         whole = 1 if self.plan.rollout.engine == "vllm" else self.plan.batching.samples_per_prompt
         return [i for i in range(self.plan.samples) if i // whole % self.engines == 0]
 
     @cached_property
-    def cache_bytes(self) -> float:
-        """Keys and values of a token on a GPU; latent ones are whole on each."""
-        sizes, each = self.plan.sizes, DTYPE_BYTES[self.plan.rollout_dtype]
-        latent = getattr(sizes, "kv_lora_rank", None)
-        if latent is not None:
-            return each * sizes.num_hidden_layers * (latent + getattr(sizes, "qk_rope_head_dim", 0))
-        heads = sizes.query_groups or sizes.num_attention_heads
-        return each * sizes.num_hidden_layers * max(1, heads // self.tp) * sum(head_widths(sizes))
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache for one token on one GPU."""
+        return kv_bytes_per_token(self.plan, self.tp)
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Weights on a GPU."""
+        """Bytes of weights on one GPU."""
         return self._parameters.total * DTYPE_BYTES[self.plan.rollout_dtype] / self.tp
 
     @cached_property
     def tokens(self) -> float:
-        """Mean tokens of a sequence over the time in which it is generated."""
+        """Mean length of a sequence while it is generated."""
         return sum(s.prompt + s.response / 2 for s in self.samples) / len(self.samples)
 
     @cached_property
     def running(self) -> int:
-        """Sequences that run at a time: what the cache and the engine's limit allow."""
+        """Sequences that run at a time, bounded by the KV cache and the engine's limit."""
         rollout, limit = self.plan.rollout, memory_limit(self.plan)
         if rollout.engine != "vllm" or limit is None:
             return rollout.max_num_seqs
@@ -89,8 +85,8 @@ class Decoder:
         return max(1, min(cached, rollout.engine_options.get("max_num_seqs", MOST_SEQUENCES)))
 
     def used(self, sequences: int) -> float:
-        """Share of the weights that a token of each of ``sequences`` reads: experts that nobody
-        chooses are left alone."""
+        """Share of the weights read when each of `sequences` decodes a token: experts that no token
+        chooses are not read."""
         sizes, counts = self.plan.sizes, self._parameters
         if not counts.expert:
             return 1.0
@@ -103,29 +99,29 @@ class Decoder:
 
     @property
     def layer_seconds(self) -> float:
-        """Of a token, a layer takes this beside what bytes and operations explain."""
+        """Fixed time of a layer for each token, beside memory traffic and FLOPs."""
         return GRAPH_SECONDS if self.plan.rollout.engine == "vllm" else EAGER_SECONDS
 
 
 @lru_cache(maxsize=64)
 def running_over_time(responses: tuple[int, ...], slots: int) -> list[tuple[int, int]]:
-    """(steps, sequences) in turn: a sequence that ends makes room for the next at once."""
+    """[(steps, running sequences)] in order; a waiting sequence starts as soon as one ends."""
     waiting = deque(responses)
     ends: list[int] = []
-    now, found = 0, []
+    now, spans = 0, []
     while waiting or ends:
         while waiting and len(ends) < slots:
             heapq.heappush(ends, now + waiting.popleft())
         until = ends[0]
-        found.append((until - now, len(ends)))
+        spans.append((until - now, len(ends)))
         while ends and ends[0] == until:
             heapq.heappop(ends)
         now = until
-    return found
+    return spans
 
 
 def rollout_costs(plan: Plan, gpu: Gpu) -> list[Spent]:
-    """Reading the prompts once a group, and then token by token."""
+    """Prefill once for each group, then decoding token by token."""
     if plan.rollout.engine == "recorded":
         return []
     engine, each = Decoder(plan, gpu), model_flops(plan.sizes)
@@ -141,26 +137,26 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> list[Spent]:
         seconds += steps * max(held / memory, sequences * one / rate)
         launched += steps * plan.sizes.num_hidden_layers
     shared = (
-        f"{len(samples)} samples on each of {engine.engines} engines, {slots} at most at a time"
+        f"{len(samples)} samples on each of {engine.engines} engines, at most {slots} at a time"
     )
-    found = [
-        Spent("prompts", first, "FLOP", first / rate, f"each once; {why}"),
+    costs = [
+        Spent.at("prompts", first, "FLOP", rate, f"each once; {why}"),
         Spent("tokens", moved, "byte", seconds, f"{shared}; weights and cache, {how}"),
         Spent(
             "layers",
             launched,
             "layer",
             launched * engine.layer_seconds,
-            f"{engine.layer_seconds * 1e6:g} us each and token, however few sequences run",
+            f"{engine.layer_seconds * 1e6:g} us a layer and token, however few sequences run",
         ),
     ]
     if engine.tp > 1:
         rows = sum(s.response for s in samples) + sum(prompts)
         width = plan.sizes.hidden_size * DTYPE_BYTES[plan.rollout_dtype]
-        # two sums a layer, each gathered and split
+        # two all-reduces a layer, each a reduce-scatter and an all-gather
         sent = 4 * plan.sizes.num_hidden_layers * rows * width * (engine.tp - 1) / engine.tp
         link, how = reached(
             "ring", group_rate(gpu, plan.hardware.gpus_per_node, engine.tp, 1), "byte"
         )
-        found.append(Spent("tensor parallel", sent, "byte", sent / link, how))
-    return found
+        costs.append(Spent.at("tensor parallel", sent, "byte", link, how))
+    return costs

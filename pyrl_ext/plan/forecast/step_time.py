@@ -1,8 +1,8 @@
-"""How long a step takes, phase by phase, and from what: an estimate with all it assumes.
+"""Estimated time of a step, by phase and by kind of work, with the assumption behind each number.
 
-Samples have the lengths of `lengths.step_samples`. Work is counted exactly; what kernels and links
-reach of a data sheet is assumed (`passes.REACHED`). Routed experts are taken as evenly used. The
-embedding, the host's work and the launch of kernels are left out.
+Samples have the lengths of `workload.step_samples`. Work is counted exactly; the share of a data
+sheet's rate that kernels and links reach is assumed (`compute_time.REACHED`). Routed experts are
+assumed to be evenly used. The embedding, host work and kernel launches are left out.
 """
 
 from __future__ import annotations
@@ -10,11 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pyrl_ext.plan.forecast.compute_time import Passes, Spent, local_parameters, pass_costs, reached
+from pyrl_ext.plan.forecast.compute_time import Passes, Spent, pass_costs, reached
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, gpu_of, group_rate
-from pyrl_ext.plan.forecast.memory import DTYPE_BYTES, stage_memory, stage_parameters
+from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.forecast.parameters import (
+    copies,
+    optimizer_parameters,
+    rank_parameters,
+    stage_parameters,
+)
+from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.plan.forecast.rollout_time import rollout_costs
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import (
     Round,
     even_rounds,
@@ -25,54 +33,51 @@ from pyrl_ext.plan.forecast.workload import (
 from pyrl_ext.plan.model.sizes import Parameters, parameters
 from pyrl_ext.plan.plan import Plan
 
-# In the order they come; the metrics of a run have the same names, after `time/`.
-PHASES = ("publish", "rollout", "old_logprobs", "ref_logprobs", "update")
-
-ERROR = "never held against a run on GPUs: shares of the data sheets' rates are assumptions"
+ERROR = "never compared with a run on GPUs: the shares of the data sheets' rates are assumptions"
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Time that one kind of work takes in a phase: of a rank, on average over pipeline stages."""
+    """Time of one kind of work in a phase, on one rank, averaged over pipeline stages."""
 
     phase: str
     name: str
     amount: float
-    """On one rank."""
+    """Amount on one rank."""
     unit: str
-    """FLOP, byte, layer (of a token), or % of the passes that stages wait."""
+    """FLOP, byte, layer (for one token), or % of the passes that stages wait."""
     seconds: float
     why: str
-    """What the time is taken from."""
+    """The rate, and why it is assumed."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """One rollout step. Phases come one after another."""
+    """Time of one rollout step; its phases do not overlap."""
 
     costs: tuple[Cost, ...]
-    """Every phase's, adding up to its time."""
+    """Costs of every phase; they add up to its time."""
     model_flops: float
-    """Of the update, forward and backward, without what is computed again; all ranks."""
+    """FLOPs of the update on all ranks, forward and backward, without recomputation."""
     peak: float
-    """Of all ranks [FLOP/s]."""
+    """Peak rate of all ranks [FLOP/s]."""
     assumed: tuple[str, ...]
-    """Sentences: what holds for all costs."""
+    """Assumptions behind all costs, in sentences."""
     error: str = ERROR
-    """How far estimates were off where they were held against runs."""
+    """How far estimates were off where they were compared with runs."""
 
     def seconds(self, phase: str) -> float:
-        """Of one phase."""
+        """Seconds of one phase."""
         return sum(cost.seconds for cost in self.costs if cost.phase == phase)
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(cost.seconds for cost in self.costs)
 
     @property
     def trainer(self) -> float:
-        """Of the trainer's own passes."""
+        """Seconds of the trainer's passes: without publish and rollout."""
         return self.total - self.seconds("publish") - self.seconds("rollout")
 
     @property
@@ -82,7 +87,7 @@ class StepTime:
 
 
 def step_time(plan: Plan) -> StepTime | None:
-    """Seconds of a step; None where the plan names no GPU."""
+    """The estimate for a plan; None if it names no GPU."""
     gpu = gpu_of(plan)
     if gpu is None:
         return None
@@ -100,8 +105,8 @@ def step_time(plan: Plan) -> StepTime | None:
 
 
 def quick_seconds(plan: Plan) -> float:
-    """About what the trainer's passes of a step take, microbatches all alike: to put many plans in
-    order before a few are priced. Raises ValueError where the plan names no GPU."""
+    """Rough seconds of the trainer's passes in a step, with equal microbatches: sorts many plans
+    before a few are priced exactly. Raises ValueError if the plan names no GPU."""
     gpu = gpu_of(plan)
     if gpu is None:
         raise ValueError("quick_seconds: hardware.gpu is null, expected a GPU")
@@ -112,8 +117,8 @@ def quick_seconds(plan: Plan) -> float:
 
 
 def update_flops(plan: Plan) -> float:
-    """Model FLOPs of a step's updates, all ranks: of a forward pass, and twice that of a backward
-    one, for the rows and causal pairs of the samples without padding."""
+    """Model FLOPs of a step's updates on all ranks: a forward pass, and twice that for the backward
+    pass, over the rows and causal pairs of the samples without padding."""
     samples = step_samples(plan)
     rows, scored = sum(s.rows for s in samples), sum(s.response for s in samples)
     pairs = sum(s.rows * (s.rows + 1) / 2 for s in samples)
@@ -125,18 +130,18 @@ def _phase(phase: str, spent: Iterable[Spent]) -> Iterator[Cost]:
 
 
 def _together(spent: Iterable[Spent]) -> Iterator[Spent]:
-    """Costs of the same name added up; shares are averaged by time."""
-    found: dict[str, Spent] = {}
+    """Add up costs of the same name; percentages are averaged by time."""
+    totals: dict[str, Spent] = {}
     for each in spent:
-        old = found.get(each.name)
+        old = totals.get(each.name)
         if old is not None:
             amount, seconds = old.amount + each.amount, old.seconds + each.seconds
             if each.unit == "%":
-                weighed = old.amount * old.seconds + each.amount * each.seconds
-                amount = weighed / seconds if seconds else 0.0
+                weighted = old.amount * old.seconds + each.amount * each.seconds
+                amount = weighted / seconds if seconds else 0.0
             each = each._replace(amount=amount, seconds=seconds)
-        found[each.name] = each
-    return iter(found.values())
+        totals[each.name] = each
+    return iter(totals.values())
 
 
 def _assumed(plan: Plan) -> Iterator[str]:
@@ -147,36 +152,35 @@ def _assumed(plan: Plan) -> Iterator[str]:
         f"{len(samples)} samples of {prompt:,.0f} + {response:,.0f} tokens on average (estimate), "
         f"the longest with {max(s.rows for s in samples):,} rows"
     )
-    yield "routed experts evenly used; every round as slow as its fullest rank"
-    yield "left out: the embedding, the host's work, launches of kernels, evaluation, checkpoints"
+    yield "routed experts are evenly used; every microbatch is as slow as its slowest rank"
+    yield "left out: the embedding, host work, kernel launches, evaluation, checkpoints"
 
 
 # Publish -----------------------------------------------------------------------------------------
 
 
 def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
-    """Every rank gathers the whole model, tensor by tensor, and its engine takes a part."""
+    """Every rank gathers the whole model, bucket by bucket, and its engine reads a part of it."""
     if plan.rollout.engine == "recorded":
         return
     total, each = parameters(plan.sizes).total, DTYPE_BYTES[plan.model.dtype]
-    held = min(local_parameters(plan, stage) for stage in stage_parameters(plan))
+    held = min(rank_parameters(plan, stage).total for stage in stage_parameters(plan))
     node = plan.hardware.gpus_per_node
     rate, why = reached("ring", group_rate(gpu, node, plan.world_size, 1), "byte")
-    moved = each * (total - held)
-    yield Spent("gather weights", moved, "byte", moved / rate, why)
+    yield Spent.at("gather weights", each * (total - held), "byte", rate, why)
     taken = total * DTYPE_BYTES[plan.rollout_dtype] / plan.rollout.tp
     if plan.rollout.gpus is None:
         rate, why = reached("memory", gpu.bandwidth, "byte")
-        yield Spent("load weights", 2 * taken, "byte", 2 * taken / rate, f"read and written; {why}")
+        yield Spent.at("load weights", 2 * taken, "byte", rate, f"read and written; {why}")
     else:
         rate, why = reached("ring", gpu.network, "byte")
-        yield Spent("send weights", taken, "byte", taken / rate, f"to the engine's GPUs; {why}")
-    if plan.rollout.offload_trainer == "none":
-        return
-    names = [f"{name} on the host" for name in ("weights", "gradients", "optimizer")]
-    away = max(sum(map(stage.bytes_of, names)) for stage in stage_memory(plan))
-    rate, why = reached("host", gpu.host, "byte")
-    yield Spent("offload trainer", 2 * away, "byte", 2 * away / rate, f"there and back; {why}")
+        yield Spent.at("send weights", taken, "byte", rate, f"to the engine's GPUs; {why}")
+    names = [f"{name} on the host" for name in OFFLOADED[plan.rollout.offload_trainer]]
+    if names:
+        offloaded = max(sum(map(stage.bytes_of, names)) for stage in stage_memory(plan))
+        rate, why = reached("host", gpu.host, "byte")
+        why = f"to the host and back; {why}"
+        yield Spent.at("offload trainer", 2 * offloaded, "byte", rate, why)
 
 
 # Update ------------------------------------------------------------------------------------------
@@ -190,69 +194,67 @@ def _update(run: Passes) -> Iterator[Spent]:
 def _minibatch(run: Passes, rounds: tuple[Round, ...]) -> Iterator[Spent]:
     """Forward and backward passes, and an optimizer step."""
     plan, gpu = run.plan, run.gpu
-    fullest = max(stage_parameters(plan), key=lambda stage: local_parameters(plan, stage))
+    largest = max(stage_parameters(plan), key=lambda stage: rank_parameters(plan, stage).total)
     computed = pass_costs(run, rounds, ["forward", "backward"])
     yield from computed
     yield from _activations(plan, gpu, rounds)
     last = sum(each.seconds for each in computed) * 2 / 3 / len(rounds)
-    yield from _gradients(plan, gpu, fullest, last)
-    yield from _optimizer(plan, gpu, fullest)
+    yield from _gradients(plan, gpu, largest, last)
+    yield from _optimizer(plan, gpu, largest)
 
 
 def _activations(plan: Plan, gpu: Gpu, rounds: tuple[Round, ...]) -> Iterator[Spent]:
-    """What model.offload_layers sends to the host and back."""
+    """Activations that model.offload_layers moves to the host and back."""
     if not plan.model.offload_layers:
         return
     held = sum(stage.bytes_of("offloaded activations") for stage in stage_memory(plan))
     full = plan.batching.tokens_per_microbatch
     share = sum(max(of.rows for of in each.bins) / each.cp / full for each in rounds)
     rate, why = reached("host", gpu.host, "byte")
-    moved = 2 * held * share
-    yield Spent("offload activations", moved, "byte", moved / rate, f"nothing overlaps; {why}")
+    why = f"to the host and back, nothing overlaps; {why}"
+    yield Spent.at("offload activations", 2 * held * share, "byte", rate, why)
 
 
 def _gradients(plan: Plan, gpu: Gpu, stage: Parameters, last: float) -> Iterator[Spent]:
-    """float32 sums over the ranks that hold the same weights, and the weights back from those that
-    updated a part; ``last``: seconds of a round's backward pass, which may hide the sums."""
-    parallel, node = plan.parallel, plan.hardware.gpus_per_node
-    span = parallel.ep * parallel.etp_size
-    expert = -(-stage.expert // span)
-    dense = local_parameters(plan, stage) - expert
-    copies = parallel.world_size // parallel.pp
-    weight = DTYPE_BYTES[plan.model.dtype]
+    """Float32 gradients are summed over the ranks that hold the same weights, and with a
+    distributed optimizer the updated weights are gathered.
+
+    `last`: seconds of the last backward pass, which can hide the sums.
+    """
+    parallel, node, held = plan.parallel, plan.hardware.gpus_per_node, rank_parameters(plan, stage)
+    weight, (dense_copies, expert_copies) = DTYPE_BYTES[plan.model.dtype], copies(plan)
     summed = gathered = summing = gathering = 0.0
     why = ""
-    groups = ((dense, copies // parallel.tp, parallel.tp), (expert, copies // span, span))
-    for held, size, apart in groups:
-        if size == 1 or not held:
+    # parameters, ranks that hold them, and the distance between these ranks
+    groups = (
+        (held.dense, dense_copies, parallel.tp),
+        (held.expert, expert_copies, parallel.ep * parallel.etp_size),
+    )
+    for count, size, stride in groups:
+        if size == 1 or not count:
             continue
-        rate, why = reached("ring", group_rate(gpu, node, size, apart), "byte")
+        rate, why = reached("ring", group_rate(gpu, node, size, stride), "byte")
         share = (size - 1) / size
-        sums = 4 * held * share * (1 if plan.optimizer.distributed else 2)
-        back = weight * held * share * plan.optimizer.distributed
+        sums = 4 * count * share * (1 if plan.optimizer.distributed else 2)
+        back = weight * count * share * plan.optimizer.distributed
         summed, gathered = summed + sums, gathered + back
         summing, gathering = summing + sums / rate, gathering + back / rate
     if plan.optimizer.overlap_grad_reduce:
-        summing, why = max(0.0, summing - last), f"beyond the last round's backward pass; {why}"
+        summing, why = max(0.0, summing - last), f"beyond the last backward pass; {why}"
     yield Spent("reduce gradients", summed, "byte", summing, f"float32; {why}")
     yield Spent("gather weights", gathered, "byte", gathering, why)
 
 
 def _optimizer(plan: Plan, gpu: Gpu, stage: Parameters) -> Iterator[Spent]:
-    """AdamW: gradient, weight and two moments are read, the last three written, in float32, and
-    the model's weights; before, gradients are set to zero and their norm is taken."""
-    parallel, weight = plan.parallel, DTYPE_BYTES[plan.model.dtype]
-    span, copies = parallel.ep * parallel.etp_size, parallel.world_size // parallel.pp
-    expert = -(-stage.expert // span)
-    held = local_parameters(plan, stage)
-    mine = held
-    if plan.optimizer.distributed:
-        mine = (held - expert) * parallel.tp // copies + expert * span // copies
-    there = mine * plan.optimizer.offload
+    """AdamW reads gradient, weight and two moments and writes the last three, in float32, and
+    writes the model's weights. Before, gradients are set to zero and their norm is computed."""
+    weight, held = DTYPE_BYTES[plan.model.dtype], rank_parameters(plan, stage).total
+    stepped = optimizer_parameters(plan, stage)
+    on_host = stepped * plan.optimizer.offload
     rate, why = reached("memory", gpu.bandwidth, "byte")
-    moved = 8 * held + (28 + weight) * (mine - there)
-    yield Spent("optimizer", moved, "byte", moved / rate, f"28 + {weight} bytes a parameter; {why}")
+    moved = 8 * held + (28 + weight) * (stepped - on_host)
+    yield Spent.at("optimizer", moved, "byte", rate, f"28 + {weight} bytes a parameter; {why}")
     rate, why = reached("host", gpu.host, "byte")
-    moved = (28 + 4 + weight) * there
-    why = f"the host's memory is as fast as the way to it, nothing overlaps; {why}"
-    yield Spent("optimizer on the host", moved, "byte", moved / rate, why)
+    why = f"host memory is taken to be as fast as the link to it, nothing overlaps; {why}"
+    moved = (28 + 4 + weight) * on_host
+    yield Spent.at("optimizer on the host", moved, "byte", rate, why)

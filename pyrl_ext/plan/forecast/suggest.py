@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyrl_ext.plan.compile import compile_plan, draft_of, load
-from pyrl_ext.plan.forecast.compute_time import local_parameters
 from pyrl_ext.plan.forecast.hardware import memory_limit
-from pyrl_ext.plan.forecast.memory import DTYPE_BYTES, memory_of
+from pyrl_ext.plan.forecast.memory import memory_of
+from pyrl_ext.plan.forecast.parameters import rank_parameters
 from pyrl_ext.plan.forecast.step_time import StepTime, quick_seconds, step_time
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.language.errors import ConfigError, Key, show
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules import RULES, check
+from pyrl_ext.plan.rules._rule import divisors
 
 Values = dict[Key, Any]  # (section, key) -> value
 
@@ -220,7 +222,7 @@ class _Given:
 
     def layouts(self) -> Iterator[Values]:
         """Every way to arrange the ranks, with layers cut into stages for it."""
-        sizes, layers = _divisors(self.gpus), self.draft.sizes.num_hidden_layers
+        sizes, layers = divisors(self.gpus), self.draft.sizes.num_hidden_layers
         axes = [self.choices(("parallel", axis), sizes) for axis in ("tp", "pp", "cp")]
         for tp, pp, cp in product(*axes):
             dp, odd = divmod(self.gpus, tp * pp * cp)
@@ -231,7 +233,7 @@ class _Given:
                 self.choices(("parallel", "vpp"), chunks),
                 self.choices(("parallel", "etp"), [None, 1] if tp > 1 else [None]),
             ):
-                spans = _divisors(max(1, dp * tp * cp // (etp or tp)))
+                spans = divisors(max(1, dp * tp * cp // (etp or tp)))
                 for ep in self.choices(("parallel", "ep"), spans):
                     ranks = dict(zip(RANKS, (dp, tp, pp, vpp, cp, ep, etp), strict=True))
                     yield ranks | self._split(pp, vpp or 1) | self._spread(dp, cp)
@@ -309,7 +311,7 @@ class _Given:
     def weight_bytes(self, values: Values) -> float:
         """What a rank of equal stages holds of weights and gradients, whatever is saved."""
         plan = self.plan(values)
-        counts = local_parameters(plan, parameters(plan.sizes)) / plan.parallel.pp
+        counts = rank_parameters(plan, parameters(plan.sizes)).total / plan.parallel.pp
         return counts * (DTYPE_BYTES[plan.model.dtype] + 4)
 
     def _texts(self, values: Values) -> tuple[str, ...]:
@@ -319,10 +321,6 @@ class _Given:
             for key, value in values.items()
             if value != self.value(key)
         )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def even_layout(layers: int, mtp: int, stages: int) -> str:

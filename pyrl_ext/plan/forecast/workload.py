@@ -1,4 +1,4 @@
-"""Lengths that a step's samples are expected to have, and the microbatches that they make."""
+"""Expected lengths of a step's samples, and the microbatches they are packed into."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class Sample(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """What the trainer computes: the last token of a sample is never an input."""
+        """Rows that the trainer computes: the last token of a sample is never an input."""
         return self.prompt + self.response - 1
 
 
 class Bin(NamedTuple):
-    """Samples that one data-parallel rank computes together, summed up."""
+    """Totals of the samples that one data-parallel rank computes in one microbatch."""
 
     rows: int
-    """Padded."""
+    """Padded rows."""
     pairs: int
-    """Of a query and a key that it may see: L (L + 1) / 2 for every sample of L rows."""
+    """Causal pairs of a query and a key: L (L + 1) / 2 for every sample of L rows."""
     scored: int
-    """Rows whose target is a token of a response."""
+    """Rows whose target is a response token."""
 
 
 class Round(NamedTuple):
-    """One microbatch of every data-parallel rank; they wait for each other."""
+    """One microbatch on every data-parallel rank; the ranks wait for each other."""
 
     cp: int
-    """Ranks that share each of its sequences."""
+    """Ranks that share each sequence."""
     bins: tuple[Bin, ...]
 
 
 def step_samples(plan: Plan) -> tuple[Sample, ...]:
-    """All samples of a step, prompt by prompt: even quantiles of lognormals with the means and the
-    spread of ``plan.estimate``, cut at the plan's maxima, in an order that mixes them."""
+    """All samples of a step, prompt by prompt: evenly spaced quantiles of lognormals with the means
+    and spread of `plan.estimate`, cut at the plan's maxima, shuffled deterministically."""
     estimate, batching = plan.estimate, plan.batching
     longest = plan.data.max_prompt_tokens, plan.rollout.max_new_tokens
     means = estimate.prompt_tokens, estimate.response_tokens
@@ -61,15 +61,14 @@ Lognormal = tuple[float, float, int]  # mean, standard deviation of the logarith
 
 @lru_cache(maxsize=8)
 def _samples(prompts: int, each: int, prompt: Lognormal, response: Lognormal) -> tuple[Sample, ...]:
-    asked, answered = quantiles(prompts, *prompt), quantiles(prompts * each, *response)
-    mixed = [asked[i] for i in _mixed(prompts)]
-    answers = [answered[i] for i in _mixed(prompts * each)]
-    return tuple(Sample(mixed[i // each], length) for i, length in enumerate(answers))
+    rising = quantiles(prompts, *prompt), quantiles(prompts * each, *response)
+    asked, answered = ([lengths[i] for i in _mixed(len(lengths))] for lengths in rising)
+    return tuple(Sample(asked[i // each], length) for i, length in enumerate(answered))
 
 
 def quantiles(count: int, mean: float, spread: float, most: int) -> list[int]:
-    """``count`` lengths of 1 to ``most`` tokens, rising: quantiles of a lognormal, each in the
-    middle of an equal share."""
+    """`count` rising lengths of 1 to `most` tokens: quantiles of a lognormal at the midpoints of
+    equal shares."""
     middle = math.log(mean) - spread**2 / 2
     normal = NormalDist()
     shares = ((i + 0.5) / count for i in range(count))
@@ -78,7 +77,7 @@ def quantiles(count: int, mean: float, spread: float, most: int) -> list[int]:
 
 
 def _mixed(count: int) -> list[int]:
-    """0 to count - 1 in steps of about a golden section: any stretch of them is spread evenly."""
+    """0 to count - 1 in golden-section steps, so that any contiguous part is spread evenly."""
     step = max(1, round(count * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, count) != 1:
         step += 1
@@ -86,7 +85,7 @@ def _mixed(count: int) -> list[int]:
 
 
 def step_rounds(plan: Plan) -> tuple[Round, ...]:
-    """The rounds of a forward pass over all samples, as the log-prob passes take them."""
+    """The rounds of a forward pass over all samples, as in the log-prob passes."""
     return _rounds_of(plan, step_samples(plan))
 
 
@@ -98,7 +97,7 @@ def update_rounds(plan: Plan) -> tuple[tuple[Round, ...], ...]:
 
 
 def even_rounds(plan: Plan, parts: int) -> tuple[Round, ...]:
-    """About the rounds of one of ``parts`` equal minibatches: as few as there can be, all alike."""
+    """Approximate rounds of one of `parts` equal minibatches: the fewest possible, all equal."""
     parallel, samples = plan.parallel, step_samples(plan)
     rows, pairs, scored = _totals(samples)
     ranks = parts * parallel.dp
@@ -129,8 +128,8 @@ def _rounds(
     limit: int,
     align: int,
 ) -> tuple[Round, ...]:
-    """Under dynamic context parallelism, samples that need as many ranks run together: the smallest
-    power of two at which a rank's part is within the limit."""
+    """Rounds of `samples`. Under dynamic context parallelism a sample runs on the smallest power of
+    two of ranks at which a rank's part is within the limit, together with samples of that size."""
     if dynamic is None:
         return tuple(_pack(samples, cp, dp, limit * cp, align))
     classes: dict[int, list[Sample]] = {}

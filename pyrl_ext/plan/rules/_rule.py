@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 
@@ -75,7 +76,7 @@ def indivisible(
     odd = [f"{name} {whole}" for name, whole in wholes.items() if whole % number]
     if odd:
         each = " of each" if len(wholes) > 1 else ""
-        usable = divisors(*filter(None, (*wholes.values(), *also)))
+        usable = choice(divisors(*filter(None, (*wholes.values(), *also))))
         return (
             f"{number} does not divide {', '.join(odd)}{where and f' {where}'}, expected a "
             f"divisor{each}; {why}. Use {usable}"
@@ -87,15 +88,16 @@ def unfit_for_heads(tp: int, groups: int | None, why: str, where: str) -> Found:
     if groups and groups % tp and tp % groups:
         return (
             f"{tp} neither divides num_key_value_heads {groups} nor is a multiple of it {where}, "
-            f"expected one of both; {why}. Use {divisors(groups)}, or a multiple of {groups}"
+            f"expected one of both; {why}. Use {choice(divisors(groups))}, or a multiple "
+            f"of {groups}"
         )
 
 
-def divisors(*numbers: int) -> str:
-    """The common divisors as a phrase to choose from."""
-    return choice(
-        [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
-    )
+def divisors(*numbers: int) -> list[int]:
+    """The common divisors, rising."""
+    common = math.gcd(*numbers)
+    small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
+    return sorted({*small, *(common // n for n in small)})
 
 
 def choice(numbers: list[int]) -> str:

@@ -11,7 +11,7 @@ from pyrl_ext.plan.model.chunks import (
     split_keys,
 )
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.rules._rule import Found, divisors, in_config, rule
+from pyrl_ext.plan.rules._rule import Found, choice, divisors, in_config, rule
 
 
 @rule("parallel.pp")
@@ -50,7 +50,7 @@ def layers_split_over_stages(plan: Plan) -> Found:
         return (
             f"{chunks} does not divide num_hidden_layers {layers}{total} {in_config(plan)}, "
             "expected a divisor; every stage holds the same number of layers. Use "
-            f"{divisors(slots)}{other}"
+            f"{choice(divisors(slots))}{other}"
         )
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from pyrl_ext.plan.forecast.hardware import parse_gpus
 from pyrl_ext.plan.forecast.suggest import suggest
+from pyrl_ext.plan.forecast.units import GIB, size
 from pyrl_ext.plan.language.errors import ConfigError, Problem
 
 
@@ -34,15 +35,15 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
     if not search.found:
         if search.smallest:
             peak, texts = search.smallest
-            console.print(f"the least found holds {_gib(peak)} GiB a GPU, with", " ".join(texts))
+            console.print(f"the least found holds {size(peak)} on a GPU, with", " ".join(texts))
         return 2
     table = Table(box=None, pad_edge=False)
     for name in ("", "tokens", "recompute", "peak GiB", "left GiB", "s a step", "MFU"):
         table.add_column(name, justify="right")
     for number, each in enumerate(search.found, start=1):
-        left = _gib(each.limit - each.peak)
+        left = f"{(each.limit - each.peak) / GIB:.1f}"
         tokens, again = each.plan.batching.tokens_per_microbatch, each.plan.model.recompute
-        cells = (str(tokens), again, _gib(each.peak), left, f"{each.time.total:.3g}")
+        cells = (str(tokens), again, f"{each.peak / GIB:.1f}", left, f"{each.time.total:.3g}")
         table.add_row(str(number), *cells, f"{each.time.mfu:.0%}")
     console.print(table)
     for number, each in enumerate(search.found, start=1):
@@ -50,10 +51,6 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
         console.print(f"{number}: {pasted}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"fastest first. Time: {search.found[0].time.error}. MFU is of the update")
     return 0
-
-
-def _gib(held: int) -> str:
-    return f"{held / 2**30:.1f}"
 
 
 class _Line:

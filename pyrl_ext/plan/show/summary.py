@@ -7,8 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 from pyrl_ext.plan import rules
 from pyrl_ext.plan.forecast.hardware import memory_limit
-from pyrl_ext.plan.forecast.memory import PHASES, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
+from pyrl_ext.plan.forecast.units import count, duration, size
 from pyrl_ext.plan.language.errors import show
 from pyrl_ext.plan.model.ranks import groups as groups_of
 from pyrl_ext.plan.model.sizes import parameters
@@ -150,7 +152,7 @@ def _value(key: str, value: Any, field: Any) -> Value:
 
 def peak_phase(stage: StageMemory) -> str:
     """The phase in which a stage holds most on the device."""
-    return max(PHASES, key=stage.held)
+    return max(MEMORY_PHASES, key=stage.held)
 
 
 def most_microbatches(plan: Plan) -> int:
@@ -159,56 +161,6 @@ def most_microbatches(plan: Plan) -> int:
     each = max(1, plan.batching.tokens_per_microbatch // plan.max_rows)
     samples = -(-plan.samples_per_minibatch // plan.parallel.dp)
     return -(-samples // each)
-
-
-def size(number: int) -> str:
-    """Bytes with a binary unit."""
-    value, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.4g} {units[0]}"
-
-
-_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-
-
-def unit_for(most: float) -> tuple[str, int]:
-    """(unit, its bytes) in which numbers up to `most` bytes read well below each other."""
-    found = (item for item in _UNITS.items() if most >= 2 * item[1])
-    return next(found, ("KiB", _UNITS["KiB"]))
-
-
-def in_units(number: int, factor: int) -> str:
-    """Bytes as a number of units; none are left out, and few are told apart from none."""
-    value = number / factor
-    return "< 0.01" if 0 < value < 0.005 else f"{value:.2f}" if number else ""
-
-
-def duration(seconds: float) -> str:
-    """Seconds with the unit that reads best."""
-    for unit, factor in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
-
-
-def amount(number: float, unit: str) -> str:
-    """How much of `unit`; FLOP and bytes with a decimal prefix: 3 TFLOP, 20 GB."""
-    short = {"FLOP": "FLOP", "byte": "B", "bytes": "B"}.get(unit)
-    if short is None:
-        return f"{number:.4g} {unit}" if number < 1000 else f"{number:,.0f} {unit}"
-    for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.4g} {prefix}{short}"
-    return f"{number:.3g} {short}"
-
-
-def count(number: int) -> str:
-    """A number with K, M or B for thousands, millions and billions."""
-    for unit, factor in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if number >= factor:
-            return f"{number / factor:.4g}{unit}"
-    return str(number)
 
 
 def ranges(ids: tuple[int, ...]) -> str:

@@ -9,21 +9,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from pyrl_ext.plan.forecast.memory import PHASES, Item, chunk_parameters
+from pyrl_ext.plan.forecast.memory import Item
+from pyrl_ext.plan.forecast.parameters import chunk_parameters
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.forecast.step_time import StepTime
+from pyrl_ext.plan.forecast.units import amount, count, duration, in_units, size, unit_for
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.show.summary import (
-    Summary,
-    amount,
-    count,
-    duration,
-    facts,
-    in_units,
-    ranges,
-    size,
-    unit_for,
-    values,
-)
+from pyrl_ext.plan.show.summary import Summary, facts, ranges, values
 
 _TONES = {"good": "bold green", "bad": "bold red", "plain": "bold"}
 
@@ -105,17 +97,20 @@ def memory_table(summary: Summary, in_full: bool = False) -> tuple[str, Table]:
     unit, factor = unit_for(max(stage.peak, limit or 0))
     several = len(summary.memory) > 1
     where = f" of stage {stage.stage}, the fullest of {len(summary.memory)}" if several else ""
-    columns = ("item", *PHASES, "how it is counted")
-    table = _table(*columns, whole=len(columns) - 1, right=PHASES)
+    columns = ("item", *MEMORY_PHASES, "how it is counted")
+    table = _table(*columns, whole=len(columns) - 1, right=MEMORY_PHASES)
     _reasons_last(table, in_full)
     for host in (False, True):
         items = [item for item in stage.items if item.host == host]
         for item in items:
-            held = [in_units(item.bytes, factor) if each in item.phases else "" for each in PHASES]
+            held = [
+                in_units(item.bytes, factor) if each in item.phases else ""
+                for each in MEMORY_PHASES
+            ]
             table.add_row(_item_name(item), *held, escape(item.why))
         if not items:
             continue
-        total = [stage.held(phase, host) for phase in PHASES]
+        total = [stage.held(phase, host) for phase in MEMORY_PHASES]
         name = "together on the host" if host else "together"
         table.add_row(f"[bold]{name}[/]", *(f"[bold]{in_units(each, factor)}[/]" for each in total))
         if limit is not None and not host:

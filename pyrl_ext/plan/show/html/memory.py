@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import batched, groupby
 
-from pyrl_ext.plan.forecast.memory import PHASES, Item, StageMemory
+from pyrl_ext.plan.forecast.memory import Item, StageMemory
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
+from pyrl_ext.plan.forecast.units import in_units, size, unit_for
 from pyrl_ext.plan.show.html.bars import Limit, Part, Row, bars
 from pyrl_ext.plan.show.html.svg import Content, Markup, join, table, tag
-from pyrl_ext.plan.show.summary import Summary, in_units, ranges, size, unit_for
+from pyrl_ext.plan.show.summary import Summary, ranges
 
 _STAGES = 8  # a table holds
 
@@ -22,12 +24,12 @@ def memory_section(summary: Summary) -> Markup:
 
 def _bars(summary: Summary, host: bool) -> Markup:
     stages, limit = summary.memory, None if host else summary.limit
-    most = max(stage.held(phase, host) for stage in stages for phase in PHASES)
+    most = max(stage.held(phase, host) for stage in stages for phase in MEMORY_PHASES)
     rows = []
     for items, alike in groupby(stages, lambda stage: [i for i in stage.items if i.host == host]):
         numbers = tuple(stage.stage for stage in alike)
         group = f"stage {ranges(numbers)}" if len(stages) > 1 else ""
-        for phase in PHASES:
+        for phase in MEMORY_PHASES:
             parts = [_part(item) for item in items if phase in item.phases]
             if parts:
                 rows.append(Row(group, phase, parts, size(stages[numbers[0]].held(phase, host))))
@@ -65,9 +67,9 @@ def _table_of(summary: Summary, stages: tuple[StageMemory, ...]) -> Markup:
             kinds.setdefault((name, item.phases), [0] * len(stages))[i] += item.bytes
     rows: list[list[Content]] = []
     for (name, phases), held in kinds.items():
-        when = "every phase" if len(phases) == len(PHASES) else ", ".join(phases)
+        when = "every phase" if len(phases) == len(MEMORY_PHASES) else ", ".join(phases)
         rows.append([name, when, *(in_units(each, factor) for each in held)])
-    for phase in PHASES:
+    for phase in MEMORY_PHASES:
         held = [in_units(stage.held(phase), factor) for stage in stages]
         rows.append([tag("b", "together"), phase, *held])
     if limit is not None:

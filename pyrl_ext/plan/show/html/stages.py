@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pyrl_ext.plan.forecast.memory import chunk_parameters
+from pyrl_ext.plan.forecast.parameters import chunk_parameters
+from pyrl_ext.plan.forecast.units import count
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.show.html.svg import WIDTH, Markup, box, join, legend, picture, text
-from pyrl_ext.plan.show.summary import count, ranges
+from pyrl_ext.plan.show.summary import ranges
 
 PARTS = {
     "embedding": ("series-3", "embedding"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pyrl_ext.plan.forecast.pipeline_schedule import Slot, bubble_share, pipeline
 from pyrl_ext.plan.forecast.step_time import Cost
+from pyrl_ext.plan.forecast.units import amount, duration
 from pyrl_ext.plan.forecast.workload import update_rounds
 from pyrl_ext.plan.show.html.bars import Part, Row, bars
 from pyrl_ext.plan.show.html.svg import (
@@ -19,7 +20,7 @@ from pyrl_ext.plan.show.html.svg import (
     tag,
     text,
 )
-from pyrl_ext.plan.show.summary import Summary, amount, duration
+from pyrl_ext.plan.show.summary import Summary
 
 _MOST_UNITS = 140  # forward passes beside each other that can still be told apart
 _SHADES = 4

@@ -1,0 +1,16 @@
+"""The phases of a step, and what the trainer holds in which of them."""
+
+from __future__ import annotations
+
+# In order. The metrics of a run have the same names, after `time/`.
+STEP_PHASES = ("publish", "rollout", "old_logprobs", "ref_logprobs", "update")
+
+# Both log-prob passes hold the same memory, so there they are one phase.
+MEMORY_PHASES = ("publish", "rollout", "logprobs", "update")
+
+# rollout.offload_trainer -> what of the trainer's state leaves the device during the rollout.
+OFFLOADED: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "optimizer": ("optimizer",),
+    "all": ("optimizer", "gradients", "weights"),
+}
