@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch
 from pyrl_ext.data.source import Source, build_source
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
+from pyrl_ext.dist.disk import locked
 from pyrl_ext.dist.heartbeat import Heartbeat, heartbeats
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
@@ -29,6 +29,7 @@ from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.rollout.build import build_engine, sampling_of
 from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.engine import Engine
+from pyrl_ext.run.failure import no_silent_exit, report_failure
 from pyrl_ext.run.folder import RunFolder
 from pyrl_ext.run.interrupt import Interrupt
 from pyrl_ext.samples import Sample, Sampling
@@ -102,7 +103,7 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
             if stop:
                 break
         finish(policy, rollouts, run, clock)
-    return policy.step == plan.steps
+    return policy.step >= plan.steps
 
 
 def schedule(plan: Plan, batch: Batch) -> Schedule:
@@ -264,7 +265,7 @@ def finish(policy: Policy, rollouts: Rollouts, run: RunFolder, clock: Clock) -> 
     run.close()
     run.report()
     if run.topo.is_main and policy.step < run.plan.steps:
-        print(f"stopped after step {policy.step}; the same command goes on from here", flush=True)
+        print(f"stopped after step {policy.step}; the same command resumes from here", flush=True)
 
 
 def load_kernels(plan: Plan, topo: Topology) -> None:
@@ -279,7 +280,8 @@ def load_kernels(plan: Plan, topo: Topology) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: done; 1: failed, with the reason; 2: the plan does not hold; 130: Ctrl-C."""
+    """Exit code 0: the last step is done; 1: failed, with the reason; 2: the plan does not hold;
+    130: Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m pyrl_ext.train", description=__doc__)
     parser.add_argument("config", help="the YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
@@ -295,19 +297,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if plan.threads:
         torch.set_num_threads(plan.threads)
     serve_gpu_from(plan.kernels.backend)
+    run = Path(plan.run)
     try:
-        with topology.start(plan) as topo, heartbeats(topo) as heartbeat:
+        with (
+            no_silent_exit(),
+            topology.start(plan) as topo,
+            heartbeats(topo) as heartbeat,
+            locked(run, topo.is_main),
+        ):
             plan = fetch(plan, topo)
             load_kernels(plan, topo)
             done = train(plan, topo, heartbeat)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
-        trace = Path(plan.run) / "error.txt"
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        trace.write_text(traceback.format_exc())
-        print(f"error: {error}\n(traceback: {trace})", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("stopped at once; the same command resumes from the last checkpoint", flush=True)
+        return STOPPED
+    except BaseException as error:  # SystemExit of user code too: an unfinished run is no success
+        report_failure(run, error)
         return 1
     return 0 if done else STOPPED
 

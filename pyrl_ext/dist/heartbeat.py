@@ -129,7 +129,9 @@ class Heartbeat:
         self._store = _get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._send(0)
         self._store.wait([self._keys[rank] for rank in self._watched], timedelta(minutes=5))
-        self._exchange_thread = threading.Thread(target=self._exchange, name="heartbeat-exchange", daemon=True)
+        self._exchange_thread = threading.Thread(
+            target=self._exchange, name="heartbeat-exchange", daemon=True
+        )
         self._monitor_thread = threading.Thread(
             target=self._monitor, name="heartbeat-monitor", daemon=True
         )

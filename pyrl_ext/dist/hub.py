@@ -1,9 +1,8 @@
-"""Hub ids of a plan -> folders: fetched once a node, by one rank, while the others wait."""
+"""Hub ids of a plan -> folders: one rank of each node downloads, while the others wait."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
 import uuid
 from typing import Any
@@ -13,8 +12,8 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
+from pyrl_ext.dist.topology import Topology, launched
 from pyrl_ext.plan import Plan
-from pyrl_ext.dist.topology import Topology
 
 TOKENIZER_FILES = (
     *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json"),
@@ -30,7 +29,7 @@ POLL = 0.5  # seconds
 def fetch(plan: Plan, topo: Topology) -> Plan:
     """``plan`` with the folders of its hub ids, in the hub's cache (HF_HUB_CACHE) of each node.
 
-    Rank 0 of each node asks the hub, the others wait for as long as it takes.
+    Local rank 0 of each node downloads; the others wait without a time limit.
 
     Communicates: one gather over the world, then by the store.
     Raises: OSError on every rank, with the reason, when a node could not fetch something.
@@ -39,7 +38,7 @@ def fetch(plan: Plan, topo: Topology) -> Plan:
     wanted = {key: name for key, name in named.items() if name and plan.is_hub_id(name)}
     if not wanted:
         return plan
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = launched("LOCAL_RANK", 0)
     every: list[Any] = [None] * topo.world_size
     dist.all_gather_object(every, (local_rank, uuid.uuid4().hex))
     keys = {rank: f"hub/{every[0][1]}/{rank}" for rank, (local, _) in enumerate(every) if not local}
@@ -58,7 +57,7 @@ def fetch(plan: Plan, topo: Topology) -> Plan:
 
 
 def _download(wanted: dict[str, str], shown: bool) -> dict[str, str]:
-    """Hub id -> folder, or {"problem": why not}."""
+    """Hub id -> folder, or {"problem": reason}."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -76,7 +75,7 @@ def _download(wanted: dict[str, str], shown: bool) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, and what to do."""
+    """The reason for a message, with the remedy."""
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyrl_ext.plan import Plan
+
 # said once per import of megatron-core; the plan's backend decides, not what happens to be there
 warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
 warnings.filterwarnings("ignore", message=".*without the NVRx async checkpointing.*")
@@ -26,7 +28,7 @@ logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CU
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this process stands in the grid. Built once by `start`, handed to whoever communicates.
+    """The place of this process in the grid. Built by `start`, passed to whatever communicates.
 
     Sizes and ranks are plain ints; ``groups`` is megatron-core's ``ProcessGroupCollection``
     (``tp pp cp ep expt_tp dp dp_cp expt_dp ...``), which its functions take as an argument.
@@ -75,15 +77,23 @@ def device_of(kind: str) -> torch.device:
         raise RuntimeError(
             "topology: device is cuda, but torch sees no GPU. Use device=cpu, or a machine with one"
         )
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cuda", launched("LOCAL_RANK", 0))
+
+
+def launched(name: str, default: int) -> int:
+    """The integer that torchrun put into the environment variable ``name``, or ``default``."""
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"topology: {name}={text!r}, expected a number. Unset it, or use torchrun")
+    return int(text)
 
 
 def _start_processes(device: torch.device, world_size: int, timeout: timedelta) -> None:
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if launched != world_size:
+    processes = launched("WORLD_SIZE", 1)
+    if processes != world_size:
         raise RuntimeError(
             f"topology: the plan needs {world_size} processes (dp*tp*pp*cp), this run has "
-            f"{launched}. Start it with: torchrun --nproc-per-node {world_size} -m pyrl_ext.train"
+            f"{processes}. Start it with: torchrun --nproc-per-node {world_size} -m pyrl_ext.train"
         )
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if world_size > 1:
@@ -94,15 +104,16 @@ def _start_processes(device: torch.device, world_size: int, timeout: timedelta) 
 
 
 @contextmanager
-def start(plan: Any, timeout: timedelta = timedelta(minutes=30)) -> Iterator[Topology]:
-    """Join the other processes, build megatron's groups, and leave everything as it was at the end.
+def start(plan: Plan, timeout: timedelta = timedelta(minutes=30)) -> Iterator[Topology]:
+    """Join the other processes and build megatron's groups; destroy them when the block ends.
 
     Args:
-        plan:    ``plan.device``, ``plan.parallel`` and ``plan.world_size`` are read.
+        plan: ``plan.device``, ``plan.parallel`` and ``plan.world_size`` are read.
         timeout: how long a collective may wait for a rank before it fails.
 
     Communicates: the rendezvous, over torchrun's environment when there is more than one process.
-    Raises: RuntimeError when the number of processes is not the plan's, or there is no such device.
+    Raises: RuntimeError when the number of processes is not the plan's, or there is no such device;
+        ValueError when torchrun's environment holds no numbers.
     """
     device = device_of(plan.device)
     if device.type == "cuda":
@@ -123,8 +134,11 @@ def start(plan: Any, timeout: timedelta = timedelta(minutes=30)) -> Iterator[Top
 
 
 def _leave_groups() -> None:
-    """megatron forgets its groups and leaves them open, each with sockets and threads (three, over
-    gloo): a process that builds several topologies would drown in them."""
+    """Destroy megatron's groups, which megatron forgets but leaves open.
+
+    Each holds sockets and threads (three, over gloo), so a process that builds several topologies
+    would run out of them.
+    """
     from megatron.core import parallel_state
 
     groups = parallel_state._global_process_group_list or []
@@ -133,16 +147,18 @@ def _leave_groups() -> None:
         dist.destroy_process_group(group)
 
 
-def _embedding_ranks(plan: Any, pp_ranks: list[int]) -> list[int]:
-    """Ranks of a pipeline whose embedding gradients are one: of the first stage, of that with the
-    layers for multi-token prediction, and of the last if its output is tied. (megatron's default is
-    the first and the last; it would add up an embedding's and an output's gradients.)"""
+def _embedding_ranks(plan: Plan, pp_ranks: list[int]) -> list[int]:
+    """Ranks of a pipeline that hold the same embedding, whose gradients are summed.
+
+    The first stage, the stage with MTP layers, and the last if its output is tied. (megatron's
+    default is the first and the last: it would add the gradients of an embedding and an output.)
+    """
     tied = plan.sizes.tie_word_embeddings
     holders = (any(s.embedding or s.mtp or (s.loss and tied) for s in c) for c in plan.stages)
     return [rank for rank, holds in zip(pp_ranks, holders, strict=True) if holds]
 
 
-def _groups(plan: Any, device: torch.device) -> Topology:
+def _groups(plan: Plan, device: torch.device) -> Topology:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 

@@ -222,7 +222,10 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.get_default_device()": (torch.get_default_device, _set_default_device),
-    "torch.get_deterministic_debug_mode()": (torch.get_deterministic_debug_mode, _set_deterministic),
+    "torch.get_deterministic_debug_mode()": (
+        torch.get_deterministic_debug_mode,
+        _set_deterministic,
+    ),
     "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
     "torch.backends.cudnn.deterministic": (
         lambda: _CUDNN.deterministic,

@@ -1,37 +1,48 @@
-"""Checkpoints by megatron's dist_checkpointing: for any layout, whole or not at all."""
+"""Checkpoints by megatron's dist_checkpointing: for any layout, whole or not at all, verified.
+
+A checkpoint is a folder ``step-<n>``: megatron's files, the plan, the counters (written after
+those), and the digest of each file (``digests.json``), against which it is verified when loaded.
+"""
 
 from __future__ import annotations
 
 import json
 import queue
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.nn import Module
 
+from pyrl_ext.dist.file_digests import ALGORITHM, DIGESTS, find_damage, write_digests
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.optimizer import load_state, sharded_state
 from pyrl_ext.megatron.quiet import quiet
+from pyrl_ext.plan import Plan
 
 COUNTERS, PLAN = "counters.json", "plan.json"
+_COUNTERS = {"step": int, "updates": int, "layout": str, "plan": str}
+_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
+_WRITING, _REPLACED = ".writing", ".replaced"
 
 
 def save(
     folder: Path,
     models: Sequence[Module],
     optimizer: Any,
-    counters: dict,
-    plan: Any,
+    counters: Mapping[str, int],
+    plan: Plan,
     topo: Topology,
     *also: Callable[[Path], None],
 ) -> None:
-    """`write_whole` of models, optimizer, counters and the plan.
+    """`write_whole` of models, optimizer, counters, the plan and the digest of every file.
 
     Args:
-        also: write what else belongs into the folder that they are called with, on every rank.
+        optimizer: megatron's, or None for a model that is not trained.
+        also: write further files into the folder they are called with, on every rank.
     """
     from megatron.core import dist_checkpointing
 
@@ -40,20 +51,24 @@ def save(
         with quiet():
             dist_checkpointing.save(_state(models, optimizer, topo), str(writing))
         if topo.is_main:
-            facts = {"layout": layout(topo), "plan": plan.fingerprint}
+            facts = {"layout": layout(topo), "plan": plan.fingerprint, "digests": ALGORITHM}
             (writing / PLAN).write_text(plan.to_json())
             (writing / COUNTERS).write_text(json.dumps(counters | facts))
 
-    write_whole(folder, topo, write, *also)
+    def digest(writing: Path) -> None:
+        write_digests(writing, topo)
+
+    write_whole(folder, topo, write, *also, digest)
 
 
 def write_whole(folder: Path, topo: Topology, *stages: Callable[[Path], None]) -> None:
     """Let ``stages`` write into ``<folder>.writing``, and rename it when all ranks are done.
 
     Communicates: as the stages do, and after each whether a rank failed.
-    Raises: OSError naming the folder when a rank cannot write (no space, no permission); what was
-        begun is deleted, what was there before is untouched.
+    Raises: OSError naming the folder when a rank cannot write (no space, no permission); the
+        unfinished folder is deleted, and what was there before is untouched.
     """
+    replaced = folder.with_name(folder.name + _REPLACED)
 
     def begin(writing: Path) -> None:
         if topo.is_main:
@@ -62,11 +77,14 @@ def write_whole(folder: Path, topo: Topology, *stages: Callable[[Path], None]) -
 
     def finish(writing: Path) -> None:
         if topo.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
+            if folder.exists():
+                folder.rename(replaced)
             writing.rename(folder)
+            shutil.rmtree(replaced, ignore_errors=True)
 
     for stage in (begin, *stages, finish):
-        _on_all_ranks(stage, folder.with_name(folder.name + ".writing"), topo)
+        _on_all_ranks(stage, folder.with_name(folder.name + _WRITING), topo)
 
 
 def _on_all_ranks(stage: Callable[[Path], None], writing: Path, topo: Topology) -> None:
@@ -78,40 +96,57 @@ def _on_all_ranks(stage: Callable[[Path], None], writing: Path, topo: Topology) 
         stage(writing)
     except (Exception, CheckpointException) as error:
         problem = error
-    problems: list[Any] = [None] * topo.world_size
-    dist.all_gather_object(problems, None if problem is None else _last_line(problem))
-    failed = [f"rank {rank}: {what}" for rank, what in enumerate(problems) if what is not None]
+    failed = _problems(None if problem is None else _last_line(problem), topo)
     if not failed:
         return
     if topo.is_main:
         shutil.rmtree(writing, ignore_errors=True)
     raise OSError(
-        f"checkpoint: {writing.with_suffix('')} could not be written ({'; '.join(failed)}); what "
-        "was begun is deleted, older checkpoints are as they were. Make room, then start the same "
-        "command again"
+        f"checkpoint: {writing.with_suffix('')} could not be written ({'; '.join(failed)}); the "
+        "unfinished folder is deleted, older checkpoints are untouched. Make room, then start the "
+        "same command again"
     ) from problem
 
 
-def load(folder: Path, models: Sequence[Module], optimizer: Any, plan: Any, topo: Topology) -> dict:
-    """Fill models and optimizer from ``folder``, whatever layout wrote it; returns its counters.
+def _problems(problem: str | None, topo: Topology) -> list[str]:
+    """``rank r: problem`` for every rank that has one. Communicates: one gather over the world."""
+    problems: list[Any] = [None] * topo.world_size
+    dist.all_gather_object(problems, problem)
+    return [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]
 
-    Raises: ConfigError with the fields in which the plan that wrote it and ``plan`` differ, and may
-        not. ValueError when an earlier version of this package wrote it, in a form of its layout.
+
+def load(
+    folder: Path, models: Sequence[Module], optimizer: Any, plan: Plan, topo: Topology
+) -> dict[str, Any]:
+    """Verify ``folder``, then fill models and optimizer from it, whatever layout wrote it.
+
+    Args:
+        optimizer: megatron's; None leaves the saved optimizer state unread.
+
+    Returns: the counters that `save` was given.
+    Communicates: one gather over the world, then as megatron's load does.
+    Raises: ConfigError with the fields in which the plan that wrote it and ``plan`` differ and may
+        not. ValueError naming the file that is damaged, on every rank, or when an earlier version
+        of this package wrote it, in a form that depends on the layout.
     """
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
-    counters = json.loads((folder / COUNTERS).read_text())
-    if "layout" not in counters:
+    _verify(folder, topo)
+    counters = read_counters(folder)
+    if counters["plan"] != plan.fingerprint:
+        plan.check_resumes(Plan.read(folder / PLAN))
+    try:
+        with quiet():
+            state: Any = dist_checkpointing.load(
+                _state(models, optimizer, topo, loading=True), str(folder)
+            )
+    except (Exception, CheckpointException) as error:
+        reason = f"{type(error).__name__}: {_last_line(error)}"
         raise ValueError(
-            f"checkpoint: {folder} names no layout in {COUNTERS}, expected one of this version, "
-            "whose checkpoints load under any layout. Start afresh in another run folder"
-        )
-    if counters.get("plan") != plan.fingerprint:
-        plan.check_resumes(type(plan).read(folder / PLAN))
-    with quiet():
-        state: Any = dist_checkpointing.load(
-            _state(models, optimizer, topo, loading=True), str(folder)
-        )
+            f"checkpoint: {folder} cannot be read ({reason}), expected megatron's files as they "
+            f"were written. {_instead(folder)}"
+        ) from error
     for i, model in enumerate(models):
         model.load_state_dict(state["models"][i])
     if optimizer is not None:
@@ -119,8 +154,65 @@ def load(folder: Path, models: Sequence[Module], optimizer: Any, plan: Any, topo
     return counters
 
 
+def _verify(folder: Path, topo: Topology) -> None:
+    """Each rank checks its share of the files; without digests, an earlier version wrote it."""
+    problem = None
+    if (folder / DIGESTS).exists():
+        try:
+            problem = find_damage(folder, topo)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    elif "digests" in read_counters(folder):
+        problem = f"{folder / DIGESTS}: missing, expected the digests of the other files"
+    elif topo.is_main:
+        print(f"{folder} has no digests (an earlier version wrote it): not verified", flush=True)
+    if damaged := _problems(problem, topo):
+        raise ValueError(
+            f"checkpoint: {folder} is damaged ({'; '.join(damaged)}). {_instead(folder)}"
+        )
+
+
+def read_counters(folder: Path) -> dict[str, Any]:
+    """What `save` wrote into ``counters.json``, with ``layout`` and ``plan`` of the run.
+
+    Raises: ValueError when the file is not one, or of an earlier version.
+    """
+    path = folder / COUNTERS
+    try:
+        counters = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        if isinstance(counters, dict) and all(
+            isinstance(counters.get(name), kind) for name, kind in _COUNTERS.items()
+        ):
+            return counters
+        reason = f"holds {str(counters)[:100]}"
+        if isinstance(counters, dict) and [*map(type, counters.values())] == [int, int]:
+            raise ValueError(
+                f"checkpoint: {folder} names no layout in {COUNTERS}, expected one of this "
+                "version, whose checkpoints load under any layout. Start afresh in another run "
+                "folder"
+            )
+    raise ValueError(
+        f"{path}: damaged ({reason}), expected the step, updates, layout and plan of a checkpoint. "
+        f"{_instead(folder)}"
+    )
+
+
+def _instead(folder: Path) -> str:
+    """What to do when ``folder`` cannot be used."""
+    older = [p for p in whole(folder.parent) if p != folder and _number(p) < _number(folder)]
+    if older:
+        return (
+            f"The checkpoint before it, {older[-1]}, can be used: move {folder} away and start the "
+            "same command again"
+        )
+    return "There is no checkpoint before it; resume=never starts the run over"
+
+
 def layout(topo: Topology) -> str:
-    """The sizes of ``topo`` in words, as in ``dp 2 ep 2 on cpu``."""
+    """The sizes of ``topo`` in words, such as ``dp 2 ep 2 on cpu``."""
     sizes = {name: getattr(topo, f"{name}_size") for name in ("dp", "tp", "pp", "vpp", "cp", "ep")}
     words = [f"{name} {size}" for name, size in sizes.items() if size not in (None, 1)]
     if topo.etp_size != topo.tp_size:
@@ -128,28 +220,49 @@ def layout(topo: Topology) -> str:
     return f"{' '.join(words) or 'one rank'} on {topo.device.type}"
 
 
-def written_under(folder: Path) -> str:
-    """The `layout` of the run that wrote ``folder``."""
-    return json.loads((folder / COUNTERS).read_text())["layout"]
+def _number(folder: Path) -> int:
+    """The step of a checkpoint folder; -1 for any other name."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+def whole(folder: Path) -> list[Path]:
+    """The checkpoints under ``folder`` that were written to their end, oldest first.
+
+    Exactly folders called ``step-<n>`` that hold counters.json; ``step-8.writing`` is none.
+    """
+    return [p for p in _numbered(folder) if (p / COUNTERS).is_file()]
+
+
+def incomplete(folder: Path) -> list[Path]:
+    """Folders called ``step-<n>`` under ``folder`` without counters.json, oldest first."""
+    return [p for p in _numbered(folder) if not (p / COUNTERS).is_file()]
+
+
+def _numbered(folder: Path) -> list[Path]:
+    return sorted((p for p in folder.glob("step-*") if _number(p) >= 0), key=_number)
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint (``step-<n>``) under ``folder``."""
-    whole = [p for p in folder.glob("step-*") if (p / COUNTERS).exists() and p.suffix == ""]
-    return max(whole, key=lambda p: int(p.name.removeprefix("step-")), default=None)
+    """The newest checkpoint under ``folder`` that was written to its end."""
+    return next(reversed(whole(folder)), None)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints."""
-    whole = sorted(folder.glob("step-*"), key=lambda p: int(p.name.split("-")[1].split(".")[0]))
-    for old in whole[: max(0, len(whole) - keep)]:
+    """Delete all but the newest ``keep`` checkpoints, and what interrupted saves left behind."""
+    for old in whole(folder)[:-keep]:
         shutil.rmtree(old)
+    for left in folder.glob("step-*"):
+        if left.suffix in (_WRITING, _REPLACED) and _NAME.fullmatch(left.stem):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _collect_in_process() -> None:
-    """megatron-core 0.19.2 collects the results of a save through a manager process, also when it
-    writes in this process: started by spawn, it imports the whole program again (3 to 10 s at the
-    first save) and outlives a crash. For a save that is not asynchronous a plain queue does."""
+    """Collect the results of a save in a plain queue instead of a manager process.
+
+    megatron-core 0.19.2 uses the process even when it writes in this one: started by spawn, it
+    imports the whole program again (3 to 10 s at the first save) and outlives a crash.
+    """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     if filesystem_async._results_queue is None:
@@ -157,7 +270,7 @@ def _collect_in_process() -> None:
 
 
 def _last_line(error: BaseException) -> str:
-    """What went wrong, without the tracebacks that torch puts into a CheckpointException."""
+    """The message of ``error`` without the tracebacks that torch adds to a CheckpointException."""
     lines = [line.strip() for line in f"{error}".splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -165,7 +278,7 @@ def _last_line(error: BaseException) -> str:
 def _state(
     models: Sequence[Module], optimizer: Any, topo: Topology, loading: bool = False
 ) -> dict[str, Any]:
-    """Sharded tensors by names that no layout shows in: layers by their global number."""
+    """Sharded tensors by names that do not depend on the layout: layers by their global number."""
     metadata = {"dp_cp_group": topo.groups.dp_cp}
     state: dict[str, Any] = {
         "models": {

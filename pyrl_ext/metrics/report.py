@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         runs = [load_run(folder) for folder in args.runs]
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         parser.exit(2, f"{error}\n")
     print_report(runs, args.png or Path(args.runs[0]) / "report.png")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -17,6 +16,8 @@ from typing import IO, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pyrl_ext.dist.disk import replacing
 
 Row = Mapping[str, float]
 
@@ -31,19 +32,21 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush and close."""
         ...
 
 
 class JsonlSink:
-    """metrics.jsonl: one strict JSON object a line, written out at once, steps rising.
+    """metrics.jsonl: one strict JSON object a line, flushed at once, steps rising.
 
-    JSON has no NaN and no infinity: such a value is written as null, and what it was is kept in
+    JSON has no NaN and no infinity: such a value is written as null, and its name and text go into
     the row's ``"nonfinite": {"loss": "nan"}``, from which `read_rows` restores it.
 
     Args:
         path: created with its folder; an existing file is continued, and a last line that a
             crash left half written is removed with a warning.
+
+    Raises: OSError naming the file when it cannot be written; ValueError as `read_rows`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -62,7 +65,7 @@ class JsonlSink:
                 "%s: removed line %d, left half written by an interrupted run: %.80s",
                 *(self.path, len(rows) + 1, torn),
             )
-            _replace(self.path, rows)
+            self._rewrite(rows)
         return rows
 
     def write(self, row: Row) -> None:
@@ -77,30 +80,46 @@ class JsonlSink:
                 f"JsonlSink({self.path}): step {row.get('step')} after {self._last_step:g}, "
                 "expected a later one. Call rewind when a run is resumed"
             )
-        self._file.write(_encode(row))
-        self._file.flush()
+        try:
+            self._file.write(_encode(row))
+            self._file.flush()
+        except OSError as error:
+            raise OSError(
+                f"{self.path}: step {row['step']} cannot be written ({error.strerror}), expected "
+                "space on its file system. Make room, then start the same command again"
+            ) from error
         self._last_step = row["step"]
 
     def rewind(self, step: int) -> None:
-        """Forget rows of ``step`` and later, in one atomic replacement of the file."""
+        """Drop rows of ``step`` and later, in one atomic replacement of the file."""
         rows, _ = _parse(self.path)
         kept = [row for row in rows if row["step"] < step]
         if len(kept) < len(rows):
             self._file.close()
-            _replace(self.path, kept)
+            self._rewrite(kept)
             self._file = self.path.open("a", encoding="utf-8")
         self._last_step = kept[-1]["step"] if kept else -1.0
+
+    def _rewrite(self, rows: list[dict[str, float]]) -> None:
+        with replacing(self.path) as partial:
+            partial.write_text("".join(map(_encode, rows)), encoding="utf-8")
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
+def count_rows(path: Path) -> int:
+    """How many rows a metrics.jsonl has; 0 without the file. Raises: ValueError as `read_rows`."""
+    return len(read_rows(path)) if path.exists() else 0
+
+
 def read_rows(path: str | Path) -> list[dict[str, float]]:
-    """The rows of a metrics.jsonl, NaN and infinities restored; a torn last line is left out.
+    """The rows of a metrics.jsonl, NaN and infinities restored, without a torn last line.
 
     Raises:
-        ValueError: a line before the last is not a JSON object with a step, with its number.
+        ValueError: a complete line is not a JSON object of numbers with a step; names the line.
+        OSError: it is not a file that can be read.
     """
     return _parse(Path(path))[0]
 
@@ -123,33 +142,30 @@ def _decode(line: str) -> dict[str, float]:
     row = json.loads(line)
     if not isinstance(row, dict) or "step" not in row:
         raise ValueError("no object with a step")
-    for name, value in row.pop("nonfinite", {}).items():
+    nonfinite = row.pop("nonfinite", {})
+    if not isinstance(nonfinite, dict):
+        raise ValueError(f"nonfinite is {nonfinite!r}")
+    for name, value in nonfinite.items():
         row[name] = float(value)
+    for name, value in row.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} is {value!r:.80}, not a number")
+        float(value)  # integers of more than 308 digits have no float
     return row
 
 
 def _parse(path: Path) -> tuple[list[dict[str, float]], str | None]:
-    """All complete rows, and the last line if it is torn (a line is complete with its newline)."""
+    """All complete rows, and the last line if it is torn (a complete line ends in a newline)."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     rows = []
     for number, line in enumerate(lines[:-1], 1):
         try:
             rows.append(_decode(line))
-        except ValueError as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{path}:{number}: {error}, expected a JSON object with a step"
+                f"{path}:{number}: {error}, expected a JSON object of numbers with a step"
             ) from error
     return rows, lines[-1] or None
-
-
-def _replace(path: Path, rows: list[dict[str, float]]) -> None:
-    """Write the file anew: readers see the old or the new one, also after a crash."""
-    new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
-        file.writelines(map(_encode, rows))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
 
 
 class TensorBoardSink:
@@ -157,7 +173,7 @@ class TensorBoardSink:
 
     Args:
         folder: of the event files.
-        first_step: where a resumed run goes on; events of it and later ones are purged.
+        first_step: where a resumed run continues; events from this step on are purged.
     """
 
     def __init__(self, folder: str | Path, first_step: int | None = None) -> None:
@@ -172,7 +188,7 @@ class TensorBoardSink:
                 self._writer.add_scalar(name, value, int(row["step"]))
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush and close."""
         self._writer.close()
 
 
@@ -182,7 +198,7 @@ class ProgressSink:
     Args:
         total_steps: steps of the whole run.
         first_step: where this process starts.
-        every: least seconds between two plain lines; the first and the last are always printed.
+        every: shortest time between two plain lines [s]; the first and the last are always printed.
         file: where to print, stderr if None.
     """
 
@@ -224,7 +240,7 @@ class ProgressSink:
         self._console.print(line, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Show how far the step is, in place of the last one's numbers; in a terminal only."""
+        """Show the progress of the running step instead of numbers; in a terminal only."""
         if self._bar is not None:
             self._bar.update(self._task, numbers=text)
 

@@ -25,7 +25,7 @@ from pyrl_ext.plan.schema import Config
 # What a resumed run may change: it decides how long, how often, where and how, not what is computed
 # (beyond rounding).
 FREE_ON_RESUME = (
-    *("threads", "steps", "run", "log", "checkpoint", "evaluate"),
+    *("threads", "steps", "run", "resume", "log", "checkpoint", "evaluate"),
     *("hardware", "estimate", "device", "parallel", "optimizer.distributed", "optimizer.offload"),
     *("batching.tokens_per_microbatch", "model.recompute", "model.offload_layers"),
     *("logprob", "kernels", "data.reward_timeout"),

@@ -391,6 +391,9 @@ class Config(Section):
     """rollout steps of the run"""
     run: Text
     """run folder, relative to where the command is started"""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue from the newest whole checkpoint in the run folder; never: start over, and
+    move what an earlier run wrote there into before-<n>/"""
     hardware: Hardware = Hardware()
     model: Model
     parallel: Parallel = Parallel()

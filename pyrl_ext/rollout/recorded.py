@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import struct
 import zlib
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,31 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pyrl_ext.dist.disk import replacing, write_text
 from pyrl_ext.rollout.engine import Capabilities, Engine
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
-FORMAT = "pyrl_ext rollout 1"
+FORMAT = "pyrl_ext rollout 2"
+_FORMAT_1 = "pyrl_ext rollout 1"  # read as well; its header has no checksum
+_HEADER_CRC = re.compile(rb'("header_crc32":")([0-9a-f]{8})(")')
 _RAGGED = ("tokens", "loss_mask", "rollout_logprobs", "route_mask", "routes")
 _SCALARS = ("prompt_id", "index", "prompt_len", "weight_version", "finish_reason", "reward")
 
 
 def save_samples(path: str | Path, samples: Sequence[Sample]) -> None:
-    """Writes samples to one safetensors file; a reader never sees half of it.
+    """Write samples to one safetensors file; a reader never sees half of it.
 
-    Every token-wise field is one tensor over the tokens of all samples; what belongs to a sample
-    is in the JSON index of the file's metadata, with a checksum of the sample's own bytes.
+    Every token-wise field is one tensor over the tokens of all samples. The JSON index in the
+    file's metadata holds the rest, and a checksum of each sample's bytes. A checksum covers the
+    file's header, names and places of tensors included.
 
     Args:
         path: file to write or to replace
         samples: at least one, all with the same router layers, or all without routes
 
     Raises:
-        ValueError: none, an inconsistent one, or different router layers
+        ValueError: no sample, an inconsistent one, or different router layers
+        OSError: naming the file, when it cannot be written
     """
     if not samples:
         raise ValueError(f"save_samples({path}): 0 samples, expected at least one")
@@ -55,28 +59,30 @@ def save_samples(path: str | Path, samples: Sequence[Sample]) -> None:
         for s in samples
     ]
     index = json.dumps({"layer_ids": layers, "samples": entries})
-    metadata = {"format": FORMAT, "index": index, "index_crc32": str(zlib.crc32(index.encode()))}
-    with _replacing(Path(path)) as partial:
-        save_file(tensors, partial, metadata=metadata)
+    metadata = {"format": FORMAT, "index": index, "header_crc32": "0" * 8}
+    with replacing(Path(path)) as partial:
+        try:
+            save_file(tensors, partial, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        _seal_header(partial)
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of ``path`` when all is written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+def _seal_header(path: Path) -> None:
+    """Write the checksum of the header, taken with zeros in its place, into the header."""
+    with path.open("r+b") as file:
+        raw = file.read(8)
+        raw += file.read(struct.unpack("<Q", raw)[0])
+        (place,) = _HEADER_CRC.finditer(raw)  # quotes in the index are escaped: it matches once
+        file.seek(place.start(2))
+        file.write(b"%08x" % zlib.crc32(raw))
 
 
 def load_samples(path: str | Path) -> list[Sample]:
-    """Reads the samples `save_samples` wrote.
+    """Read the samples that `save_samples` wrote.
 
     Raises:
-        ValueError: not such a file, cut short, or changed; names the first sample that is hurt
+        ValueError: not such a file, cut short, or changed; names the first sample that differs
     """
     path = Path(path)
     index = _read_index(path)
@@ -92,7 +98,7 @@ def load_samples(path: str | Path) -> list[Sample]:
         if _crc(part) != entry["crc32"]:
             raise ValueError(
                 f"{path}: {_sample(entry)} (tokens {start} to {stop - 1} of the file) differs from "
-                "its checksum, expected the bytes that were written; the file was changed"
+                "its checksum, expected the bytes that were written; the file was changed since"
             )
         fields: dict[str, Any] = {"routes": None, "layer_ids": tuple(index["layer_ids"])}
         fields |= {name: entry[name] for name in _SCALARS}
@@ -107,8 +113,8 @@ class Recorder:
 
     Args:
         folder: made when the first batch comes
-        start: first weight version to come; files of it and later ones, of a run that went on
-            after its last checkpoint, are removed
+        start: first weight version to come; files from this version on, which a run wrote after
+            its last checkpoint, are removed
 
     Raises:
         ValueError: the index is not one
@@ -120,21 +126,21 @@ class Recorder:
         self.batches: list[dict[str, Any]] = []
         if self.index.exists():
             try:
-                held = json.loads(self.index.read_text())
-                self.batches = [entry for entry in held if entry["version"] < start]
+                batches = json.loads(self.index.read_text())
+                self.batches = [entry for entry in batches if entry["version"] < start]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{self.index}: unreadable ({error!r}), expected a list of recorded batches"
                 ) from error
         for file in self.folder.glob("step-*.safetensors"):
-            if int(file.stem.removeprefix("step-")) >= start:
+            if (step := re.fullmatch(r"step-([0-9]+)", file.stem)) and int(step[1]) >= start:
                 file.unlink()
 
     def save(self, version: int, samples: Sequence[Sample]) -> None:
-        """Writes the scored samples of a step, and then their line in the index.
+        """Write the scored samples of a step, and then their line in the index.
 
         Raises:
-            ValueError: as `save_samples`
+            ValueError, OSError: as `save_samples`
         """
         file = self.folder / f"step-{version:06d}.safetensors"
         save_samples(file, samples)
@@ -146,9 +152,8 @@ class Recorder:
             "bytes": file.stat().st_size,
         }
         self.batches.append(entry)
-        with _replacing(self.index) as partial:
-            lines = ",\n".join(json.dumps(each) for each in self.batches)
-            partial.write_text(f"[\n{lines}\n]\n")
+        lines = ",\n".join(json.dumps(each) for each in self.batches)
+        write_text(self.index, f"[\n{lines}\n]\n")
 
 
 class RecordedEngine(Engine):
@@ -195,11 +200,11 @@ class RecordedEngine(Engine):
         version: int,
         only: Collection[str] | None = None,
     ) -> None:
-        """Notes the version, which selects the samples; the weights are not read."""
+        """Note the version, which selects the samples; the weights are not read."""
         self.version = version
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """None: no weights are taken."""
+        """Nothing: the engine holds no weights."""
         return {}
 
     def stream(
@@ -233,11 +238,11 @@ class RecordedEngine(Engine):
             yield from groups[prompt.id]
 
     def sleep(self) -> int:
-        """There is nothing to give back."""
+        """Nothing to free."""
         return 0
 
     def close(self) -> None:
-        """Everything was read at the start."""
+        """Nothing to close."""
 
     def _check(self, group: list[Sample], prompt: Prompt, size: int) -> None:
         if [s.index for s in group] != list(range(size)):
@@ -272,32 +277,49 @@ def _crc(fields: dict[str, Tensor]) -> int:
 
 def _read_index(path: Path) -> dict[str, Any]:
     """The JSON index of a file, from its header alone, after a check of the file's length."""
-    if not path.is_file():
-        raise ValueError(f"{path}: not a file, expected one written by save_samples")
     rule = "expected one written by save_samples"
+    if not path.is_file():
+        raise ValueError(f"{path}: not a file, {rule}")
     held = path.stat().st_size
     with path.open("rb") as file:
-        size = struct.unpack("<Q", file.read(8))[0] if held >= 8 else held
+        raw = file.read(8)
+        size = struct.unpack("<Q", raw)[0] if held >= 8 else held
         if size + 8 > held:
             raise ValueError(f"{path}: {held} bytes, no whole header, {rule}; the file is cut")
-        raw = file.read(size)
+        raw += file.read(size)
     try:
-        header = json.loads(raw)
+        header = json.loads(raw[8:])
         metadata = header.pop("__metadata__")
-        text = metadata["index"]
-        good = metadata["format"] == FORMAT
-        good = good and metadata["index_crc32"] == str(zlib.crc32(text.encode()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        index = json.loads(metadata["index"])
+        good = _header_is_whole(raw, metadata)
+        if good:
+            _check_length(held - 8 - size, header, index)
+    except _Cut as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: unreadable header ({error!r}), {rule}") from error
     if not good:
-        raise ValueError(f"{path}: another format, or an index unlike its checksum, {rule}")
-    index = json.loads(text)
-    _check_length(path, held - 8 - size, header, index)
+        raise ValueError(f"{path}: another format, or a header unlike its checksum, {rule}")
     return index
 
 
-def _check_length(path: Path, held: int, tensors: dict[str, Any], index: dict[str, Any]) -> None:
-    """Names the first sample whose bytes are not all there."""
+def _header_is_whole(raw: bytes, metadata: dict[str, Any]) -> bool:
+    """Whether the header ``raw``, with its length in front, is of a known format and unchanged."""
+    if metadata["format"] == _FORMAT_1:
+        return metadata["index_crc32"] == str(zlib.crc32(metadata["index"].encode()))
+    places = list(_HEADER_CRC.finditer(raw))
+    if metadata["format"] != FORMAT or len(places) != 1:
+        return False
+    zeroed = _HEADER_CRC.sub(rb"\g<1>00000000\3", raw)
+    return places[0][2] == b"%08x" % zlib.crc32(zeroed)
+
+
+class _Cut(Exception):
+    """The file ends before its last tensor does."""
+
+
+def _check_length(held: int, tensors: dict[str, Any], index: dict[str, Any]) -> None:
+    """Raises: _Cut naming the first sample whose bytes are not all there."""
     rows = sum(entry["size"] for entry in index["samples"])
     cut = rows
     for info in tensors.values():
@@ -308,7 +330,7 @@ def _check_length(path: Path, held: int, tensors: dict[str, Any], index: dict[st
         cut -= entry["size"]
         if cut < 0:
             total = max(info["data_offsets"][1] for info in tensors.values())
-            raise ValueError(
-                f"{path}: {held} of {total} bytes of data, expected all; the file is cut and "
+            raise _Cut(
+                f"{held} of {total} bytes of data, expected all; the file is cut and "
                 f"{_sample(entry)} is the first one incomplete"
             )

@@ -1,14 +1,24 @@
-"""The run folder: the plan it was started with, metrics, checkpoints, and how a run goes on."""
+"""The run folder: the plan it was started with, metrics, checkpoints, and how a run resumes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
+from pyrl_ext.dist.disk import write_text
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.metrics.report import load_run, print_report
-from pyrl_ext.metrics.sinks import JsonlSink, ProgressSink, Row, Sink, TensorBoardSink
+from pyrl_ext.metrics.sinks import (
+    JsonlSink,
+    ProgressSink,
+    Row,
+    Sink,
+    TensorBoardSink,
+    count_rows,
+)
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.recorded import Recorder
 from pyrl_ext.samples import Sample
@@ -19,7 +29,8 @@ class RunFolder:
     """What a run writes; only the main rank touches files other than checkpoints.
 
     ``plan.json``, ``metrics.jsonl``, ``checkpoints/step-<n>``, ``tensorboard/`` and every step's
-    samples (`rollout.recorded.Recorder`) when asked, ``report.png`` at the end.
+    samples (`rollout.recorded.Recorder`) when asked for, ``report.png`` at the end. An earlier run
+    that ``resume=never`` replaced is in ``before-<n>/``.
     """
 
     def __init__(self, plan: Plan, topo: Topology):
@@ -32,26 +43,48 @@ class RunFolder:
         self._saved_at: int | None = None
 
     def check(self) -> None:
-        """Raises: ConfigError when the folder holds a run of a plan that computes otherwise."""
+        """Whether this plan may continue the run in the folder, before anything is built.
+
+        Raises: ConfigError when the folder holds a run of a plan that computes something else.
+            ValueError when it holds metrics but no checkpoint to resume from.
+        """
+        if self.plan.resume == "never":
+            return
         saved = self.path / "plan.json"
         if saved.exists():
             self.plan.check_resumes(Plan.read(saved))
+        if checkpoint.latest(self.checkpoints) is None:
+            self._check_history()
+
+    def _check_history(self) -> None:
+        """Without a checkpoint the run would start over, and overwrite the metrics."""
+        steps = count_rows(self.path / "metrics.jsonl")
+        damaged = checkpoint.incomplete(self.checkpoints)
+        if steps or damaged:
+            held = f"metrics of {steps} steps" if steps else f"{damaged[-1].name} without counters"
+            raise ValueError(
+                f"run folder {self.path}: holds {held} but no whole checkpoint, expected one to "
+                "resume from; starting over would overwrite them. Put the checkpoint back into "
+                f"{self.checkpoints}, or add resume=never to start over (what is there moves to "
+                "a folder before-<n>)"
+            )
 
     def resume(self, policy: Policy) -> None:
-        """Load the newest checkpoint, if any, and open the sinks where it stands."""
+        """Load the newest whole checkpoint, if any, and open the sinks where it ends.
+
+        Communicates: as `Policy.load`; a barrier where ``resume`` is ``never``.
+        """
+        if self.plan.resume == "never":
+            self._set_aside()
         newest = checkpoint.latest(self.checkpoints)
         if newest is not None:
             policy.load(newest)
             self._saved_at = policy.step
         if not self.topo.is_main:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "plan.json").write_text(self.plan.to_json())
+        write_text(self.path / "plan.json", self.plan.to_json())
         if newest is not None:
-            before, now = checkpoint.written_under(newest), checkpoint.layout(self.topo)
-            moved = "" if before == now else f", written under {before}; now {now}"
-            done = f"step {policy.step} of {self.plan.steps}"
-            print(f"going on from {newest} ({done}){moved}", flush=True)
+            self._announce(newest, policy.step)
         if (folder := self.plan.rollout.record) is not None:
             self._recorder = Recorder(self.path / folder, policy.step)
         lines = JsonlSink(self.path / "metrics.jsonl")
@@ -63,23 +96,58 @@ class RunFolder:
             self.progress = ProgressSink(self.plan.steps, policy.step)
             self.sinks.append(self.progress)
 
+    def _announce(self, newest: Path, step: int) -> None:
+        for damaged in checkpoint.incomplete(self.checkpoints):
+            if int(damaged.name.removeprefix("step-")) > step:
+                print(f"{damaged} has no {checkpoint.COUNTERS}: not whole, skipped", flush=True)
+        before = checkpoint.read_counters(newest)["layout"]
+        now = checkpoint.layout(self.topo)
+        moved = "" if before == now else f", written under {before}; now {now}"
+        done = f"step {step} of {self.plan.steps}"
+        print(f"resuming from {newest} ({done}){moved}", flush=True)
+        if step > self.plan.steps:
+            print(
+                f"the run is past steps={self.plan.steps} already: nothing is trained. Set steps "
+                "to a larger number to continue",
+                flush=True,
+            )
+
+    def _set_aside(self) -> None:
+        """Move what an earlier run wrote into ``before-<n>/``. Communicates: a barrier."""
+        if self.topo.is_main:
+            recorded = self.plan.rollout.record
+            names = [
+                *("plan.json", "metrics.jsonl", "checkpoints", "tensorboard", "report.png"),
+                *("error.txt", *([recorded] if recorded else [])),
+            ]
+            held = [self.path / name for name in names if (self.path / name).exists()]
+            if held:
+                number = 1
+                while (before := self.path / f"before-{number}").exists():
+                    number += 1
+                before.mkdir()
+                for each in held:
+                    each.rename(before / each.name)
+                print(f"resume=never: the earlier run moved to {before}", flush=True)
+        dist.barrier()
+
     def write(self, row: Row) -> None:
         """One step's metrics to every sink."""
         for sink in self.sinks:
             sink.write(row)
 
     def note(self, text: str) -> None:
-        """How far the step is, on the progress line."""
+        """Show how far the step is, on the progress line."""
         if self.progress is not None:
             self.progress.note(text)
 
     def record(self, step: int, samples: Sequence[Sample]) -> None:
-        """Keeps the samples of a step, where the plan asks for it."""
+        """Keep the samples of a step, where the plan asks for it."""
         if self._recorder is not None:
             self._recorder.save(step, samples)
 
     def save(self, policy: Policy) -> None:
-        """A checkpoint of ``policy.step``, unless there is one; older ones are pruned after it."""
+        """Save a checkpoint of ``policy.step``, unless there is one; then prune older ones."""
         if self._saved_at == policy.step:
             return
         policy.save(self.checkpoints / f"step-{policy.step}")
@@ -93,10 +161,11 @@ class RunFolder:
         return policy.step == self.plan.steps or bool(every and policy.step % every == 0)
 
     def close(self) -> None:
+        """Close the files."""
         for sink in self.sinks:
             sink.close()
 
     def report(self) -> None:
-        """The table and the picture of the whole run."""
+        """Print the table and draw the picture of the whole run."""
         if self.topo.is_main and (self.path / "metrics.jsonl").stat().st_size:
             print_report([load_run(self.path)], self.path / "report.png")

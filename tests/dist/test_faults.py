@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import CONFIG
 
 from pyrl_ext.dist import heartbeat
 from pyrl_ext.dist.clock import Clock
-from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.loss.grpo import grpo_loss
+from pyrl_ext.metrics.sinks import read_rows
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import CONFIG
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
@@ -102,7 +102,7 @@ def test_a_lost_rank_is_named_and_the_same_command_goes_on(tmp_path):
     process = stopped.fault(STOPPED)
     try:
         text = stopped.error()
-        assert "going on from" in text and "step-1 (step 1 of 6)" in text
+        assert "resuming from" in text and "step-1 (step 1 of 6)" in text
         assert "no heartbeat for 20 s from rank 1 (" in text
         assert f"pid {process}), last heard in update of step {STOPPED}\n" in text
     finally:

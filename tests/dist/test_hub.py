@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import CONFIG, tiny_plan
 
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.models.hf_folder import save_safetensors
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import CONFIG, tiny_plan
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BOTH = ("model.tokenizer=owner/name", "model.weights=owner/name")

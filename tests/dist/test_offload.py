@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 
 from pyrl_ext.dist import topology
-from pyrl_ext.metrics.sinks import read_rows
-from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.dist.heartbeat import heartbeats
-from pyrl_ext.plan import Plan
-from pyrl_ext.trainer.policy import Policy
-from pyrl_ext.samples import Prompt, Sampling
-from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.train import train
 from pyrl_ext.dist.offload import OffloadedStorage
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.plan import Plan
+from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.samples import Prompt, Sampling
+from pyrl_ext.train import train
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 
 BF16, DISTRIBUTED = "model.dtype=bfloat16", "optimizer.distributed=true"
 LAYOUTS = {

@@ -46,7 +46,9 @@ def test_load_function_takes_what_is_importable(module):
     reward = load_function("data.reward", "pyrl_ext.data.rewards:number_match", 3)
     assert reward.__wrapped__ is number_match and reward.__qualname__ == "number_match"
     assert reward(Prompt(0, (1,), "3"), "it is 3", []) == 1.0
-    name = module("given_a", "class R:\n @staticmethod\n def f(a, scale, config): return a * config")
+    name = module(
+        "given_a", "class R:\n @staticmethod\n def f(a, scale, config): return a * config"
+    )
     assert load_function("k", f"{name}:R.f", 2, config=3, other=4)(2, 0) == 6
 
 
@@ -95,8 +97,8 @@ CHANGES: dict[str, Callable[[], Any]] = {
         torch.set_default_dtype(torch.float16)
     ),
     "torch.get_default_device() from cpu to meta": lambda: torch.set_default_device("meta"),
-    "torch.get_deterministic_debug_mode() from 1 to 0": lambda: (
-        torch.use_deterministic_algorithms(False)
+    "torch.get_deterministic_debug_mode() from 1 to 0": lambda: torch.use_deterministic_algorithms(
+        False
     ),
     "torch.get_num_threads() from": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "torch.backends.cudnn.benchmark from": lambda: setattr(
@@ -105,8 +107,8 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "torch.backends.cudnn.deterministic from": lambda: setattr(
         torch.backends.cudnn, "deterministic", not torch.backends.cudnn.deterministic
     ),
-    "torch.backends.cuda.matmul.fp32_precision from": lambda: (
-        torch.set_float32_matmul_precision("medium")
+    "torch.backends.cuda.matmul.fp32_precision from": lambda: torch.set_float32_matmul_precision(
+        "medium"
     ),
     "os.getcwd() from": lambda: os.chdir("/"),
     "signal.getsignal(SIGINT) from": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
@@ -191,9 +193,9 @@ class Stop(BaseException): ...
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit(), GeneratorExit(), Stop("now")])
 def test_guarded_never_lets_user_code_end_the_process(error: BaseException):
     name = type(error).__name__
-    with pytest.raises(UserExit, match=f"'mine:fn': raised {name}.*expected it to return"):
-        with guarded("k: 'mine:fn'"):
-            raise error
+    message = f"'mine:fn': raised {name}.*expected it to return"
+    with pytest.raises(UserExit, match=message), guarded("k: 'mine:fn'"):
+        raise error
 
 
 def test_guarded_passes_ctrl_c():

@@ -11,6 +11,10 @@ from pyrl_ext.plan import Plan, compile_plan
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 QWEN3 = CONFIG.with_name("tiny_qwen3.yaml")
 LAYERS, EXPERTS, TOPK = (1, 2, 3), 8, 2
+QUICK = (  # a training step in a second
+    *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
+    *("evaluate.prompts=8", "log.progress=false"),
+)
 
 
 def tiny_plan(*overrides: str, config: Path = CONFIG) -> Plan:

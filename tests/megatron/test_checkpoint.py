@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import warnings
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.megatron import checkpoint
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import ConfigError, compile_plan
@@ -209,7 +211,7 @@ def test_a_run_changes_its_layout_and_says_so(two, folder):
     for result in two:
         assert result["exit"] == 0
     said = "(step 2 of 3), written under one rank on cpu; now dp 2 on cpu"
-    assert said in two[0]["printed"] and "going on" not in two[1]["printed"]
+    assert said in two[0]["printed"] and "resuming" not in two[1]["printed"]
     moved, whole = (read_rows(folder / name / "metrics.jsonl") for name in ("run", "whole"))
     assert [row["step"] for row in moved] == [0, 1, 2]
     assert moved[2]["reward"] == pytest.approx(whole[2]["reward"], abs=0.05)
@@ -287,6 +289,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
         policy = Policy.build(plan, topo)
         policy.save(tmp_path / "step-0")
         (tmp_path / "step-0" / "counters.json").write_text('{"step": 0, "updates": 0}')
+        (tmp_path / "step-0" / "digests.json").unlink()
         with pytest.raises(ValueError, match="names no layout in counters"):
             policy.load(tmp_path / "step-0")
 
@@ -302,3 +305,116 @@ def test_a_checkpoint_of_another_plan_is_refused_with_its_fields(tmp_path):
         policy.plan = other
         with pytest.raises(ConfigError, match="seed: 7 now, 0 in the saved plan, expected"):
             policy.load(tmp_path / "step-0")
+
+
+# which checkpoint, and whether it is as it was written --------------------------------------------
+
+
+def make(folder, *names, counters=True):
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        if counters:
+            (folder / name / "counters.json").write_text("{}")
+
+
+def test_latest_is_the_largest_number_written_to_its_end(tmp_path):
+    assert checkpoint.latest(tmp_path / "none") is None
+    make(
+        tmp_path, "step-2", "step-10", "step-9", "step-12.writing", "step-abc", "step-013", "step-"
+    )
+    make(tmp_path, "step-11", counters=False)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
+    assert [p.name for p in checkpoint.whole(tmp_path)] == ["step-2", "step-9", "step-10"]
+    assert checkpoint.incomplete(tmp_path) == [tmp_path / "step-11"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_prune_keeps_the_newest_whole_ones(tmp_path, keep):
+    whole = ["step-2", "step-4", "step-10"]
+    make(tmp_path, *whole, "step-12.writing", "step-4.replaced", "step-abc", "step-12.mine")
+    make(tmp_path, "step-11", counters=False)
+    checkpoint.prune(tmp_path, keep)
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left == {*whole[-keep:], "step-abc", "step-11", "step-12.mine"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two checkpoints of the same weights, in a folder."""
+    folder = tmp_path_factory.mktemp("pair")
+    with topology.start(tiny_plan()) as topo:
+        Policy.build(tiny_plan(), topo).save(folder / "step-1")
+    return shutil.copytree(folder / "step-1", folder / "step-2").parent
+
+
+FILES = (".metadata", "__0_0.distcp", "metadata.json", "counters.json", "plan.json")
+
+
+def load_error(folder):
+    with topology.start(tiny_plan()) as topo:
+        policy = Policy.build(tiny_plan(), topo, initial=False)
+        with pytest.raises(ValueError, match="can be used: move") as caught:
+            policy.load(folder)
+    return str(caught.value)
+
+
+def test_load_names_the_file_with_a_changed_bit(pair):
+    """Anywhere: in each file at its first and last byte and one in between, and in the digests."""
+    newest = pair / "step-2"
+    assert {p.name for p in newest.iterdir()} == {*FILES, "digests.json"}
+    with topology.start(tiny_plan()) as topo:
+        policy = Policy.build(tiny_plan(), topo, initial=False)
+        for name in (*FILES, "digests.json"):
+            file = newest / name
+            whole = file.read_bytes()
+            for place in (0, len(whole) // 2, len(whole) - 1):
+                file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x04]) + whole[place + 1 :])
+                with pytest.raises(ValueError, match=f"{newest}/.*") as caught:
+                    policy.load(newest)
+                error = str(caught.value)
+                assert f"{newest / name}: " in error or name == "digests.json", (place, error)
+                assert f"before it, {pair / 'step-1'}, can be used: move {newest} away" in error
+            file.write_bytes(whole[:-1])
+            with pytest.raises(ValueError, match="can be used: move"):
+                policy.load(newest)
+            file.unlink()
+            with pytest.raises(ValueError, match=f"{name}: missing, expected"):
+                policy.load(newest)
+            file.write_bytes(whole)
+        policy.load(newest)
+
+
+@pytest.mark.parametrize("name", FILES[:-1])
+@pytest.mark.parametrize("contents", [b"", b"{}", b'{"step": "two", "updates": 0}', b"\x80abc"])
+def test_load_names_a_damaged_file_without_digests(pair, tmp_path, name, contents):
+    """Of an earlier version, which wrote none."""
+    folder = shutil.copytree(pair, tmp_path / "pair")
+    newest = folder / "step-2"
+    counters = json.loads((newest / "counters.json").read_text())
+    del counters["digests"]
+    (newest / "counters.json").write_text(json.dumps(counters))
+    (newest / "digests.json").unlink()
+    (newest / name).write_bytes(contents)
+    error = load_error(newest)
+    assert str(newest / name if name == "counters.json" else newest) in error
+
+
+def damaged_on_ranks(group, folder):
+    os.environ["WORLD_SIZE"] = str(group.size())
+    plan = tiny_plan(DP2)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        policy.save(folder / "step-3")
+        policy.load(folder / "step-3")
+        if topo.is_main:
+            file = folder / "step-3" / "__0_0.distcp"
+            file.write_bytes(file.read_bytes() + b"more")
+        torch.distributed.barrier()
+        with pytest.raises(ValueError, match="step-3 is damaged") as caught:
+            policy.load(folder / "step-3")
+        return str(caught.value)
+
+
+def test_ranks_share_the_check_and_raise_the_same(tmp_path):
+    one, two = run_ranks(damaged_on_ranks, 2, tmp_path)
+    assert one == two and "__0_0.distcp: its sha256 is" in one

@@ -1,0 +1,70 @@
+"""How a run that fails ends: with a message, a traceback in its folder, and never exit code 0."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from pyrl_ext.dist.disk import FolderError, write_text
+from pyrl_ext.dist.user_code import printable
+
+EXPECTED = (ValueError, OSError, RuntimeError, FloatingPointError)  # their messages say it all
+_SHOWN = 4000  # characters of a message on the terminal
+
+
+def report_failure(run: Path, error: BaseException) -> None:
+    """Print why the run ended; its traceback goes into ``error.txt`` of the run folder.
+
+    Does not raise: where the folder cannot be written, the terminal has to do.
+    """
+    message = str(error)
+    if isinstance(error, SystemExit):
+        message = f"exit code {error.code} was asked for before the last step, by sys.exit or exit"
+    elif not isinstance(error, EXPECTED) or not message:
+        message = f"{type(error).__name__}: {message}".removesuffix(": ")
+    print(f"error: {printable(message, _SHOWN)}", file=sys.stderr)
+    if isinstance(error, FolderError):
+        return  # the folder belongs to another process, or to nobody
+    trace = "".join(traceback.format_exception(error))
+    try:
+        write_text(run / "error.txt", trace.encode("utf-8", "backslashreplace").decode())
+        print(f"(traceback: {run / 'error.txt'})", file=sys.stderr)
+    except (OSError, ValueError) as problem:
+        print(f"(no traceback in the run folder: {problem})", file=sys.stderr)
+        if not isinstance(error, EXPECTED):
+            print(trace, file=sys.stderr)
+
+
+@contextmanager
+def no_silent_exit() -> Iterator[None]:
+    """Inside, ``os._exit(0)`` exits with code 1 and says where it was called.
+
+    It ends the process without unwinding, so nothing else could turn it into a failure. Other exit
+    codes pass, and so do processes forked from this one, which end that way as a matter of course.
+    """
+    leave, process = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == process:
+            caller = sys._getframe(1)
+            place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            sys.stdout.flush()
+            print(
+                f"error: {place}: os._exit(0) was called before the last step, expected user code "
+                "to return or to raise; the exit code is 1",
+                file=sys.stderr,
+                flush=True,
+            )
+            status = 1
+        leave(status)
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = leave

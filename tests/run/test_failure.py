@@ -1,0 +1,89 @@
+"""How a run that fails ends: with a message, and never with exit code 0."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyrl_ext import train
+from pyrl_ext.run.failure import report_failure
+from tests.helpers.tiny import CONFIG, QUICK
+
+ROOT = Path(__file__).parents[2]
+LEAVES = """
+import os, sys
+def by_sys(prompt, text, tokens): sys.exit(0)
+def by_os(prompt, text, tokens): os._exit(0)
+def by_number(prompt, text, tokens): os._exit(7)
+def after_fork(prompt, text, tokens):
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    return 1.0
+"""
+
+
+def command(folder: Path, reward: str) -> "subprocess.CompletedProcess[str]":
+    """The training command with a reward of a module in ``folder``."""
+    (folder / "leaves.py").write_text(LEAVES)
+    (folder / "leaves_at_import.py").write_text("import os\nos._exit(0)\n")
+    data = ("data.task=null", "data.task_options={}", "data.prompts=data/arithmetic.jsonl")
+    options = (f"run={folder / 'run'}", *QUICK, *data, f"data.reward={reward}", "steps=1")
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "pyrl_ext.train", str(CONFIG), "evaluate.every=0", *options],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("reward", "code", "said"),
+    [
+        ("leaves:by_sys", 1, "SystemExit"),
+        ("leaves:by_os", 1, "leaves.py:4: os._exit(0) was called before the last step"),
+        ("leaves:by_number", 7, ""),
+        ("leaves:after_fork", 0, ""),
+        ("leaves_at_import:fn", 1, "leaves_at_import.py:2: os._exit(0) was called before the last"),
+    ],
+)
+def test_train_exits_0_only_after_the_last_step(tmp_path, reward, code, said):
+    done = command(tmp_path, reward)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "{}/file/run", "{}/" + "x" * 300])
+def test_train_names_a_run_folder_that_cannot_be_made(tmp_path, capsys, name):
+    (tmp_path / "file").touch()
+    folder = name.format(tmp_path)
+    assert train.main([str(CONFIG), f"run={folder}", *QUICK, "steps=1"]) == 1
+    error = capsys.readouterr().err
+    assert repr(folder) in error and "cannot be written" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("error", [ValueError("bad luck"), SystemExit(0), KeyError("colour")])
+def test_report_failure_writes_the_traceback_or_says_why_not(tmp_path, capsys, error):
+    report_failure(tmp_path / "run", error)
+    assert type(error).__name__ in (tmp_path / "run/error.txt").read_text()
+    message = "exit code 0 was asked for" if isinstance(error, SystemExit) else str(error)
+    assert message in capsys.readouterr().err
+    report_failure(Path("/dev/null/run"), error)
+    assert "no traceback in the run folder" in capsys.readouterr().err
+
+
+def test_report_failure_shortens_and_escapes_a_message(tmp_path, capsys):
+    report_failure(tmp_path, ValueError("\ud800" + "x" * 5_000_000))
+    assert len(capsys.readouterr().err) < 5000
+    assert "\\ud800x" in (tmp_path / "error.txt").read_text()
+
+
+@pytest.mark.parametrize("text", ["abc", "", "-1"])
+def test_train_names_a_world_size_that_is_no_number(tmp_path, capsys, monkeypatch, text):
+    monkeypatch.setenv("WORLD_SIZE", text)
+    assert train.main([str(CONFIG), f"run={tmp_path}", *QUICK, "steps=1"]) == 1
+    assert f"WORLD_SIZE={text!r}, expected a number" in capsys.readouterr().err
