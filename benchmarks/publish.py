@@ -19,7 +19,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -38,7 +38,7 @@ from pyrl_ext.models.weight_table import tensor_split, whole_of
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.trainer.policy import Policy
-from pyrl_ext.weights.gather import Place
+from pyrl_ext.weights.gather import Shards
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RANKS, ROUNDS = 4, 2
@@ -59,10 +59,10 @@ def one_by_one(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """What `Policy.weights` yields, with collectives of its own for every parameter."""
     live, topo = policy.llm.named_parameters(), policy.topo
     for bucket in policy.llm.buckets:
-        for place in bucket.places:
-            row = place.row
+        for shards in bucket.shards:
+            row = shards.row
             whole = None
-            if bucket.stage == topo.pp_rank and place.owner in (None, topo.groups.ep.rank()):
+            if bucket.stage == topo.pp_rank and shards.owner in (None, topo.groups.ep.rank()):
                 size, _, group = tensor_split(row, topo)
                 part = live[row.name].detach().contiguous()
                 parts = [part]
@@ -70,16 +70,16 @@ def one_by_one(policy: Policy) -> Iterator[tuple[str, Tensor]]:
                     parts = [torch.empty_like(part) for _ in range(size)]
                     dist.all_gather(parts, part, group=group)
                 whole = whole_of(row, parts)
-            yield from zip(row.hf, _spread(place, bucket.stage, whole, topo), strict=True)
+            yield from zip(row.hf, _spread(shards, bucket.stage, whole, topo), strict=True)
 
 
-def _spread(place: Place, stage: int, whole: list[Tensor] | None, topo: Any) -> list[Tensor]:
+def _spread(shards: Shards, stage: int, whole: list[Tensor] | None, topo: Any) -> list[Tensor]:
     """``whole`` of the rank that has it, on all: first over its stage, then over the stages."""
     groups = [(topo.groups.pp, stage)]
-    if place.owner is not None and topo.pp_rank == stage:
-        groups.insert(0, (topo.groups.ep, place.owner))
-    sizes = place.row.shapes
-    tensors = whole or [torch.empty(s, dtype=place.dtype, device=topo.device) for s in sizes]
+    if shards.owner is not None and topo.pp_rank == stage:
+        groups.insert(0, (topo.groups.ep, shards.owner))
+    sizes = shards.row.shapes
+    tensors = whole or [torch.empty(s, dtype=shards.dtype, device=topo.device) for s in sizes]
     for group, source in groups:
         if group.size() > 1:
             tensors = [tensor.contiguous() for tensor in tensors]
@@ -121,14 +121,14 @@ def measure(overrides: tuple[str, ...], config: Path) -> Row:
         extra = torch.tensor(extra_bytes(lambda: _drain(policy.weights()), "cpu"))
         dist.all_reduce(extra, dist.ReduceOp.MAX)
         moved = sum(tensor.nbytes for _, tensor in held)
-        sizes = [bucket.bytes for bucket in policy.llm.buckets]
+        sizes = [bucket.scratch for bucket in policy.llm.buckets]
         gathered, load, published = times[:2], times[2], times[3:]
         return Row(
             len(held), moved, len(sizes), max(sizes), gathered, load, published, int(extra)
         )  # fmt: skip
 
 
-def _drain(named: Iterator[tuple[str, Tensor]]) -> None:
+def _drain(named: Iterable[tuple[str, Tensor]]) -> None:
     for _ in named:
         pass
 

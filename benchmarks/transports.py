@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.rollout.process.channel import Incoming, Kind, Sender
+from pyrl_ext.rollout.process.channel import Kind
+from pyrl_ext.rollout.process.sender import Incoming, Sender
 
 BAR = 2.0  # copies
 

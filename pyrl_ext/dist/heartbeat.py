@@ -46,6 +46,20 @@ class Beat(NamedTuple):
     left: bool
 
 
+class MissedBeats:
+    """How often in a row a counter of heartbeats had not moved when it was looked at."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last: int | None = None
+
+    def see(self, beats: int | None) -> int:
+        """Look at the counter; None: there is none to look at. Returns the count."""
+        unmoved = beats is not None and beats == self._last
+        self.count, self._last = self.count + 1 if unmoved else 0, beats
+        return self.count
+
+
 class Heartbeat:
     """The heartbeat of this rank, and the watch over those of others. With one rank, no thread.
 
@@ -168,8 +182,7 @@ class Heartbeat:
             self._broken = str(error)
 
     def _monitor(self) -> None:
-        missed = dict.fromkeys((*self._watched, STORE), 0)
-        before: dict[int, int] = {}
+        missed = {who: MissedBeats() for who in (*self._watched, STORE)}
         grace, wait = GRACE, 2 * SUSPECT
         while not self._left.wait(INTERVAL):
             if self.cause is not None:
@@ -179,12 +192,10 @@ class Heartbeat:
                 continue
             counts = {rank: beat.count for rank, beat in self._beats.items() if not beat.left}
             counts[STORE] = self._answers
-            for who in missed:
-                silent = who in counts and counts[who] == before.get(who)
-                missed[who] = missed[who] + 1 if silent else 0
-            before = counts
+            for who, beats in missed.items():
+                beats.see(counts.get(who))
             wait -= self._terminated
-            if cause := self._find_cause(missed):
+            if cause := self._find_cause({who: beats.count for who, beats in missed.items()}):
                 self._decide(cause)
             elif not wait:
                 self._decide(f"{self._name(self.rank)} was ended by SIGTERM in {self.place}")

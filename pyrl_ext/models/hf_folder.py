@@ -237,7 +237,7 @@ def save_safetensors(
 
 def write_hf(
     folder: Path,
-    named: Iterator[tuple[str, Tensor]],
+    named: Iterable[tuple[str, Tensor]],
     plan: Plan,
     topo: Topology,
     dtype: str | None = None,
@@ -249,6 +249,7 @@ def write_hf(
     Args:
         dtype: see `save_safetensors`; None: the plan's.
     """
+    named = iter(named)  # what is left of it when writing fails is drained
     if not topo.is_main:
         _drain(named)
         return
@@ -265,7 +266,7 @@ def write_hf(
 
 def save_checkpoint_hf(
     folder: Path,
-    named: Iterator[tuple[str, Tensor]],
+    named: Iterable[tuple[str, Tensor]],
     plan: Plan,
     topo: Topology,
     dtype: str | None = None,

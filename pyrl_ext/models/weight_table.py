@@ -165,23 +165,32 @@ def _grouped_shard(weight: Weight, tensors: Sequence[Sliceable], size: int, rank
     return by_group[mine.start - first * rows : mine.stop - first * rows]
 
 
-def whole_of(weight: Weight, shards: Sequence[Tensor]) -> list[Tensor]:
+def pieces_of(weight: Weight, shards: Sequence[Tensor]) -> list[tuple[list[Tensor], int]]:
     """The checkpoint tensors that ``shards`` (by rank) were cut from: the inverse of `shard_of`.
 
-    They are views of the shards where they can be.
+    Returns: of each tensor the pieces, and the dimension to concatenate them in. They are views of
+        the shards, but for query groups.
     """
-    single = len(shards) == 1
     if weight.shard == "same":
-        return [shards[0]]
+        return [([shards[0]], 0)]
     if weight.shard == "gated":
         gates, ups = zip(*(shard.chunk(2, 0) for shard in shards), strict=True)
-        return [gates[0], ups[0]] if single else [torch.cat(gates), torch.cat(ups)]
-    whole = shards[0] if single else torch.cat(list(shards), int(weight.shard == "columns"))
+        return [(list(gates), 0), (list(ups), 0)]
     if weight.shard == "grouped":
+        whole = shards[0] if len(shards) == 1 else torch.cat(list(shards))
         heads, groups = weight.heads
         by_group = whole.unflatten(0, (groups, heads // groups + 2, -1))
-        return [t.flatten(0, 2) for t in by_group.split((heads // groups, 1, 1), 1)]
-    return [whole[: weight.shapes[0][0]]]
+        return [([t.flatten(0, 2)], 0) for t in by_group.split((heads // groups, 1, 1), 1)]
+    if weight.shard == "vocab":  # the last shards end with padding
+        rows, size = weight.shapes[0][0], shards[0].shape[0]
+        return [([shard[: max(0, rows - i * size)] for i, shard in enumerate(shards)], 0)]
+    return [(list(shards), int(weight.shard == "columns"))]
+
+
+def whole_of(weight: Weight, shards: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of `pieces_of`, concatenated; views of the shards where they can be."""
+    pieces = pieces_of(weight, shards)
+    return [each[0] if len(each) == 1 else torch.cat(each, dim) for each, dim in pieces]
 
 
 def live(chunks: Sequence[torch.nn.Module], ep_rank: int, local_experts: int) -> dict[str, Tensor]:

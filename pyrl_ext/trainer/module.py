@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, state_tensors, 
 from pyrl_ext.models import family, hf_folder, weight_table
 from pyrl_ext.plan import Plan
 from pyrl_ext.replay.router_hook import Replay
-from pyrl_ext.weights.gather import gather_buckets, plan_buckets
+from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 
 
 class Module:
@@ -128,20 +128,20 @@ class Module:
             rows = hf_folder.progress(rows, f"reading {plan.weights_path}", len(rows), size, shown)
         weight_table.load(rows, live, read, self.topo)
 
-    def weights(self, only: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, only: Set[str] | None = None) -> GatheredWeights:
         """Every checkpoint tensor (HF name, value), whole on every rank; may alias live parameters.
 
         Args:
             only: names of the wanted tensors; None: all.
 
-        Communicates: see `gather_buckets`.
+        Communicates: see `GatheredWeights`.
         """
         self.need("weights")
         plan = self.plan
         buckets = self.buckets if only is None else plan_buckets(plan, self.table, only=only)
-        return gather_buckets(buckets, self.named_parameters(), self.topo)
+        return GatheredWeights(buckets, self.named_parameters(), self.topo)
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def gradients(self) -> GatheredWeights:
         """d(loss) / d(tensor) in the gradient buffers, float32, named and shaped as in `weights`.
 
         Tensors that are not trained (the routers' selection bias) have zeros.
@@ -155,7 +155,7 @@ class Module:
             for name, tensor in self.named_parameters().items()
         }
         buckets = plan_buckets(self.plan, self.table, torch.float32)
-        return gather_buckets(buckets, grads, self.topo)
+        return GatheredWeights(buckets, grads, self.topo)
 
     # training ------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.prefetch import Feed
 from pyrl_ext.trainer.zero_gradient import check_zero_gradient
+from pyrl_ext.weights.gather import GatheredWeights
 
 Schedule = Sequence[Sequence[Sequence[int]]]  # [dp rank][microbatch] -> sample ids
 
@@ -70,11 +71,11 @@ class Policy:
         """
         return cls(Module.build("llm", plan, topo, trainable, initial))
 
-    def weights(self, only: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, only: Set[str] | None = None) -> GatheredWeights:
         """See `Module.weights`."""
         return self.llm.weights(only)
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def gradients(self) -> GatheredWeights:
         """The gradients that `accumulate` left; see `Module.gradients`."""
         return self.llm.gradients()
 

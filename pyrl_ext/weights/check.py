@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyrl_ext.dist.buckets import Named, observed
 from pyrl_ext.metrics.glossary import GLOSSARY
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.pack.batch import Batch
@@ -22,8 +23,6 @@ from pyrl_ext.rollout.tensor_names import layer_of
 FLOAT32_LIMIT, ROUNDED_LIMIT, ROUTED_LIMIT = 1e-4, 0.1, 0.5
 MAX_SHOWN = 8
 
-Named = Iterable[tuple[str, Tensor]]
-
 
 class SentTensors:
     """Digests of tensors as they left the trainer.
@@ -35,18 +34,19 @@ class SentTensors:
 
     def __init__(self, names: Collection[str], dtype: torch.dtype):
         self.names, self.dtype = names, dtype
+        self._wanted = set(names)
         self._exact: dict[str, Tensor] = {}
         self._rounded: dict[str, Tensor] = {}
 
-    def recording(self, named: Named) -> Iterator[tuple[str, Tensor]]:
-        """Passes all tensors on, and records the digests of ``names``."""
-        wanted = set(self.names)
-        for name, tensor in named:
-            if name in wanted:
-                self._exact[name] = self._rounded[name] = digest_on_device(tensor)
-                if tensor.dtype != self.dtype:
-                    self._rounded[name] = digest_on_device(tensor.to(self.dtype))
-            yield name, tensor
+    def recording(self, named: Named) -> Named:
+        """``named``, with the digests of ``names`` recorded as they pass."""
+        return observed(named, self._record)
+
+    def _record(self, name: str, tensor: Tensor) -> None:
+        if name in self._wanted:
+            self._exact[name] = self._rounded[name] = digest_on_device(tensor)
+            if tensor.dtype != self.dtype:
+                self._rounded[name] = digest_on_device(tensor.to(self.dtype))
 
     def mismatches(self, in_engine: Mapping[str, int]) -> dict[str, str]:
         """Compares the engine's digests with the recorded ones.

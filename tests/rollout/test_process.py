@@ -27,8 +27,9 @@ from pyrl_ext.rollout.build import _devices
 from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process import client
-from pyrl_ext.rollout.process.channel import Kind, Sender, _Reader
+from pyrl_ext.rollout.process.channel import Kind
 from pyrl_ext.rollout.process.client import IdleEngine, ProcessEngine, RemoteError
+from pyrl_ext.rollout.process.sender import Reader, Sender
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sleeper import Sleeper, unbuildable
@@ -174,13 +175,13 @@ def test_one_that_hangs_is_told_from_one_that_is_busy(
     assert engine.generate([], Sampling(1, seed=3)) == []  # longer than the patience
     engine.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="gave no sign of life for 2 s"):
+    with pytest.raises(RuntimeError, match="sent no heartbeat for 2 s"):
         engine.generate([], Sampling(1))
     assert time.monotonic() - began < 4  # it was waited for once
     engine.process.send_signal(signal.SIGCONT)
     assert engine.generate([], Sampling(1)) == []
     engine.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(RuntimeError, match="gave no sign of life for 2 s"):
+    with pytest.raises(RuntimeError, match="sent no heartbeat for 2 s"):
         engine.generate([], Sampling(1))
     began = time.monotonic()
     engine.close()
@@ -222,10 +223,10 @@ def test_one_that_is_killed_during_a_publish_is_named(engines: dict[str, Process
 PARENT = """
 import sys, time
 from pyrl_ext.rollout.process.client import ProcessEngine
-from pyrl_ext.rollout.process.server import PAGE
+from pyrl_ext.rollout.process.server import BEATS
 
 engine = ProcessEngine(time.sleep, (60,), transport="shm", log=sys.argv[1])
-while PAGE.unpack_from(engine._life) == (0,):
+while BEATS.unpack_from(engine._beats) == (0,):
     time.sleep(0.01)
 print(engine.process.pid, flush=True)
 time.sleep(60)
@@ -273,10 +274,10 @@ def tensors(seed: int) -> list[tuple[str, Tensor]]:
 def test_every_reader_gets_every_tensor(kind: Kind, size: int, readers: int):
     sender = Sender(kind, size, readers)
     got: list[list[tuple[str, Tensor]]] = [[] for _ in range(readers)]
-    there: dict[int, _Reader] = {}  # a process has one; here they are threads
+    there: dict[int, Reader] = {}  # a process has one; here they are threads
 
     def read(i: int) -> None:
-        reader = there[i] = there.get(i) or _Reader(sender.incoming.address)
+        reader = there[i] = there.get(i) or Reader(sender.incoming.address)
         got[i] = []
         for name, tensor in reader.tensors():
             time.sleep(5e-4 * i)  # its bucket must not be filled again meanwhile
@@ -295,10 +296,10 @@ def test_every_reader_gets_every_tensor(kind: Kind, size: int, readers: int):
             assert [name for name, _ in mine] == [name for name, _ in sent]
             for (_, a), (_, b) in zip(mine, sent, strict=True):
                 assert a.dtype == b.dtype and torch.equal(a, b)
-        assert sender._way is not None
+        assert sender._channel is not None
         largest = max(size, *(t.nbytes for _, t in sent))
-        assert len(sender._way.buckets) <= 2
-        assert all(len(bucket) <= largest for bucket in sender._way.buckets.values())
+        assert len(sender._channel.buffers) <= 2
+        assert all(len(bucket) <= largest for bucket in sender._channel.buffers.values())
     sender.drop()
 
 

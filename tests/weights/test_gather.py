@@ -5,7 +5,7 @@ import math
 import os
 import time
 from functools import cache
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.publish import one_by_one
 from pyrl_ext.dist import heartbeat, topology
+from pyrl_ext.dist.buckets import ALIGNMENT
 from pyrl_ext.dist.clock import Clock
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.models import family
@@ -29,7 +30,7 @@ from pyrl_ext.plan.model.sizes import mtp_parameters, parameters, read_sizes
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import gather
-from pyrl_ext.weights.gather import gather_buckets, plan_buckets
+from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 from tests.models.test_families import COUNTED, FEWER, MODELS
@@ -64,7 +65,7 @@ TRAINED = {n: hf | FEWER for n, hf in COUNTED.items() if not read_sizes(hf | FEW
 
 
 @pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
-def test_names_and_shapes_are_those_of_transformers(hf):
+def test_weight_tables_have_the_names_and_shapes_of_transformers(hf):
     with torch.device("meta"):
         config = CONFIG_MAPPING[hf["model_type"]].from_dict(hf)
         views = Destinations(AutoModelForCausalLM.from_config(config)).views
@@ -74,7 +75,7 @@ def test_names_and_shapes_are_those_of_transformers(hf):
 
 
 @pytest.mark.parametrize("hf", MODELS.values(), ids=list(MODELS))
-def test_sizes_add_up_to_the_plans(hf):
+def test_weight_tables_add_up_to_the_plans_sizes(hf):
     sizes, weights = read_sizes(hf), family(hf["model_type"]).weights
 
     def count(mtp_layers):
@@ -106,23 +107,23 @@ def planned(overrides):
     st.integers(1, 1 << 20),
     st.sets(st.integers(0, 10**6), max_size=30) | st.none(),
 )
-def test_buckets(overrides, limit, chosen):
+def test_plan_buckets_cuts_the_table_in_order(overrides, limit, chosen):
     plan, table = planned(overrides)
     names = [name for row in table for name in row.hf]
     only = None if chosen is None else {names[i % len(names)] for i in chosen}
     buckets = plan_buckets(with_limit(plan, limit), table, only=only)
-    asked = [n for b in buckets for p in b.places for n in p.row.hf if n in p.names]
+    asked = [slot.name for b in buckets for slot in b.bucket.slots]
     assert asked == [name for name in names if only is None or name in only]
 
     each = 2 if plan.model.dtype == "bfloat16" else 4
-    layers = [[p.row.name.partition(".local_experts.")[0] for p in b.places] for b in buckets]
+    layers = [[p.row.name.partition(".local_experts.")[0] for p in b.shards] for b in buckets]
     assert len({n for here in layers for n in here}) == sum(len({*here}) for here in layers)
-    held = [bytes_of([p.row for p in b.places], each) for b in buckets]
+    held = [bytes_of([p.row for p in b.shards], each) for b in buckets]
     assert all(size <= limit or len({*here}) == 1 for size, here in zip(held, layers, strict=True))
     for (one, other), (size, _), here in zip(
         pairwise(buckets), pairwise(held), layers[1:], strict=True
     ):
-        first = [p.row for p, n in zip(other.places, here, strict=True) if n == here[0]]
+        first = [p.row for p, n in zip(other.shards, here, strict=True) if n == here[0]]
         assert one.stage != other.stage or size + bytes_of(first, each) > limit, "could be one"
     for bucket in buckets:
         check_buffer(plan, bucket)
@@ -131,20 +132,20 @@ def test_buckets(overrides, limit, chosen):
 def check_buffer(plan, bucket):
     """Parts do not lie over one another, and fill the buffer but for padding."""
     ends, parts = 0, 0
-    for at, place in sorted((at, i) for i, p in enumerate(bucket.places) for at in p.at):
-        size = math.prod(bucket.places[place].part) * bucket.places[place].dtype.itemsize
-        assert at >= ends and at % gather.ALIGNMENT == 0
+    for at, place in sorted((at, i) for i, p in enumerate(bucket.shards) for at in p.starts):
+        size = math.prod(bucket.shards[place].shape) * bucket.shards[place].dtype.itemsize
+        assert at >= ends and at % ALIGNMENT == 0
         ends, parts = at + size, parts + size
-    assert ends <= bucket.bytes
-    padding = 16 * sum(len(p.at) for p in bucket.places)
-    even = plan.parallel.ep == 1 or all(p.owner is None for p in bucket.places)
-    assert not even or bucket.bytes <= parts + padding
-    live = {p.row.shard for p in bucket.places if not p.at}
+    assert ends <= bucket.scratch
+    padding = ALIGNMENT * sum(len(p.starts) for p in bucket.shards)
+    even = plan.parallel.ep == 1 or all(p.owner is None for p in bucket.shards)
+    assert not even or bucket.scratch <= parts + padding
+    live = {p.row.shard for p in bucket.shards if not p.starts}
     assert plan.parallel.pp == 1 or not live
     assert plan.parallel.tp == 1 or live <= {"same"} or plan.parallel.etp_size == 1
 
 
-def test_names_that_are_not_the_models_are_refused():
+def test_plan_buckets_refuses_unknown_names():
     plan, table = planned(PLANNED[0])
     with pytest.raises(ValueError, match=r"1 names are unknown: \['lm_head.bias'\], expected some"):
         plan_buckets(plan, table, only={"lm_head.bias", "lm_head.weight"})
@@ -206,14 +207,29 @@ def drawn(policy):
             yield name, read(name).to(torch.float32 if row.float32 else dtype)
 
 
+def in_given_memory(stream):
+    """(name, tensor) of ``stream`` in two buffers in turn, as a sender's."""
+    turns, memory = cycle((0, 1)), {}
+
+    def allocate(size):
+        turn = next(turns)
+        if len(memory.get(turn, ())) < size:
+            memory[turn] = torch.empty(size, dtype=torch.uint8)
+        return memory[turn]
+
+    for bucket, buffer in stream.buckets(allocate):
+        for slot in bucket.slots:
+            yield slot.name, slot.view(buffer)
+
+
 def check_case(policy, updated):
     """Kind of publishing -> names that it got wrong."""
     topo, found = policy.topo, {"one bucket": differing(policy.weights(), drawn(policy))}
     buckets = plan_buckets(with_limit(policy.plan, SMALL), policy.llm.table)
-    kept = list(
-        gather_buckets(buckets, policy.llm.named_parameters(), topo)
-    )  # as engines do that fuse tensors
+    small = GatheredWeights(buckets, policy.llm.named_parameters(), topo)
+    kept = list(small)  # as engines do that fuse tensors
     found["small buckets"] = differing(kept, drawn(policy))
+    found["in given memory"] = differing(in_given_memory(small), drawn(policy))
     with patch.object(gather, "_gather_in_turn", gather._gather_at_once):  # as on a GPU
         found["as on a GPU"] = differing(policy.weights(), drawn(policy))
     only = {name for i, (name, _) in enumerate(drawn(policy)) if i % 5 == 2}
@@ -227,6 +243,7 @@ def check_case(policy, updated):
         assert len(differing(policy.weights(), drawn(policy))) > 100
         exact = [(name, tensor.clone()) for name, tensor in one_by_one(policy)]
         found["updated"] = differing(policy.weights(), exact)
+        found["updated, in given memory"] = differing(in_given_memory(policy.weights()), exact)
     return found, len(buckets)
 
 
@@ -261,7 +278,7 @@ def memory(folder, *overrides):
         with Held() as held:
             for _ in policy.weights():
                 pass
-    return held.peak, max(b.bytes for b in policy.llm.buckets), bytes_of(policy.llm.table)
+    return held.peak, max(b.scratch for b in policy.llm.buckets), bytes_of(policy.llm.table)
 
 
 def on_ranks(group, folder):
@@ -281,33 +298,33 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_gets_the_same_model_bit_for_bit(ranks, case):
+def test_gathered_weights_are_the_same_on_every_rank(ranks, case):
     for cases, _ in ranks:
         found, buckets = cases[case]
         assert not any(found.values()), found
         assert ("updated" in found) == (case in UPDATED) and buckets > 10
 
 
-def test_memory_is_less_than_two_buckets(ranks):
+def test_gathered_weights_take_less_than_two_buckets(ranks):
     for _, measured in ranks:
         for extra, bucket, model in measured:
             assert bucket <= extra < 2 * bucket < model
 
 
-def test_one_process_publishes_its_own_parameters():
+def test_gathered_weights_of_one_process_are_its_parameters():
     plan, _ = planned(PLANNED[0])
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
         live = {t.untyped_storage().data_ptr() for t in policy.llm.named_parameters().values()}
         copied = [n for n, t in policy.weights() if t.untyped_storage().data_ptr() not in live]
-        assert not copied and not any(bucket.bytes for bucket in policy.llm.buckets)
+        assert not copied and not any(bucket.scratch for bucket in policy.llm.buckets)
         assert not differing(policy.weights(), drawn(policy))
 
 
 # what goes wrong ---------------------------------------------------------------------------------
 
 
-def test_a_live_tensor_that_was_not_planned_is_refused():
+def test_gathered_weights_refuse_a_tensor_that_was_not_planned():
     plan, table = planned(PLANNED[0])
     name = "decoder.layers.2.mlp.router.weight"
     with topology.start(plan) as topo:
@@ -317,11 +334,11 @@ def test_a_live_tensor_that_was_not_planned_is_refused():
             (live[name][:-1], r"\[7, 64\] torch.float32 on rank 0, expected \[8, 64\]"),
             (live[name].bfloat16(), r"\[8, 64\] torch.bfloat16 on rank 0"),
         ):
-            with pytest.raises(ValueError, match=f"publish: {name} is {words}"):
-                next(gather_buckets(buckets, live | {name: wrong}, topo))
+            with pytest.raises(ValueError, match=f"GatheredWeights: {name} is {words}"):
+                next(iter(GatheredWeights(buckets, live | {name: wrong}, topo)))
         del live[name]
         with pytest.raises(ValueError, match=f"{name} is missing on rank 0, expected"):
-            next(gather_buckets(buckets, live, topo))
+            next(iter(GatheredWeights(buckets, live, topo)))
 
 
 def one_fails(group, folder):
@@ -341,7 +358,7 @@ def one_fails(group, folder):
                         raise ValueError("bad luck")
 
 
-def test_a_rank_that_fails_in_between_ends_the_others(tmp_path):
+def test_gathered_weights_end_all_ranks_when_one_fails(tmp_path):
     start = time.monotonic()
     with pytest.raises(AssertionError, match=r"rank 1 of 2\n(.*\n)*ValueError: bad luck"):
         run_ranks(one_fails, 2, tmp_path)

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, as its trainer sees it."""
+"""An engine in another process, as its trainer sees it."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyrl_ext.dist.heartbeat import INTERVAL, SILENT, MissedBeats
 from pyrl_ext.rollout.engine import Capabilities, Engine
-from pyrl_ext.rollout.process.channel import Kind, Lost, Sender, hear, tell
-from pyrl_ext.rollout.process.server import BEAT, PAGE, Answer, Failed, unpack
+from pyrl_ext.rollout.process.channel import Kind, recv, send
+from pyrl_ext.rollout.process.sender import ReaderLost, Sender
+from pyrl_ext.rollout.process.server import BEATS, Failure, Result, unpack
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
-SILENT = 20  # beats missed by a process that counts as hanging
-LEAVE = 10.0  # seconds that a process has to end by itself
-LINES = 20  # of its log in an error
+PATIENCE = 10.0  # for the process to end by itself [s]
+LOG_LINES = 20  # last lines of its log that an error shows
 
 
 class ProcessEngine(Engine):
-    """Starts a process that builds an engine, hands calls on to it, and ends it.
+    """Starts a process that builds an engine, forwards calls to it, and ends it.
 
     The process ends when this one does, however that happens; when it dies or hangs, whoever waits
-    for it gets an error at once. It starts beside what is done here until the first call.
+    for it gets an error. Until the first call it starts while this process goes on.
 
     Args:
         build:        returns the engine; a function that the process can import, called there.
         arguments:    of ``build``; they are pickled.
-        transport:    the way of the weights, see `Sender`.
-        bucket_bytes: of each of the two buckets that weights travel in.
+        transport:    how the bytes of weights travel, see `Sender`.
+        bucket_bytes: of each of the two buffers that weights travel in.
         readers:      processes of the engine that each take all weights.
-        device:       of the weights, here.
+        device:       of the weights in this process.
         log:          file for what the process prints.
-        environment:  variables that it has, beside this process's without torchrun's.
+        environment:  variables it gets in addition to this process's, without torchrun's.
     """
 
     def __init__(
@@ -58,13 +59,13 @@ class ProcessEngine(Engine):
     ):
         self.log = Path(log)
         self._sender = Sender(transport, bucket_bytes, readers, device)
-        self._channel, theirs = Pipe()
-        page = os.memfd_create("pyrl-life")
-        os.ftruncate(page, PAGE.size)
-        self._life = mmap.mmap(page, PAGE.size)
+        self._connection, theirs = Pipe()
+        page = os.memfd_create("pyrl-beats")
+        os.ftruncate(page, BEATS.size)
+        self._beats = mmap.mmap(page, BEATS.size)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
-            self._start = output.tell()  # an earlier run of the folder wrote before it
+            self._log_start = output.tell()  # an earlier run in this folder wrote what is before
             numbers = (os.getpid(), theirs.fileno(), page)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pyrl_ext.rollout.process.server", *map(str, numbers)],
@@ -78,18 +79,19 @@ class ProcessEngine(Engine):
         theirs.close()
         os.close(page)
         self._ended = os.pidfd_open(self.process.pid)
-        self._owed = 0  # answers that have not come yet
-        self._silent = False  # it hangs: do not wait for it again before it is asked again
+        self._pending = 0  # calls without a result so far
+        self._hangs = False  # then nobody waits for it again until the next call
         self._capabilities: Capabilities | None = None
-        self._ask(build, arguments)
+        self._request(build, arguments)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Of the engine; waits until it is built."""
+        """The engine's; waits until it is built."""
         if self._capabilities is None:
-            self._capabilities = self._answer("start")
-        found: Any = self._capabilities
-        return found
+            capabilities = self._result("start")
+            assert isinstance(capabilities, Capabilities)
+            self._capabilities = capabilities
+        return self._capabilities
 
     def load_weights(
         self,
@@ -97,65 +99,65 @@ class ProcessEngine(Engine):
         version: int,
         only: Collection[str] | None = None,
     ) -> None:
-        """Sends new weights; until it has succeeded, and after it failed, no generation.
+        """Sends new weights. The engine does not generate until that has succeeded.
 
         Args:
-            named: (name, tensor) as the engine wants them; one is copied before the next is asked
-                for
+            named: (name, tensor) as the engine wants them; a tensor is copied before the next is
+                asked for, and a `BucketStream` writes its buckets into the transport's memory
             version: kept on each sample
             only: see `Engine.load_weights`
 
         Raises: what the engine raises; RuntimeError when its process dies or hangs; what ``named``
-            raises, after the engine was told that no more will come.
+            raises, after the engine has been told that no more will come.
         Communicates: every byte once to each process of the engine.
         """
         call = f"load_weights(version {version})"
         self._begin("load_weights", self._sender.incoming, version, only)
         try:
             self._sender.send(named, lambda readers: self._wait(readers, call))
-        except (Lost, _Answered):
+        except (ReaderLost, _MessageWaits):
             self._sender.drop()
-            self._answer(call)
+            self._result(call)
             raise self._error(call, "left before all weights were sent") from None
         except BaseException:
             self._sender.drop()
-            with suppress(Exception):  # it says that the weights stopped coming
-                if not self._silent:
-                    self._answer(call)
+            with suppress(Exception):  # the engine's error says that the weights stopped coming
+                if not self._hangs:
+                    self._result(call)
             raise
-        self._answer(call)
+        self._result(call)
 
     def stream(
         self, prompts: Sequence[Prompt], sampling: Sampling
     ) -> Generator[Sample, None, None]:
-        """Samples as they finish. Closed early, the engine stops after its next finished one.
+        """Samples as they finish. If it is closed early, the engine stops after its next one.
 
         Raises: what the engine raises; RuntimeError when its process dies or hangs.
         """
         self._begin("stream", list(prompts), sampling)
         try:
-            while isinstance(message := self._hear("stream"), bytes):
+            while isinstance(message := self._recv("stream"), bytes):
                 yield unpack(message)
         finally:
-            if self._owed and not self._silent and self.process.poll() is None:
+            if self._pending and not self._hangs and self.process.poll() is None:
                 with suppress(OSError):
-                    tell(self._channel, ("stop",))
-                self._answer("stream")
+                    send(self._connection, ("stop",))
+                self._result("stream")
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
         """Digests of the weights that the engine took, computed there."""
         return self._call("checksums", names)
 
     def sleep(self) -> int:
-        """Gives the engine's memory back until the next `load_weights`; bytes."""
+        """Frees the engine's memory until the next `load_weights`; returns bytes."""
         return self._call("sleep")
 
     def close(self) -> None:
         """Ends the engine, and its process if it does not end by itself."""
         self._sender.drop()
-        self._channel.close()
+        self._connection.close()
         try:
-            self.process.wait(LEAVE if not self._owed else 0)
+            self.process.wait(PATIENCE if not self._pending else 0)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -163,78 +165,77 @@ class ProcessEngine(Engine):
             os.close(self._ended)
             self._ended = -1
 
-    # how ---------------------------------------------------------------------------------------
+    # calls -------------------------------------------------------------------------------------
 
     def _call(self, method: str, *arguments: Any) -> Any:
         self._begin(method, *arguments)
-        return self._answer(method)
+        return self._result(method)
 
     def _begin(self, *message: Any) -> None:
-        """Ask, once the engine is built and what was interrupted here is over."""
+        """Send a call, once the engine is built and every interrupted call has ended."""
         _ = self.capabilities
-        while owed := self._owed:
+        while pending := self._pending:
             try:
-                self._answer(message[0])
+                self._result(message[0])
             except Exception:
-                if self._owed == owed:  # no answer, and none will come
+                if self._pending == pending:  # no result came, and none will
                     raise
-        self._ask(*message)
+        self._request(*message)
 
-    def _ask(self, *message: Any) -> None:
+    def _request(self, *message: Any) -> None:
         try:
-            tell(self._channel, message)
+            send(self._connection, message)
         except OSError:
             raise self._died(str(message[0])) from None
-        self._owed += 1
+        self._pending += 1
 
-    def _answer(self, call: str) -> Any:
-        """What the call returned; samples on the way are nobody's."""
-        while isinstance(message := self._hear(call), bytes):
+    def _result(self, call: str) -> Any:
+        """What the call returned; samples that come before it are dropped."""
+        while isinstance(message := self._recv(call), bytes):
             continue
         return message
 
-    def _hear(self, call: str) -> Any:
+    def _recv(self, call: str) -> Any:
         """The next sample, or what the call returned. Raises: what it raised there."""
-        with suppress(_Answered):
+        with suppress(_MessageWaits):
             self._wait([], call)
         try:
-            message = hear(self._channel)
+            message = recv(self._connection)
         except (EOFError, OSError):
             raise self._died(call) from None
         if isinstance(message, bytes):
             return message
-        self._owed -= 1
-        if isinstance(message, Failed):
+        self._pending -= 1
+        if isinstance(message, Failure):
             raise message.error() from RemoteError(f"in {self._name}:\n{message.traceback}")
-        assert isinstance(message, Answer)
+        assert isinstance(message, Result)
         return message.value
 
-    def _wait(self, things: list[Any], call: str) -> list[Any]:
-        """Those of ``things`` that can be read, once there are some.
+    def _wait(self, readable: list[Any], call: str) -> list[Any]:
+        """Those of ``readable`` that can be read, as soon as there are some.
 
-        Raises: _Answered when the engine says something instead; RuntimeError when its process
-            ended, or gave no sign of life while this one was awake to see it.
+        Raises: _MessageWaits when the engine sent a message instead; RuntimeError when its process
+            ended, or sent no heartbeat while this one was awake to see it.
         """
-        missed, before, self._silent = 0, 0, False
+        missed, self._hangs = MissedBeats(), False
         while True:
-            found = wait([*things, self._channel, self._ended], BEAT)
-            if self._channel in found:
-                raise _Answered
-            if self._ended in found:
+            ready = wait([*readable, self._connection, self._ended], INTERVAL)
+            if self._connection in ready:
+                raise _MessageWaits
+            if self._ended in ready:
                 raise self._died(call)
-            if found:
-                return found
-            (beats,) = PAGE.unpack_from(self._life)
-            missed = missed + 1 if beats == before > 0 else 0  # Python itself takes long to start
-            before = beats
-            if missed >= SILENT:
-                self._silent = True
-                raise self._error(call, f"gave no sign of life for {SILENT * BEAT:.0f} s")
+            if ready:
+                return ready
+            (beats,) = BEATS.unpack_from(self._beats)
+            # none before the first beat: Python itself takes long to start
+            if missed.see(beats or None) >= SILENT:
+                self._hangs = True
+                raise self._error(call, f"sent no heartbeat for {SILENT * INTERVAL:.0f} s")
 
     def _died(self, call: str) -> RuntimeError:
-        """Why it ended. Something wrote it an end, so it is over in a moment, or now."""
+        """The error for a closed connection; waits briefly for the process's exit code."""
         try:
-            code = self.process.wait(LEAVE)
+            code = self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             return self._error(call, "closed its socket")
         if code < 0:
@@ -243,12 +244,12 @@ class ProcessEngine(Engine):
 
     def _error(self, call: str, what: str) -> RuntimeError:
         with self.log.open("rb") as file:
-            file.seek(self._start)
-            last = file.read().decode(errors="replace").splitlines()[-LINES:]
-        said = "".join(f"\n  {line}" for line in last) or " nothing"
+            file.seek(self._log_start)
+            last = file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+        shown = "".join(f"\n  {line}" for line in last) or " nothing"
         return RuntimeError(
-            f"ProcessEngine.{call}: {self._name} {what}, expected it to serve until close. "
-            f"{self.log} ends with:{said}"
+            f"ProcessEngine.{call}: {self._name} {what}, expected it to run until close. "
+            f"{self.log} ends with:{shown}"
         )
 
     @property
@@ -260,15 +261,15 @@ class RemoteError(Exception):
     """The traceback of an error in an engine's process."""
 
 
-class _Answered(Exception):
-    """The engine has something to say."""
+class _MessageWaits(Exception):
+    """The engine sent a message."""
 
 
 class IdleEngine(Engine):
-    """On a rank that no engine belongs to: takes part in what all ranks do together.
+    """Stands in on a rank that has no engine: takes part in what all ranks do together.
 
     Args:
-        routes: the engines of the other ranks report them.
+        routes: the engines of the other ranks report routed experts.
     """
 
     def __init__(self, routes: bool):
@@ -285,14 +286,14 @@ class IdleEngine(Engine):
         version: int,
         only: Collection[str] | None = None,
     ) -> None:
-        """Reads ``named`` to its end, since other ranks wait for this one in it."""
+        """Reads ``named`` to its end, since its collectives need this rank."""
         for _ in named:
             pass
 
     def stream(
         self, prompts: Sequence[Prompt], sampling: Sampling
     ) -> Generator[Sample, None, None]:
-        """Nothing. Raises: ValueError when there are prompts."""
+        """Yields nothing. Raises: ValueError when there are prompts."""
         if prompts:
             raise ValueError(
                 f"IdleEngine.stream: {len(prompts)} prompts, expected none on this rank"
@@ -300,19 +301,19 @@ class IdleEngine(Engine):
         yield from ()
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """No tensor was taken here."""
+        """Empty: no tensor was taken here."""
         return {}
 
     def sleep(self) -> int:
-        """0: there is nothing to give back."""
+        """0: there is no memory to free."""
         return 0
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Does nothing: nothing runs."""
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what torchrun says to its ranks, and with where it imports from."""
+    """This process's variables without those of torchrun, and with where it imports from."""
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     launcher = ("GROUP_", "ROLE_", "TORCHELASTIC_")
     kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(launcher)}

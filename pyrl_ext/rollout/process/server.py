@@ -1,6 +1,6 @@
 """``python -m pyrl_ext.rollout.process.server``: the process of a `ProcessEngine`.
 
-It is started by one and talks to it alone, over a socket that it inherits.
+The `ProcessEngine` starts it and is the only one it talks to, over a socket that it inherits.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from pyrl_ext.dist.heartbeat import INTERVAL
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.rollout.process.channel import hear, tell
+from pyrl_ext.rollout.process.channel import recv, send
 from pyrl_ext.samples import Sample
 
-BEAT = 1.0  # seconds between two signs of life
-PAGE = struct.Struct("Q")  # what the beats are counted in, in memory that both processes see
+BEATS = struct.Struct("Q")  # count of heartbeats, in memory that both processes map
 _PR_SET_PDEATHSIG = 1
-# Kinds of errors that the trainer gets as they are; others as RuntimeError with their name.
+# Kinds of errors that the trainer gets as they are; others become a RuntimeError with their name.
 PLAIN = {kind.__name__: kind for kind in (ValueError, RuntimeError, FloatingPointError, OSError)}
 
 
-class Failed(NamedTuple):
-    """An error of the engine, as it travels."""
+class Failure(NamedTuple):
+    """An error of the engine, in a form that can be pickled."""
 
     kind: str
     message: str
     traceback: str
 
     @classmethod
-    def of(cls, error: Exception) -> Failed:
+    def of(cls, error: Exception) -> Failure:
         kind, message = type(error).__name__, str(error)
         if kind not in PLAIN:
             message = f"{kind}: {message}"
@@ -53,84 +53,84 @@ class Failed(NamedTuple):
         return PLAIN.get(self.kind, RuntimeError)(self.message)
 
 
-class Answer(NamedTuple):
+class Result(NamedTuple):
     """What a call returned."""
 
     value: Any
 
 
 def pack(sample: Sample) -> bytes:
-    """A sample as bytes; a tensor pickled by itself would take ten times as long as its array."""
+    """A sample as bytes. Its tensors become arrays, which pickle ten times as fast."""
     values = (getattr(sample, field.name) for field in fields(sample))
     return pickle.dumps([v.numpy() if isinstance(v, torch.Tensor) else v for v in values])
 
 
 def unpack(packed: bytes) -> Sample:
-    """Against `pack`."""
+    """The sample that `pack` made bytes of."""
     values: Any = (
         torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in pickle.loads(packed)
     )
     return Sample(*values)
 
 
-def serve(channel: Connection) -> None:
-    """Build the engine that the first message names, then answer calls until the socket closes."""
+def serve(connection: Connection) -> None:
+    """Build the engine that the first message names, then serve calls until the socket closes."""
     try:
-        build, arguments = hear(channel)
+        build, arguments = recv(connection)
         engine: Engine = build(*arguments)
     except Exception as error:
-        tell(channel, Failed.of(error))
+        send(connection, Failure.of(error))
         return
     with closing(engine):
-        tell(channel, Answer(engine.capabilities))
+        send(connection, Result(engine.capabilities))
         while True:
             try:
-                method, *given = hear(channel)
+                method, *given = recv(connection)
             except EOFError:
                 return
-            if method == "stop":  # of a stream that was over already
+            if method == "stop":  # for a stream that had ended already
                 continue
             try:
                 stream = method == "stream"
-                value = (_stream if stream else _call)(channel, engine, method, given)
-                answer = Answer(value)
+                value = (_stream if stream else _call)(connection, engine, method, given)
+                result = Result(value)
             except Exception as error:
-                answer = Failed.of(error)
-            tell(channel, answer)
+                result = Failure.of(error)
+            send(connection, result)
 
 
-def _call(_channel: Connection, engine: Engine, method: str, given: list[Any]) -> Any:
+def _call(_connection: Connection, engine: Engine, method: str, given: list[Any]) -> Any:
     return getattr(engine, method)(*given)
 
 
-def _stream(channel: Connection, engine: Engine, _method: str, given: list[Any]) -> None:
-    """Samples as they finish, until the trainer wants no more."""
+def _stream(connection: Connection, engine: Engine, _method: str, given: list[Any]) -> None:
+    """Sends samples as they finish, until the trainer sends stop."""
     with closing(engine.stream(*given)) as samples:
         for sample in samples:
-            tell(channel, pack(sample))
-            if channel.poll():
-                hear(channel)  # stop
+            send(connection, pack(sample))
+            if connection.poll():
+                recv(connection)  # stop
                 return
 
 
 def _end_with(parent: int) -> None:
-    """The kernel ends this process when the thread that started it ends, however that happens."""
+    """Let the kernel end this process when the thread that started it ends, for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # it had ended already
         os._exit(1)
 
 
 def _beat(page: mmap.mmap) -> None:
     for beats in itertools.count(1):
-        PAGE.pack_into(page, 0, beats)
-        time.sleep(BEAT)
+        BEATS.pack_into(page, 0, beats)
+        time.sleep(INTERVAL)
 
 
 def main() -> None:
-    parent, channel, page = map(int, sys.argv[1:])
+    parent, connection, page = map(int, sys.argv[1:])
     _end_with(parent)
-    threading.Thread(target=_beat, args=(mmap.mmap(page, PAGE.size),), daemon=True).start()
-    serve(Connection(channel))
+    threading.Thread(target=_beat, args=(mmap.mmap(page, BEATS.size),), daemon=True).start()
+    serve(Connection(connection))
     sys.stderr.flush()
     os._exit(0)  # an engine may leave threads that do not end
 

@@ -1,0 +1,144 @@
+"""Buckets: buffers of bytes in which named tensors travel from the trainer to an engine.
+
+The format lives in this room because both ends import it: weights/ assembles buckets, and
+rollout/process/ sends them; neither could import the other's.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # of a tensor in a bucket [bytes]
+
+Named = Iterable[tuple[str, Tensor]]
+# Bytes -> uint8 memory of at least that size, free for the next bucket.
+Allocate = Callable[[int], Tensor]
+
+
+class Slot(NamedTuple):
+    """Where one tensor lies in a buffer.
+
+    Args:
+        name:  of the tensor
+        dtype: of the tensor
+        shape: of the tensor
+        start: of its first byte
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The tensor in the uint8 ``buffer``."""
+        part = buffer[self.start : self.start + self.bytes]
+        return part.view(self.dtype).view(self.shape)
+
+
+class Bucket(NamedTuple):
+    """Tensors that lie in one buffer.
+
+    Args:
+        slots: in the order of the stream
+        bytes: of the buffer that they fill
+    """
+
+    slots: tuple[Slot, ...]
+    bytes: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Bucket:
+        """(name, dtype, shape) one after the other, each aligned."""
+        slots, end = [], 0
+        for name, dtype, shape in tensors:
+            slots.append(Slot(name, dtype, tuple(shape), aligned(end)))
+            end = slots[-1].start + slots[-1].bytes
+        return cls(tuple(slots), end)
+
+
+class BucketStream(ABC):
+    """Named tensors that are assembled bucket by bucket.
+
+    Iterating yields (name, tensor); these tensors stay valid. `buckets` assembles them in memory
+    of the caller's choice instead, which saves a copy for who sends that memory on.
+    """
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    @abstractmethod
+    def buckets(self, allocate: Allocate) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yields each bucket with the memory from ``allocate`` that holds it."""
+        ...
+
+
+def buckets_of(
+    named: Named, bucket_bytes: int, allocate: Allocate
+) -> Iterator[tuple[Bucket, Tensor]]:
+    """Named tensors in buckets: those of a `BucketStream`, or packed here.
+
+    Args:
+        named: a tensor is copied before the next one is asked for
+        bucket_bytes: of a bucket that is packed here; a larger tensor fills a bucket alone
+        allocate: called once before each bucket
+    """
+    if isinstance(named, BucketStream):
+        yield from named.buckets(allocate)
+        return
+    slots: list[Slot] = []
+    buffer, used = torch.empty(0, dtype=torch.uint8), 0
+    for name, tensor in named:
+        start = aligned(used)
+        if slots and start + tensor.nbytes > bucket_bytes:
+            yield Bucket(tuple(slots), used), buffer
+            slots, start = [], 0
+        if not slots:
+            buffer = allocate(max(tensor.nbytes, bucket_bytes))
+        slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), start))
+        slots[-1].view(buffer).copy_(tensor.detach())
+        used = start + tensor.nbytes
+    if slots:
+        yield Bucket(tuple(slots), used), buffer
+
+
+def observed(named: Named, note: Callable[[str, Tensor], None]) -> Named:
+    """``named``, with a call of ``note`` for every tensor before it is passed on."""
+    if isinstance(named, BucketStream):
+        return _Observed(named, note)
+    return _noting(named, note)
+
+
+class _Observed(BucketStream):
+    def __init__(self, stream: BucketStream, note: Callable[[str, Tensor], None]):
+        self.stream, self.note = stream, note
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return _noting(self.stream, self.note)
+
+    def buckets(self, allocate: Allocate) -> Iterator[tuple[Bucket, Tensor]]:
+        for bucket, buffer in self.stream.buckets(allocate):
+            for slot in bucket.slots:
+                self.note(slot.name, slot.view(buffer))
+            yield bucket, buffer
+
+
+def _noting(named: Named, note: Callable[[str, Tensor], None]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in named:
+        note(name, tensor)
+        yield name, tensor
+
+
+def aligned(size: int) -> int:
+    """``size`` [bytes] rounded up to the alignment of a slot."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
