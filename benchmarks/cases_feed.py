@@ -8,11 +8,11 @@ from torch import Tensor
 
 from benchmarks.lengths import lognormal
 from benchmarks.measure import Case
-from pyrl_ext.dist.topology import Topology
+from pyrl_ext.dist.topology import Place
 from pyrl_ext.dist.upload import Upload
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.replay.routed_experts import Routes
+from pyrl_ext.replay.routed_experts import RoutedExperts
 
 LAYERS, TOP_K, EXPERTS = 46, 4, 64
 TOKENS = 131_072
@@ -21,25 +21,22 @@ FIELDS = ("tokens", "targets", "positions", "rollout_logprobs", "old_logprobs", 
 
 def feed(device: str, shrink: int = 1) -> Iterator[Case]:
     """64k rows and routes of 46 layers, rank 0 of CP2. On cuda whatever waits for it raises."""
-    topo = Topology(torch.device(device), 2, 0, 1, 1, 1, 2, 1, 1, None, 0, 0, 0, 0, None)
+    place = Place(cp_size=2)
     batch = _batch(lognormal(64, 16384 // shrink, TOKENS // shrink))
     ids, layers = range(len(batch.seqlens)), range(LAYERS)
     narrow = batch.routes
     assert narrow is not None
 
     def set_up() -> list[Tensor]:
-        upload = Upload(topo.device)
-        micro = Microbatch.of(batch, ids, topo, upload=upload)
-        routes = Routes.of(
-            *(narrow, batch.layer_ids, batch.route_mask, micro.router_rows(topo)),
-            *(layers, EXPERTS, upload),
-        )
+        upload = Upload(torch.device(device))
+        micro = Microbatch.of(batch, ids, place, upload=upload)
+        routes = RoutedExperts.of(batch, micro.router_rows, layers, EXPERTS, TOP_K, upload)
         upload.arrive()
-        forced = [each for each in routes.of_layers(layers) if each is not None]
-        return [*(_field(micro, name) for name in FIELDS), *(each.ids for each in forced)]
+        experts = [each.ids for each in routes.of_layers(layers) if each is not None]
+        return [*(_field(micro, name) for name in FIELDS), *experts]
 
     def in_torch() -> list[Tensor]:
-        rows = Microbatch.of(batch, ids, topo).rows
+        rows = Microbatch.of(batch, ids, place).rows
         real, at = rows >= 0, rows.clamp(min=0)
         fields = [torch.where(real, getattr(batch, name)[at], 0) for name in FIELDS]
         spread = torch.arange(len(rows) * TOP_K).remainder(EXPERTS).view(-1, 1, TOP_K)
@@ -47,7 +44,7 @@ def feed(device: str, shrink: int = 1) -> Iterator[Case]:
         moved = [x.to(device) for x in (*fields, routes.transpose(0, 1).to(torch.uint8))]
         return [*moved[:-1], *moved[-1].contiguous()]
 
-    rows = len(Microbatch.of(batch, ids, topo).rows)
+    rows = len(Microbatch.of(batch, ids, place).rows)
     written = rows * (6 * 6 + 2 + LAYERS * TOP_K)
     yield Case(
         f"a microbatch of {rows} rows, {LAYERS} x {TOP_K} routes",

@@ -32,13 +32,14 @@ def layout(device: str, shrink: int = 1) -> Iterator[Case]:
 
 
 def _pad_removal(device: str, longest: int) -> Iterator[Case]:
-    """Token ids of 512 padded sequences to the rows of a rank, and those of all ranks back."""
+    """Token ids of 512 padded sequences to the rows of a rank."""
     lengths = uniform(512, longest)
     total = sum(lengths)
     batch, mask = pad(torch.arange(1, total + 1), lengths, longest)  # 0 is padding
     flat, zero = batch.view(-1).to(device), torch.zeros((), dtype=torch.int64, device=device)
-    placed = TokenLayout.from_mask(mask, cp_size=CP)
-    rows, back = placed.rows(0).to(device), placed.inverse().to(device)
+    starts = [i * longest + int(row.int().argmax()) for i, row in enumerate(mask)]
+    placed = TokenLayout(lengths, CP, starts=tuple(starts))
+    rows = placed.rows(0).to(device)
     padded, on_device = batch.to(device), mask.to(device)
 
     def with_map(fresh: TokenLayout) -> Tensor:
@@ -63,22 +64,6 @@ def _pad_removal(device: str, longest: int) -> Iterator[Case]:
         written=size,
         at_most={"ms": 3},
     )
-    yield Case(
-        f"{removal}, with its map from a mask",
-        lambda: with_map(TokenLayout.from_mask(mask, cp_size=CP)),
-        loop,
-        moved=mask.numel() + 4 * size,
-        written=size,
-    )
-    gathered = torch.cat([gather_rows(flat, placed.rows(r).to(device), zero) for r in range(CP)])
-    yield Case(
-        f"inverse, {ids}, to ragged",
-        lambda: gather_rows(gathered, back, zero),
-        {"loop": lambda: inverse_loop(gathered, lengths)},
-        moved=3 * 8 * total,
-        written=8 * total,
-        at_most={"ms": 5},
-    )
 
 
 def map_loop(lengths: Sequence[int]) -> Tensor:
@@ -102,17 +87,4 @@ def pad_removal_loop(batch: Tensor, mask: Tensor) -> Tensor:
         padded = taken.new_zeros(2 * CP * chunk)
         padded[: len(taken)] = taken
         parts += [padded[:chunk], padded[-chunk:]]
-    return torch.cat(parts)
-
-
-def inverse_loop(gathered: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The chunks of each sequence put in order, its padding cut off."""
-    parts, start = [], 0
-    ranks = gathered.view(CP, -1)
-    for n in lengths:
-        chunk = -(-n // (2 * CP))
-        own = ranks[:, start : start + 2 * chunk]
-        ends = [own[rank, chunk:] for rank in reversed(range(CP))]
-        parts.append(torch.cat([*own[:, :chunk], *ends])[:n])
-        start += 2 * chunk
     return torch.cat(parts)

@@ -40,9 +40,9 @@ def gather_routes(device: str, shrink: int = 1) -> Iterator[Case]:
 def _cases(shape: Shape, device: str) -> Iterator[Case]:
     lengths = lognormal(shape.sequences, shape.longest, shape.tokens)
     layout = TokenLayout(lengths, cp_size=PARTS[0], tp_size=PARTS[2])
-    rows = layout.rows(PARTS[1], PARTS[3]).to(device)
+    rows = layout.shard(layout.rows(PARTS[1]), PARTS[3]).to(device)
     each = shape.layers * shape.top_k
-    ragged = torch.empty(layout.num_tokens, shape.layers, shape.top_k, dtype=torch.uint8)
+    ragged = torch.empty(sum(layout.seqlens), shape.layers, shape.top_k, dtype=torch.uint8)
     ragged = ragged.random_(shape.experts).to(device)
     batch, mask = pad(ragged, lengths, shape.longest)
     slots = torch.arange(shape.layers)

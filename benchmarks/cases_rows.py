@@ -25,7 +25,7 @@ def gather_rows(device: str, shrink: int = 1) -> Iterator[Case]:
         ("routes, 188 B", 188, torch.uint8),
         ("hidden 2048 bf16, 4 KiB", 2048, torch.bfloat16),
     ]:
-        src = torch.empty(layout.num_tokens, width, dtype=dtype).random_(100).to(device)
+        src = torch.empty(sum(layout.seqlens), width, dtype=dtype).random_(100).to(device)
         fill = torch.zeros(width, dtype=dtype, device=device)
         written = len(rows) * width * src.element_size()
         yield Case(
@@ -36,7 +36,7 @@ def gather_rows(device: str, shrink: int = 1) -> Iterator[Case]:
             written=written,
             at_least={"2 threads": 1.6} if width == 188 else {},
         )
-    yield _backward(layout.num_tokens, rows, device)
+    yield _backward(sum(layout.seqlens), rows, device)
 
 
 def _backward(num_src: int, rows: Tensor, device: str) -> Case:
@@ -85,7 +85,7 @@ def gather_fields(device: str, shrink: int = 1) -> Iterator[Case]:
     rows = layout.rows(0).to(device)
     dtypes = [torch.int64] * 3 + [torch.bool] + [torch.float32] * 4
     fields = [
-        torch.empty(layout.num_tokens, dtype=d).random_(2 if d == torch.bool else 100).to(device)
+        torch.empty(sum(layout.seqlens), dtype=d).random_(2 if d == torch.bool else 100).to(device)
         for d in dtypes
     ]
     fills = [0.0] * len(fields)

@@ -107,8 +107,8 @@ def logits_of(policy: Policy, tokens: Tensor) -> Tensor:
         layer_ids=(),
         route_mask=torch.zeros(rows, dtype=torch.bool),
     )
-    micro = Microbatch.of(batch, [0], policy.topo, 1)
-    packed = PackedSequences.of(micro.layout, 0, policy.topo.device)
+    micro = Microbatch.of(batch, [0], policy.topo.place(), 1)
+    packed = PackedSequences.of(micro)
     (model,) = policy.llm.models
     with torch.no_grad():
         inputs = micro.tokens[None], packed.positions[None], None

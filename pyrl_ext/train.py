@@ -109,8 +109,8 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
 def schedule(plan: Plan, batch: Batch) -> Schedule:
     """Which samples run together on which data-parallel rank."""
     sizes = plan.parallel
-    tokens = plan.batching.tokens_per_microbatch * sizes.cp
-    return plan_microbatches(batch.seqlens, sizes.dp, tokens, plan.row_alignment)
+    tokens = plan.batching.tokens_per_microbatch
+    return plan_microbatches(batch.seqlens, sizes.dp, tokens, plan.row_alignment, sizes.cp)
 
 
 class Rollouts:
@@ -240,8 +240,8 @@ def compare(batch: Batch, old: Scores) -> dict[str, float]:
     if old.agreement:
         share, exact, count = (sum(x) for x in zip(*old.agreement.values(), strict=True))
         row |= {"route/agree_topk": share / count, "route/exact_set": exact / count}
-        for layer, (share, _, count) in old.agreement.items():
-            row[f"route/agree_topk/layer_{layer}"] = share / count
+        for layer, each in old.agreement.items():
+            row[f"route/agree_topk/layer_{layer}"] = each.share / each.rows
     return row
 
 

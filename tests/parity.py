@@ -232,8 +232,8 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
         before = {name: tensor.clone() for name, tensor in policy.weights()}
         out = Outcome([], [], [], [], {})
         for batch in batches(plan, mtp_routes):
-            limit = plan.batching.tokens_per_microbatch * topo.cp_size
-            schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, plan.row_alignment)
+            limit, align = plan.batching.tokens_per_microbatch, plan.row_alignment
+            schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, align, topo.cp_size)
             probe.expect(batch, schedule, training=False, replay=plan.replay.old)
             old = policy.scores(batch, schedule, plan.replay.old)
             batch = batch.with_(old_logprobs=old.logprobs)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.model.alignment import alignment
 
 # said once per import of megatron-core; the plan's backend decides, not what happens to be there
 warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
@@ -24,6 +25,28 @@ warnings.filterwarnings("ignore", message=".*without the NVRx async checkpointin
 warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CUDA runtime"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank in one microbatch.
+
+    Args:
+        cp_size, cp_rank, cp_group: context-parallel ranks that share its rows (zigzag); the group
+            is None for one rank.
+        tp_size, tp_rank: tensor-parallel ranks that share the rows of a context-parallel rank.
+        dp_rank: data-parallel rank, which selects the bin of a round.
+        align: every sequence is padded to a multiple of this [rows]; FP8 asks for more than the
+            sizes above.
+    """
+
+    cp_size: int = 1
+    cp_rank: int = 0
+    cp_group: Any = None
+    tp_size: int = 1
+    tp_rank: int = 0
+    dp_rank: int = 0
+    align: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,6 +72,27 @@ class Topology:
     pp_rank: int
     cp_rank: int
     groups: Any
+    fp8: bool = False
+
+    def place(self, cp_size: int | None = None) -> Place:
+        """This rank's place in a microbatch that ``cp_size`` ranks share; None: as the plan says.
+
+        Raises: ValueError for a size without process groups.
+        """
+        if cp_size not in (None, self.cp_size):
+            raise ValueError(
+                f"Topology.place: cp_size is {cp_size}, expected {self.cp_size} (parallel.cp); "
+                "process groups exist for that size only"
+            )
+        return Place(
+            cp_size=self.cp_size,
+            cp_rank=self.cp_rank,
+            cp_group=self.groups.cp if self.cp_size > 1 else None,
+            tp_size=self.tp_size,
+            tp_rank=self.tp_rank,
+            dp_rank=self.dp_rank,
+            align=alignment(self.tp_size, self.cp_size, self.fp8),
+        )
 
     @property
     def is_main(self) -> bool:
@@ -191,4 +235,5 @@ def _groups(plan: Plan, device: torch.device) -> Topology:
         pp_rank=groups.pp.rank(),
         cp_rank=groups.cp.rank(),
         groups=groups,
+        fp8=plan.model.fp8 is not None,
     )

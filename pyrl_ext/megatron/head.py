@@ -29,7 +29,7 @@ def loss_rows(micro: Microbatch, batch: Batch, depth: int = 0) -> Tensor:
         batch: on the host, what ``micro`` was taken from.
         depth: of multi-token prediction; 0: the next token.
     """
-    at = batch.ahead(micro.rows, depth)
+    at = batch.rows_ahead(micro.rows, depth)
     return ((at >= 0) & batch.loss_mask[at.clamp(min=0)]).nonzero()[:, 0]
 
 
@@ -62,7 +62,7 @@ def score_tokens(
     Communicates: over ``group``, as `linear_logprob` or the output layer and
     `vocab_parallel_logprob`.
     """
-    how, depths = plan.logprob, [micro.targets, *(ahead.targets for ahead in micro.ahead)]
+    how, depths = plan.logprob, [micro.targets, *(inputs.targets for inputs in micro.mtp)]
     common: dict[str, Any] = {
         "temperature": plan.rollout.temperature,
         "valid_vocab": plan.sizes.vocab_size,

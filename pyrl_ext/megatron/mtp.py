@@ -93,7 +93,7 @@ class PackedMTPLayer(MultiTokenPredictionLayer):
         packed_seq_params: Any = None,
         padding_mask: None = None,
     ) -> tuple[None, None, None, Tensor, Tensor]:
-        tokens = packed_seq_params.tokens_ahead[self.layer_number - 1][None]
+        tokens = packed_seq_params.mtp_tokens[self.layer_number - 1][None]
         ahead = embedding(input_ids=tokens, position_ids=packed_seq_params.positions[None])
         if self.config.mtp_detach_heads:
             ahead = ahead.detach()

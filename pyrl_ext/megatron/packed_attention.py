@@ -14,9 +14,11 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from pyrl_ext.dist.topology import Place
 from pyrl_ext.dist.upload import to_device
 from pyrl_ext.ops import Inverse, expand_runs, gather_rows, invert_rows
 from pyrl_ext.pack.layout import TokenLayout
+from pyrl_ext.pack.microbatch import Microbatch
 
 
 @dataclass(frozen=True)
@@ -49,57 +51,51 @@ class RowMap:
         return gather_rows(stream, self.rows, stream.new_zeros(stream.shape[1:]), inverse)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """What a layer needs to know of a packed microbatch; shared by all layers, built once.
+    """What a layer needs to know of a packed microbatch; built once, shared by all layers.
 
     ``cu_seqlens_q`` and ``cu_seqlens_kv`` stay None on purpose: with them megatron-core 0.19.2
     applies RoPE one sequence at a time in Python and waits for the device twice a layer. Positions
-    come from the layout instead (`PackedRotary`).
+    come from the batch instead (`PackedRotary`).
+
+    Args:
+        layout: of all ranks' rows.
+        place: of this rank; its ``cp_group`` is the one that `PackedAttention` gathers over.
+        positions: [T_local] int64 on the device, position of each row in its sample.
+        mtp_tokens: [T_local] each, input of every MTP layer.
     """
 
-    layout: TokenLayout | None = None
-    cp_rank: int = 0
-    device: torch.device | None = None
-    tokens_ahead: tuple[Tensor, ...] = ()  # [T_local] each, input of every depth of prediction
+    layout: TokenLayout
+    place: Place
+    positions: Tensor
+    mtp_tokens: tuple[Tensor, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        layout: TokenLayout,
-        cp_rank: int,
-        device: torch.device,
-        positions: Tensor | None = None,
-    ) -> PackedSequences:
-        """``positions``: those of `positions` that are on the device already."""
-        packed = cls(
+    def of(cls, micro: Microbatch) -> PackedSequences:
+        longest = micro.layout.max_padded_seqlen
+        return cls(
             qkv_format="thd",
-            max_seqlen_q=layout.max_padded_seqlen,
-            max_seqlen_kv=layout.max_padded_seqlen,
-            layout=layout,
-            cp_rank=cp_rank,
-            device=device,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            layout=micro.layout,
+            place=micro.place,
+            positions=micro.positions,
+            mtp_tokens=tuple(inputs.tokens for inputs in micro.mtp),
         )
-        if positions is not None:
-            packed.positions = positions
-        return packed
 
-    @cached_property
-    def positions(self) -> Tensor:
-        """[T_local] int64, position of each local row within its sequence."""
-        assert self.layout is not None
-        return to_device(self.layout.positions(self.cp_rank), self.device)
+    @property
+    def device(self) -> torch.device:
+        return self.positions.device
 
     @cached_property
     def chunks(self) -> list[tuple[int, int, int, int]]:
         """(first query row, queries, first key row, keys) of every causal chunk of this rank."""
-        assert self.layout is not None
-        return [c for c in map(tuple, self.layout.segments(self.cp_rank)) if c[1] > 0]
+        return [c for c in map(tuple, self.layout.segments(self.place.cp_rank)) if c[1] > 0]
 
     @cached_property
     def packed_order(self) -> RowMap:
         """[cp * T_local] rows, from the all-gathered stream to the packed one."""
-        assert self.layout is not None
         order = self.layout.global_order()
         return RowMap(order, len(order), self.device)
 
@@ -116,7 +112,6 @@ class PackedSequences(PackedSeqParams):
     @cached_property
     def varlen(self) -> dict[str, Any]:
         """``varlen_attn``'s sizes, and the key rows in the order it wants; None: as they are."""
-        assert self.layout is not None
         q_lens, k_lens = ([c[i] for c in self.chunks] for i in (1, 3))
         key_rows = None
         if q_lens != k_lens:
@@ -156,6 +151,12 @@ class _SameShape:
         return cls(q_rows, k_rows, None if q_len == k_len else square.tril(k_len - q_len))
 
 
+def _gather_over(group: Any, rows: Tensor) -> Tensor:
+    return gather_from_sequence_parallel_region(
+        rows.contiguous(), tensor_parallel_output_grad=True, group=group
+    )
+
+
 class PackedAttention(MegatronModule):
     """softmax(q k^T * scale) v over each packed sequence, causal. Takes the place of
     ``TEDotProductAttention`` in the local spec, whose own core attention knows no packed sequences.
@@ -163,7 +164,7 @@ class PackedAttention(MegatronModule):
     Half precision on a GPU goes through ``torch.nn.attention.varlen`` (FlashAttention), everything
     else through scaled_dot_product_attention, equal shapes in one call.
 
-    Communicates: all-gather of keys and values over the context-parallel group.
+    Communicates: all-gather of keys and values over the microbatch's context-parallel group.
     """
 
     def __init__(
@@ -174,7 +175,6 @@ class PackedAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        pg_collection: Any = None,
         **_: Any,
     ):
         super().__init__(config=config)
@@ -184,7 +184,6 @@ class PackedAttention(MegatronModule):
                 f"PackedAttention: dropout is {dropout}, expected 0 (RL scores tokens)"
             )
         self.scale = softmax_scale
-        self.cp_group = pg_collection.cp
 
     def forward(
         self,
@@ -201,17 +200,12 @@ class PackedAttention(MegatronModule):
                 f"PackedAttention: packed_seq_params is {type(packed_seq_params).__name__}, "
                 "expected PackedSequences; unpacked batches are not computed here"
             )
-        if self.cp_group.size() > 1:
+        if (group := packed_seq_params.place.cp_group) is not None:
             order = packed_seq_params.packed_order
-            key, value = (order.take(self._over_cp(x)) for x in (key, value))
+            key, value = (order.take(_gather_over(group, x)) for x in (key, value))
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             return self._varlen(query, key, value, packed_seq_params)
         return self._by_shape(query, key, value, packed_seq_params)
-
-    def _over_cp(self, rows: Tensor) -> Tensor:
-        return gather_from_sequence_parallel_region(
-            rows.contiguous(), tensor_parallel_output_grad=True, group=self.cp_group
-        )
 
     def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences):
         parts, rows = [], []

@@ -8,7 +8,7 @@ row are about the input token; the loss mask, log-probs and advantages are about
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -160,7 +160,7 @@ class Batch:
         """[T] int64 on the host, the row after the last one of each row's sample."""
         return torch.from_numpy(np.repeat(self.starts[1:], np.asarray(self.seqlens, np.int64)))
 
-    def ahead(self, rows: Tensor, depth: int) -> Tensor:
+    def rows_ahead(self, rows: Tensor, depth: int) -> Tensor:
         """[M] int64 on the host, the row ``depth`` further in the same sample; -1: there is none.
 
         Args:
@@ -227,15 +227,6 @@ class Batch:
     def with_(self, **changed: Any) -> Batch:
         """A copy with some fields replaced; the shapes are checked again."""
         return replace(self, **changed)
-
-    def to(self, device: torch.device | str) -> Batch:
-        """The batch with every tensor on ``device``; pinned memory is copied without waiting."""
-        tensors = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return replace(self, **tensors)
 
     def stats(self) -> dict[str, float]:
         """Metrics of the rollout, under their glossary names. Syncs: if on a device."""

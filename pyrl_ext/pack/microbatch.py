@@ -10,18 +10,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.topology import Topology
+from pyrl_ext.dist.topology import Place
 from pyrl_ext.dist.upload import Upload
 from pyrl_ext.loss.inputs import LossInputs
 from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.layout import TokenLayout
 
+_FIELDS = ("tokens", "targets", "positions", "rollout_logprobs", "advantages", "loss_mask")
+_FIELDS += ("old_logprobs", "ref_logprobs")
 
-class Ahead(NamedTuple):
-    """What the layer for multi-token prediction at one depth reads and predicts, [M] each.
 
-    The layer at depth d sees token t + d beside the state of row t, and predicts token t + d + 1.
+class MTPInputs(NamedTuple):
+    """Input and target of the MTP layer at one depth, [M] each.
+
+    The layer at depth d reads token t + d with the hidden state of row t, and predicts token
+    t + d + 1.
 
     Args:
         tokens:    int64, its input; 0 where the sample has ended.
@@ -39,77 +43,81 @@ class Microbatch:
     """M = rows of this context-parallel rank, padding included.
 
     Args:
+        place:     of this rank, for which the rows were chosen.
         layout:    where every row of the samples lies on every rank.
         rows:      [M] int64 on the host, row of the batch's stream in each local row, -1 = padding.
         tokens:    [M] int64, model input; padding holds 0.
         targets:   [M] int64, the token to score at each row; padding holds 0.
         positions: [M] int64, counting from 0 in each sample; padding holds 0.
-        inputs:    [M] each, what the loss sees; zeros and a False mask in padding.
-        ahead:     one entry a layer for multi-token prediction.
+        inputs:    [M] each, the inputs of the loss; zeros and a False mask in padding.
+        mtp:       one entry an MTP layer.
     """
 
+    place: Place
     layout: TokenLayout
     rows: Tensor
     tokens: Tensor
     targets: Tensor
     positions: Tensor
     inputs: LossInputs
-    ahead: tuple[Ahead, ...] = ()
+    mtp: tuple[MTPInputs, ...] = ()
 
     @classmethod
     def of(
         cls,
         batch: Batch,
         ids: Sequence[int],
-        topo: Topology,
+        place: Place,
         depths: int = 0,
         upload: Upload | None = None,
     ) -> Microbatch:
-        """Samples ``ids`` of ``batch`` as this rank sees them. Without samples: padding alone, so
-        that the rank takes part in the collectives of the others.
+        """Samples ``ids`` of ``batch`` as the rank at ``place`` sees them.
+
+        Without samples the microbatch is padding alone, so that the rank takes part in the
+        collectives of the others.
 
         Args:
             batch:  on the host.
-            depths: layers for multi-token prediction.
-            upload: how the rows get to the device; its `arrive` is for the caller to say. None:
-                they may be used at once.
+            depths: MTP layers whose inputs are needed.
+            upload: copies the rows to its device; the caller waits by its `arrive`. None: they stay
+                on the host.
         """
         layout = TokenLayout(
-            tuple(batch.seqlens[i] for i in ids),
-            cp_size=topo.cp_size,
-            tp_size=topo.tp_size,
-            starts=tuple(int(batch.starts[i]) for i in ids),
+            tuple(batch.seqlens[i] for i in ids) or (1,),
+            cp_size=place.cp_size,
+            tp_size=place.tp_size,
+            align=place.align,
+            starts=tuple(int(batch.starts[i]) for i in ids) or (-1,),
         )
-        rows = layout.rows(topo.cp_rank)
-        if not ids:
-            layout = TokenLayout((1,), cp_size=topo.cp_size, tp_size=topo.tp_size)
-            rows = torch.full_like(layout.rows(topo.cp_rank), -1)
-        there = upload or Upload(topo.device)
+        rows = layout.rows(place.cp_rank)
+        upload = upload or Upload(torch.device("cpu"))
+        fields: dict[str, Any] = {n: f for n in _FIELDS if (f := getattr(batch, n)) is not None}
+        local: dict[str, Any] = _gather(fields, rows, upload)
+        local.setdefault("old_logprobs", torch.zeros_like(local["rollout_logprobs"]))
+        local.setdefault("ref_logprobs", None)
+        model_inputs = {name: local.pop(name) for name in ("tokens", "targets", "positions")}
+        mtp = _mtp_inputs(batch, rows, depths, upload)
+        return cls(place, layout, rows, **model_inputs, inputs=LossInputs(**local), mtp=mtp)
 
-        def local(fields: dict[str, Tensor], at: Tensor = rows) -> dict[str, Tensor]:
-            pin = topo.device.type != "cpu"
-            taken = gather_fields(list(fields.values()), at, [0.0] * len(fields), pin=pin)
-            return dict(zip(fields, taken.via(there).views, strict=True))
+    @property
+    def router_rows(self) -> Tensor:
+        """[M / tp_size] int64, `rows` of the sequence shard that this rank's routers see."""
+        return self.layout.shard(self.rows, self.place.tp_rank)
 
-        names = ("tokens", "targets", "positions", "rollout_logprobs", "advantages", "loss_mask")
-        names += ("old_logprobs", "ref_logprobs")
-        found: dict[str, Any] = local({n: f for n in names if (f := getattr(batch, n)) is not None})
-        found.setdefault("old_logprobs", torch.zeros_like(found["rollout_logprobs"]))
-        found.setdefault("ref_logprobs", None)
-        shifted = [batch.ahead(rows, depth) for depth in range(depths + 1)] if depths else []
-        ahead = tuple(
-            Ahead(
-                **local({"tokens": batch.targets}, before),
-                **local({"targets": batch.targets, "loss_mask": batch.loss_mask}, at),
-            )
-            for before, at in pairwise(shifted)
+
+def _mtp_inputs(batch: Batch, rows: Tensor, depths: int, upload: Upload) -> tuple[MTPInputs, ...]:
+    shifted = [batch.rows_ahead(rows, depth) for depth in range(depths + 1)] if depths else []
+    targets = {"targets": batch.targets, "loss_mask": batch.loss_mask}
+    return tuple(
+        MTPInputs(
+            **_gather({"tokens": batch.targets}, before, upload), **_gather(targets, at, upload)
         )
-        if upload is None:
-            there.arrive()
-        of_model = {name: found.pop(name) for name in ("tokens", "targets", "positions")}
-        return cls(layout, rows, **of_model, inputs=LossInputs(**found), ahead=ahead)
+        for before, at in pairwise(shifted)
+    )
 
-    def router_rows(self, topo: Topology) -> Tensor:
-        """[M / tp] int64, `rows` of the sequence shard that this rank's routers see."""
-        part = len(self.rows) // topo.tp_size
-        return self.rows[topo.tp_rank * part : (topo.tp_rank + 1) * part]
+
+def _gather(fields: dict[str, Tensor], rows: Tensor, upload: Upload) -> dict[str, Tensor]:
+    """The ``rows`` of each field, on the upload's device; zeros in padding."""
+    pin = upload.device.type != "cpu"
+    taken = gather_fields(list(fields.values()), rows, [0.0] * len(fields), pin=pin)
+    return dict(zip(fields, taken.via(upload).views, strict=True))

@@ -1,4 +1,4 @@
-"""Which samples run together, and on which rank: the checks in front of `pack_samples`.
+"""Which samples run together, and on which rank: rounds of microbatches.
 
 The plan's forecast packs with the same function (`plan/forecast/packing.py`).
 """
@@ -6,17 +6,35 @@ The plan's forecast packs with the same function (`plan/forecast/packing.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import numpy as np
+from pyrl_ext.plan.forecast.packing import pack_samples
 
-from pyrl_ext.plan.forecast.packing import Schedule, pack_samples
+__all__ = ["Round", "Schedule", "balance_ratio", "plan_microbatches"]
 
-__all__ = ["Schedule", "balance_ratio", "plan_microbatches"]
+
+class Round(NamedTuple):
+    """One microbatch on every data-parallel rank.
+
+    Args:
+        cp_size: context-parallel ranks that share the rows of a microbatch.
+        bins: [dp_size] sample ids of each data-parallel rank's microbatch, ascending.
+    """
+
+    cp_size: int
+    bins: tuple[tuple[int, ...], ...]
+
+
+Schedule = Sequence[Round]
 
 
 def plan_microbatches(
-    seqlens: Sequence[int], dp_size: int, tokens_per_microbatch: int, align: int = 1
-) -> Schedule:
+    seqlens: Sequence[int],
+    dp_size: int,
+    tokens_per_microbatch: int,
+    align: int = 1,
+    cp_size: int = 1,
+) -> tuple[Round, ...]:
     """Samples of every microbatch of every data-parallel rank, deterministic and balanced.
 
     `pack_samples` documents the algorithm.
@@ -24,31 +42,35 @@ def plan_microbatches(
     Args:
         seqlens: rows of each sample [tokens].
         dp_size: data-parallel ranks.
-        tokens_per_microbatch: most padded rows of a microbatch of one rank [tokens].
+        tokens_per_microbatch: most padded rows of a microbatch on one context-parallel rank
+            [tokens].
         align: every sample is padded to a multiple of this [tokens].
+        cp_size: context-parallel ranks that share the rows of a microbatch.
 
     Returns:
-        [dp_size][microbatches] sample ids, ascending. A microbatch is empty only where there are
-        fewer samples than dp_size * microbatches.
+        One `Round` a microbatch. A bin is empty only if there are fewer samples than bins.
 
     Raises:
         ValueError: a sample does not fit into a microbatch alone, or a size is not positive.
     """
-    _check_sizes(seqlens, dp_size, tokens_per_microbatch, align)
-    return pack_samples(_padded(seqlens, align).tolist(), dp_size, tokens_per_microbatch)
+    limit = tokens_per_microbatch * cp_size
+    _check_sizes(seqlens, dp_size, limit, align)
+    table = pack_samples([_padded(n, align) for n in seqlens], dp_size, limit)
+    return tuple(Round(cp_size, bins) for bins in zip(*table, strict=True))
 
 
 def balance_ratio(schedule: Schedule, seqlens: Sequence[int], align: int = 1) -> float:
-    """Sum over microbatches of the fullest rank's rows, over all rows / ranks; 1 is perfect.
+    """Sum over rounds of the fullest rank's rows, divided by all rows / ranks; 1 is perfect.
 
     Args:
-        schedule: [dp_size][microbatches] sample ids.
+        schedule: rounds of microbatches.
         seqlens: rows of each sample [tokens].
         align: padding multiple of a sample [tokens].
     """
-    loads = _padded(seqlens, align)
-    table = np.array([[loads[list(ids)].sum() for ids in rank] for rank in schedule])
-    return float(table.max(axis=0).sum() * len(schedule) / table.sum())
+    loads = [
+        [sum(_padded(seqlens[i], align) for i in ids) for ids in each.bins] for each in schedule
+    ]
+    return sum(map(max, loads)) * len(loads[0]) / sum(map(sum, loads))
 
 
 def _check_sizes(seqlens: Sequence[int], dp_size: int, limit: int, align: int) -> None:
@@ -59,7 +81,7 @@ def _check_sizes(seqlens: Sequence[int], dp_size: int, limit: int, align: int) -
     if not len(seqlens):
         raise ValueError("plan_microbatches: 0 samples, expected at least 1")
     for sample, n in enumerate(seqlens):
-        padded = -(-n // align) * align
+        padded = _padded(n, align)
         if n < 1:
             raise ValueError(
                 f"plan_microbatches: sample {sample} has {n} rows, expected at least 1"
@@ -67,11 +89,10 @@ def _check_sizes(seqlens: Sequence[int], dp_size: int, limit: int, align: int) -
         if padded > limit:
             raise ValueError(
                 f"plan_microbatches: sample {sample} has {n} rows ({padded} padded to a multiple "
-                f"of {align}), expected at most tokens_per_microbatch = {limit}. Raise "
+                f"of {align}), expected at most tokens_per_microbatch x cp = {limit}. Raise "
                 "batching.tokens_per_microbatch or shorten the responses"
             )
 
 
-def _padded(seqlens: Sequence[int], align: int) -> np.ndarray:
-    """[S] int64, each length rounded up to a multiple of ``align``."""
-    return -(-np.asarray(seqlens, dtype=np.int64) // align) * align
+def _padded(length: int, align: int) -> int:
+    return -(-length // align) * align

@@ -1,4 +1,4 @@
-"""The routes of a microbatch, from the ragged stream on the host to the routers of one rank."""
+"""The routed experts of a microbatch, from the samples on the host to the routers of one rank."""
 
 from __future__ import annotations
 
@@ -11,115 +11,121 @@ from torch import Tensor
 
 from pyrl_ext.dist.upload import Upload
 from pyrl_ext.ops import gather_fields, gather_routes
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.samples import route_dtype
 
 
 @dataclass(frozen=True)
-class Forced:
-    """One layer's routes for the rows of one microbatch that a rank's router sees.
+class LayerRoutes:
+    """The routed experts of one layer for the M rows that a rank's router sees.
 
     Args:
-        ids:    [M, K] expert ids, as narrow as they came; padding rows hold distinct experts,
-            together spread over all of them.
-        forced: [M] bool, rows whose ids are used, the router chooses for the others; None: all.
-        routed: [M] bool, rows whose ids came from the engine (neither padding nor missing).
-        real:   [M] bool, rows that are tokens; None: all.
-        num_routed: how many of ``routed`` are True.
+        ids: [M, K] expert ids, as narrow as they came; padding rows hold distinct experts that
+            together spread over all experts.
+        use: [M] bool, rows that use ``ids``; for the others the router chooses. None: all rows.
+        from_engine: [M] bool, rows whose ids came from the engine (neither padding nor missing).
+        is_token: [M] bool, rows that are tokens, not padding. None: all rows.
+        num_from_engine: how many of ``from_engine`` are True.
     """
 
     ids: Tensor
-    forced: Tensor | None
-    routed: Tensor
-    real: Tensor | None
-    num_routed: int
+    use: Tensor | None
+    from_engine: Tensor
+    is_token: Tensor | None
+    num_from_engine: int
 
 
 @dataclass(frozen=True)
-class Routes:
-    """The routes of one microbatch for the rows that a rank's routers see, where they compute.
+class RoutedExperts:
+    """The routed experts of one microbatch for the M rows that a rank's routers see, on its device.
 
     Args:
         ids:       [R, l, K] narrow integers.
         layer_ids: [l] 0-based global id of the layer of each slot.
         rows:      [M] int64, row of ``ids`` at each of the routers' rows, -1 = padding.
-        routed:    [M] bool, rows whose ids came from the engine.
-        forced:    [M] bool, those and padding; None: all.
-        real:      [M] bool, rows that are tokens; None: all.
-        num_routed: how many of ``routed`` are True.
+        use, from_engine, is_token, num_from_engine: see `LayerRoutes`.
         num_experts: experts of a layer.
     """
 
     ids: Tensor
     layer_ids: tuple[int, ...]
     rows: Tensor
-    routed: Tensor
-    forced: Tensor | None
-    real: Tensor | None
-    num_routed: int
+    use: Tensor | None
+    from_engine: Tensor
+    is_token: Tensor | None
+    num_from_engine: int
     num_experts: int
 
     @classmethod
     def of(
         cls,
-        ids: Tensor,
-        layer_ids: Sequence[int],
-        route_mask: Tensor,
+        batch: Batch,
         rows: Tensor,
-        wanted: Sequence[int],
+        layers: Sequence[int],
         num_experts: int,
+        topk: int,
         upload: Upload,
-    ) -> Routes:
-        """What a rank needs of the routes of a batch: only its rows and layers leave the host.
+    ) -> RoutedExperts:
+        """Upload the routed experts of a rank: only its rows and layers leave the host.
 
         Args:
-            ids:        [T, L, K] narrow integers, routes of the ragged stream, on the host.
-            layer_ids:  [L] 0-based global ids of the layers in ``ids``.
-            route_mask: [T] bool, tokens that have a route.
-            rows:       [M] int64 on the host, row of the stream at each of the routers' rows.
-            wanted:     global ids of this rank's layers that replay.
+            batch:  on the host.
+            rows:   [M] int64 on the host, row of the batch at each of the routers' rows.
+            layers: global ids of this rank's layers that replay; empty: routers choose for all
+                tokens.
+            num_experts: experts of a layer.
+            topk:   experts of a token in a layer, K.
 
-        Raises: ValueError naming a wanted layer that the routes do not have.
+        Raises: ValueError naming a layer that replays and has no routes in ``batch``.
         """
-        if missing := [layer for layer in wanted if layer not in layer_ids]:
+        if missing := [layer for layer in layers if layer not in batch.layer_ids]:
             raise ValueError(
                 f"replay: layers {missing} have a router but no routes; the engine reported layers "
-                f"{list(layer_ids)}. Replay needs an engine that returns every router's choices"
+                f"{list(batch.layer_ids)}. Replay needs an engine that returns every router's "
+                "choices"
             )
-        slots = [layer_ids.index(layer) for layer in wanted]
-        part = slice(min(slots, default=0), max(slots, default=-1) + 1)
-        sources = [ids[:, part], route_mask, route_mask]
+        if batch.routes is None or not layers:
+            part = slice(0, 0)
+            ids = torch.empty(len(batch.tokens), 0, topk, dtype=route_dtype(num_experts))
+        else:
+            slots = [batch.layer_ids.index(layer) for layer in layers]
+            part = slice(min(slots), max(slots) + 1)
+            ids = batch.routes[:, part]
+        sources = [ids, batch.route_mask, batch.route_mask]
         fields = gather_fields(sources, rows, [0, 0, 1], pin=upload.device.type != "cpu")
-        # looked at on the host
-        num_routed, all_forced = int(fields.views[1].sum()), bool(fields.views[2].all())
-        real = rows >= 0
-        mine, routed, forced = fields.via(upload).views
+        # read while they are on the host
+        num_from_engine, all_used = int(fields.views[1].sum()), bool(fields.views[2].all())
+        is_token = rows >= 0
+        taken, from_engine, use = fields.via(upload).views
         return cls(
-            ids=mine,
-            layer_ids=tuple(layer_ids[part]),
-            rows=upload(torch.where(real, torch.arange(len(rows)), -1)),
-            routed=routed,
-            forced=None if all_forced else forced,
-            real=None if bool(real.all()) else upload(real),
-            num_routed=num_routed,
+            ids=taken,
+            layer_ids=batch.layer_ids[part],
+            rows=upload(torch.where(is_token, torch.arange(len(rows)), -1)),
+            use=None if all_used else use,
+            from_engine=from_engine,
+            is_token=None if bool(is_token.all()) else upload(is_token),
+            num_from_engine=num_from_engine,
             num_experts=num_experts,
         )
 
-    def of_layers(self, layers: Sequence[int]) -> list[Forced | None]:
-        """What the routers of ``layers`` are to use. In a layer without routes tokens choose for
-        themselves: None where there is no padding either."""
+    def of_layers(self, layers: Sequence[int]) -> list[LayerRoutes | None]:
+        """The routes of each of ``layers``.
+
+        A layer without routes has padding spread over its experts and lets its router choose for
+        tokens; None if there is no padding either.
+        """
         known = [layer for layer in layers if layer in self.layer_ids]
         slots = [self.layer_ids.index(layer) for layer in known]
         ids = gather_routes(self.ids, self.rows, slots, self.num_experts) if slots else ()
-        found = {
-            layer: Forced(each, self.forced, self.routed, self.real, self.num_routed)
-            for layer, each in zip(known, ids, strict=True)
-        }
-        return [found.get(layer, self._native) for layer in layers]
+        shared = self.use, self.from_engine, self.is_token, self.num_from_engine
+        replayed = {layer: LayerRoutes(x, *shared) for layer, x in zip(known, ids, strict=True)}
+        return [replayed.get(layer, self._native) for layer in layers]
 
     @cached_property
-    def _native(self) -> Forced | None:
-        """Tokens choose for themselves, padding rows are spread."""
-        if self.real is None:
+    def _native(self) -> LayerRoutes | None:
+        """Routers choose for tokens; padding rows are spread."""
+        if self.is_token is None:
             return None
         none, padding = self.ids.new_empty(0, 1, self.ids.shape[2]), torch.full_like(self.rows, -1)
         (ids,) = gather_routes(none, padding, [0], self.num_experts)
-        return Forced(ids, ~self.real, torch.zeros_like(self.real), self.real, 0)
+        return LayerRoutes(ids, ~self.is_token, torch.zeros_like(self.is_token), self.is_token, 0)

@@ -1,11 +1,11 @@
 """Routing replay: the experts an engine used for each token, forced in Megatron's routers.
 
-`Replay` walks the live model for its routers, hands each microbatch's routes to the layers they
-belong to, and counts how often the router would have chosen the same experts. It holds no state
-between passes: `session` clears it, also after an exception.
+`Replay` finds the routers in the live model, hands each microbatch's routes to their layers, and
+counts how often a router would have chosen the same experts. It holds no state between passes:
+`session` clears it, also after an exception.
 
-Layers are named by 0-based global ids; the routers of multi-token-prediction layers follow the
-decoder's, so that the first of them has id ``num_layers``.
+Layers are named by 0-based global ids. The ids of MTP layers follow the decoder's: the first MTP
+layer has id ``num_layers``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,28 +22,36 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pyrl_ext.dist.clock import Clock
+from pyrl_ext.dist.upload import Upload
 from pyrl_ext.ops import replay_probs
-from pyrl_ext.replay.routed_experts import Forced
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.microbatch import Microbatch
+from pyrl_ext.replay.expert_load import leave_out_padding
+from pyrl_ext.replay.routed_experts import LayerRoutes, RoutedExperts
 
 TopK = tuple[Tensor, Tensor]  # (scores [T, K], expert ids [T, K])
 
 
 class RouterHook:
-    """Stands at ``router.router_replay``, where megatron asks for the top-k of a token's scores.
+    """The object at ``router.router_replay``, which megatron asks for the top-k of token scores.
 
-    It takes the place of megatron's own ``RouterReplay``, which keeps one list for all models of
-    the process, serves activation recomputation from the newest microbatch, and knows no missing
-    routes. Under recomputation the routes of the microbatch in question are found by order: a
-    layer's backward passes come in the order of its forward passes, in every schedule megatron has.
+    It replaces megatron's own ``RouterReplay``, which keeps one list for all models of the process,
+    serves activation recomputation from the newest microbatch, and knows no missing routes. Under
+    recomputation the routes of the right microbatch are found by order: a layer's backward passes
+    come in the order of its forward passes, in every schedule that megatron has.
     """
 
-    def __init__(self, layer_id: int, device: torch.device, clock: Clock):
-        self.layer_id, self.clock = layer_id, clock
+    def __init__(self, router: Any, device: torch.device, clock: Clock):
+        # megatron numbers MTP layers from 1 again
+        before = router.config.num_layers if router.is_mtp_layer else 0
+        self.layer_id = before + router.layer_number - 1
+        self.is_mtp = bool(router.is_mtp_layer)
+        self.num_experts, self.topk = router.config.num_moe_experts, router.topk
+        self.clock = clock
         self.layer_number: int | None = None  # megatron sets it
-        self.topk = 1  # of the newest forward
-        self.current: Forced | None = None
-        self.used: Forced | None = None  # in the newest forward or recomputation
-        self.for_recompute: deque[Forced] = deque()
+        self.current: LayerRoutes | None = None
+        self.used: LayerRoutes | None = None  # in the newest forward or recomputation
+        self.for_recompute: deque[LayerRoutes] = deque()
         self.counting = False
         self.shared = torch.zeros((), dtype=torch.int64, device=device)  # experts of both choices
         self.equal = torch.zeros_like(self.shared)  # rows with equal choices
@@ -64,21 +72,21 @@ class RouterHook:
     def is_clear(self) -> bool:
         return self.current is None and self.used is None and not self.for_recompute
 
-    def take(self, rows: int, topk: int) -> Forced | None:
-        """What this forward or recomputation is to use, once for each; kept as ``used``."""
+    def take(self, rows: int, topk: int) -> LayerRoutes | None:
+        """The routes for this forward or recomputation, once for each; kept as ``used``."""
         from megatron.core.tensor_parallel.random import is_checkpointing
 
         recomputing = is_checkpointing() and torch.is_grad_enabled()
-        use = self.for_recompute.popleft() if recomputing and self.for_recompute else self.current
-        self.used, self.topk = use, topk
-        if use is not None and use.ids.shape != (rows, topk):
+        kept = recomputing and self.for_recompute
+        routes = self.used = self.for_recompute.popleft() if kept else self.current
+        if routes is not None and routes.ids.shape != (rows, topk):
             raise RuntimeError(
-                f"replay: layer {self.layer_id} got routes {list(use.ids.shape)}, its router sees "
-                f"{rows} rows with top-{topk}"
+                f"replay: layer {self.layer_id} got routes {list(routes.ids.shape)}, expected "
+                f"{[rows, topk]}, the rows of its router and its top-k"
             )
-        if use is not None and is_checkpointing() and not recomputing:
-            self.for_recompute.append(use)
-        return use
+        if routes is not None and is_checkpointing() and not recomputing:
+            self.for_recompute.append(routes)
+        return routes
 
     def get_replay_topk(
         self,
@@ -96,26 +104,40 @@ class RouterHook:
         if self.used is None:
             return native_topk(scores)
         with record_function("pyrl: replay"), self.clock("time/replay"):
-            return self._forced(self.used, scores, native_topk)
+            return self._replayed(self.used, scores, native_topk)
 
-    def _forced(self, use: Forced, scores: Tensor, native_topk: Callable) -> TopK:
-        ids = use.ids.long()
-        if self.counting or use.forced is not None:
+    def _replayed(self, routes: LayerRoutes, scores: Tensor, native_topk: Callable) -> TopK:
+        ids = routes.ids.long()
+        if self.counting or routes.use is not None:
             with torch.no_grad():
                 _, native = native_topk(scores.detach())
             if self.counting:
-                self._count(use, ids, native)
-            if use.forced is not None:
-                ids = torch.where(use.forced[:, None], ids, native)
+                self._count(routes, ids, native)
+            if routes.use is not None:
+                ids = torch.where(routes.use[:, None], ids, native)
         return scores.gather(1, ids), ids  # gathered from live scores: the gate keeps its gradient
 
-    def _count(self, use: Forced, ids: Tensor, native: Tensor) -> None:
-        same = (ids[:, :, None] == native[:, None, :]).sum((1, 2))
-        if use.num_routed < len(same):
-            same *= use.routed
-        self.shared += same.sum()
-        self.equal += (same == ids.shape[1]).sum()
-        self.counted += use.num_routed
+    def _count(self, routes: LayerRoutes, ids: Tensor, native: Tensor) -> None:
+        shared = (ids[:, :, None] == native[:, None, :]).sum((1, 2))
+        if routes.num_from_engine < len(shared):
+            shared *= routes.from_engine
+        self.shared += shared.sum()
+        self.equal += (shared == ids.shape[1]).sum()
+        self.counted += routes.num_from_engine
+
+
+class Agreement(NamedTuple):
+    """How far a layer's router agrees with the routes it replayed, over all ranks.
+
+    Args:
+        share: sum over rows of |experts of both| / K.
+        exact: rows in which both chose the same experts.
+        rows: rows with routes from the engine.
+    """
+
+    share: float
+    exact: float
+    rows: float
 
 
 class Replay:
@@ -179,22 +201,42 @@ class Replay:
         """Whether no router holds routes of any microbatch."""
         return all(hook.is_clear for hook in self._all())
 
-    def force(self, chunk: int, routes: Sequence[Forced | None]) -> None:
-        """Use ``routes``, one a layer of `layer_ids`, in the next forward; None: native."""
-        hooks = self.hooks[chunk]
-        if len(routes) != len(hooks):
-            raise RuntimeError(
-                f"replay: routes for {len(routes)} layers, chunk {chunk} has {len(hooks)} routers "
-                f"(layers {[h.layer_id for h in hooks]})"
-            )
-        for hook, each in zip(hooks, routes, strict=True):
-            hook.current = each
+    def prepare(
+        self, batch: Batch, micro: Microbatch, replayed: bool, upload: Upload
+    ) -> RoutedExperts | None:
+        """Start the upload of the routed experts of ``micro``; None on a rank without routers.
 
-    def agreement(self, num_layers: int) -> dict[int, tuple[float, float, float]]:
-        """Layer id -> (sum of |A and B| / K, count of equal sets, count) over all ranks' rows.
+        MTP layers replay if the samples have routes of them.
 
         Args:
-            num_layers: layers of the whole model, those for multi-token prediction included.
+            batch: on the host, the batch that ``micro`` was taken from.
+            replayed: False: routers choose for all tokens.
+        """
+        if not (hooks := list(self._all())):
+            return None
+        layers = [
+            hook.layer_id
+            for hook in hooks
+            if replayed and (not hook.is_mtp or hook.layer_id in batch.layer_ids)
+        ]
+        sizes = hooks[0].num_experts, hooks[0].topk
+        with record_function("pyrl: routes"), self.clock("time/replay"):
+            return RoutedExperts.of(batch, micro.router_rows, layers, *sizes, upload)
+
+    def use(self, chunk: int, routes: RoutedExperts | None) -> None:
+        """Use ``routes`` in the next forward of model chunk ``chunk``; None: routers choose."""
+        hooks = self.hooks[chunk]
+        with record_function("pyrl: routes"), self.clock("time/replay"):
+            layers = self.layer_ids(chunk)
+            each_layer = [None] * len(hooks) if routes is None else routes.of_layers(layers)
+        for hook, layer_routes in zip(hooks, each_layer, strict=True):
+            hook.current = layer_routes
+
+    def agreement(self, num_layers: int) -> dict[int, Agreement]:
+        """Agreement of each layer that replayed, by layer id.
+
+        Args:
+            num_layers: layers of the whole model, MTP layers included.
 
         Communicates: one all-reduce of 4 integers a layer over the world. Syncs: reads it.
         """
@@ -205,7 +247,7 @@ class Replay:
             total[hook.layer_id] = torch.cat([torch.stack([hook.shared, hook.equal]), counted])
         dist.all_reduce(total)
         return {
-            layer: (rows * shared / experts, equal, rows)
+            layer: Agreement(rows * shared / experts, equal, rows)
             for layer, (shared, equal, rows, experts) in enumerate(total.tolist())
             if rows
         }
@@ -234,22 +276,19 @@ def _attach(chunk: torch.nn.Module, device: torch.device, clock: Clock) -> list[
                 f"{router.routing_type!r}; these return before the replay hook is asked"
             )
         assert router.layer_number is not None
-        # megatron numbers the layers for multi-token prediction from 1 again
-        before = router.config.num_layers if router.is_mtp_layer else 0
-        hook: Any = RouterHook(before + router.layer_number - 1, device, clock)
+        hook: Any = RouterHook(router, device, clock)
         router.router_replay = hook
         _route(router, hook)
-        _leave_out_padding(router, hook)
+        leave_out_padding(router, lambda hook=hook: hook.used)
         hooks.append(hook)
     return hooks
 
 
 def _route(router: Any, hook: RouterHook) -> None:
-    """Where all experts are given, one kernel makes the probabilities and the map. megatron's hook
-    stands in the middle of some ten operations on [M, E] that do the same, bit for bit in fp32, so
-    this stands one function further out; all else goes through the hook.
+    """If every row's experts are given, one kernel replaces megatron's ten [M, E] operations
+    (bit-equal in fp32). Otherwise megatron's hook is used.
 
-    Routing of Megatron that adds to a loss or drops tokens is left to it as a whole.
+    Routing that adds to a loss or drops tokens is left to megatron as a whole.
     """
     config, routing = router.config, router.routing
     plain = (
@@ -261,10 +300,10 @@ def _route(router: Any, hook: RouterHook) -> None:
 
     def route(logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         flat = logits.view(-1, config.num_moe_experts)
-        use = hook.take(len(flat), router.topk)
-        if not plain or use is None or use.forced is not None or hook.counting:
+        routes = hook.take(len(flat), router.topk)
+        if not plain or routes is None or routes.use is not None or hook.counting:
             return routing(logits, padding_mask)
-        with record_function("pyrl: router"):  # no addition of replay: a router does no less
+        with record_function("pyrl: router"):  # not counted as replay: a router does no less
             if router.score_function == "sigmoid":
                 scores, norm = torch.sigmoid(flat.float()), "sum"
             elif config.moe_router_pre_softmax:
@@ -272,21 +311,8 @@ def _route(router: Any, hook: RouterHook) -> None:
             else:
                 scores, norm = flat, "softmax"
             scale = config.moe_router_topk_scaling_factor
-            probs, routing_map = replay_probs(scores, use.ids, norm, scale, flat.dtype)
+            probs, routing_map = replay_probs(scores, routes.ids, norm, scale, flat.dtype)
         router._apply_expert_bias(routing_map, padding_mask=padding_mask)
         return probs, routing_map
 
     router.routing = route
-
-
-def _leave_out_padding(router: Any, hook: RouterHook) -> None:
-    """megatron-core 0.19.2 counts padding rows as load of the experts, by which it moves the
-    selection bias, so that the bias would depend on the layout. Its own ``padding_mask`` raises
-    there ([T, E] & [T]) and is cut for sequence parallelism on the first pipeline stage only."""
-    count = router._apply_expert_bias
-
-    def count_real(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        real = None if hook.used is None else hook.used.real
-        count(routing_map if real is None else routing_map & real[:, None], padding_mask)
-
-    router._apply_expert_bias = count_real

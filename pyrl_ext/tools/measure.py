@@ -40,12 +40,13 @@ from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.schedule import Round
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.train import Rollouts, schedule
 from pyrl_ext.trainer.policy import Policy
-from pyrl_ext.trainer.prefetch import Feed
+from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 
 CONTEXT = "CUDA and NCCL"  # not given out by torch's allocator
 
@@ -183,30 +184,31 @@ class Bench:
             found["engine weights"] = list(model.parameters())
         return {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
 
-    def largest(self, batch: Batch) -> tuple[Batch, Sequence[int], int]:
-        """The minibatch, samples and rows of the largest microbatch that this rank trains on."""
-        align, cp = self.plan.row_alignment, self.plan.parallel.cp
-
-        def rows(part: Batch, ids: Sequence[int]) -> int:
-            return sum(-(-part.seqlens[i] // align) * align for i in ids) // cp
-
+    def largest(self, batch: Batch) -> tuple[Batch, Round, int]:
+        """The minibatch, round and rows of the largest microbatch that this rank trains on."""
         parts = batch.split(self.plan.batching.minibatches)
-        everything = [
-            (rows(part, ids), number, ids)
+        microbatches = [
+            (self.rows(part, each), number, each)
             for number, part in enumerate(parts)
-            for ids in schedule(self.plan, part)[self.topo.dp_rank]
+            for each in schedule(self.plan, part)
         ]
-        most, number, ids = max(everything, key=lambda each: each[0])
-        return parts[number], ids, most
+        most, number, each = max(microbatches, key=lambda found: found[0])
+        return parts[number], each, most
 
-    def routes(self, part: Batch, ids: Sequence[int]) -> int:
+    def rows(self, part: Batch, each: Round) -> int:
+        """Rows that this rank computes of a round, without the padding of an empty microbatch."""
+        align, ids = self.plan.row_alignment, each.bins[self.topo.dp_rank]
+        return sum(-(-part.seqlens[i] // align) * align for i in ids) // each.cp_size
+
+    def routes(self, part: Batch, each: Round) -> int:
         """Bytes of a microbatch's routes, as they come to the device and as routers take them."""
-        policy = self.policy
-        feed = Feed(part, [ids], self.plan, self.topo, policy.llm.replay, self.plan.replay.train)
-        chunks = [next(feed.of_chunk(chunk)) for chunk in range(len(policy.llm.chunks))]
-        sent = chunks[0][1].routes
-        taken = [each.ids for *_, found in chunks for each in found if each is not None]
-        return sum(x.nbytes for x in (sent.ids, sent.rows, sent.routed, *taken))
+        replay = self.policy.llm.replay
+        prefetch = MicrobatchPrefetcher(part, [each], self.topo, replay, self.plan.replay.train)
+        _, ready = next(prefetch.microbatches(0))
+        if (routes := ready.routes) is None:
+            return 0
+        taken = [x.ids for x in routes.of_layers(replay.layers) if x is not None]
+        return sum(x.nbytes for x in (routes.ids, routes.rows, routes.from_engine, *taken))
 
 
 def tensors_of(policy: Policy) -> dict[str, list[Tensor]]:
@@ -251,7 +253,7 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
 
     batch = bench.step(1, counted)
     found.items = bench.held()
-    part, ids, rows = bench.largest(batch)
+    part, largest, rows = bench.largest(batch)
     found.load = Load(rows, len(batch.tokens), bench.longest)
     if counts_time:
         found.items["activations"] = saved.peak
@@ -260,7 +262,7 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
     if batch.routes is not None and plan.replay.enabled:
         found.items["routes of the batch"] = batch.routes.nbytes
         if plan.replay.train:
-            found.items["routes"] = bench.routes(part, ids)
+            found.items["routes"] = bench.routes(part, largest)
     found.seconds = clock.take()
     return found, stage_memory(plan, found.load)[topo.pp_rank]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,13 +22,13 @@ from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.ops import Inverse, invert_rows, sum_rows
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
+from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.plan import Plan
+from pyrl_ext.replay.router_hook import Agreement
 from pyrl_ext.trainer.module import Module
-from pyrl_ext.trainer.prefetch import Feed
+from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.trainer.zero_gradient import check_zero_gradient
 from pyrl_ext.weights.gather import GatheredWeights
-
-Schedule = Sequence[Sequence[Sequence[int]]]  # [dp rank][microbatch] -> sample ids
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Scores:
     Args:
         logprobs:  [T] fp32, of each row's target.
         entropy:   [T] fp32, of each row's distribution [nats].
-        agreement: layer id -> (sum of shares, equal sets, count) of routes the router agreed with.
+        agreement: layer id -> how far the router agreed with the routes it replayed.
     """
 
     logprobs: Tensor
     entropy: Tensor
-    agreement: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    agreement: dict[int, Agreement] = field(default_factory=dict)
 
 
 class Policy:
@@ -105,14 +105,14 @@ class Policy:
         last stage. Syncs: reads the agreement counts.
         """
         self.llm.need("weights")
-        feed, replay_hooks = self._feed(batch, schedule, replay), self.llm.replay
+        prefetch, replay_hooks = self._prefetch(batch, schedule, replay), self.llm.replay
 
         def reduce(micro: Microbatch, scored: tuple[Tensor, Tensor], _mtp: list[Tensor]) -> tuple:
             values = torch.stack(scored, -1).float()  # log-prob and entropy
             return scored[0].sum(), _count(micro.inputs.loss_mask), {"scored": (micro.rows, values)}
 
         with torch.no_grad(), replay_hooks.session(counting=replay), self._mode(training=False):
-            parts = self._run(feed, reduce, forward_only=True)
+            parts = self._run(prefetch, reduce, forward_only=True)
             layers = self.plan.sizes.num_hidden_layers + self.llm.mtp_layers
             agreement = replay_hooks.agreement(layers) if replay else {}
         stream = self._to_stream([part["scored"] for part in parts], len(batch.tokens))
@@ -179,7 +179,8 @@ class Policy:
         if not minibatch.num_loss_tokens:
             raise ValueError("Policy.update: the minibatch has no token under its loss mask")
         self.llm.need("weights", "gradients")
-        feed = self._feed(minibatch, schedule, self.plan.replay.train, depths=self.llm.mtp_layers)
+        replayed, depths = self.plan.replay.train, self.llm.mtp_layers
+        prefetch = self._prefetch(minibatch, schedule, replayed, depths)
         in_chunk = loss if self.plan.logprob.loss_in_chunk else None
 
         def reduce(micro: Microbatch, scored: tuple, mtp: list[Tensor]) -> tuple:
@@ -193,7 +194,7 @@ class Policy:
 
         self.llm.zero_grad()
         with self.llm.replay.session(), self._mode(training=True):
-            parts = self._run(feed, reduce, forward_only=False, in_chunk=in_chunk)
+            parts = self._run(prefetch, reduce, forward_only=False, in_chunk=in_chunk)
         return self._means(parts)
 
     def _mtp_loss(
@@ -201,7 +202,7 @@ class Policy:
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """(this microbatch's part of the loss, (negative log-probs, tokens) over all depths)."""
         extra, missed, tokens = ahead[0].new_zeros(3).unbind()
-        for depth, (logprobs, part) in enumerate(zip(ahead, micro.ahead, strict=True), start=1):
+        for depth, (logprobs, part) in enumerate(zip(ahead, micro.mtp, strict=True), start=1):
             lost = -torch.where(part.loss_mask, logprobs, 0).sum()
             # megatron divides by the minibatch's loss tokens; fewer can be predicted from afar
             counted = max(1, minibatch.num_loss_tokens_ahead(depth))
@@ -209,18 +210,20 @@ class Policy:
             missed, tokens = missed + lost.detach(), tokens + part.loss_mask.sum()
         return extra * (self.plan.objective.mtp_coef / len(ahead)), (missed, tokens)
 
-    def _feed(self, batch: Batch, schedule: Schedule, replayed: bool, depths: int = 0) -> Feed:
-        mine = schedule[self.topo.dp_rank]
-        return Feed(batch, mine, self.plan, self.topo, self.llm.replay, replayed, depths)
+    def _prefetch(
+        self, batch: Batch, schedule: Schedule, replayed: bool, depths: int = 0
+    ) -> MicrobatchPrefetcher:
+        replay = self.llm.replay
+        return MicrobatchPrefetcher(batch, schedule, self.topo, replay, replayed, depths)
 
     def _run(
         self,
-        feed: Feed,
+        prefetch: MicrobatchPrefetcher,
         reduce: Callable[..., tuple],
         forward_only: bool,
         in_chunk: LossFn | None = None,
     ) -> list:
-        """Run megatron's schedule over ``feed``.
+        """Run megatron's schedule over ``prefetch``.
 
         A pass that trains scores loss tokens only; the log-probs of others may be NaN.
 
@@ -235,15 +238,15 @@ class Policy:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def step(iterator: Iterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
-            index, ready, routes = next(iterator)
-            self.llm.replay.force(index, routes)
+            index, ready = next(iterator)
+            self.llm.replay.use(index, ready.routes)
             micro, packed = ready.micro, ready.packed
             tokens, positions = micro.tokens[None], packed.positions[None]
             every = forward_only or not self.plan.objective.is_token_wise
-            batch = None if every else feed.batch
+            batch = None if every else prefetch.batch
             head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, batch, in_chunk)
             output = chunk(tokens, positions, None, packed_seq_params=packed, output_processor=head)
-            feed.prepare_next()  # copied while a GPU computes what was launched above
+            prefetch.prepare_next()  # copied while a GPU computes what was launched above
 
             def of_output(output: Any) -> tuple:
                 """On the last stage: what `score_tokens` made of each depth."""
@@ -254,13 +257,13 @@ class Policy:
             return output, of_output
 
         chunks = self.llm.chunks
-        iterators: list[Iterator] = [feed.of_chunk(i) for i in range(len(chunks))]
+        iterators: list[Iterator] = [prefetch.microbatches(i) for i in range(len(chunks))]
         single = len(chunks) == 1
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators[0] if single else iterators,
             model=chunks[0] if single else chunks,
-            num_microbatches=len(feed),
+            num_microbatches=len(prefetch),
             seq_length=0,  # ignored: variable_seq_lengths
             micro_batch_size=1,
             forward_only=forward_only,

@@ -1,11 +1,10 @@
-"""Feed: the microbatches of a pass, each on its way to the device while another computes."""
+"""Prefetch: the microbatches of a pass, each copied to the device while another is computed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch.profiler import record_function
 
 from pyrl_ext.dist.topology import Topology
@@ -13,30 +12,38 @@ from pyrl_ext.dist.upload import Upload
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.plan import Plan
-from pyrl_ext.replay.routed_experts import Forced, Routes
+from pyrl_ext.pack.schedule import Round, Schedule
+from pyrl_ext.replay.routed_experts import RoutedExperts
 from pyrl_ext.replay.router_hook import Replay
-from pyrl_ext.samples import route_dtype
 
 
 @dataclass
-class Prepared:
-    """A microbatch with what the model needs beside its tokens."""
+class DeviceMicrobatch:
+    """A microbatch on the device, with what layers and routers need beside its tokens.
+
+    Args:
+        micro: the rows of this rank.
+        packed: for the layers.
+        routes: for the routers; None on a rank without routers.
+        chunks_left: model chunks that have not taken it yet.
+    """
 
     micro: Microbatch
     packed: PackedSequences
-    routes: Routes
-    readers: int  # model chunks that have not taken it yet
+    routes: RoutedExperts | None
+    chunks_left: int
 
 
-class Feed:
-    """What a data-parallel rank computes in one pass, in the order of ``schedule``.
+class MicrobatchPrefetcher:
+    """The microbatches of this rank in one pass, in the order of ``schedule``.
 
     Args:
         batch:    on the host.
-        schedule: [microbatch] -> sample ids of this rank.
+        schedule: rounds of microbatches.
+        topo:     gives this rank's place in each round.
+        replay:   the routers of the model.
         replayed: whether routers use the routes of the batch; else they choose for themselves.
-        depths:   layers for multi-token prediction whose inputs are needed.
+        depths:   MTP layers whose inputs are needed.
 
     Raises: ValueError when routes are to be replayed and the batch has none.
     """
@@ -44,8 +51,7 @@ class Feed:
     def __init__(
         self,
         batch: Batch,
-        schedule: Sequence[Sequence[int]],
-        plan: Plan,
+        schedule: Schedule,
         topo: Topology,
         replay: Replay,
         replayed: bool,
@@ -56,64 +62,45 @@ class Feed:
                 "replay: the samples carry no routes; the engine must return them, or the plan "
                 "must switch replay off (replay: {old: false, reference: false, train: false})"
             )
-        self.batch, self.plan, self.topo, self.replay = batch, plan, topo, replay
+        self.batch, self.topo, self.replay = batch, topo, replay
         self.replayed, self.depths = replayed, depths
-        self.ids = list(schedule)
-        if topo.vpp_size is not None:  # interleaving wants whole rounds: fill up with padding
-            self.ids += [()] * (-len(self.ids) % topo.pp_size)
+        self.rounds = list(schedule)
+        if topo.vpp_size is not None:  # interleaving wants a multiple of pp_size: add padding
+            empty = Round(self.rounds[-1].cp_size, ((),) * len(self.rounds[-1].bins))
+            self.rounds += [empty] * (-len(self.rounds) % topo.pp_size)
         self._upload = Upload(topo.device)
-        self._ready: dict[int, Prepared] = {}
+        self._ready: dict[int, DeviceMicrobatch] = {}
         self._made = 0
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.rounds)
 
-    def of_chunk(self, chunk: int) -> Iterator[tuple[int, Prepared, list[Forced | None]]]:
-        """(chunk, microbatch, what its routers are to use) of every microbatch in turn."""
-        layers = self.replay.layer_ids(chunk)
+    def microbatches(self, chunk: int) -> Iterator[tuple[int, DeviceMicrobatch]]:
+        """(``chunk``, microbatch) of every round in turn, for one model chunk."""
         for number in range(len(self)):
             while self._made <= number:
                 self._prepare()
-            found = self._ready[number]
-            found.readers -= 1
-            if not found.readers:
+            ready = self._ready[number]
+            ready.chunks_left -= 1
+            if not ready.chunks_left:
                 del self._ready[number]
             self._upload.arrive()
-            with record_function("pyrl: routes"), self.replay.clock("time/replay"):
-                routes = found.routes.of_layers(layers)
-            yield chunk, found, routes
+            yield chunk, ready
 
     def prepare_next(self) -> None:
-        """Send the next microbatch on its way, unless one waits already."""
+        """Start the copy of the next microbatch, unless one waits already."""
         chunks = len(self.replay.hooks)
-        waiting = any(each.readers == chunks for each in self._ready.values())
+        waiting = any(ready.chunks_left == chunks for ready in self._ready.values())
         if not waiting and self._made < len(self):
             self._prepare()
 
     def _prepare(self) -> None:
-        ids, topo = self.ids[self._made], self.topo
+        cp_size, bins = self.rounds[self._made]
+        place = self.topo.place(cp_size)
         with record_function("pyrl: pack"):
-            micro = Microbatch.of(self.batch, ids, topo, self.depths, self._upload)
-            packed = PackedSequences.of(micro.layout, topo.cp_rank, topo.device, micro.positions)
-            packed.tokens_ahead = tuple(ahead.tokens for ahead in micro.ahead)
-        with record_function("pyrl: routes"), self.replay.clock("time/replay"):
-            routes = self._routes(micro)
-        self._ready[self._made] = Prepared(micro, packed, routes, len(self.replay.hooks))
+            ids = bins[place.dp_rank]
+            micro = Microbatch.of(self.batch, ids, place, self.depths, self._upload)
+            packed = PackedSequences.of(micro)
+        routes = self.replay.prepare(self.batch, micro, self.replayed, self._upload)
+        self._ready[self._made] = DeviceMicrobatch(micro, packed, routes, len(self.replay.hooks))
         self._made += 1
-
-    def _routes(self, micro: Microbatch) -> Routes:
-        """Layers for multi-token prediction replay where the samples have rows of their own."""
-        sizes, batch = self.plan.sizes, self.batch
-        ids, layer_ids = batch.routes, batch.layer_ids
-        if ids is None or not self.replayed:
-            dtype = route_dtype(max(1, sizes.num_experts))
-            ids, layer_ids = torch.zeros(len(batch.tokens), 0, sizes.topk, dtype=dtype), ()
-        wanted = [
-            layer
-            for layer in self.replay.layers
-            if self.replayed and (layer < sizes.num_hidden_layers or layer in layer_ids)
-        ]
-        rows = micro.router_rows(self.topo)
-        return Routes.of(
-            ids, layer_ids, batch.route_mask, rows, wanted, sizes.num_experts, self._upload
-        )

@@ -52,7 +52,9 @@ class Probe:
     def expect(self, batch: Batch, schedule, training: bool, replay: bool = True) -> None:
         """The pass that comes is over ``batch``, cut by ``schedule``."""
         self.batch, self.training, self.replay = batch, training, replay
-        self.rows = [local_rows(batch, ids, self.topo) for ids in schedule[self.topo.dp_rank]]
+        self.rows = [
+            local_rows(batch, each.bins[self.topo.dp_rank], self.topo) for each in schedule
+        ]
         tokens = [tuple(int(batch.tokens[r]) if r >= 0 else 0 for r in rows) for rows in self.rows]
         assert len(set(filter(any, tokens))) == len([*filter(any, tokens)]), "two alike: no oracle"
         self.by_tokens = {t: i for i, t in enumerate(tokens)}

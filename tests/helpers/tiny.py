@@ -1,11 +1,13 @@
 """The tiny model's plan and batches of random rows: what the tests of the trainer start from."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.schedule import Round
 from pyrl_ext.plan import Plan, compile_plan
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
@@ -20,6 +22,11 @@ QUICK = (  # a training step in a second
 def tiny_plan(*overrides: str, config: Path = CONFIG) -> Plan:
     """configs/tiny.yaml with ``section.key=value`` overrides, through the real compiler."""
     return compile_plan(config, overrides)
+
+
+def rounds(*bins: Sequence[Sequence[int]], cp_size: int = 1) -> tuple[Round, ...]:
+    """A schedule of one round for each of ``bins`` ([dp rank] -> sample ids)."""
+    return tuple(Round(cp_size, tuple(map(tuple, each))) for each in bins)
 
 
 def random_routes(rows: int, generator: torch.Generator) -> Tensor:

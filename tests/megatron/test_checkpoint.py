@@ -77,8 +77,8 @@ def step(policy):
     """One update on the same rows in every layout."""
     plan, topo, batch = policy.plan, policy.topo, random_batch()
     batch = batch.with_(tokens=batch.tokens % VOCAB, targets=batch.targets % VOCAB)
-    limit = plan.batching.tokens_per_microbatch * topo.cp_size
-    schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, plan.row_alignment)
+    limit, align = plan.batching.tokens_per_microbatch, plan.row_alignment
+    schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, align, topo.cp_size)
     batch = batch.with_(old_logprobs=policy.scores(batch, schedule).logprobs)
     metrics = policy.update(batch, schedule, build_loss(plan.objective))
     return metrics, {name: tensor.clone() for name, tensor in policy.weights()}

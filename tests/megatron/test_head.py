@@ -4,14 +4,13 @@ import json
 import os
 from functools import cache
 from math import isfinite
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from pyrl_ext import train
 from pyrl_ext.dist import topology
+from pyrl_ext.dist.topology import Place
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import unwrap
 from pyrl_ext.megatron.head import loss_rows
@@ -24,7 +23,7 @@ from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers.probe import local_rows
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
+from tests.helpers.tiny import CONFIG, random_batch, rounds, tiny_plan
 from tests.parity import BOUNDS, apart, compiled
 
 OVERLAPPED = ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true")
@@ -77,7 +76,9 @@ def one_pass(plan):
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         batch = parity.batches(plan, mtp_routes=False)[0]
-        schedule = plan_microbatches(batch.seqlens, topo.dp_size, 128, plan.row_alignment)
+        schedule = plan_microbatches(
+            batch.seqlens, topo.dp_size, 128 // topo.cp_size, plan.row_alignment, topo.cp_size
+        )
         scores = policy.scores(batch, schedule)
         batch = batch.with_(old_logprobs=scores.logprobs)
         metrics = policy.accumulate(batch, schedule, build_loss(plan.objective))
@@ -154,7 +155,7 @@ def test_who_computes_logits_and_of_which_rows(folder, head):
         assert scores.logprobs.isfinite().all() and scores.entropy.isfinite().all()
         metrics = policy.accumulate(batch, schedule, loss)
     assert all(isfinite(value) for value in metrics.values())
-    assert len(left_out) == len(schedule[0]) > 1
+    assert len(left_out) == len(schedule) > 1
     assert len(layer_runs) == (0 if head == "fused" else 2 * len(left_out))
     for nan, masked in left_out:
         assert torch.equal(nan, masked) if head == "fused" else not nan.any()
@@ -187,11 +188,9 @@ def test_loss_rows_are_those_of_a_plain_loop(folder):
     batch = parity.batches(plan, mtp_routes=False)[0]
     ids = [3, 0, 7, 2]
     for cp_size, cp_rank in [(1, 0), (2, 0), (2, 1)]:
-        topo: Any = SimpleNamespace(
-            cp_size=cp_size, cp_rank=cp_rank, tp_size=1, tp_rank=0, device=torch.device("cpu")
-        )
-        micro = Microbatch.of(batch, ids, topo, depths=2)
-        rows = local_rows(batch, ids, topo)
+        place = Place(cp_size, cp_rank)
+        micro = Microbatch.of(batch, ids, place, depths=2)
+        rows = local_rows(batch, ids, place)
         sample = [i for i, n in enumerate(batch.seqlens) for _ in range(n)]
         for depth in range(3):
             want = [
@@ -203,7 +202,7 @@ def test_loss_rows_are_those_of_a_plain_loop(folder):
                 and batch.loss_mask[row + depth]
             ]
             assert loss_rows(micro, batch, depth).tolist() == want
-    assert loss_rows(Microbatch.of(batch, (), topo), batch).tolist() == []
+    assert loss_rows(Microbatch.of(batch, (), place), batch).tolist() == []
 
 
 def test_a_run_learns_alike(tmp_path):
@@ -226,7 +225,7 @@ def test_a_run_learns_alike(tmp_path):
 def test_a_model_for_multi_token_prediction_says_what_it_needs(folder):
     with topology.start(plan := compiled("glm mtp", folder)) as topo:
         policy, batch = Policy.build(plan, topo), random_batch(2)
-        [(_, ready, _)] = policy._feed(batch, [[[0, 1]]], replayed=False).of_chunk(0)
+        [(_, ready)] = policy._prefetch(batch, rounds([[0, 1]]), replayed=False).microbatches(0)
         inputs = ready.micro.tokens[None], ready.packed.positions[None], None
         with pytest.raises(TypeError, match="output_processor is None, expected a function"):
             unwrap(policy.llm.chunks[0]).eval()(*inputs, packed_seq_params=ready.packed)

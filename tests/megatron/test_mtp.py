@@ -5,7 +5,6 @@ That every layout computes the same with them is shown in parity.py and test_par
 
 import json
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +13,7 @@ import torch
 
 from pyrl_ext import train
 from pyrl_ext.dist import topology
+from pyrl_ext.dist.topology import Place
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.metrics.sinks import read_rows
@@ -43,14 +43,12 @@ def test_tokens_ahead_are_those_of_a_plain_loop(folder):
     batch = parity.batches(plan, mtp_routes=True)[0]
     ids = [3, 0, 7, 2]
     for cp_size, cp_rank in [(1, 0), (2, 1)]:
-        topo: Any = SimpleNamespace(
-            cp_size=cp_size, cp_rank=cp_rank, tp_size=1, tp_rank=0, device=torch.device("cpu")
-        )
-        micro = Microbatch.of(batch, ids, topo, depths=2)
-        rows = local_rows(batch, ids, topo)
+        place = Place(cp_size, cp_rank)
+        micro = Microbatch.of(batch, ids, place, depths=2)
+        rows = local_rows(batch, ids, place)
         assert micro.rows.tolist() == rows
         sample = [i for i, n in enumerate(batch.seqlens) for _ in range(n)]
-        for depth, ahead in enumerate(micro.ahead, start=1):
+        for depth, ahead in enumerate(micro.mtp, start=1):
             for m, row in enumerate(rows):
                 there = row + depth
                 inside = row >= 0 and there < len(sample) and sample[there] == sample[row]
@@ -78,9 +76,8 @@ def test_multi_token_prediction_equals_megatrons_own(folder):
         rows, layers = len(batch.tokens), plan.num_mtp_layers
         model: Any = policy.llm.models[0]
         model.train()
-        micro = Microbatch.of(batch, [0], topo, layers)
-        packed = PackedSequences.of(micro.layout, 0, topo.device)
-        packed.tokens_ahead = tuple(ahead.tokens for ahead in micro.ahead)
+        micro = Microbatch.of(batch, [0], topo.place(), layers)
+        packed = PackedSequences.of(micro)
         inputs = micro.tokens[None], packed.positions[None], None
         scored = partial(score_tokens, plan, topo.groups.tp, micro, None)
         _, (ahead, _entropy) = model(*inputs, packed_seq_params=packed, output_processor=scored)
@@ -97,11 +94,8 @@ def test_multi_token_prediction_equals_megatrons_own(folder):
             theirs.append(compute(labels, logits))
             return theirs[-1]
 
-        positions_without_loop = patch.object(
-            type(packed), "positions", property(lambda self: inputs[1][0])
-        )
         rotary = megatron_rope_by_position()
-        with patch.object(*stock), patch.object(*whole), positions_without_loop, rotary:
+        with patch.object(*stock), patch.object(*whole), rotary:
             model.compute_language_model_loss = keep
             model(*inputs, labels=micro.targets[None], packed_seq_params=packed)
     # what megatron keeps: the loss of the layer ahead, then of the model itself

@@ -1,16 +1,23 @@
 """Packed attention against a loop over single rows; the index arithmetic of its two kernels."""
 
 import math
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 
+from pyrl_ext.dist.topology import Place
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
 from pyrl_ext.megatron.rotary import PackedRotary
 from pyrl_ext.pack.layout import TokenLayout
 
 HEADS, DIM = 4, 8
+
+
+def packed_of(layout, rank, device="cpu"):
+    place = Place(layout.cp_size, rank, tp_size=layout.tp_size)
+    positions = torch.zeros(layout.num_local, dtype=torch.int64, device=device)
+    return PackedSequences(layout=layout, place=place, positions=positions)
 
 
 def one_row_at_a_time(q, k, v, starts, ends, scale):
@@ -49,13 +56,13 @@ def test_both_kernels_equal_a_loop(cp_size, seqlens, kv_heads):
         torch.randn(total, heads, d, generator=g, dtype=torch.float64)
         for heads, d in ((HEADS, DIM), (kv_heads, DIM), (kv_heads, 6))
     )
-    cu = layout.cu_seqlens(padded=True).tolist()
+    cu = [0, *accumulate(layout.padded_seqlens)]
     starts = [a for a, b in pairwise(cu) for _ in range(b - a)]
     exact = one_row_at_a_time(q, k, v, starts, range(1, total + 1), scale)
     gathered_to_packed = layout.global_order().argsort()
     for rank in range(cp_size):
         mine = gathered_to_packed.chunk(cp_size)[rank]  # packed row of each local row
-        packed = PackedSequences.of(layout, rank, torch.device("cpu"))
+        packed = packed_of(layout, rank)
         attention = PackedAttention.__new__(PackedAttention)
         torch.nn.Module.__init__(attention)
         attention.scale = scale
@@ -70,7 +77,7 @@ def test_both_kernels_equal_a_loop(cp_size, seqlens, kv_heads):
 def test_kernel_on_a_gpu_equals_the_plain_one(kv_heads):
     """bfloat16 through ``varlen_attn`` against float32, and the gradients."""
     layout, device = TokenLayout((5, 1, 130, 64), cp_size=1, tp_size=1), torch.device("cuda")
-    packed = PackedSequences.of(layout, 0, device)
+    packed = packed_of(layout, 0, device)
     attention = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(attention)
     attention.scale = None
@@ -92,7 +99,7 @@ def test_kernel_on_a_gpu_equals_the_plain_one(kv_heads):
 
 def test_rows_taken_and_their_gradient_equal_indexing():
     """Of the two maps: a permutation, and one that repeats rows."""
-    packed = PackedSequences.of(TokenLayout((5, 1, 9), cp_size=2), 1, torch.device("cpu"))
+    packed = packed_of(TokenLayout((5, 1, 9), cp_size=2), 1)
     once, often = packed.packed_order, packed.varlen["key_rows"]
     assert sorted(once.rows.tolist()) == list(range(24))
     assert len(often.rows.unique()) < len(often.rows)
@@ -104,14 +111,6 @@ def test_rows_taken_and_their_gradient_equal_indexing():
         out.square().sum().backward()
         want.square().sum().backward()
         torch.testing.assert_close(ours.grad, plain.grad)
-
-
-def test_positions_that_are_on_the_device_are_taken_as_they_are():
-    layout, device = TokenLayout((5, 9), cp_size=2), torch.device("cpu")
-    assert torch.equal(PackedSequences.of(layout, 1, device).positions, layout.positions(1))
-    copied = layout.positions(1, capacity=20).clone()
-    packed = PackedSequences.of(layout, 1, device, positions=copied)
-    assert packed.positions is copied
 
 
 def test_rotary_angles_are_position_times_frequency():

@@ -350,9 +350,8 @@ def test_prediction_of_a_token_further_ahead(tmp_path):
                 value += 0.2 * torch.randn(value.shape)
         save_safetensors(tmp_path, policy.weights(), hf | {"num_hidden_layers": 3})
         model.train()
-        micro = Microbatch.of(batch, [0], topo, 1)
-        packed = PackedSequences.of(micro.layout, 0, topo.device)
-        packed.tokens_ahead = (micro.ahead[0].tokens,)
+        micro = Microbatch.of(batch, [0], topo.place(), 1)
+        packed = PackedSequences.of(micro)
         scored = partial(score_tokens, plan, topo.groups.tp, micro, None)
         inputs = micro.tokens[None], packed.positions[None], None
         _, (found, _entropy) = model(*inputs, packed_seq_params=packed, output_processor=scored)

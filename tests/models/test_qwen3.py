@@ -105,8 +105,8 @@ def one_update(plan):
     with topology.start(plan) as topo:
         policy, batch = Policy.build(plan, topo), random_batch()
         before = {name: tensor.clone() for name, tensor in policy.weights()}
-        limit = 128 * topo.cp_size
-        schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, plan.row_alignment)
+        sizes = topo.dp_size, 128, plan.row_alignment, topo.cp_size
+        schedule = plan_microbatches(batch.seqlens, *sizes)
         logprobs = policy.scores(batch, schedule, replay=False).logprobs
         metrics = policy.update(
             batch.with_(old_logprobs=logprobs), schedule, build_loss(plan.objective)

@@ -294,8 +294,3 @@ def test_fields_of_another_length_are_refused():
         batch.with_(old_logprobs=torch.zeros(3))
     with pytest.raises(ValueError, match="rewards has 2 entries, expected one for each of 8"):
         batch.with_(rewards=torch.zeros(2))
-
-
-def test_to_moves_every_tensor():
-    moved = of(make_samples()).to("meta")
-    assert all(v.is_meta for v in vars(moved).values() if isinstance(v, torch.Tensor))

@@ -7,6 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.pack.schedule import balance_ratio, plan_microbatches
+from tests.helpers.tiny import rounds
+
+
+def bins_of(*args):
+    return [each.bins for each in plan_microbatches(*args)]
 
 
 def padded(n: int, align: int) -> int:
@@ -34,15 +39,18 @@ def best_fullest_bin(loads: list[int], num_bins: int) -> int:
 def test_every_sample_once_and_limits_kept(seqlens, dp_size, limit, align):
     limit = max(limit, *(padded(n, align) for n in seqlens))
     plan = plan_microbatches(seqlens, dp_size, limit, align)
-    assert len(plan) == dp_size
-    assert len({len(rank) for rank in plan}) == 1
-    placed = sorted(i for rank in plan for ids in rank for i in ids)
+    assert all(len(each.bins) == dp_size for each in plan)
+    placed = sorted(i for each in plan for ids in each.bins for i in ids)
     assert placed == list(range(len(seqlens)))
-    held = [sum(padded(seqlens[i], align) for i in ids) for rank in plan for ids in rank]
+    held = [sum(padded(seqlens[i], align) for i in ids) for each in plan for ids in each.bins]
     assert max(held) <= limit
     assert all(held) or len(seqlens) < len(held)
     assert balance_ratio(plan, seqlens, align) >= 1 - 1e-12
     assert plan == plan_microbatches(tuple(seqlens), dp_size, limit, align)
+    shared = plan_microbatches(seqlens, dp_size, -(-limit // 2), align, cp_size=2)
+    assert all(each.cp_size == 2 for each in shared)
+    if limit % 2 == 0:
+        assert [each.bins for each in shared] == [each.bins for each in plan]
 
 
 @given(
@@ -54,9 +62,9 @@ def test_every_sample_once_and_limits_kept(seqlens, dp_size, limit, align):
 def test_fullest_bin_within_four_thirds_of_the_optimum(loads, dp_size, limit):
     limit = max(limit, *loads)
     plan = plan_microbatches(loads, dp_size, limit)
-    num_bins = dp_size * len(plan[0])
+    num_bins = dp_size * len(plan)
     assume(num_bins ** len(loads) <= 20_000)
-    held = [sum(loads[i] for i in ids) for rank in plan for ids in rank]
+    held = [sum(loads[i] for i in ids) for each in plan for ids in each.bins]
     assert 3 * max(held) <= 4 * best_fullest_bin(loads, num_bins)
 
 
@@ -69,47 +77,47 @@ def test_fullest_bin_within_four_thirds_of_the_optimum(loads, dp_size, limit):
 def test_microbatches_close_to_the_fewest_possible(loads, dp_size, limit):
     fewest = next(n for n in range(1, 8) if best_fullest_bin(loads, n) <= limit)
     first_fit = (11 * fewest + 6) // 9  # bins that first fit decreasing needs at most
-    assert len(plan_microbatches(loads, dp_size, limit)[0]) <= -(-first_fit // dp_size)
+    assert len(plan_microbatches(loads, dp_size, limit)) <= -(-first_fit // dp_size)
 
 
 def test_first_fit_saves_a_microbatch_that_balancing_alone_would_need():
     seqlens = [3, 3, 2, 2, 2]  # emptiest first gives 3 + 2 + 2 and 3 + 2
-    assert plan_microbatches(seqlens, 2, 7) == (((0, 2, 4),), ((1, 3),))
-    assert plan_microbatches(seqlens, 2, 6) == (((0, 1),), ((2, 3, 4),))
+    assert bins_of(seqlens, 2, 7) == [((0, 2, 4), (1, 3))]
+    assert bins_of(seqlens, 2, 6) == [((0, 1), (2, 3, 4))]
 
 
 def test_first_fit_leaves_no_rank_without_a_sample():
     """Emptiest first overflows 7 bins of 30, first fit fills 6 of them to the brim."""
     seqlens = [20, 18, 16, 15, 15, 14, 13, 12, 10, 9, 9, 8, 7, 7, 7]
-    plan = plan_microbatches(seqlens, 7, 30)
-    assert sorted(sum(seqlens[i] for i in ids) for (ids,) in plan)[:2] == [10, 20]
+    (bins,) = bins_of(seqlens, 7, 30)
+    assert sorted(sum(seqlens[i] for i in ids) for ids in bins)[:2] == [10, 20]
 
 
 def test_totals_of_ranks_even_out():
-    assert plan_microbatches([8, 7, 6, 5], 2, 8) == (((0,), (3,)), ((1,), (2,)))
+    assert bins_of([8, 7, 6, 5], 2, 8) == [((0,), (1,)), ((3,), (2,))]
 
 
 def test_ranks_get_like_microbatches_together():
     seqlens = [100, 100, 50, 50, 10, 10]
     plan = plan_microbatches(seqlens, 2, 100)
-    for first, second in zip(*plan, strict=True):
+    for _, (first, second) in plan:
         assert sum(seqlens[i] for i in first) == sum(seqlens[i] for i in second)
     assert balance_ratio(plan, seqlens) == 1
 
 
 def test_balance_ratio_is_slowest_over_mean():
-    assert balance_ratio((((0,), (1,)), ((2,), (3,))), [10, 4, 6, 8]) == (10 + 8) * 2 / 28
-    assert balance_ratio((((0,),), ((1,),)), [1, 5], align=4) == 8 * 2 / 12
+    assert balance_ratio(rounds([[0], [2]], [[1], [3]]), [10, 4, 6, 8]) == (10 + 8) * 2 / 28
+    assert balance_ratio(rounds([[0], [1]]), [1, 5], align=4) == 8 * 2 / 12
 
 
 def test_fewer_samples_than_ranks_leaves_empty_microbatches():
-    assert plan_microbatches([5, 7], 4, 8) == (((1,),), ((0,),), ((),), ((),))
+    assert bins_of([5, 7], 4, 8) == [((1,), (0,), (), ())]
 
 
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        (([5, 9, 4], 1, 8), r"sample 1 has 9 rows .*at most tokens_per_microbatch = 8"),
+        (([5, 9, 4], 1, 8), r"sample 1 has 9 rows .*at most tokens_per_microbatch x cp = 8"),
         (([5, 7, 4], 1, 9, 5), r"sample 1 has 7 rows \(10 padded to a multiple of 5\)"),
         (([5, 0], 1, 8), r"sample 1 has 0 rows, expected at least 1"),
         (([], 1, 8), r"0 samples"),

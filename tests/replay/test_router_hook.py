@@ -10,7 +10,7 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
-from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, QWEN3, TOPK, random_batch, tiny_plan
+from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, QWEN3, TOPK, random_batch, rounds, tiny_plan
 
 RECOMPUTE = ["none", "selective", "full"]
 
@@ -57,7 +57,7 @@ def test_ids_used_are_ids_given(recompute):
         probe, schedule = Probe(policy), plan_microbatches(batch.seqlens, 1, 64)
         batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
         policy.update(batch, schedule, build_loss(plan.objective))
-        micros = [Microbatch.of(batch, ids, topo) for ids in schedule[0]]
+        micros = [Microbatch.of(batch, each.bins[0], topo.place()) for each in schedule]
     passes = 1 if recompute == "none" else 2
     for layer in LAYERS:
         assert len(probe.used[layer]) == passes * len(micros)
@@ -87,12 +87,12 @@ def test_given_experts_are_routed_as_megatron_does(config, fields):
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"megatron": fields})})
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        feed = policy._feed(batch, [[list(range(6))]], replayed=True)
-        _, ready, routes = next(feed.of_chunk(0))
-        policy.llm.replay.force(0, routes)
+        prefetch = policy._prefetch(batch, rounds([range(6)]), replayed=True)
+        _, ready = next(prefetch.microbatches(0))
+        assert ready.routes is not None and ready.routes.use is None
+        policy.llm.replay.use(0, ready.routes)
         routers = [m for m in policy.llm.chunks[0].modules() if isinstance(m, TopKRouter)]
-        for router, forced in zip(routers, routes, strict=True):
-            assert forced is not None and forced.forced is None
+        for router in routers:
             logits = torch.randn(len(ready.micro.rows), 1, plan.sizes.num_experts)
             found = []
             for routing in (router.routing, lambda x, r=router: TopKRouter.routing(r, x)):
@@ -103,7 +103,7 @@ def test_given_experts_are_routed_as_megatron_does(config, fields):
             (ours, our_map, our_grad), (theirs, their_map, their_grad) = found
             assert torch.equal(ours, theirs) and torch.equal(our_map, their_map)
             torch.testing.assert_close(our_grad, their_grad, rtol=1e-6, atol=1e-7)
-        policy.llm.replay.force(0, [None] * len(routes))
+        policy.llm.replay.use(0, None)
 
 
 def test_tokens_without_a_route_are_routed_natively():
@@ -128,7 +128,7 @@ def test_agreement_counts_what_the_router_would_have_chosen():
         policy.scores(batch, schedule, replay=False)
         assert batch.routes is not None
         own = torch.stack([probe.used[layer][0].int().topk(TOPK).indices for layer in LAYERS], 1)
-        order = Microbatch.of(batch, schedule[0][0], topo).rows
+        order = Microbatch.of(batch, schedule[0].bins[0], topo.place()).rows
         routes = torch.empty_like(batch.routes)
         routes[order] = own.to(torch.uint8)
         own_scores = policy.scores(batch.with_(routes=routes), schedule)

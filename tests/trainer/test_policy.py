@@ -4,7 +4,7 @@ leaves behind, and that each mend of megatron-core is needed."""
 import os
 from collections import deque
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +22,7 @@ from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers.probe import Probe, local_rows
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import rounds
 from tests.parity import BOUNDS, LAYOUTS, MODELS, apart, compiled
 
 SPLITS = (1, 2, 5, 8)  # microbatches a data-parallel rank
@@ -110,7 +111,7 @@ def gradients_by_split(folder, overrides):
         noise = torch.randn(2, len(batch.tokens), generator=g) / 10
         found = {}
         for split in SPLITS:
-            schedule = deal(len(batch.seqlens), topo.dp_size, split)
+            schedule = deal(len(batch.seqlens), topo.dp_size, split, topo.cp_size)
             scores = reference.scores(batch, schedule).logprobs
             policy.llm.load_initial_weights()  # the passes before it moved the routers' bias
             ready = batch.with_(old_logprobs=scores + noise[0], ref_logprobs=scores + noise[1])
@@ -119,12 +120,12 @@ def gradients_by_split(folder, overrides):
     return found
 
 
-def deal(samples, dp_size, split):
-    """[dp][microbatch] -> samples, in turn; some microbatches are left without any."""
-    bins = [[[] for _ in range(split)] for _ in range(dp_size)]
+def deal(samples, dp_size, split, cp_size):
+    """Samples dealt to rounds in turn; some microbatches are left without any."""
+    bins = [[[] for _ in range(dp_size)] for _ in range(split)]
     for i in range(samples):
-        bins[i % dp_size][i // dp_size % split].append(i)
-    return bins
+        bins[i // dp_size % split][i % dp_size].append(i)
+    return rounds(*bins, cp_size=cp_size)
 
 
 @pytest.mark.parametrize("layout", [n for some in SPLIT_LAYOUTS.values() for n in some])
@@ -149,7 +150,7 @@ def after_an_exception(folder, overrides):
     plan = compiled("glm", folder, ("model.recompute=full", *overrides))
     with topology.start(plan) as topo:
         batch = parity.batches(plan, mtp_routes=False)[0]
-        schedule = deal(len(batch.seqlens), topo.dp_size, 4)
+        schedule = deal(len(batch.seqlens), topo.dp_size, 4, topo.cp_size)
         policy, other = (Policy.build(plan, topo) for _ in range(2))
         loss, seen = build_loss(plan.objective), []
 
@@ -205,7 +206,7 @@ def unmended_projections(folder):
 
 def unmended_padding(folder):
     """Worst change of a parameter or bias at cp2 when padding rows count as load."""
-    with patch.object(router_hook, "_leave_out_padding", lambda router, hook: None):
+    with patch.object(router_hook, "leave_out_padding", lambda router, used: None):
         return worst(folder, ("parallel.cp=2",))["change"]
 
 
@@ -224,8 +225,9 @@ def unmended_roll(group, folder):
     plan = compiled(SPLIT_MODEL, folder, ("parallel.cp=2",))
     batch, ids = parity.batches(plan, mtp_routes=True)[0], [6, 11, 3]
     with topology.start(plan) as topo:
-        micro = Microbatch.of(batch, ids, topo, depths=1)
-        cu_seqlens = micro.layout.cu_seqlens(padded=False)
+        micro = Microbatch.of(batch, ids, topo.place(), depths=1)
+        ends = [0, *accumulate(batch.seqlens[i] for i in ids)]
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32)
         params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
         tokens = micro.tokens[None]
         rolled: Any = roll_tensor(tokens, cp_group=topo.groups.cp, packed_seq_params=params)[0]
@@ -235,7 +237,7 @@ def unmended_roll(group, folder):
             if row >= 0 and row + 1 < batch.ends[row]
         }
         theirs = sum(int(rolled[0, m]) != token for m, token in want.items())
-        ours = sum(int(micro.ahead[0].tokens[m]) != token for m, token in want.items())
+        ours = sum(int(micro.mtp[0].tokens[m]) != token for m, token in want.items())
     return theirs, ours
 
 
@@ -273,16 +275,16 @@ def test_recomputation_needs_the_routes_of_its_own_microbatch(folder, memory):
         policy = Policy.build(plan, topo)
         batch = parity.batches(plan, mtp_routes=False)[0]
         schedule = plan_microbatches(batch.seqlens, 1, 200)
-        assert len(schedule[0]) == 2
+        assert len(schedule) == 2
         probe = Probe(policy)
         probe.expect(batch, schedule, training=True)
-        feed = policy._feed(batch, schedule, replayed=True)
+        prefetch = policy._prefetch(batch, schedule, replayed=True)
         policy.llm.chunks[0].train()
 
         def backwards():
             outputs = []
-            for _, ready, routes in feed.of_chunk(0):
-                policy.llm.replay.force(0, routes)
+            for _, ready in prefetch.microbatches(0):
+                policy.llm.replay.use(0, ready.routes)
                 inputs = ready.micro.tokens[None], ready.packed.positions[None], None
                 outputs.append(policy.llm.chunks[0](*inputs, packed_seq_params=ready.packed))
             for output in outputs:

@@ -237,7 +237,7 @@ def check_case(policy, updated):
     found["some"] = differing(policy.weights(only), some)
     if updated:
         batch = random_batch(9)
-        schedule = plan_microbatches(batch.seqlens, topo.dp_size, 128 * topo.cp_size)
+        schedule = plan_microbatches(batch.seqlens, topo.dp_size, 128, cp_size=topo.cp_size)
         batch = batch.with_(old_logprobs=policy.scores(batch, schedule, replay=False).logprobs)
         policy.update(batch, schedule, build_loss(policy.plan.objective))
         assert len(differing(policy.weights(), drawn(policy))) > 100
