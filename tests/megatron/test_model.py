@@ -122,4 +122,4 @@ def test_multi_token_prediction_layers_are_left_out_by_name(exported, tmp_path):
 def test_a_family_is_a_file_of_its_name_in_both_rooms():
     package = Path(models.__file__).parents[1]
     for name in get_args(Model.model_fields["family"].annotation):
-        assert family(name).weights and (package / f"plan/families/{name}.py").is_file()
+        assert family(name).weights and (package / f"plan/model/families/{name}.py").is_file()
