@@ -21,6 +21,7 @@ from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.metrics.mismatch import mismatch
+from pyrl_ext.models import family
 from pyrl_ext.ops import serve_gpu_from
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
@@ -269,12 +270,13 @@ def finish(policy: Policy, rollouts: Rollouts, run: RunFolder, clock: Clock) -> 
 
 
 def load_kernels(plan: Plan, topo: Topology) -> None:
-    """Let Triton load what was compiled for this plan, and say so."""
+    """Let Triton load the kernels that were compiled for this plan, and say so."""
     if (folder := plan.kernels.prebuilt) is None:
         return
-    from pyrl_ext.tools import prebuild  # needs triton
+    from pyrl_ext.ops import prebuilt  # needs Triton
 
-    launches = prebuild.use(plan, Path(folder))
+    config = family(plan.model.family).config(plan.sizes)
+    launches = prebuilt.use(plan, config, Path(folder))
     if topo.is_main:
         print(f"kernels: {launches} kinds of Triton launches are prebuilt in {folder}", flush=True)
 

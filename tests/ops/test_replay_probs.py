@@ -19,13 +19,15 @@ from tests.helpers import emulated
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 SHAPES = [  # (M, E, K)
     *((1, 1, 1), (5, 4, 1), (33, 8, 2), (40, 7, 3), (70, 64, 4), (3, 8, 5), (65, 64, 6)),
-    *((31, 128, 8), (40, 256, 9), (30, 160, 12), (9, 16, 16), (20, 40, 31), (33, 64, 32)),
+    *((31, 128, 8), (40, 256, 9), (34, 384, 8), (30, 160, 12), (9, 16, 16), (20, 40, 31)),
+    (33, 64, 32),
 ]
 EMPTY = [(0, 8, 2), (3, 8, 0), (3, 0, 0), (0, 0, 0)]
 
 
 def case(shape, dtype=torch.float32, ids=torch.int64, device="cpu", seed=0):
     M, E, K = shape
+    ids = torch.uint16 if E > 256 and ids == torch.uint8 else ids
     g = torch.Generator().manual_seed(seed)
     scores = torch.rand(M, E, generator=g, dtype=torch.float64).to(dtype)
     experts = torch.rand(M, E, generator=g).topk(K).indices.to(ids)
@@ -252,6 +254,21 @@ def test_gradcheck(shape, norm):
             )
 
 
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_replay_probs_takes_uint16_ids_of_384_experts(backend):
+    scores, ids, grad = case((50, 384, 8), ids=torch.uint16)
+    assert (ids.int() > 255).any()
+    with use_backend(backend):
+        probs, routing_map = replay_probs(scores.requires_grad_(), ids, "sum", 2.5)
+        probs.backward(grad)
+    wide = scores.detach().clone().requires_grad_()
+    expected, expected_map = replay_probs(wide, ids.long(), "sum", 2.5)
+    expected.backward(grad)
+    assert torch.equal(probs, expected) and torch.equal(routing_map, expected_map)
+    assert scores.grad is not None and wide.grad is not None
+    assert torch.equal(scores.grad, wide.grad)
+
+
 def test_the_gradient_reads_chosen_experts_only():
     scores, ids, _ = case((5, 8, 2))
     probs, routing_map = replay_probs(scores.requires_grad_(), ids, "sum")
@@ -349,7 +366,7 @@ from pyrl_ext.ops.replay_probs import grad_op, op, reference
 # the interpreter cuts float32 off where it rounds to bfloat16, so no result is bfloat16 here
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),
           (torch.float32, torch.float16), (torch.float64, torch.float64)]
-IDS = [torch.uint8, torch.int16, torch.int32, torch.int64]
+IDS = [torch.uint8, torch.uint16, torch.int32, torch.int64]
 for shape in SHAPES + EMPTY:
     for (dtype, out), ids in zip(DTYPES, IDS):
         for norm, scale in (("none", 0.0), ("sum", 1.7)):

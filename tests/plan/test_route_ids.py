@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pyrl_ext.models import family
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.model.route_ids import route_id_bytes, route_id_dtype
 from pyrl_ext.samples import route_dtype
-from pyrl_ext.tools.prebuild import launches
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -49,7 +49,9 @@ def test_kernel_sizes_names_the_type_that_engines_return(tmp_path: Path, experts
     assert plan.sizes.route_bytes_per_token == (
         len(plan.router_layers) * plan.sizes.topk * route_dtype(experts).itemsize
     )
-    gathers = [each for each, _ in launches(plan) if each.startswith("gather_routes")]
+    launches = pytest.importorskip("pyrl_ext.ops.prebuilt").launches
+    config = family(plan.model.family).config(plan.sizes)
+    gathers = [each for each, _ in launches(plan, config) if each.startswith("gather_routes")]
     assert gathers and all(each.split()[1] == name for each in gathers)
 
 

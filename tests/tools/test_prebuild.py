@@ -17,6 +17,8 @@ from triton import knobs
 
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.models import family
+from pyrl_ext.ops import prebuilt
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.tools import prebuild
@@ -25,6 +27,14 @@ from tests.helpers.tiny import random_batch, tiny_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LAYOUT = ["hardware.gpu=H200", "parallel.cp=2", "parallel.dp=4"]
+
+
+def config_of(plan: Plan) -> dict[str, Any]:
+    return family(plan.model.family).config(plan.sizes)
+
+
+def use(plan: Plan, folder: Path) -> int:
+    return prebuilt.use(plan, config_of(plan), folder)
 
 
 def plan(*overrides: str) -> Plan:
@@ -43,12 +53,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LAUNCH = """
 import sys
 from pathlib import Path
-from pyrl_ext import triton_cache as cache
+from pyrl_ext.models import family
+from pyrl_ext.ops import prebuilt
 from pyrl_ext.plan import compile_plan
+from pyrl_ext.tools import prebuild as tool
 
 plan = compile_plan(sys.argv[1], sys.argv[3:])
-with cache._cache(Path(sys.argv[2])), cache._driver(cache.Offline(90)), cache.compiled() as found:
-    for _, launch in cache.launches(plan):
+config = family(plan.model.family).config(plan.sizes)
+with tool._cache(Path(sys.argv[2])), tool._driver(tool.Offline(90)), tool.compiled() as found:
+    for _, launch in prebuilt.launches(plan, config):
         for rows in (1, 2, 15, 16, 4097, 65552):
             launch(rows)
 assert found
@@ -79,7 +92,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_run_loads_from_the_folder_and_says_what_is_missing(
     built: Path, hopper: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    assert prebuild.use(plan(), built) == len(list(prebuild.launches(plan())))
+    assert use(plan(), built) == len(list(prebuilt.launches(plan(), config_of(plan()))))
     assert knobs.cache.dir == str(built)
     listener: Any = knobs.compilation.listener
     for hit in (True, False):
@@ -92,15 +105,15 @@ def test_kernels_of_another_plan_or_gpu_or_triton_are_refused(
     built: Path, tmp_path: Path, hopper: pytest.MonkeyPatch
 ):
     with pytest.raises(ValueError, match=r"another plan: it lacks \['token_logprob bfloat16"):
-        prebuild.use(plan("logprob.head=logits", "logprob.accept_rounded_logits=on"), built)
+        use(plan("logprob.head=logits", "logprob.accept_rounded_logits=on"), built)
     with pytest.raises(ValueError, match=r"no pyrl_kernels\.json, expected what --build wrote"):
-        prebuild.use(plan(), tmp_path)
+        use(plan(), tmp_path)
     hopper.setattr("torch.cuda.get_device_capability", lambda: (10, 0))
     with pytest.raises(ValueError, match="built for target sm_90, expected sm_100"):
-        prebuild.use(plan(), built)
+        use(plan(), built)
     hopper.setattr("triton.__version__", "9.9")
     with pytest.raises(ValueError, match=r"built for triton [\d.]+, expected 9.9"):
-        prebuild.use(plan(), built)
+        use(plan(), built)
 
 
 def test_a_gpu_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -152,4 +165,4 @@ def test_a_real_step_launches_nothing_else():
     assert {name.split()[0] for name in found} == {
         *("gather_routes", "replay_probs", "token_logprob", "sum_rows")
     }
-    assert found <= {name for name, _ in prebuild.launches(plan)}
+    assert found <= {name for name, _ in prebuilt.launches(plan, config_of(plan))}

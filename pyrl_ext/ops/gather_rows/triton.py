@@ -1,11 +1,18 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
 
 from .native import rows_of
+
+if TYPE_CHECKING:
+    from pyrl_ext.plan import Plan
 
 TILE = 2048  # elements a program moves
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -56,3 +63,27 @@ def launch(fields: list[Tensor], rows: Tensor, fills: list, outs: list[Tensor]) 
 def words(tensor: Tensor) -> Tensor:
     """The same memory as integers of the element's width."""
     return tensor.view(WORDS[tensor.element_size()])
+
+
+def attention_widths(plan: Plan, config: Mapping[str, Any]) -> list[int]:
+    """Elements per row of keys and of values on a rank, which context parallelism gathers."""
+    if plan.parallel.cp == 1:
+        return []
+    heads = (plan.sizes.query_groups or plan.sizes.num_attention_heads) // plan.parallel.tp
+    if config.get("multi_latent_attention"):
+        widths = {config["qk_head_dim"] + config["qk_pos_emb_head_dim"], config["v_head_dim"]}
+    else:
+        widths = {config["kv_channels"]}
+    return sorted(max(heads, 1) * width for width in widths)
+
+
+def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
+    """The calls of a run of ``plan``: keys and values in the order of attention."""
+    dtype = getattr(torch, plan.model.dtype)
+    for width in attention_widths(plan, config):
+
+        def gather(rows: int, width: int = width) -> Tensor:
+            src, fill = meta(rows, width, dtype=dtype), meta(width, dtype=dtype)
+            return gather_rows(src, meta(rows, dtype=torch.int64), fill)
+
+        yield f"gather_rows {short(dtype)} x {width}", gather

@@ -1,9 +1,15 @@
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import Launch, meta, refuse_device
+
+if TYPE_CHECKING:
+    from pyrl_ext.plan import Plan
 
 
 def refuse(scores: Tensor, ids: Tensor, norm: str, *rest: Any) -> str | None:
@@ -69,3 +75,20 @@ def _launch(
 
 def _power_of_two_from(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
+    """The calls of a run of ``plan``; none for a softmax of the chosen, which `refuse` declines."""
+    sigmoid = config.get("moe_router_score_function") == "sigmoid"
+    if not (plan.router_layers and plan.replay.enabled and sigmoid):
+        return
+    top_k, experts = plan.sizes.topk, plan.sizes.num_experts
+    scale = config.get("moe_router_topk_scaling_factor") or 1.0
+    dtype = getattr(torch, plan.kernel_sizes["route_ids"])
+
+    def probs(rows: int) -> None:
+        scores, ids = meta(rows, experts), meta(rows, top_k, dtype=dtype)
+        replay_probs(scores, ids, "sum", scale, torch.float32)
+        replay_probs_grad(scores, scores, ids, "sum", scale)
+
+    yield f"replay_probs {top_k} of {experts} x {scale:g}", probs

@@ -1,9 +1,17 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
 from pyrl_ext.ops.gather_rows.native import rows_of
-from pyrl_ext.ops.gather_rows.triton import TILE
+from pyrl_ext.ops.gather_rows.triton import TILE, attention_widths
+
+if TYPE_CHECKING:
+    from pyrl_ext.plan import Plan
 
 
 def refuse(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> str | None:
@@ -29,3 +37,17 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor
         ACC=tl.float64 if src.dtype == torch.float64 else tl.float32,  # type: ignore[arg-type]
     )
     return out
+
+
+def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
+    """The calls of a run of ``plan``: the gradients of gathered keys and values, and two sums per
+    sample."""
+    dtype = getattr(torch, plan.model.dtype)
+    sizes = [(dtype, width) for width in attention_widths(plan, config)] + [(torch.float32, 2)]
+    for dtype, width in sizes:
+
+        def add(rows: int, dtype: torch.dtype = dtype, width: int = width) -> Tensor:
+            src, order = meta(rows, width, dtype=dtype), meta(rows, dtype=torch.int64)
+            return sum_rows(src, order, meta(rows + 1, dtype=torch.int64), order)
+
+        yield f"sum_rows {short(dtype)} x {width}", add

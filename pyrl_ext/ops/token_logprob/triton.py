@@ -1,9 +1,15 @@
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._triton import refuse_device
+from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
+
+if TYPE_CHECKING:
+    from pyrl_ext.plan import Plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 4096
@@ -71,3 +77,26 @@ def grad(
         num_warps=8,  # type: ignore[call-arg]
     )
     return out
+
+
+def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
+    """The calls of a run of ``plan``, on every tensor-parallel rank."""
+    tp, model = plan.parallel.tp, getattr(torch, plan.model.dtype)
+    columns = -(-plan.sizes.vocab_size // tp)
+    dtypes = [torch.float32 if plan.logprob.head == "fused" else model]
+    if plan.logprob.cache_bytes and model != torch.float32:
+        dtypes.append(model)  # the gradient reads cached logits
+    for dtype in dtypes:
+        for rank in range(tp):
+            first = rank * columns
+            width = min(plan.sizes.vocab_size - first, columns)
+
+            def score(
+                rows: int, dtype: torch.dtype = dtype, first: int = first, width: int = width
+            ) -> None:
+                logits, targets = meta(rows, columns, dtype=dtype), meta(rows, dtype=torch.int64)
+                scale, *vectors = (meta(rows) for _ in range(6))
+                stats(logits, targets, scale, first, width)
+                grad(logits, targets, scale, first, width, *vectors)
+
+            yield f"token_logprob {short(dtype)} {width} of {columns} from {first}", score
