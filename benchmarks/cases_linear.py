@@ -16,7 +16,7 @@ from benchmarks import peers_logprob as peers
 from benchmarks.cases_logprob import EXACT_ROWS, Values, exact_error
 from benchmarks.measure import Case
 from pyrl_ext.loss import fused_head as fused
-from pyrl_ext.loss.fused_head.chunking import describe
+from pyrl_ext.loss.fused_head.chunking import plan_call
 
 FLASH, LARGE = (2048, 154880), (5120, 151552)  # hidden, vocabulary: GLM-4.7-Flash, 355B
 FITS = 100e9  # bytes that all logits, their softmax and the gradients of both may take on cuda
@@ -157,15 +157,8 @@ def agree(ours: Values, theirs: Values, cached: bool) -> bool:
 def _product(problem: Problem) -> tuple[int, Callable[[], Tensor]]:
     """The tokens of a chunk, and the product that gives its logits in the type of the weight."""
     hidden, weight, targets, _ = problem
-    job = describe(
-        *("linear_logprob", hidden, weight, targets, None),
-        valid_vocab=None,
-        rows=None,
-        chunk_bytes=fused.CHUNK_BYTES,
-        sequence_parallel=False,
-        main_grad=False,
-    )
-    chunk = job.chunks[0].at.stop
+    call = plan_call("linear_logprob", hidden, weight, targets, None, chunk_bytes=fused.CHUNK_BYTES)
+    chunk = call.chunks[0].part.stop
     x, rows = hidden.detach()[:chunk], weight.detach()
     return chunk, lambda: torch.mm(x, rows.t())
 

@@ -1,5 +1,7 @@
 """Log-probability and entropy of tokens from vocabulary-sharded logits: one collective, exact."""
 
+from __future__ import annotations
+
 from typing import Any, Literal, overload
 
 import torch
@@ -7,28 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pyrl_ext.loss.arguments import accum_dtype, check_targets, check_valid_vocab, logit_scale
+from pyrl_ext.loss.statistics import distribution, gather_shards, shard_columns
 from pyrl_ext.ops import token_logprob_grad, token_logprob_grad_, token_logprob_stats
-
-
-def _combine(shards: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Statistics [R, 4, T] of all shards -> (logprob, entropy, max, log_sum), each [T].
-
-    Ranks hold the same ``shards`` and add them in the same order, so they get the same bits.
-    """
-    tops, sums, weights, targets = shards.unbind(1)
-    top = tops.amax(0)
-    dead = top == -torch.inf  # no finite logit anywhere: p is undefined, nothing is certain
-    base = top.masked_fill(dead, 0)
-    shift = (tops - base) * scale
-    factor = shift.exp()
-    total = (factor * sums).sum(0)
-    shift = shift.masked_fill(factor == 0, 0)  # 0 * -inf
-    weighted = (factor * (weights + shift * sums)).sum(0)
-    log_sum = total.log()
-    logprob = (targets.sum(0) - base) * scale - log_sum
-    logprob = torch.where(total == 0, -torch.inf, logprob)
-    entropy = torch.where(total == 0, 0, log_sum - weighted / total)
-    return logprob, entropy, top, log_sum
 
 
 class _VocabParallelLogprob(torch.autograd.Function):
@@ -43,19 +26,10 @@ class _VocabParallelLogprob(torch.autograd.Function):
         keep_mask: Tensor | None,
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
-        rank, size = (0, 1) if group is None else (group.rank(), group.size())
-        columns = logits.shape[1]
-        first = rank * columns
-        width = min(max(valid_vocab - first, 0), columns)
+        first, width = shard_columns(logits.shape[1], valid_vocab, group)
         stats = token_logprob_stats(logits, targets, scale, first, width, keep_mask)
-        if size == 1:
-            shards = stats[None]
-        else:
-            shards = stats.new_empty(size * 4, stats.shape[1])
-            dist.all_gather_into_tensor(shards, stats, group=group)
-            shards = shards.view(size, 4, stats.shape[1])
-        logprob, entropy, top, log_sum = _combine(shards, scale)
-        logprob = torch.where((targets >= 0) & (targets < valid_vocab), logprob, torch.nan)
+        shards = gather_shards(stats, group)
+        logprob, entropy, top, log_sum = distribution(shards, targets, scale, valid_vocab)
         ctx.save_for_backward(logits, targets, scale, top, log_sum, entropy, keep_mask)
         ctx.first, ctx.width, ctx.inplace = first, width, inplace
         return logprob, entropy
@@ -66,9 +40,18 @@ class _VocabParallelLogprob(torch.autograd.Function):
         # Raises in a second backward in place: the version of the logits is not the saved one.
         logits, targets, scale, top, log_sum, entropy, keep_mask = ctx.saved_tensors
         gradient = token_logprob_grad_ if ctx.inplace else token_logprob_grad
-        of_rows = (top, log_sum, entropy, *grads)
-        of_shard = (logits.detach(), targets, scale, ctx.first, ctx.width)
-        grad = gradient(*of_shard, *of_rows, keep_mask=keep_mask)
+        grad = gradient(
+            logits.detach(),
+            targets,
+            scale,
+            ctx.first,
+            ctx.width,
+            top,
+            log_sum,
+            entropy,
+            *grads,
+            keep_mask=keep_mask,
+        )
         return grad, *[None] * 6
 
 
@@ -114,20 +97,20 @@ def vocab_parallel_logprob(
     """``log_softmax(logits / temperature)[t, targets[t]]`` over the columns of all ranks.
 
     Rank r of ``group`` holds columns ``[r * V_local, (r + 1) * V_local)``. The logits are kept for
-    the backward, with three numbers a token, and not written unless ``inplace``; a second backward
-    is right, or in place an error. A token without a finite logit has log-prob -inf, entropy 0
-    and gradient 0. NaN and +inf among its logits give NaN.
+    the backward, with three numbers a token, and not written unless ``inplace``. A second backward
+    is right, or an error with ``inplace``. A token without a finite logit has log-prob -inf,
+    entropy 0 and gradient 0. NaN and +inf among its logits give NaN.
 
     Args:
         logits:  [T, V_local] float32, bfloat16, float16 or float64.
         targets: [T] int64, global column.
         group:   the ranks that hold the vocabulary; None: this one alone.
         temperature: positive, one number or [T]; not differentiated.
-        valid_vocab: columns from here on are padding and have no part; None: all are valid.
+        valid_vocab: columns from here on are padding and are left out; None: all are valid.
         keep_mask: [T, V_local] bool, the support that was sampled from (top-k, top-p): columns
             outside it have probability 0 and gradient 0, a target outside it log-prob -inf.
-        inplace: the backward writes the gradient over the logits, which nothing may read after
-            it: who saved them too gets autograd's error. A leaf's data is written over as well.
+        inplace: the backward writes the gradient over the logits, which nothing may read
+            afterwards: autograd reports a function that saved them. A leaf is overwritten as well.
         with_entropy: also return the entropy of each distribution, differentiable too.
 
     Returns:
@@ -138,68 +121,38 @@ def vocab_parallel_logprob(
 
     Raises:
         ValueError: shapes do not fit, a temperature is not positive, a target lies outside
-            ``[0, valid_vocab)``, or the logits are not contiguous with ``inplace``. On cuda, as
-            that would wait for the device, and in a compiled graph a tensor's entries are not
-            looked at: such a target, or a temperature that is not positive, gives NaN.
+            ``[0, valid_vocab)``, or the logits are not contiguous with ``inplace``. On CUDA, where
+            it would wait for the device, and in a compiled graph the entries of tensors are not
+            checked: a wrong target or temperature gives NaN.
         RuntimeError: a second backward with ``inplace``.
     """
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    size = 1 if group is None else group.size()
-    vocab = logits.shape[-1] * size
-    valid_vocab = vocab if valid_vocab is None else valid_vocab
-    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
-        raise ValueError(
-            f"vocab_parallel_logprob: logits {list(logits.shape)}, targets {list(targets.shape)}, "
-            "expected [T, V_local], [T]"
-        )
-    if not 0 < valid_vocab <= vocab:
-        raise ValueError(
-            f"vocab_parallel_logprob: valid_vocab is {valid_vocab}, expected one in [1, {vocab}], "
-            f"the columns of {size} ranks"
-        )
-    if keep_mask is not None and (keep_mask.shape, keep_mask.dtype) != (logits.shape, torch.bool):
-        raise ValueError(
-            f"vocab_parallel_logprob: keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, "
-            f"expected torch.bool {list(logits.shape)}"
-        )
-    if inplace and not logits.is_contiguous():
-        raise ValueError(
-            f"vocab_parallel_logprob: inplace with logits of strides {list(logits.stride())}, "
-            "expected contiguous ones. Leave inplace out"
-        )
-    outside = (targets < 0) | (targets >= valid_vocab)
-    _check_entries("targets", targets, outside, f"[0, {valid_vocab})")
-    scale = _scale(temperature, targets, wide)
+    where = "vocab_parallel_logprob"
+    _check_shapes(where, logits, targets, keep_mask, inplace)
+    ranks = 1 if group is None else group.size()
+    valid_vocab = check_valid_vocab(where, valid_vocab, logits.shape[1], ranks)
+    targets = check_targets(where, targets, valid_vocab)
+    scale = logit_scale(where, temperature, targets, accum_dtype(logits.dtype))
     logprob, entropy = _VocabParallelLogprob.apply(
         logits, targets, scale, valid_vocab, group, keep_mask, inplace
     )
     return (logprob, entropy) if with_entropy else logprob
 
 
-def _scale(temperature: float | Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 / temperature as [T]."""
-    if not isinstance(temperature, Tensor):
-        if not 0 < temperature < float("inf"):
-            raise ValueError(
-                f"vocab_parallel_logprob: temperature is {temperature}, expected a positive number"
-            )
-        return torch.full(targets.shape, 1 / temperature, dtype=dtype, device=targets.device)
-    if temperature.shape not in ((), targets.shape):
+def _check_shapes(
+    where: str, logits: Tensor, targets: Tensor, keep_mask: Tensor | None, inplace: bool
+) -> None:
+    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(
-            f"vocab_parallel_logprob: temperature {list(temperature.shape)}, expected one number "
-            f"or {list(targets.shape)}"
+            f"{where}: logits {list(logits.shape)}, targets {list(targets.shape)}, expected "
+            "[T, V_local], [T]"
         )
-    temperature = temperature.detach().to(dtype).expand(targets.shape)
-    wrong = ~(temperature > 0)
-    _check_entries("temperature", temperature, wrong, "the positive numbers")
-    return temperature.reciprocal().masked_fill(wrong, torch.nan)
-
-
-def _check_entries(name: str, values: Tensor, outside: Tensor, rule: str) -> None:
-    if outside.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    if outside.any():
-        i = int(outside.nonzero()[0])
+    if keep_mask is not None and (keep_mask.shape, keep_mask.dtype) != (logits.shape, torch.bool):
         raise ValueError(
-            f"vocab_parallel_logprob: {name}[{i}] is {values[i].item()}, expected one in {rule}"
+            f"{where}: keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, expected "
+            f"torch.bool {list(logits.shape)}"
+        )
+    if inplace and not logits.is_contiguous():
+        raise ValueError(
+            f"{where}: inplace with logits of strides {list(logits.stride())}, expected "
+            "contiguous ones. Leave inplace out"
         )

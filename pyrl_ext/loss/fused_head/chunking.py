@@ -1,4 +1,6 @@
-"""What a call of `linear_logprob` is: its arguments, checked, and the chunks of its tokens."""
+"""The plan of a call of `linear_logprob`: its arguments, checked, and the chunks of its tokens."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -6,7 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CPU_TOKENS = 512  # of a chunk; more of them do not make a product faster
+from pyrl_ext.dist.upload import to_device
+from pyrl_ext.loss.arguments import accum_dtype, check_targets, check_valid_vocab, logit_scale
+
+CPU_TOKENS = 512  # most tokens of a chunk on a CPU; more do not make a product faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,18 +20,29 @@ class Chunk:
 
     Args:
         rows: of this rank's hidden states.
-        at:   the part of vectors in chunk order.
-        pick: [c] int64, those of the shards' rows that have a part; None: all.
+        part: of vectors in chunk order.
+        pick: [c] int64, the shards' rows that are computed; None: all.
     """
 
     rows: slice
-    at: slice
+    part: slice
     pick: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A call without its tensors; ``order`` [N] are the tokens in chunk order, None: as given."""
+class CallPlan:
+    """A call without its tensors.
+
+    Args:
+        where: the function, for messages.
+        chunks: together all tokens that are computed.
+        order: [N] int64, these tokens in chunk order; None: all, as given.
+        group: the ranks that hold the vocabulary; None: this one alone.
+        shards: parts that the hidden states are gathered from: the ranks, or 1.
+        valid_vocab: columns of all ranks that are no padding.
+        main_grad: the gradient of the weight is added to ``weight.main_grad``.
+        cache_bytes: of logits kept for the backward.
+    """
 
     where: str
     chunks: list[Chunk]
@@ -35,80 +51,79 @@ class Job:
     shards: int
     valid_vocab: int
     main_grad: bool
-    cache_bytes: int = 0
+    cache_bytes: int
 
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    def in_order(self, vector: Tensor) -> Tensor:
-        return vector if self.order is None else vector.index_select(0, self.order)
+    def targets_and_scale(
+        self, targets: Tensor, temperature: float | Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Targets and ``1 / temperature``, checked, [N] each in chunk order."""
+        return (
+            check_targets(self.where, targets, self.valid_vocab, self.order),
+            logit_scale(self.where, temperature, targets, accum_dtype(dtype), self.order),
+        )
 
     def scattered(self, values: Tensor, tokens: int) -> Tensor:
-        """Back from chunk order; NaN for tokens without a part."""
+        """[N] in chunk order -> [tokens]; NaN for tokens that were not computed."""
         if self.order is None:
             return values
         return values.new_full((tokens,), torch.nan).index_copy(0, self.order, values)
 
-    def scale(self, temperature: float | Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-        """1 / temperature [N] in chunk order."""
-        if not isinstance(temperature, Tensor):
-            if not 0 < temperature < float("inf"):
-                raise ValueError(
-                    f"{self.where}: temperature is {temperature}, expected a positive number"
-                )
-            tokens = len(targets) if self.order is None else len(self.order)
-            return torch.full((tokens,), 1 / temperature, dtype=dtype, device=targets.device)
-        if temperature.shape not in ((), targets.shape):
-            raise ValueError(
-                f"{self.where}: temperature {list(temperature.shape)}, expected one number or "
-                f"{list(targets.shape)}"
-            )
-        values = self.in_order(temperature.detach().to(dtype).expand(targets.shape))
-        wrong = ~(values > 0)
-        self.check("temperature", values, wrong, "the positive numbers")
-        return values.reciprocal().masked_fill(wrong, torch.nan)
 
-    def targets(self, targets: Tensor) -> Tensor:
-        """[N] in chunk order."""
-        targets = self.in_order(targets)
-        outside = (targets < 0) | (targets >= self.valid_vocab)
-        self.check("targets", targets, outside, f"[0, {self.valid_vocab})")
-        return targets
-
-    def check(self, name: str, values: Tensor, outside: Tensor, rule: str) -> None:
-        if outside.device.type == "cpu" and outside.any():
-            i = int(outside.nonzero()[0])
-            at = i if self.order is None else int(self.order[i])
-            raise ValueError(
-                f"{self.where}: {name}[{at}] is {values[i].item()}, expected one in {rule}"
-            )
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type of statistics, log-probs and sums of gradients."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def describe(
+def plan_call(
     where: str,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     group: dist.ProcessGroup | None,
     *,
-    valid_vocab: int | None,
-    rows: Tensor | None,
+    valid_vocab: int | None = None,
+    rows: Tensor | None = None,
     chunk_bytes: int,
-    sequence_parallel: bool,
-    main_grad: bool,
     cache_bytes: int = 0,
-) -> Job:
-    size = 1 if group is None else group.size()
-    shards = size if sequence_parallel else 1
+    sequence_parallel: bool = False,
+    main_grad: bool = False,
+) -> CallPlan:
+    """Check shapes and dtypes, and cut the tokens into chunks. Arguments as in `linear_logprob`.
+
+    Raises:
+        ValueError: shapes, dtypes, ``valid_vocab``, ``rows`` or ``weight.main_grad`` do not fit.
+    """
+    ranks = 1 if group is None else group.size()
+    shards = ranks if sequence_parallel else 1
+    _check_tensors(where, hidden, weight, targets, shards)
+    valid_vocab = check_valid_vocab(where, valid_vocab, weight.shape[0], ranks)
+    if main_grad:
+        _check_main_grad(where, weight)
+    # gradients are written over the logits, and copied where the products take another dtype
+    sums = accum_dtype(weight.dtype)
+    bytes_per_logit = sums.itemsize + (0 if weight.dtype == sums else weight.itemsize)
+    max_tokens = max(1, chunk_bytes // (bytes_per_logit * weight.shape[0]))
+    if not hidden.is_cuda:
+        max_tokens = min(max_tokens, CPU_TOKENS)
+    computed = _computed(where, rows, len(targets)).view(shards, hidden.shape[0])
+    chunks, order = _chunks(computed, max_tokens, hidden.device)
+    return CallPlan(
+        where=where,
+        chunks=chunks,
+        order=None if rows is None and shards == 1 else order,
+        group=group,
+        shards=shards,
+        valid_vocab=valid_vocab,
+        main_grad=main_grad,
+        cache_bytes=cache_bytes,
+    )
+
+
+def _check_tensors(
+    where: str, hidden: Tensor, weight: Tensor, targets: Tensor, shards: int
+) -> None:
     fits = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
     if not fits or targets.shape != (hidden.shape[0] * shards,):
-        tokens = f"T / {size}" if shards > 1 else "T"
+        tokens = f"T / {shards}" if shards > 1 else "T"
         raise ValueError(
             f"{where}: hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets "
             f"{list(targets.shape)}, expected [{tokens}, H], [V_local, H], [T]"
@@ -117,70 +132,51 @@ def describe(
         raise ValueError(
             f"{where}: hidden is {hidden.dtype}, weight {weight.dtype}, expected one floating type"
         )
-    vocab = weight.shape[0] * size
-    valid_vocab = vocab if valid_vocab is None else valid_vocab
-    if not 0 < valid_vocab <= vocab:
+
+
+def _check_main_grad(where: str, weight: Tensor) -> None:
+    sums, buffer = accum_dtype(weight.dtype), getattr(weight, "main_grad", None)
+    if buffer is None or buffer.dtype != sums or buffer.shape != weight.shape:
+        has = None if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
         raise ValueError(
-            f"{where}: valid_vocab is {valid_vocab}, expected one in [1, {vocab}], the columns of "
-            f"{size} ranks"
-        )
-    sums = wide(weight.dtype)
-    to = getattr(weight, "main_grad", None)
-    if main_grad and (to is None or to.dtype != sums or to.shape != weight.shape):
-        found = None if to is None else f"{to.dtype} {list(to.shape)}"
-        raise ValueError(
-            f"{where}: weight.main_grad is {found}, expected {sums} {list(weight.shape)}. "
+            f"{where}: weight.main_grad is {has}, expected {sums} {list(weight.shape)}. "
             "Without megatron's gradient buffers pass main_grad=False"
         )
-    # gradients are written over the logits, and rounded where the products take them so
-    per_logit = sums.itemsize + (0 if weight.dtype == sums else weight.itemsize)
-    most = max(1, chunk_bytes // (per_logit * weight.shape[0]))
-    if not hidden.is_cuda:
-        most = min(most, CPU_TOKENS)
-    wanted = _wanted(where, rows, len(targets)).view(shards, hidden.shape[0])
-    chunks, order = _chunks(wanted, most, hidden.device)
-    straight = rows is None and shards == 1
-    return Job(
-        *(where, chunks, None if straight else order, group, shards),
-        *(valid_vocab, main_grad, cache_bytes),
-    )
 
 
-def _wanted(where: str, rows: Tensor | None, tokens: int) -> Tensor:
-    """[T] bool on the host, which tokens have a part."""
+def _computed(where: str, rows: Tensor | None, tokens: int) -> Tensor:
+    """[T] bool on the host, which tokens are computed."""
     if rows is None:
         return torch.ones(tokens, dtype=torch.bool)
     if rows.device.type != "cpu" or rows.dtype != torch.int64 or rows.ndim != 1:
         raise ValueError(
             f"{where}: rows is {rows.dtype} {list(rows.shape)} on {rows.device}, expected "
-            "torch.int64 [N] on the cpu; on another device they would have to be waited for"
+            "torch.int64 [N] on the cpu; reading them from another device would wait for it"
         )
     outside = (rows < 0) | (rows >= tokens)
     if outside.any():
         i = int(outside.nonzero()[0])
         raise ValueError(f"{where}: rows[{i}] is {int(rows[i])}, expected one in [0, {tokens})")
-    wanted = torch.zeros(tokens, dtype=torch.bool)
-    wanted[rows] = True
-    return wanted
+    computed = torch.zeros(tokens, dtype=torch.bool)
+    computed[rows] = True
+    return computed
 
 
-def _chunks(wanted: Tensor, most: int, device: torch.device) -> tuple[list[Chunk], Tensor]:
-    """Chunks of ``most`` (and fewer than a row of the shards more) of the tokens ``wanted``
-    [shards, T / shards], and those tokens in chunk order."""
-    shards, part = wanted.shape
-    count = wanted.sum(0)
-    _, lengths = ((count.cumsum(0) - count) // most).unique_consecutive(return_counts=True)
-    chunks, order, begin, at = [], [torch.empty(0, dtype=torch.int64)], 0, 0
+def _chunks(computed: Tensor, max_tokens: int, device: torch.device) -> tuple[list[Chunk], Tensor]:
+    """Chunks of ``max_tokens`` (plus less than one row of the shards) of the tokens ``computed``
+    [shards, T / shards], and these tokens [N] in chunk order."""
+    shards, shard_size = computed.shape
+    count = computed.sum(0)
+    bins = (count.cumsum(0) - count) // max_tokens
+    _, lengths = bins.unique_consecutive(return_counts=True)
+    chunks: list[Chunk] = []
+    order = [torch.empty(0, dtype=torch.int64)]
+    row = token = 0
     for length in lengths.tolist():
-        pick = wanted[:, begin : begin + length].flatten().nonzero()[:, 0]
-        order.append(pick // length * part + pick % length + begin)
-        all_of_them = len(pick) == length * shards
-        rows, vectors = slice(begin, begin + length), slice(at, at + len(pick))
-        chunks.append(Chunk(rows, vectors, None if all_of_them else _sent(pick, device)))
-        begin, at = rows.stop, vectors.stop
-    return chunks, _sent(torch.cat(order), device)
-
-
-def _sent(indices: Tensor, device: torch.device) -> Tensor:
-    """On ``device``, without waiting for it."""
-    return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices
+        pick = computed[:, row : row + length].flatten().nonzero()[:, 0]
+        order.append(pick // length * shard_size + pick % length + row)
+        rows, part = slice(row, row + length), slice(token, token + len(pick))
+        is_whole = len(pick) == length * shards
+        chunks.append(Chunk(rows, part, None if is_whole else to_device(pick, device)))
+        row, token = rows.stop, part.stop
+    return chunks, to_device(torch.cat(order), device)
