@@ -1,9 +1,11 @@
-"""One definition a metric: its unit, its formula, and when to worry.
+"""One definition for each metric: its unit, its formula, and the values that are alarming.
+
+``python -m pyrl_ext.metrics.glossary`` prints them as a page of Markdown.
 
 Notation: d = old_logprob - rollout_logprob of a token and r = exp(d), where old is the trainer's
-policy before the update. Means run over the tokens under the loss mask: of the whole rollout
-batch for ``mismatch/``, of each minibatch for ``policy/`` and ``loss``, which are then averaged
-over the step's minibatches. ``<id>`` in a name stands for a number.
+policy before the update. Means run over the tokens under the loss mask: for ``mismatch/`` those of
+the whole rollout batch, for ``policy/`` and ``loss`` those of each minibatch, averaged over the
+minibatches of the step. ``<id>`` in a name stands for a number.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ class Metric:
         unit: of the value; "1" is a ratio or a fraction.
         definition: one sentence with the formula.
         band: (warn, alarm) levels, rising if large values are bad, falling if small ones are;
-            None if no level is bad in itself.
-        source: where the formula or the band comes from; empty if it is ours.
+            None if no value is bad in itself.
+        source: where the formula or the band comes from; empty if it is our own.
     """
 
     name: str
@@ -69,7 +71,7 @@ _METRICS = (
     Metric(
         "mtp_loss",
         "nat",
-        "Mean of -log p over the loss tokens that layers for multi-token prediction see ahead.",
+        "Mean of -log p over the loss tokens that the MTP layers predict.",
     ),
     Metric("grad_norm", "1", "L2 norm of the whole gradient before clipping."),
     Metric("lr", "1", "Learning rate of the step's last update."),
@@ -111,7 +113,7 @@ _METRICS = (
     Metric(
         "policy/clip_fraction",
         "1",
-        "Fraction of tokens whose policy term has no gradient since the clip is active.",
+        "Fraction of tokens whose policy term has no gradient because the clip is active.",
         (0.2, 0.5),
     ),
     Metric(
@@ -151,9 +153,6 @@ _METRICS = (
     Metric(
         "route/exact_set", "1", "Fraction of (token, layer) with the same set of experts in both."
     ),
-    Metric(
-        "route/tokens_any_layer_diff", "1", "Fraction of tokens with another set in some layer."
-    ),
     Metric("route/coverage", "1", "Fraction of rows for which the engine gave a route.", (1, 0.99)),
     Metric(
         "route/fallback_rows",
@@ -174,20 +173,12 @@ _METRICS = (
     Metric(
         "rollout/aborted_groups",
         "groups",
-        "Groups asked for by rollout.oversample that were not among the first to be complete.",
+        "Groups that rollout.oversample added, aborted once enough others were complete.",
     ),
     Metric(
         "rollout/aborted_tokens",
         "tokens",
-        "Tokens of whole responses in aborted groups; of responses cut off midway none is counted.",
-    ),
-    # schedule
-    Metric("schedule/microbatches", "1", "Microbatches of a rank in the step."),
-    Metric(
-        "schedule/balance",
-        "1",
-        "Sum over microbatches of the fullest rank's rows, over all rows / ranks.",
-        (1.2, 1.5),
+        "Tokens of complete responses in aborted groups, without responses that were cut off.",
     ),
     # time
     Metric("time/rollout", "s", "Wall time of generating and scoring samples."),
@@ -201,7 +192,7 @@ _METRICS = (
         "s",
         "Host time that routes, forcing and agreement counts add to the phases above.",
     ),
-    Metric("time/publish", "s", "Wall time of handing the weights to the rollout engine."),
+    Metric("time/publish", "s", "Wall time of sending the weights to the rollout engine."),
     Metric(
         "time/offload",
         "s",
@@ -223,7 +214,7 @@ _METRICS = (
     Metric(
         "publish/checked",
         "tensors",
-        "Tensors whose digest in the engine was found to be that of what the trainer sent.",
+        "Tensors whose digest in the engine was compared with the trainer's and equal.",
     ),
     Metric("time/eval", "s", "Wall time of the held-out evaluation."),
     Metric("time/checkpoint", "s", "Wall time of saving a checkpoint."),
@@ -235,7 +226,7 @@ _METRICS = (
     Metric(
         "tokens_per_s",
         "tokens/s",
-        "Model inputs of the batch (a sample's tokens but the last) / time/step.",
+        "Model inputs of the batch (the tokens of its samples without the last ones) / time/step.",
     ),
 )
 
@@ -269,3 +260,30 @@ def check_names(names: Iterable[str]) -> None:
             f"check_names: metrics {unknown} have no definition, expected each in the glossary. "
             "Add them to pyrl_ext/metrics/glossary.py"
         )
+
+
+def page() -> str:
+    """All metrics as a page of Markdown: docs/metrics.md."""
+    return "\n".join([*_HEAD, *map(_line, GLOSSARY.values()), ""])
+
+
+_HEAD = (
+    "# Metrics",
+    "",
+    "What a run logs to `metrics.jsonl`: the unit, the formula, and the levels at which a value is",
+    "worth a look (warn) or wrong (alarm). Written by `python -m pyrl_ext.metrics.glossary`.",
+    "`<id>` stands for a number.",
+    "",
+    "| metric | unit | definition | warn, alarm |",
+    "| --- | --- | --- | --- |",
+)
+
+
+def _line(metric: Metric) -> str:
+    band = "" if metric.band is None else ", ".join(f"{level:g}" for level in metric.band)
+    definition = metric.definition.replace("|", "\\|")
+    return f"| `{metric.name}` | {metric.unit} | {definition} | {band} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,4 +1,4 @@
-"""The picture of a run: reward above, rollout/trainer mismatch below, over rollout steps."""
+"""The picture of a run: the reward and, below it, the mismatch of rollout engine and trainer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pyrl_ext.metrics.history import Run
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from .report import Run
 
 # Blue, orange, green, purple of the Okabe-Ito set: told apart also by the colour-blind, in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#8E5EA2", "#56B4E9", "#6B6B6B")
@@ -44,7 +44,7 @@ STYLE: dict[Any, Any] = {
 
 
 def plot(runs: Sequence[Run], path: str | Path) -> None:
-    """Draw the runs over each other into a PNG, 1280 x 960 pixels.
+    """Draw the runs into one PNG of 1280 x 960 pixels.
 
     Args:
         runs: at least one; each has a colour.
@@ -112,7 +112,7 @@ def _mark(axes: Axes, steps: np.ndarray, colour: str, height: float) -> None:
 
 
 def _head(axes: Axes, title: str, runs: Sequence[Run], keys: list[tuple[str, dict]]) -> None:
-    """The title, and under it what the line styles and, for several runs, the colours mean."""
+    """The title, and below it a legend of line styles and, for several runs, of colours."""
     from matplotlib.lines import Line2D
 
     several = len(runs) > 1

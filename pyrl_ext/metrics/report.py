@@ -1,7 +1,7 @@
-"""The end of a run on one screen and one picture, and runs beside each other.
+"""A run on one screen and in one picture, and several runs side by side.
 
 ``python -m pyrl_ext.metrics.report RUN [RUN ...] [--png FILE]`` prints a table and draws
-``report.png`` into the (first) run folder; ratios are against the first run.
+``report.png`` into the folder of the first run; ratios are to the first run.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from .glossary import RENAMED, lookup
-from .plot import plot
-from .sinks import read_rows
+from pyrl_ext.metrics.glossary import lookup
+from pyrl_ext.metrics.history import Run, load_run
+from pyrl_ext.metrics.plot import plot
 
-# A phase, and whether its time goes into the model (any trainer has it) or into our own code.
+# A phase, and whether its time goes into the model (any trainer spends it) or into our own code.
 PHASES = {
     "time/rollout": "model",
     "time/old_logprobs": "model",
@@ -42,52 +41,12 @@ WORST_LAYER = "route/agree_topk, worst layer"
 WORST_STEP = "mismatch/abs_mean, worst step"
 
 
-@dataclass(frozen=True)
-class Run:
-    """The rows of a run folder's metrics.jsonl.
-
-    Args:
-        name: shown in tables and legends.
-        rows: one a step, in order, at least one.
-    """
-
-    name: str
-    rows: list[dict[str, float]]
-
-    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of the rows that have the metric, float64."""
-        pairs = [(row["step"], row[name]) for row in self.rows if name in row]
-        steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
-        return steps, values
-
-    def mean(self, name: str) -> float | None:
-        """Mean over the steps that have the metric; None if none has."""
-        values = self.series(name)[1]
-        return float(values.mean()) if len(values) else None
-
-
-def load_run(folder: str | Path) -> Run:
-    """The run in ``folder``.
-
-    Raises:
-        FileNotFoundError, ValueError: no metrics.jsonl, or no step in it.
-    """
-    path = Path(folder) / "metrics.jsonl"
-    if not path.exists():
-        raise FileNotFoundError(f"load_run: no {path}, expected a run folder with metrics.jsonl")
-    rows = read_rows(path)
-    if not rows:
-        raise ValueError(f"load_run: {path} has 0 steps, expected at least 1")
-    rows = [{RENAMED.get(name, name): value for name, value in row.items()} for row in rows]
-    return Run(Path(folder).resolve().name, rows)
-
-
 def summary(run: Run) -> dict[str, float]:
     """The figures of the report: name -> value, in the order shown.
 
     ``reward first`` and ``last`` are single steps, ``best`` the highest step; other metrics are
-    means over all steps, NaN if one step is. ``worst layer`` has the lowest mean agreement, ``worst
-    step`` the largest value.
+    means over all steps, NaN if one step is NaN. ``worst layer`` has the lowest mean agreement,
+    ``worst step`` the largest value.
     """
     _, reward = run.series("reward")
     figures: dict[str, float] = {"steps": len(reward)}
@@ -114,7 +73,7 @@ def summary(run: Run) -> dict[str, float]:
 def phase_seconds(run: Run) -> dict[str, float]:
     """Seconds of each phase over the whole run.
 
-    ``other`` is what the phases leave of time/step, in which checkpoints are not counted.
+    ``other`` is the rest of time/step. Checkpoints are not part of time/step.
     """
     seconds = {name: float(run.series(name)[1].sum()) for name in PHASES}
     seconds = {name: total for name, total in seconds.items() if total > 0}

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from pyrl_ext.dist.disk import write_text
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron import checkpoint
-from pyrl_ext.metrics.report import load_run, print_report
+from pyrl_ext.metrics.history import load_run
+from pyrl_ext.metrics.report import print_report
 from pyrl_ext.metrics.sinks import (
     JsonlSink,
     ProgressSink,

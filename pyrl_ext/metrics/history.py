@@ -1,0 +1,52 @@
+"""The metrics of a run, read back from its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pyrl_ext.metrics.glossary import RENAMED
+from pyrl_ext.metrics.sinks import read_rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """The rows of a run folder's metrics.jsonl.
+
+    Args:
+        name: shown in tables and legends.
+        rows: one a step, in order, at least one.
+    """
+
+    name: str
+    rows: list[dict[str, float]]
+
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of the rows that have the metric, float64."""
+        pairs = [(row["step"], row[name]) for row in self.rows if name in row]
+        steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
+        return steps, values
+
+    def mean(self, name: str) -> float | None:
+        """Mean over the steps that have the metric; None if none has."""
+        values = self.series(name)[1]
+        return float(values.mean()) if len(values) else None
+
+
+def load_run(folder: str | Path) -> Run:
+    """The run in ``folder``, with today's names of metrics.
+
+    Raises:
+        OSError: no metrics.jsonl that can be read.
+        ValueError: no step in it, or a line that is not one.
+    """
+    path = Path(folder) / "metrics.jsonl"
+    if not path.exists():
+        raise FileNotFoundError(f"load_run: no {path}, expected a run folder with metrics.jsonl")
+    rows = read_rows(path)
+    if not rows:
+        raise ValueError(f"load_run: {path} has 0 steps, expected at least 1")
+    rows = [{RENAMED.get(name, name): value for name, value in row.items()} for row in rows]
+    return Run(Path(folder).resolve().name, rows)

@@ -1,0 +1,83 @@
+"""The glossary: one definition for each metric that a run logs, and for no other."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from pyrl_ext.dist import topology
+from pyrl_ext.dist.heartbeat import heartbeats
+from pyrl_ext.metrics import report
+from pyrl_ext.metrics.glossary import GLOSSARY, RENAMED, check_names, lookup, page
+from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.train import train
+from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
+
+ROOT = Path(__file__).parents[2]
+ON_A_GPU = {"memory/engine_slept"}  # logged only by an engine that shares the trainer's GPU
+
+
+def test_glossary_defines_each_metric_once_with_formula_and_unit():
+    for name, metric in GLOSSARY.items():
+        assert metric.name == name and metric.unit
+        assert metric.definition.endswith(".") and metric.definition.count(". ") == 0
+        assert metric.band is None or metric.band[0] != metric.band[1]
+
+
+def test_check_names_lists_all_unknown_ones():
+    with pytest.raises(ValueError, match=r"\['mismatch/k4', 'route/agree_topk/layer_x'\]"):
+        check_names(["reward", "mismatch/k4", "route/agree_topk/layer_x", "mismatch/k3"])
+    metric = lookup("route/agree_topk/layer_7")
+    assert metric is not None and metric.name == "route/agree_topk/layer_<id>"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("mismatch/f2", 1e-5, "ok"),
+        ("mismatch/f2", 0.05, "warn"),
+        ("mismatch/f2", 0.2, "alarm"),
+        ("mismatch/ess", 0.99, "ok"),
+        ("mismatch/ess", 0.8, "warn"),
+        ("mismatch/ess", 0.1, "alarm"),
+        ("mismatch/nonfinite", 0, "ok"),
+        ("mismatch/nonfinite", 1, "alarm"),
+        ("reward", -1e9, "ok"),
+        ("reward", math.nan, "alarm"),
+    ],
+)
+def test_level_compares_with_the_band(name, value, level):
+    assert GLOSSARY[name].level(value) == level
+
+
+def test_lookup_knows_the_names_of_earlier_versions():
+    for old, new in RENAMED.items():
+        assert lookup(old) is GLOSSARY[new] and old not in GLOSSARY
+    check_names([*report.PHASES, *report.MEANS, *RENAMED])
+
+
+def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
+    """Two steps of a run with everything switched on that logs a metric."""
+    config = json.loads((CONFIG.parent / "tiny/config.json").read_text())
+    config |= {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = tiny_plan(
+        *(f"model.config={tmp_path / 'config.json'}", "model.mtp=true", f"run={tmp_path / 'run'}"),
+        *(*QUICK, "steps=2", "evaluate.every=1", "checkpoint.every=1", "rollout.oversample=1.75"),
+        *("objective.kl_coef=0.1", "objective.tis_cap=2", "objective.entropy_coef=0.01"),
+    )
+    # a rule refuses it on a CPU, where it serves no purpose
+    rollout = plan.rollout.model_copy(update={"offload_trainer": "all"})
+    plan = plan.model_copy(update={"rollout": rollout})
+    with topology.start(plan) as topo, heartbeats(topo) as heartbeat:
+        assert train(plan, topo, heartbeat)
+    logged = {name for row in read_rows(tmp_path / "run/metrics.jsonl") for name in row}
+    logged = {re.sub(r"/layer_\d+$", "/layer_<id>", name) for name in logged}
+    assert logged | ON_A_GPU == GLOSSARY.keys()
+
+
+def test_page_is_the_one_in_docs():
+    """`python -m pyrl_ext.metrics.glossary > docs/metrics.md` writes it anew."""
+    assert (ROOT / "docs/metrics.md").read_text() == page()

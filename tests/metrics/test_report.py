@@ -1,0 +1,132 @@
+"""The report of one run, and of several side by side."""
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from pyrl_ext.metrics import report
+from pyrl_ext.metrics.history import Run, load_run
+from pyrl_ext.metrics.plot import _running_mean
+from pyrl_ext.metrics.sinks import JsonlSink
+
+
+def write_run(folder, steps: int, factor: float = 1.0, **more: float):
+    sink = JsonlSink(folder / "metrics.jsonl")
+    for step in range(steps):
+        row = {"step": step, "reward": step / steps, "mismatch/k3": 1e-3 * factor}
+        row |= {"mismatch/abs_mean": 0.02 * factor, "time/rollout": 0.5, "time/update": 0.25}
+        row |= {"time/publish": 0.1, "time/step": 1.0, "route/agree_topk/layer_1": 0.9}
+        row |= {"route/agree_topk/layer_5": 0.8, "route/agree_topk": 0.85}
+        if step % 4 == 0:
+            row["eval_reward"] = step / steps / 2
+        sink.write(row | more)
+    sink.close()
+
+
+def test_summary_takes_means_and_extremes(tmp_path):
+    write_run(tmp_path / "a", 10)
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "eval_reward": 0.45, "mismatch/abs_mean": 0.09}\n')
+    run = load_run(tmp_path / "a")
+    figures = report.summary(run)
+    assert figures["steps"] == 10
+    assert [figures[f"reward {k}"] for k in ("first", "last", "best")] == [0.0, 0.9, 0.9]
+    assert (figures["eval reward start"], figures["eval reward end"]) == (0.0, 0.45)
+    assert figures["mismatch/k3"] == pytest.approx(1e-3)
+    assert figures[report.WORST_LAYER] == pytest.approx(0.8)
+    assert figures[report.WORST_STEP] == pytest.approx(0.09)
+    seconds = report.phase_seconds(run)
+    wanted = {"time/rollout": 5.0, "time/update": 2.5, "time/publish": 1.0, "other": 1.5}
+    assert seconds == {name: pytest.approx(value) for name, value in wanted.items()}
+
+
+def test_phase_seconds_counts_checkpoints_beside_the_steps(tmp_path):
+    write_run(tmp_path / "a", 10, **{"time/checkpoint": 0.5})
+    seconds = report.phase_seconds(load_run(tmp_path / "a"))
+    assert seconds["time/checkpoint"] == pytest.approx(5.0)
+    assert seconds["other"] == pytest.approx(1.5)
+
+
+def shown(folders, tmp_path, capsys) -> list[str]:
+    report.main([*map(str, folders), "--png", str(tmp_path / "out.png")])
+    return capsys.readouterr().out.splitlines()
+
+
+def row_of(lines: list[str], name: str) -> str:
+    return " ".join(next(x for x in lines if f" {name} " in x).replace("│", " ").split())
+
+
+def test_report_shows_one_run(tmp_path, capsys):
+    write_run(tmp_path / "a", 10)
+    lines = shown([tmp_path / "a"], tmp_path, capsys)
+    assert row_of(lines, "mismatch/k3") == "mismatch/k3 0.001 nat"
+    assert row_of(lines, "time/rollout") == "time/rollout model 5.00 s 50.0%"
+    assert row_of(lines, "ours together") == "ours together ours 2.50 s 25.0%"
+    assert row_of(lines, "all") == "all 10.00 s 100.0%"
+
+
+def test_report_compares_runs_by_ratio(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    write_run(tmp_path / "on", 10)
+    write_run(tmp_path / "off", 10, factor=8.0)
+    lines = shown([tmp_path / "on", tmp_path / "off"], tmp_path, capsys)
+    assert row_of(lines, "mismatch/k3") == "mismatch/k3 0.001 nat 0.008 nat 8x"
+    assert row_of(lines, "mismatch/abs_mean") == "mismatch/abs_mean 0.02 nat 0.16 nat ! 8x"
+    assert row_of(lines, "time/update") == "time/update model 2.50 s 25.0% 2.50 s 25.0% 1x"
+
+
+def test_report_shows_numbers_that_are_not_finite(tmp_path, capsys):
+    write_run(tmp_path / "a", 10, factor=math.nan)
+    lines = shown([tmp_path / "a"], tmp_path, capsys)
+    assert row_of(lines, "mismatch/k3") == "mismatch/k3 nan nat !"
+    assert row_of(lines, "steps with NaN or infinity") == "steps with NaN or infinity 10"
+
+
+@pytest.mark.parametrize("case", ["one", "three", "not finite", "one step", "no mismatch"])
+def test_plot_draws_the_picture(tmp_path, case):
+    from matplotlib.image import imread
+
+    steps = 1 if case == "one step" else 200
+    factors = [1.0, 3.0, 9.0] if case == "three" else [math.nan if case == "not finite" else 1.0]
+    for place, factor in enumerate(factors):
+        write_run(tmp_path / str(place), steps, factor)
+    runs = [load_run(tmp_path / str(place)) for place in range(len(factors))]
+    if case == "no mismatch":
+        runs = [Run("a", [{"step": 0, "reward": 1.0}, {"step": 1, "reward": 2.0}])]
+    report.print_report(runs, tmp_path / "out.png", Console(file=io.StringIO()))
+    pixels = imread(tmp_path / "out.png")
+    assert pixels.shape[:2] == (960, 1280)
+    assert pixels[0, 0, :3].min() == 1.0 and pixels.min() < 0.3  # ink on white
+
+
+def test_running_mean_equals_the_loop():
+    values = np.random.default_rng(0).random(12)
+    for window in (1, 3, 5):
+        half = window // 2
+        wanted = [values[max(0, k - half) : k + half + 1].mean() for k in range(12)]
+        assert _running_mean(values, window) == pytest.approx(wanted)
+
+
+def test_load_run_refuses_folders_without_a_run(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        report.main([str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "metrics.jsonl, expected a run folder" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": "one"}\n')
+    with pytest.raises(SystemExit):
+        report.main([str(tmp_path)])
+    assert "metrics.jsonl:2: step is 'one', not a number" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has 0 steps, expected at least 1"):
+        load_run(tmp_path)
+
+
+def test_load_run_reads_the_names_of_earlier_versions(tmp_path):
+    row = {"step": 0, "time/make_room": 0.5, "time/take_back": 1.0, "memory/put_aside": 7}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (read,) = load_run(tmp_path).rows
+    assert read == {"step": 0, "time/offload": 0.5, "time/onload": 1.0, "memory/offloaded": 7}
