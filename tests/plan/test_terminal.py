@@ -1,0 +1,109 @@
+"""The plan's tables on a terminal: the answers first, the right numbers, no name broken."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from rich.console import Console
+
+from pyrl_ext.plan.forecast.memory import Item, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
+from pyrl_ext.plan.forecast.units import amount, duration
+from pyrl_ext.plan.show.summary import Summary, values
+from pyrl_ext.plan.show.terminal import memory_table
+from tests.helpers.plan_pages import PLANS, plan_of, printed
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_print_plan_answers_first_and_breaks_no_name(name: str):
+    plan = plan_of(name)
+    lines = printed(plan, 100)
+    answers = [line for line in lines[1 : lines.index("follows")] if line[:1].strip()]
+    expected = [verdict.answer for verdict in Summary(plan).verdicts]
+    assert [line[: len(answer)] for line, answer in zip(answers, expected)] == expected
+    assert max(map(len, lines[1:])) <= 100
+    shown = "\n".join(lines)
+    for key, value, _, is_default in values(plan):
+        assert is_default or f"{key}={value}" in shown
+    everything = printed(plan, 80, everything=True)
+    for key, *_ in values(plan):
+        assert any(re.match(rf"\s*{key.rpartition('.')[2]}: ", line) for line in everything)
+    assert len(everything) > len(lines)
+
+
+def test_memory_table_has_bytes_by_phase():
+    plan = plan_of("interleaved")
+    stage = max(stage_memory(plan), key=lambda stage: stage.peak)
+    lines = printed(plan, 100)
+    (start,) = [i for i, line in enumerate(lines) if line.startswith("memory of a rank")]
+    assert f"of stage {stage.stage}, the fullest of 4 [GiB]" in lines[start]
+
+    def numbers(name: str) -> list[float]:
+        (line,) = [line for line in lines[start:] if line.startswith(f"{name} ")][:1]
+        return [float(each) for each in line.removeprefix(name).split()[: len(MEMORY_PHASES)]]
+
+    held = [stage.held(phase) / 2**30 for phase in MEMORY_PHASES]
+    assert numbers("together") == pytest.approx(held, abs=0.006)
+    assert numbers("headroom") == pytest.approx([143771 / 1024 - each for each in held], abs=0.006)
+    assert numbers("weights")[0] == pytest.approx(stage.bytes_of("weights") / 2**30, abs=0.006)
+
+
+def test_memory_table_cuts_reasons_and_never_names():
+    summary = Summary(plan_of("tiny"))
+    item = Item("parameters gathered ahead", 2**20, ("update",), "a reason " * 20, exact=False)
+    summary.memory = (StageMemory(0, (*stage_memory(summary.plan)[0].items, item)),)
+
+    def lines(in_full: bool) -> list[str]:
+        console = Console(width=100, color_system=None)
+        with console.capture() as capture:
+            console.print(memory_table(summary, in_full)[1])
+        return capture.get().splitlines()
+
+    short, full = lines(False), lines(True)
+    (line,) = [line for line in short if line.startswith("~ parameters gathered ahead  ")]
+    assert len(line) <= 100 and line.rstrip().endswith("…")
+    assert len(full) > len(short) and "…" not in "".join(full)
+
+
+def test_time_table_has_every_cost():
+    time = Summary(plan_of("glm47")).time
+    assert time is not None
+    shown = "\n".join(printed(plan_of("glm47"), 100))
+    for cost in time.costs:
+        assert f"  {cost.name}" in shown and duration(time.seconds(cost.phase)) in shown
+
+
+def test_verdicts_answer_whether_it_holds_fits_and_runs():
+    def answers(name: str, *overrides: str) -> dict[str, str]:
+        return {each.answer: each.tone for each in Summary(plan_of(name, *overrides)).verdicts}
+
+    whole = answers("glm47")
+    assert [whole[each] for each in ("consistent", "fits", "runs")] == ["good"] * 3
+    refused = answers("glm47", "parallel.cp=2", "parallel.dp=4", "parallel.dynamic_cp=8")
+    assert refused["cannot run yet"] == "bad"
+    assert answers("glm47", "hardware.gpu=null")["memory"] == "plain"
+    assert answers("tiny")["runs"] == "good"
+    full = Summary(plan_of("tiny"))
+    full.limit = full.fullest.peak - 2048
+    (verdict,) = [each for each in full.verdicts if each.tone == "bad"]
+    assert verdict.answer == "does not fit" and verdict.detail.endswith(": 2 KiB too much")
+
+
+def test_verdicts_estimate_no_time_without_a_gpu():
+    assert Summary(plan_of("tiny")).time is None
+    (verdict,) = [each for each in Summary(plan_of("tiny")).verdicts if each.answer == "time"]
+    assert verdict.detail == "not estimated: hardware.gpu names no GPU"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.0123, "12.3 ms"), (1.1, "1.1 s"), (119, "119 s"), (600, "10 min"), (9000, "2.5 h")],
+)
+def test_duration_picks_the_unit(seconds: float, expected: str):
+    assert duration(seconds) == expected
+
+
+def test_amount_has_a_decimal_prefix():
+    assert amount(3.2e12, "byte") == "3.2 TB" and amount(2e15, "FLOP") == "2 PFLOP"
+    assert amount(48128, "layer") == "48,128 layer"
