@@ -16,15 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from pyrl_ext.data.source import build_source
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
-from pyrl_ext.dist.topology import Topology
-from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.train import Rollouts, schedule
-from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.trainer.step import Step
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 OURS = {
@@ -38,31 +34,12 @@ OURS = {
 WARM_STEPS = 3
 
 
-class Step:
-    """One step of the loop in pieces that can be timed."""
-
-    def __init__(self, plan: Plan, topo: Topology):
-        self.plan, self.topo, self.number = plan, topo, 0
-        self.rollouts = Rollouts(plan, topo, build_source(plan))
-        self.policy = Policy.build(plan, topo)
-        self.advantage, self.loss = build_advantage(plan.objective), build_loss(plan.objective)
-
-    def roll_out(self, clock: Clock) -> Batch:
-        with clock("publish"):
-            self.rollouts.engine.load_weights(self.policy.weights(), version=self.number)
-        with clock("rollout"):
-            samples = self.rollouts.train(self.number)
-        with clock("batch"):
-            batch = Batch.of(samples, self.advantage)
-        self.number += 1
-        return batch
-
-    def old(self, batch: Batch) -> Batch:
-        scores = self.policy.scores(batch, schedule(self.plan, batch), self.plan.replay.old)
-        return batch.with_(old_logprobs=scores.logprobs)
-
-    def update(self, batch: Batch) -> None:
-        self.policy.update(batch, schedule(self.plan, batch), self.loss)
+def roll_out(step: Step, number: int, clock: Clock) -> Batch:
+    """Publish the weights, generate the samples of a step, and make a batch of them."""
+    step.publish(number, clock)
+    samples = step.roll_out(number, clock)
+    with clock("time/batch"):
+        return step.batch_of(samples)
 
 
 def ours_share(run: Any) -> tuple[dict[str, float], float]:
@@ -86,23 +63,25 @@ def main() -> None:
     plan = compile_plan(CONFIG, [*sys.argv[1:], f"run={tempfile.gettempdir()}/profile"])
     rows: list[tuple[str, str, float]] = []
     with topology.start(plan) as topo:
-        step, clock = Step(plan, topo), Clock()
-        for _ in range(WARM_STEPS):
-            step.update(step.old(step.roll_out(clock)))
+        step, clock = Step.build(plan, topo), Clock()
+        for number in range(WARM_STEPS):
+            step.update(step.score(roll_out(step, number, clock), clock)[0], clock)
         clock.take()
-        batch = step.roll_out(clock)
-        for phase, run in (("old log-probs", step.old), ("update", step.update)):
-            ready = batch if phase == "old log-probs" else step.old(batch)
-            with clock(phase):
-                run(ready)
-            spent, whole = ours_share(lambda run=run, ready=ready: run(ready))
-            wall = clock.seconds[phase]
+        batch = roll_out(step, WARM_STEPS, clock)
+        scored, _ = step.score(batch, clock)
+        step.update(scored, clock)
+        times = clock.take()
+        for phase, run in (
+            ("old_logprobs", lambda: step.score(batch, Clock())),
+            ("update", lambda: step.update(scored, Clock())),
+        ):
+            spent, whole = ours_share(run)
+            wall = times[f"time/{phase}"]
             for label, name in OURS.items():
                 if spent[label]:
                     rows.append((phase, name, wall * spent[label] / whole))
             rest = wall * (1 - sum(spent.values()) / whole)
             rows.append((phase, "megatron: model, schedule, optimizer", rest))
-        times = clock.take()
     show(rows, times, plan)
 
 
@@ -111,9 +90,9 @@ def show(rows: list[tuple[str, str, float]], times: dict[str, float], plan: Plan
         "phase", "part", "whose", "ms", "share", title=f"One step of {Path(plan.source).name}"
     )
     others = [
-        ("publish", "weights to the engine", times["publish"]),
-        ("rollout", "transformers: model, sampling", times["rollout"]),
-        ("batch", "samples to rows, checks", times["batch"]),
+        ("publish", "weights to the engine", times["time/publish"]),
+        ("rollout", "transformers: model, sampling", times["time/rollout"]),
+        ("batch", "samples to rows, checks", times["time/batch"]),
     ]
     everything = [*others, *rows]
     total = sum(seconds for *_, seconds in everything)

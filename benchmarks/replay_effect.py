@@ -20,15 +20,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from pyrl_ext.data.source import build_source
 from pyrl_ext.dist import topology
+from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.topology import Topology
-from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.metrics.mismatch import mismatch
-from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.train import Rollouts, schedule
-from pyrl_ext.trainer.policy import Policy, Scores
+from pyrl_ext.trainer.policy import Scores
+from pyrl_ext.trainer.step import Step, plan_schedule
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODEL = {
@@ -44,18 +42,17 @@ def run_steps(
     plan: Plan, topo: Topology, steps: int
 ) -> tuple[list[dict], list[dict], list[Scores]]:
     """Mismatch without and with replay of each step's samples, and the replayed scores."""
-    policy, rollouts = Policy.build(plan, topo), Rollouts(plan, topo, build_source(plan))
-    advantage, loss = build_advantage(plan.objective), build_loss(plan.objective)
+    step, clock = Step.build(plan, topo), Clock()
     native, replayed, scores = [], [], []
-    for step in track(range(steps), "steps"):
-        rollouts.engine.load_weights(policy.weights(), version=step)
-        batch = Batch.of(rollouts.train(step), advantage)
-        own = policy.scores(batch, schedule(plan, batch), replay=False)
-        old = policy.scores(batch, schedule(plan, batch), replay=True)
-        for found, each in ((native, own), (replayed, old)):
-            found.append(mismatch(each.logprobs, batch.rollout_logprobs, batch.loss_mask))
+    for number in track(range(steps), "steps"):
+        step.publish(number, clock)
+        batch = step.batch_of(step.roll_out(number, clock))
+        own = step.policy.scores(batch, plan_schedule(plan, batch), replay=False)
+        batch, old = step.score(batch, clock)
+        for rows, each in ((native, own), (replayed, old)):
+            rows.append(mismatch(each.logprobs, batch.rollout_logprobs, batch.loss_mask))
         scores.append(old)
-        policy.update(batch.with_(old_logprobs=old.logprobs), schedule(plan, batch), loss)
+        step.update(batch, clock)
     return native, replayed, scores
 
 

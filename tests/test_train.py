@@ -18,6 +18,7 @@ from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.recorded import load_samples, save_samples
+from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.tiny import CONFIG, tiny_plan
 
@@ -152,7 +153,7 @@ def recording(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     plan = tiny_plan(*QUICK)
     with topology.start(plan) as topo:
-        rollouts = train.Rollouts(plan, topo, build_source(plan))
+        rollouts = Rollouts(plan, topo, build_source(plan))
         weights = list(Policy.build(plan, topo).weights())
         for step in range(3):
             rollouts.engine.load_weights(weights, version=step)

@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,20 +33,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyrl_ext.data.source import build_source
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
-from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import Round
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
-from pyrl_ext.train import Rollouts, schedule
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
+from pyrl_ext.trainer.step import Phase, Step, plan_schedule
 
 CONTEXT = "CUDA and NCCL"  # not given out by torch's allocator
 
@@ -137,41 +135,41 @@ class Measured:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+PHASE_OF = {  # phase of a step -> phase of the prediction
+    "time/publish": "publish",
+    "time/rollout": "rollout",
+    "time/old_logprobs": "logprobs",
+    "time/ref_logprobs": "logprobs",
+    "time/update": "update",
+}
+
+
 class Bench:
-    """The parts of a run that a step needs."""
+    """A run's step, measured.
+
+    Attributes:
+        longest: prompt of the newest step and what may follow it [tokens].
+    """
 
     def __init__(self, plan: Plan, topo: Topology):
         self.plan, self.topo = plan, topo
-        source = build_source(plan)
-        self.advantage, self.loss = build_advantage(plan.objective), build_loss(plan.objective)
-        self.policy = Policy.build(plan, topo)
-        self.reference = None
-        if plan.objective.kl_coef:
-            self.reference = Policy.build(plan, topo, trainable=False)
-        self.rollouts = Rollouts(plan, topo, source)
-        self.longest = 0  # prompt of the newest step, and what may follow [tokens]
+        self.step = Step.build(plan, topo)
+        self.policy, self.reference = self.step.policy, self.step.reference
+        self.longest = 0
 
-    def step(self, number: int, phase: Any) -> Batch:
-        """One step as `train` makes it; ``phase(name)`` surrounds each of its phases."""
-        plan, policy = self.plan, self.policy
-        with phase("publish"):
-            self.rollouts.engine.load_weights(policy.weights(), version=number)
-        with phase("rollout"):
-            samples = self.rollouts.train(number)
-            self.longest = max(s.prompt_len for s in samples) + plan.rollout.max_new_tokens
-            layers = plan.router_layers if plan.replay.enabled else None
-            experts = plan.sizes.num_experts
-            batch = Batch.of(samples, self.advantage, num_experts=experts, layer_ids=layers)
-        with phase("logprobs"):
-            whole = schedule(plan, batch)
-            old = policy.scores(batch, whole, plan.replay.old)
-            batch = batch.with_(old_logprobs=old.logprobs)
-            if self.reference is not None:
-                ref = self.reference.scores(batch, whole, plan.replay.reference)
-                batch = batch.with_(ref_logprobs=ref.logprobs)
-        with phase("update"):
-            for part in batch.split(plan.batching.minibatches):
-                policy.update(part, schedule(plan, part), self.loss)
+    def run(self, number: int, phase: Phase) -> Batch:
+        """One step as `train` makes it; ``phase`` surrounds each phase of the prediction."""
+
+        def phases(name: str) -> AbstractContextManager:
+            return phase(PHASE_OF[name]) if name in PHASE_OF else nullcontext()
+
+        step = self.step
+        step.publish(number, phases)
+        samples = step.roll_out(number, phases)
+        step.onload(phases)
+        self.longest = max(s.prompt_len for s in samples) + self.plan.rollout.max_new_tokens
+        batch, _ = step.score(step.batch_of(samples), phases)
+        step.update(batch, phases)
         return batch
 
     def held(self) -> dict[str, int]:
@@ -179,7 +177,7 @@ class Bench:
         found = tensors_of(self.policy)
         if self.reference is not None:
             found["reference"] = _parameters(self.reference)
-        model = getattr(self.rollouts.engine, "model", None)
+        model = getattr(self.step.rollouts.engine, "model", None)
         if isinstance(model, torch.nn.Module):
             found["engine weights"] = list(model.parameters())
         return {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
@@ -190,7 +188,7 @@ class Bench:
         microbatches = [
             (self.rows(part, each), number, each)
             for number, part in enumerate(parts)
-            for each in schedule(self.plan, part)
+            for each in plan_schedule(self.plan, part)
         ]
         most, number, each = max(microbatches, key=lambda found: found[0])
         return parts[number], each, most
@@ -241,24 +239,24 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
     """
     bench, found = Bench(plan, topo), Measured(Load.most(plan))
     counts_time = topo.device.type == "cpu"
-    bench.step(0, Clock())
+    bench.run(0, Clock())
     clock = Clock(torch.cuda.synchronize if topo.device.type == "cuda" else None)
     saved = Saved(x for tensors in tensors_of(bench.policy).values() for x in tensors)
 
     @contextmanager
     def counted(name: str) -> Iterator[None]:
-        inner = saved.watched() if name == "update" and counts_time else _nothing()
+        inner = saved.watched() if name == "update" and counts_time else nullcontext()
         with _peak(bench, found.phases, name), clock(name), inner:
             yield
 
-    batch = bench.step(1, counted)
+    batch = bench.run(1, counted)
     found.items = bench.held()
     part, largest, rows = bench.largest(batch)
     found.load = Load(rows, len(batch.tokens), bench.longest)
     if counts_time:
         found.items["activations"] = saved.peak
         clock.take()
-        bench.step(2, clock)
+        bench.run(2, clock)
     if batch.routes is not None and plan.replay.enabled:
         found.items["routes of the batch"] = batch.routes.nbytes
         if plan.replay.train:
@@ -268,23 +266,22 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
 
 
 @contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
 def _peak(bench: Bench, phases: dict[str, int], name: str) -> Iterator[None]:
-    """Puts the most bytes held inside the ``with`` block into ``phases``."""
+    """Put the most bytes held inside the ``with`` block into ``phases``, at ``name``."""
+
+    def note(size: int) -> None:
+        phases[name] = max(phases.get(name, 0), size)
+
     gc.collect()  # graphs of earlier phases that hold themselves in a circle
     if bench.topo.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         yield
-        phases[name] = torch.cuda.max_memory_allocated()
+        note(torch.cuda.max_memory_allocated())
         return
     before = sum(bench.held().values())
     with Live() as live:
         yield
-    phases[name] = before + live.peak
+    note(before + live.peak)
 
 
 def predicted_phase(plan: Plan, memory: StageMemory, phase: str) -> int:

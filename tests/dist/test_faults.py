@@ -47,12 +47,18 @@ class Launch:
     def __init__(self, folder: Path, log: Path):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         train = ["--nproc-per-node", "2", "-m", "pyrl_ext.train", str(CONFIG), f"run={folder}"]
-        paths = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         more = {"OMP_NUM_THREADS": "1", "FAULTS_OF": str(folder), "PYTHONPATH": paths}
         self.folder, self.log = folder, log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [*torchrun, *train, *QUICK, "steps=6", "objective.loss=test_faults:faulty_loss"],
+                [
+                    *torchrun,
+                    *train,
+                    *QUICK,
+                    "steps=6",
+                    "objective.loss=tests.dist.test_faults:faulty_loss",
+                ],
                 cwd=ROOT,
                 env=os.environ | more,
                 stdout=output,

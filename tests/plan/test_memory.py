@@ -259,14 +259,14 @@ def of_an_update(plan: Plan) -> dict[str, tuple[int, int]]:
     from pyrl_ext.dist import topology
     from pyrl_ext.loss.registry import build_loss
     from pyrl_ext.tools.measure import Saved, tensors_of
-    from pyrl_ext.train import schedule
     from pyrl_ext.trainer.policy import Policy
+    from pyrl_ext.trainer.step import plan_schedule
 
     batch = equal_samples(plan.samples_per_minibatch, 20)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         known = tensors_of(policy)
-        planned = schedule(plan, batch)
+        planned = plan_schedule(plan, batch)
         with Saved(x for each in known.values() for x in each).watched() as saved:
             policy.update(batch, planned, build_loss(plan.objective))
         align = plan.row_alignment

@@ -507,6 +507,7 @@ import sys
 sys.path.insert(0, sys.argv.pop(1))
 from tests.weights.test_check import DOWN, Disturbed, Stale
 from pyrl_ext import train
+from pyrl_ext.rollout import rollouts
 
 class Touched(Disturbed):
     factor = 1.5
@@ -517,10 +518,10 @@ class Touched(Disturbed):
         worker.model_runner.model.model.norm.weight.data *= self.factor
         self.factor = 1.0  # once
 
-build = train.build_engine
+build = rollouts.build_engine
 broken = {"stale": lambda e: Disturbed(e, Stale(DOWN)), "touched": lambda e: Touched(e, list)}
 wrap = broken[sys.argv.pop(1)]
-train.build_engine = lambda *given: wrap(build(*given))
+rollouts.build_engine = lambda *given: wrap(build(*given))
 sys.exit(train.main(sys.argv[1:]))
 """
 

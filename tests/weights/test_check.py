@@ -20,9 +20,11 @@ from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.ops.digest import digest
 from pyrl_ext.pack.batch import Batch
+from pyrl_ext.rollout import rollouts
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.train import Rollouts, schedule
+from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy, Scores
+from pyrl_ext.trainer.step import plan_schedule
 from pyrl_ext.weights import check
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
@@ -152,7 +154,7 @@ class Parts:
 
     def batch(self) -> tuple[Batch, Scores]:
         batch = Batch.of(self.rollouts.train(0), build_advantage(self.plan.objective))
-        return batch, self.policy.scores(batch, schedule(self.plan, batch))
+        return batch, self.policy.scores(batch, plan_schedule(self.plan, batch))
 
 
 # Whole runs, first: they start and leave a topology of their own.
@@ -186,8 +188,8 @@ def test_train_ends_when_weights_do_not_arrive(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    build = train.build_engine
-    monkeypatch.setattr(train, "build_engine", lambda *a: Disturbed(build(*a), disturb))
+    build = rollouts.build_engine
+    monkeypatch.setattr(rollouts, "build_engine", lambda *a: Disturbed(build(*a), disturb))
     assert run(tmp_path, "steps=12", overrides) == 1
     error = capsys.readouterr().err
     assert re.search(message, error, re.DOTALL), error

@@ -1,0 +1,83 @@
+"""Rollouts: the engine of a rank, fed with the prompts of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from pyrl_ext.data.source import Source
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.plan import Plan
+from pyrl_ext.rollout.build import build_engine, sampling_of
+from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
+from pyrl_ext.rollout.engine import Engine
+from pyrl_ext.samples import Prompt, Sample, Sampling
+
+
+class Rollouts:
+    """The engine of this rank, fed with its share of the plan's prompts.
+
+    Args:
+        show: takes a line of text as samples come.
+
+    Attributes:
+        aborted: metrics of the last `train`, about the groups that were aborted.
+
+    Raises: ValueError when the plan replays routes and the engine returns none.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        topo: Topology,
+        source: Source,
+        show: Callable[[str], None] | None = None,
+    ):
+        self.plan, self.source, self.show = plan, source, show
+        self.aborted: dict[str, float] = {}
+        self.engine: Engine = build_engine(plan, topo.device, topo.rank)
+        if plan.replay.enabled and not self.engine.capabilities.routes:
+            raise ValueError(
+                f"replay: the {plan.rollout.engine} engine returns no routes, expected one that "
+                "does. Use replay=off, or an engine and a model with routers"
+            )
+        self.group = dist.group.WORLD if topo.world_size > 1 else None
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()
+
+    def train(self, step: int) -> list[Sample]:
+        """The scored samples of a step, the same on every rank.
+
+        The prompts of a step are a function of its number. An aborted prompt is not retried; it is
+        seen again in the next epoch.
+        """
+        keep = self.plan.batching.prompts
+        prompts = self.source.prompts.take(step, self.plan.prompts_asked)
+        sampling = sampling_of(self.plan, self.source, step)
+        samples, lost = self._generate(prompts, sampling, keep)
+        if len(prompts) > keep:
+            self.aborted = {
+                "rollout/aborted_groups": len(prompts) - keep,
+                "rollout/aborted_tokens": lost,
+            }
+        return samples
+
+    def held_out_reward(self) -> float:
+        """Mean reward of one greedy response to each held-out prompt."""
+        prompts = self.source.prompts.held_out(self.plan.evaluate.prompts)
+        sampling = sampling_of(self.plan, self.source, 0)
+        sampling = replace(sampling, greedy=True, samples_per_prompt=1)
+        samples, _ = self._generate(prompts, sampling, len(prompts))
+        return sum(s.reward for s in samples) / len(samples)
+
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, keep: int
+    ) -> tuple[list[Sample], int]:
+        """The samples of ``keep`` complete groups, and the response tokens of the others."""
+        scorer = self.source.scorer(list(prompts))
+        request, owners = RolloutRequest(prompts, sampling, keep), self.plan.engine_of_rank
+        return generate_on_ranks(self.engine, request, scorer, self.group, owners, self.show)

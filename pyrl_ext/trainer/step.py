@@ -1,0 +1,206 @@
+"""Step: one rollout step in its phases, which training, measuring and benchmarks all drive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from pyrl_ext.data.source import build_source
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.loss.inputs import AdvantageFn, LossFn
+from pyrl_ext.loss.registry import build_advantage, build_loss
+from pyrl_ext.metrics.mismatch import mismatch
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.schedule import Schedule, plan_microbatches
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.forecast.phases import OFFLOADED
+from pyrl_ext.rollout.rollouts import Rollouts
+from pyrl_ext.samples import Sample
+from pyrl_ext.trainer.policy import Policy, Scores
+from pyrl_ext.weights.check import (
+    check_batch,
+    engine_tensor_names,
+    full_check,
+    mismatch_limit,
+    sync_weights,
+)
+
+Phase = Callable[[str], AbstractContextManager]
+Metrics = dict[str, float]
+
+
+@dataclass
+class Step:
+    """The parts of a run that a step needs, and the step's phases in their order.
+
+    A step is `publish`, `roll_out`, `onload`, `batch_of`, `score`, `update`. Each method takes
+    ``phase``, a function that surrounds a named phase, such as a `Clock`. Every method is a
+    collective over all ranks.
+    """
+
+    plan: Plan
+    topo: Topology
+    policy: Policy
+    reference: Policy | None
+    rollouts: Rollouts
+    advantage: AdvantageFn
+    loss: LossFn
+
+    @classmethod
+    def build(cls, plan: Plan, topo: Topology, show: Callable[[str], None] | None = None) -> Step:
+        """Everything the plan names; bad prompts, rewards or losses fail before a model is built.
+
+        Args:
+            show: takes a line of text as samples come.
+        """
+        source = build_source(plan)
+        advantage, loss = build_advantage(plan.objective), build_loss(plan.objective)
+        policy = Policy.build(plan, topo)
+        reference = Policy.build(plan, topo, trainable=False) if plan.objective.kl_coef else None
+        rollouts = Rollouts(plan, topo, source, show)
+        return cls(plan, topo, policy, reference, rollouts, advantage, loss)
+
+    def close(self) -> None:
+        """End the engine."""
+        self.rollouts.close()
+
+    def publish(self, version: int, phase: Phase) -> Metrics:
+        """Send the weights to the engine and offload what ``rollout.offload_trainer`` names (the
+        weights last: the engine reads them)."""
+        rollout, freed = self.plan.rollout, 0
+        parts = OFFLOADED[rollout.offload_trainer]
+        with phase("time/publish"):
+            for part in (p for p in parts if p != "weights"):
+                with phase("time/offload"):
+                    freed += self.policy.offload(part)
+            metrics = sync_weights(
+                self.rollouts.engine,
+                self.policy.weights(),
+                self._engine_names(),
+                version,
+                dtype=self._engine_dtype,
+                check=rollout.check_tensors,
+                seed=self.plan.seed,
+            )
+            if "weights" in parts:
+                with phase("time/offload"):
+                    freed += self.policy.offload("weights")
+        return metrics | {"memory/offloaded": freed} if parts else metrics
+
+    def roll_out(self, number: int, phase: Phase) -> list[Sample]:
+        """The scored samples of step ``number``, the same on every rank."""
+        with phase("time/rollout"):
+            return self.rollouts.train(number)
+
+    def held_out_reward(self, phase: Phase) -> float:
+        """Mean reward on the held-out prompts."""
+        with phase("time/eval"):
+            return self.rollouts.held_out_reward()
+
+    def onload(self, phase: Phase) -> Metrics:
+        """Put the engine to sleep and bring the trainer back onto the device."""
+        sleeps, metrics = self.plan.engine_sleeps, {}
+        if sleeps or self.plan.rollout.offload_trainer != "none":
+            with phase("time/onload"):
+                if sleeps:
+                    metrics["memory/engine_slept"] = self.rollouts.engine.sleep()
+                self.policy.onload()
+        return metrics
+
+    def batch_of(self, samples: list[Sample]) -> Batch:
+        """The samples as a checked batch, with their advantages."""
+        plan = self.plan
+        layers = plan.router_layers if plan.replay.enabled else None  # None: needs no routes
+        return Batch.of(
+            samples, self.advantage, num_experts=plan.sizes.num_experts, layer_ids=layers
+        )
+
+    def score(self, batch: Batch, phase: Phase, check: bool = False) -> tuple[Batch, Scores]:
+        """Score ``batch`` with the policy and the reference.
+
+        Args:
+            check: stop the run if trainer and engine disagree about the batch's tokens.
+
+        Returns: the batch with their log-probs, and the policy's scores.
+        """
+        schedule = plan_schedule(self.plan, batch)
+        with phase("time/old_logprobs"):
+            old = self.policy.scores(batch, schedule, self.plan.replay.old)
+        if check:
+            self._check_batch(batch, old)
+        batch = batch.with_(old_logprobs=old.logprobs)
+        if self.reference is not None:
+            with phase("time/ref_logprobs"):
+                ref = self.reference.scores(batch, schedule, self.plan.replay.reference)
+            batch = batch.with_(ref_logprobs=ref.logprobs)
+        return batch, old
+
+    def update(self, batch: Batch, phase: Phase) -> Metrics:
+        """One optimizer step a minibatch; returns the mean of their metrics."""
+        with phase("time/update"):
+            rows = [
+                self.policy.update(part, plan_schedule(self.plan, part), self.loss)
+                for part in batch.split(self.plan.batching.minibatches)
+            ]
+        return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+    def metrics(self, batch: Batch, old: Scores) -> Metrics:
+        """Metrics of the batch: its samples, trainer against engine, seconds of replay."""
+        metrics = batch.stats() | self.rollouts.aborted | compare(batch, old)
+        if self.plan.replay.enabled:
+            policies = [p for p in (self.policy, self.reference) if p is not None]
+            seconds = (p.llm.replay.clock.take() for p in policies)
+            metrics["time/replay"] = sum(sum(each.values()) for each in seconds)
+        return metrics
+
+    @property
+    def _engine_dtype(self) -> torch.dtype:
+        return getattr(torch, self.plan.rollout_dtype)
+
+    def _engine_names(self) -> list[str]:
+        """The checkpoint tensors that an engine holds."""
+        names = (name for row in self.policy.llm.table for name in row.hf)
+        return engine_tensor_names(names, self.plan.sizes.num_hidden_layers)
+
+    def _check_batch(self, batch: Batch, old: Scores) -> None:
+        """Stop before the update if trainer and engine disagree about the tokens of ``batch``."""
+        plan, policy = self.plan, self.policy
+        check_batch(
+            batch,
+            old.logprobs,
+            mismatch_limit(plan),
+            partial(
+                full_check,
+                self.rollouts.engine,
+                policy.weights,
+                self._engine_names(),
+                policy.step,
+                dtype=self._engine_dtype,
+                slept=plan.engine_sleeps,
+            ),
+            step=policy.step,
+            agreement={n: each.share / each.rows for n, each in old.agreement.items() if each.rows},
+            group=self.rollouts.group,
+        )
+
+
+def plan_schedule(plan: Plan, batch: Batch) -> Schedule:
+    """Which samples run together, in which microbatch of which data-parallel rank."""
+    sizes = plan.parallel
+    tokens = plan.batching.tokens_per_microbatch
+    return plan_microbatches(batch.seqlens, sizes.dp, tokens, plan.row_alignment, sizes.cp)
+
+
+def compare(batch: Batch, old: Scores) -> Metrics:
+    """How far trainer and engine differ in log-probs and in routes of the same tokens."""
+    metrics = mismatch(old.logprobs, batch.rollout_logprobs, batch.loss_mask)
+    if old.agreement:
+        share, exact, count = (sum(x) for x in zip(*old.agreement.values(), strict=True))
+        metrics |= {"route/agree_topk": share / count, "route/exact_set": exact / count}
+        for layer, each in old.agreement.items():
+            metrics[f"route/agree_topk/layer_{layer}"] = each.share / each.rows
+    return metrics
