@@ -19,11 +19,11 @@ from pyrl_ext.megatron.checkpoint import write_whole
 from pyrl_ext.models.weight_table import Weight
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.sizes import parameters
+from pyrl_ext.rollout.tensor_names import split_experts
 
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "BF16", "F16"}
 SHARD_BYTES = 5_000_000_000  # what others write too; a rank holds as much while it writes
-_FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 _MANY = 1 << 30  # bytes that take long enough for a progress bar
 
 
@@ -157,16 +157,13 @@ def _open(file: Path) -> Any:
 def _parts(name: str, data: Any) -> Iterator[tuple[str, Stored]]:
     """What ``data`` is called in a checkpoint of single experts; itself where it is none."""
     shape = data.get_shape()
-    fused = _FUSED.fullmatch(name)
-    if fused is None or len(shape) != 3:
+    experts = split_experts(name, shape)
+    if experts is None:
         yield name, Stored(data, torch.Size(shape))
         return
-    kinds = ("gate", "up") if fused[2] == "gate_up" else ("down",)
-    each = torch.Size((shape[1] // len(kinds), shape[2]))
-    for expert in range(shape[0]):
-        for i, kind in enumerate(kinds):
-            stored = Stored(data, each, expert, i * each[0])
-            yield f"{fused[1]}.{expert}.{kind}_proj.weight", stored
+    for single, expert, rows in experts:
+        size = torch.Size((rows.stop - rows.start, shape[2]))
+        yield single, Stored(data, size, expert, rows.start)
 
 
 # writing -----------------------------------------------------------------------------------------

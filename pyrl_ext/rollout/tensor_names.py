@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 
+_FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
@@ -11,3 +13,24 @@ def layer_of(name: str) -> int | None:
     """``model.layers.<n>.<...>`` -> n, the 0-based global layer id; None outside of the layers."""
     found = _LAYER.search(name)
     return int(found[1]) if found else None
+
+
+def split_experts(name: str, shape: Sequence[int]) -> Iterator[tuple[str, int, slice]] | None:
+    """The tensors that a checkpoint of single experts has in place of a fused one.
+
+    Args:
+        name: ``<...>.experts.gate_up_proj`` [E, 2I, H], gate rows first, or ``down_proj`` [E, H, I]
+        shape: of the tensor
+
+    Returns: (name, expert, rows of that expert's part) of each; None: the tensor is not fused.
+    """
+    fused = _FUSED.fullmatch(name)
+    if fused is None or len(shape) != 3:
+        return None
+    kinds = ("gate", "up") if fused[2] == "gate_up" else ("down",)
+    rows = shape[1] // len(kinds)
+    return (
+        (f"{fused[1]}.{expert}.{kind}_proj.weight", expert, slice(i * rows, (i + 1) * rows))
+        for expert in range(shape[0])
+        for i, kind in enumerate(kinds)
+    )

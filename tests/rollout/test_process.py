@@ -23,7 +23,6 @@ from pyrl_ext.dist import topology
 from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.ops.digest import digest
-from pyrl_ext.rollout.build import _devices
 from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process import client
@@ -345,18 +344,3 @@ def test_a_run_has_the_numbers_of_one_with_engines_in_process(tmp_path: Path):
             k: v for k, v in b.items() if k not in timed
         }
     assert {p.name for p in (tmp_path / "shm").glob("*.log")} == {"engine-0.log", "engine-1.log"}
-
-
-def test_engines_of_their_own_gpus_take_the_next_ones(monkeypatch: pytest.MonkeyPatch):
-    vllm = ("device=cuda", "rollout.engine=vllm", "rollout.sleep=false")
-    plan = tiny_plan(*vllm, "parallel.dp=4", "rollout.gpus=4", "rollout.tp=2")
-    assert plan.transport == "broadcast" and plan.engine_of_rank == (0, None, 1, None)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,7,6,5,4")
-    assert _devices(plan, 1) == {"CUDA_VISIBLE_DEVICES": "5,4"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,7,6")
-    with pytest.raises(RuntimeError, match="4 beside the trainer's 4, expected 8 GPUs on this mac"):
-        _devices(plan, 1)
-    shared = tiny_plan(*vllm, "parallel.dp=4", "rollout.transport=ipc")
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert _devices(shared, 3) == {"CUDA_VISIBLE_DEVICES": "3"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pyrl_ext.rollout.tensor_names import layer_of
+from pyrl_ext.rollout.tensor_names import layer_of, split_experts
 
 
 class Destinations:
@@ -144,19 +144,14 @@ def _views(model: Any) -> Iterable[tuple[str, Tensor]]:
     for name, tensor in persistent.items():
         if name not in names:
             continue
-        prefix, _, leaf = name.rpartition(".")
-        if not prefix.endswith("experts") or tensor.dim() != 3:
-            yield name, tensor.detach()
-        elif leaf == "gate_up_proj":
-            half = tensor.shape[1] // 2
-            for expert, both in enumerate(tensor.detach()):
-                yield f"{prefix}.{expert}.gate_proj.weight", both[:half]
-                yield f"{prefix}.{expert}.up_proj.weight", both[half:]
-        elif leaf == "down_proj":
-            for expert, weight in enumerate(tensor.detach()):
-                yield f"{prefix}.{expert}.down_proj.weight", weight
-        else:
+        experts = split_experts(name, tensor.shape)
+        if experts is not None:
+            for single, expert, rows in experts:
+                yield single, tensor.detach()[expert, rows]
+        elif name.rpartition(".")[0].endswith("experts") and tensor.dim() == 3:
             raise ValueError(
                 f"{type(model).__name__}: expert weight {name} {list(tensor.shape)}, expected "
                 "gate_up_proj and down_proj"
             )
+        else:
+            yield name, tensor.detach()

@@ -5,22 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops.splitmix64 import GOLDEN, splitmix64
 from pyrl_ext.samples import Sampling
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
-
-
-def _signed(value: int) -> int:
-    value &= _MASK
-    return value - 2**64 if value >= 2**63 else value
-
-
-def _mix(x: Tensor) -> Tensor:
-    """splitmix64's output function on int64 (products wrap; shifts are made logical by a mask)."""
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
-    return x ^ ((x >> 31) & (2**33 - 1))
 
 
 def stream_keys(seed: int, prompt_ids: Tensor, indices: Tensor) -> Tensor:
@@ -34,9 +20,10 @@ def stream_keys(seed: int, prompt_ids: Tensor, indices: Tensor) -> Tensor:
     Returns:
         [N] int64 keys
     """
-    key = _mix(torch.full_like(prompt_ids, _signed(seed)))
+    low = seed % 2**64
+    key = splitmix64(torch.full_like(prompt_ids, low - 2**64 if low >= 2**63 else low))
     for part in (prompt_ids, indices):  # each part selects an output of the stream so far
-        key = _mix(key + (part + 1) * _signed(_GOLDEN))
+        key = splitmix64(key + (part + 1) * GOLDEN)
     return key
 
 
@@ -50,7 +37,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     Returns:
         [N] float64 in the open interval (0, 1), multiples of 2^-48 plus 2^-49
     """
-    bits = _mix(keys + (positions + 1) * _signed(_GOLDEN))
+    bits = splitmix64(keys + (positions + 1) * GOLDEN)
     return (((bits >> 16) & (2**48 - 1)).double() + 0.5) * 2.0**-48
 
 
