@@ -91,6 +91,15 @@ def load_samples(path: str | Path) -> list[Sample]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path}: {error}, expected a whole safetensors file") from error
+    try:
+        return _samples(path, index, tensors)
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # of the first format
+        raise ValueError(
+            f"{path}: unreadable header ({error!r}), expected one written by save_samples"
+        ) from error
+
+
+def _samples(path: Path, index: dict[str, Any], tensors: dict[str, Tensor]) -> list[Sample]:
     samples, start = [], 0
     for entry in index["samples"]:
         stop = start + entry["size"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import shutil
 import time
+import zlib
 from collections.abc import Generator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from pyrl_ext import train
 from pyrl_ext.metrics.sinks import read_rows
@@ -115,15 +119,42 @@ def test_every_changed_byte_is_noticed(tmp_path: Path):
     assert named == {f"prompt {s.prompt_id}, sample {s.index}" for s in batch()}
 
 
-def test_changed_header_is_noticed(tmp_path: Path):
+def test_load_samples_notices_every_changed_bit_of_the_header(tmp_path: Path):
+    """Names, types, shapes and places of tensors, metadata, the checksum itself, its length."""
     path = tmp_path / "batch.safetensors"
     save_samples(path, batch())
     whole = path.read_bytes()
-    for old, new in ((b'\\"reward\\": 0.25', b'\\"reward\\": 0.75'), (b"rollout 1", b"rollout 7")):
-        assert whole.count(old)
-        path.write_bytes(whole.replace(old, new, 1))
-        with pytest.raises(ValueError, match="index unlike its checksum"):
-            load_samples(path)
+    data = 8 + int.from_bytes(whole[:8], "little")
+    for place in range(data):
+        for bit in (place % 8, (place + 4) % 8):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            with pytest.raises(ValueError, match="expected one written by save_samples"):
+                load_samples(path)
+    with pytest.raises(ValueError, match="expected one written by save_samples"):
+        RecordedEngine(path)
+
+
+def as_format_1(path: Path) -> None:
+    """Rewrite a file as the first format had it: with a checksum of the index alone."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    index = metadata["index"]
+    old = {"format": "pyrl_ext rollout 1", "index": index}
+    save_file(tensors, path, metadata=old | {"index_crc32": str(zlib.crc32(index.encode()))})
+
+
+def test_load_samples_reads_the_first_format(tmp_path: Path):
+    path = tmp_path / "batch.safetensors"
+    save_samples(path, batch())
+    as_format_1(path)
+    assert_same(load_samples(path), batch())
+    whole = path.read_bytes()
+    data = 8 + int.from_bytes(whole[:8], "little")
+    for place in range(data):  # a header without a checksum is an error of its file all the same
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        with contextlib.suppress(ValueError):
+            assert_same(load_samples(path), batch())
 
 
 def test_every_cut_is_noticed(tmp_path: Path):
@@ -367,7 +398,7 @@ def test_recorder_writes_whole_files_and_an_index(tmp_path: Path):
     assert len(recorder_files(folder)) == 4
 
 
-def test_a_recorder_that_goes_on_forgets_what_comes_again(tmp_path: Path):
+def test_recorder_drops_the_steps_a_resumed_run_repeats(tmp_path: Path):
     recorder = Recorder(tmp_path)
     for version in range(4):
         recorder.save(version, batch(version=version))
