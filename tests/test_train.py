@@ -1,4 +1,4 @@
-"""`python -m pyrl_ext.train`, as a user runs it: learning, going on, several ranks, bad input."""
+"""`python -m pyrl_ext.train`, as a user runs it: learning, resuming, several ranks, bad input."""
 
 import os
 import signal
@@ -20,13 +20,10 @@ from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy
-from tests.helpers.tiny import CONFIG, tiny_plan
+from pyrl_ext.weights import check
+from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 ROOT = Path(__file__).parents[1]
-QUICK = (
-    *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
-    *("evaluate.prompts=8", "log.progress=false"),
-)
 
 
 def run(folder, *overrides):
@@ -47,7 +44,7 @@ def numbers(folder):
     return [{k: v for k, v in r.items() if "time/" not in k and k != "tokens_per_s"} for r in rows]
 
 
-def test_a_run_that_went_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
+def test_train_resumed_has_the_numbers_of_a_run_that_never_stopped(tmp_path):
     common = ("evaluate.every=2", "checkpoint.every=2", "batching.minibatches=2")
     assert run(tmp_path / "whole", "steps=5", *common) == 0
     assert run(tmp_path / "parts", "steps=3", *common) == 0
@@ -58,7 +55,7 @@ def test_a_run_that_went_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
     assert (tmp_path / "whole/plan.json").read_text() == shown  # what `plan --json` prints
 
 
-def test_with_more_prompts_than_are_kept_a_run_goes_on_as_well(tmp_path):
+def test_train_resumes_with_more_prompts_than_are_kept(tmp_path):
     """The first four groups of seven, of responses that end at stop strings, are trained on."""
     common = ("rollout.oversample=1.75", 'rollout.stop=["1", "3", "2b"]', "evaluate.every=0")
     assert run(tmp_path / "whole", "steps=3", *common) == 0
@@ -71,7 +68,7 @@ def test_with_more_prompts_than_are_kept_a_run_goes_on_as_well(tmp_path):
     assert all(row["rollout/response_len"] < 6 for row in rows)
 
 
-def test_a_crash_between_checkpoints_repeats_the_lost_steps(tmp_path):
+def test_train_repeats_the_steps_lost_in_a_crash(tmp_path):
     assert run(tmp_path / "whole", "steps=4", "checkpoint.every=2") == 0
     assert run(tmp_path / "crashed", "steps=3", "checkpoint.every=2") == 0
     import shutil
@@ -83,7 +80,16 @@ def test_a_crash_between_checkpoints_repeats_the_lost_steps(tmp_path):
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "crashed")
 
 
-def test_another_plan_in_the_same_folder_is_refused(tmp_path, capsys):
+def test_train_checks_the_first_batch_after_a_resume(tmp_path, monkeypatch, capsys):
+    """Trainer and engine differ in rounding, which a limit of 0 does not allow."""
+    assert run(tmp_path, "steps=1", "evaluate.every=0") == 0
+    monkeypatch.setattr(check, "FLOAT32_LIMIT", 0.0)
+    assert run(tmp_path, "steps=2", "evaluate.every=0") == 1
+    assert "step 1" in (error := capsys.readouterr().err) and "mean" in error
+    assert [row["step"] for row in numbers(tmp_path)] == [0]
+
+
+def test_train_refuses_another_plan_in_the_same_folder(tmp_path, capsys):
     assert run(tmp_path, "steps=1") == 0
     assert run(tmp_path, "steps=2", "optimizer.lr=0.5") == 2
     assert "optimizer.lr: 0.5 now, 0.003 in the saved plan" in capsys.readouterr().err
@@ -96,7 +102,7 @@ def wait_for_rows(process, lines, count):
         time.sleep(0.1)
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
+def test_train_saves_on_ctrl_c_and_the_same_command_resumes(tmp_path):
     command = [sys.executable, "-m", "pyrl_ext.train", str(CONFIG), f"run={tmp_path}", *QUICK]
     command += ["steps=10000", "checkpoint.every=0", "evaluate.every=0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -113,7 +119,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert [row["step"] for row in read_rows(lines)] == list(range(done + 1))
 
 
-def test_a_reference_policy_starts_equal_and_parts(tmp_path):
+def test_train_with_a_reference_policy_starts_equal_and_parts(tmp_path):
     """KL to the initial policy: nothing at the first step, something once the policy moved."""
     options = ("objective.kl_coef=0.1", "batching.minibatches=1", "log.tensorboard=true")
     assert run(tmp_path, *options, "steps=3", "evaluate.every=0") == 0
@@ -123,7 +129,7 @@ def test_a_reference_policy_starts_equal_and_parts(tmp_path):
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 
-def test_replay_brings_a_bf16_engine_and_trainer_together(tmp_path):
+def test_train_with_replay_brings_a_bf16_engine_and_trainer_together(tmp_path):
     """The same weights and samples: without replay some routers disagree with the engine."""
     common = ("model.dtype=bfloat16", "steps=1", "evaluate.every=0", "batching.prompts=32")
     assert run(tmp_path / "on", *common) == 0
@@ -134,12 +140,12 @@ def test_replay_brings_a_bf16_engine_and_trainer_together(tmp_path):
         assert 0 < on[name] < off[name], name
 
 
-def test_without_clipping_the_norm_is_still_reported(tmp_path):
+def test_train_reports_the_norm_without_clipping(tmp_path):
     assert run(tmp_path, "optimizer.clip_grad=0", "steps=1", "evaluate.every=0") == 0
     assert numbers(tmp_path)[0]["grad_norm"] > 0
 
 
-def test_the_engine_may_have_another_dtype(tmp_path):
+def test_train_takes_an_engine_of_another_dtype(tmp_path):
     assert run(tmp_path, "rollout.dtype=bfloat16", "steps=1", "evaluate.every=0") == 0
     assert 1e-5 < numbers(tmp_path)[0]["mismatch/abs_mean"] < 0.05
 
@@ -162,7 +168,7 @@ def recording(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "tp=2"])
-def test_two_ranks_equal_one(layout, recording, tmp_path):
+def test_train_on_two_ranks_equals_one(layout, recording, tmp_path):
     replayed = ("rollout.engine=recorded", f"rollout.path={recording}", "evaluate.every=0")
     assert run(tmp_path / "one", "steps=3", *replayed) == 0
     torchrun(tmp_path / "two", "steps=3", f"parallel.{layout}", *replayed)
@@ -172,7 +178,7 @@ def test_two_ranks_equal_one(layout, recording, tmp_path):
             assert two[name] == pytest.approx(one[name], abs=1e-5), (name, one["step"])
 
 
-def test_replay_of_a_recording_without_routes_is_refused(recording, tmp_path, capsys):
+def test_train_refuses_replay_of_a_recording_without_routes(recording, tmp_path, capsys):
     for file in recording.iterdir():
         bare = [
             replace(s, routes=None, layer_ids=(), route_mask=torch.zeros_like(s.route_mask))
@@ -203,7 +209,7 @@ def torchrun(folder, *overrides):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_two_ranks_roll_out_like_one_until_ctrl_c(tmp_path):
+def test_train_on_two_ranks_rolls_out_like_one_until_ctrl_c(tmp_path):
     """The same samples, up to a draw that rounding turns; one Ctrl-C saves once for all ranks."""
     endless = ("steps=10000", "checkpoint.every=0", "evaluate.every=0")
     command = two_ranks(tmp_path / "two", "parallel.dp=2", *endless)
@@ -220,7 +226,7 @@ def test_two_ranks_roll_out_like_one_until_ctrl_c(tmp_path):
         assert two["rollout/tokens"] == pytest.approx(one["rollout/tokens"], rel=0.1)
 
 
-def test_the_wrong_number_of_processes_says_how_to_start(tmp_path, capsys):
+def test_main_says_how_to_start_the_right_number_of_processes(tmp_path, capsys):
     assert run(tmp_path, "parallel.dp=2") == 1
     assert "torchrun --nproc-per-node 2" in capsys.readouterr().err
 
@@ -231,7 +237,7 @@ FILE = ("data.task=null", "data.task_options={}", "data.prompts=data/arithmetic.
 REWARD = "data.reward=pyrl_ext.data.rewards:number_match"
 
 
-def test_the_shipped_prompt_file_trains(tmp_path):
+def test_train_takes_the_shipped_prompt_file(tmp_path):
     assert run(tmp_path, *FILE, REWARD, "steps=2", "evaluate.every=1") == 0
     rows = numbers(tmp_path)
     assert [r["step"] for r in rows] == [0, 1, 2]
@@ -278,19 +284,19 @@ def not_a_number(prompt, text, tokens):
         (("objective.loss=nowhere:fn",), "no module 'nowhere'"),
     ],
 )
-def test_bad_input_is_one_clear_error(overrides, message, tmp_path, capsys):
+def test_main_answers_bad_input_with_one_clear_error(overrides, message, tmp_path, capsys):
     assert run(tmp_path / "run", *overrides) in (1, 2)
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
 
 
-def test_a_missing_config_is_named(tmp_path, capsys):
+def test_main_names_a_missing_config(tmp_path, capsys):
     assert train.main([str(tmp_path / "no.yaml")]) == 2
     assert "no.yaml" in capsys.readouterr().err
 
 
-def test_a_broken_prompt_line_is_refused_before_a_model_is_built(tmp_path, capsys):
+def test_main_names_broken_prompt_lines_before_a_model_is_built(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     lines = ['{"prompt": "1+1=", "answer": "2"}', '{"prompt": "2+2="', '{"prompt": ""}']
     prompts.write_text("\n".join(lines) + "\n")
@@ -301,7 +307,7 @@ def test_a_broken_prompt_line_is_refused_before_a_model_is_built(tmp_path, capsy
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_a_full_disk_leaves_no_half_checkpoint(tmp_path):
+def test_train_leaves_no_half_checkpoint_on_a_full_disk(tmp_path):
     """A file size limit stops the writing of the second checkpoint as a full disk does."""
     overrides = ["evaluate.every=0", "checkpoint.every=1", "checkpoint.keep=5"]
     assert run(tmp_path, "steps=1", *overrides) == 0
@@ -318,7 +324,7 @@ def test_a_full_disk_leaves_no_half_checkpoint(tmp_path):
     assert run(tmp_path, "steps=2", *overrides) == 0
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
+def test_train_names_a_checkpoint_folder_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     assert run(tmp_path, "steps=1", "evaluate.every=0") == 1
     error = capsys.readouterr().err
@@ -328,7 +334,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_gpu_gives_the_numbers_of_the_cpu(dtype, recording, tmp_path):
+def test_train_on_a_gpu_gives_the_numbers_of_the_cpu(dtype, recording, tmp_path):
     common = ("rollout.engine=recorded", f"rollout.path={recording}", f"model.dtype={dtype}")
     assert run(tmp_path / "cpu", *common, "steps=3", "evaluate.every=0") == 0
     code = "import sys; from pyrl_ext import train; sys.exit(train.main(sys.argv[1:]))"
