@@ -12,6 +12,7 @@ from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
 VOCAB = 154880
 SHAPES = [(VOCAB, torch.bfloat16), (VOCAB // 8, torch.bfloat16), (VOCAB // 8, torch.float32)]
 EXACT_ROWS = 64
+ERROR = 1e-5  # of our log-probs and entropies against float64 [nats]
 
 Values = tuple[Tensor | None, ...]  # log-probs, entropies and gradients; None: not what ours is
 Method = Callable[[Tensor, Tensor], peers.Pair]
@@ -60,6 +61,7 @@ def _cases(
         at_least={} if device == "cpu" else {"% of floor": 85},
         agree=agree,
         error=exact,
+        error_at_most=ERROR,
     )
     held = {n: methods[n] for n in ("eager", "several passes")}  # others free what they keep
     yield Case(
@@ -81,6 +83,7 @@ def _cases(
         at_least=cpu if device == "cpu" else {"% of floor": 80},
         agree=agree,
         error=exact,
+        error_at_most=ERROR,
     )
 
 
@@ -98,12 +101,14 @@ def exact_error(exact: peers.Pair) -> Callable[[Values], float]:
 
 
 def agree(ours: Values, theirs: Values) -> bool:
-    """Log-probs and entropies to 1e-4 or the type of theirs, gradients to that of the logits."""
+    """Whether a baseline computes what ours does: log-probs and entropies to 5e-3 or their dtype
+    (torch's entropy is off by 1e-4 on processors without AVX-512), gradients to the logits' dtype.
+    """
 
     def close(a: Tensor, b: Tensor) -> bool:
         step = max(torch.finfo(x.dtype).eps for x in (a, b))
         if a.ndim == 1:
-            return torch.allclose(a, b.float(), rtol=8 * step, atol=1e-4)
+            return torch.allclose(a, b.float(), rtol=8 * step, atol=5e-3)
         return torch.allclose(a, b, rtol=4 * step, atol=4 * step * float(a.abs().max()))
 
     pairs = zip(ours, theirs, strict=True)

@@ -6,6 +6,7 @@ touches all of it.
 """
 
 import ctypes
+import math
 import os
 import statistics
 import time
@@ -48,8 +49,11 @@ class Case:
             beyond the result`` (of the extra ones).
         at_least:  bars, lower bounds: how many times as fast as the baseline of that name, or,
             for ``2 threads``, as itself on one thread; or ``% of floor``.
-        agree:     whether a baseline's result (second) is ours (first).
-        error:     how far a result, ours or a baseline's, is from what is exact.
+        agree:     whether a baseline's result (second) is ours (first); with ``error``, whether it
+            computes the same thing, however exactly.
+        error:     the error of a result, ours or a baseline's, against float64. Ours is held to it,
+            baselines are reported: which one is inexact depends on the processor.
+        error_at_most: largest ``error`` of ours.
         flops:     floating-point operations that the operation must do, where these are its floor.
         product:   a matrix product and its floating-point operations: that floor's rate.
     """
@@ -63,6 +67,7 @@ class Case:
     at_least: Mapping[str, float] = field(default_factory=dict)
     agree: Callable[[Any, Any], bool] = same
     error: Callable[[Any], float] | None = None
+    error_at_most: float = math.inf
     flops: float = 0
     product: tuple[Callable[[], Any], float] | None = None
 
@@ -151,14 +156,19 @@ def copy_of(num_bytes: int, device: str) -> Callable[[], Any]:
 
 
 def check(case: Case) -> dict[str, float]:
-    """Errors of ``ours`` and of each baseline, where the case has any.
+    """Errors of ``ours`` and of each baseline, if the case has any.
 
     Raises:
-        ValueError: a baseline's result is not the operation's.
+        ValueError: our error is too large, or a baseline's result is not the operation's.
     """
     ours, errors = case.run(), {}
     if case.error:
         errors["ours"] = case.error(ours)
+        if not errors["ours"] <= case.error_at_most:  # NaN too
+            raise ValueError(
+                f"{case.name}: the largest error against float64 is {errors['ours']:.3g}, expected "
+                f"at most {case.error_at_most:g}"
+            )
     for name, baseline in case.baselines.items():
         theirs = baseline()
         if not case.agree(ours, theirs):
@@ -180,7 +190,7 @@ def measure(case: Case, device: str) -> dict[str, Any]:
         row["host ms"] = host_seconds(case.run) * 1e3
     elif "2 threads" in case.at_least and (os.cpu_count() or 1) > 1:
         row["2 threads"] = _two_threads(case.run)
-    least = 1 if case.product else 2  # products take long
+    least = 1 if case.product else 2  # products are slow
     baselines = {n: min(call_seconds(b, device, 0.5, least)) for n, b in case.baselines.items()}
     row["baselines"] = {
         n: {"ms": seconds * 1e3, "times": seconds / fastest} for n, seconds in baselines.items()

@@ -41,6 +41,20 @@ def test_a_case_that_differs_from_a_baseline_is_not_timed():
         measure(replace(case, baselines={"wrong": lambda: torch.zeros(100_000)}), "cpu")
 
 
+def test_check_holds_ours_to_float64_and_reports_baselines():
+    case = replace(
+        _ones(),
+        error=lambda found: 1.0 - float(found[0]),
+        baselines={"off": lambda: torch.zeros(1)},
+    )
+    case = replace(case, agree=lambda ours, theirs: True, error_at_most=0.1)
+    assert check(case) == {"ours": 0, "off": 1}
+    with pytest.raises(ValueError, match=r"against float64 is 1, expected at most 0\.1"):
+        check(replace(case, run=lambda: torch.zeros(1)))
+    with pytest.raises(ValueError, match="against float64 is nan"):
+        check(replace(case, run=lambda: torch.full((1,), torch.nan)))
+
+
 def test_floats_agree_to_rounding_and_integers_exactly():
     ones = torch.ones(3)
     assert same((ones, [torch.tensor(2)]), (ones + 3e-7, [torch.tensor(2)]))

@@ -19,7 +19,7 @@ from tests.helpers import emulated
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 SHAPES = [  # (M, E, K)
     *((1, 1, 1), (5, 4, 1), (33, 8, 2), (40, 7, 3), (70, 64, 4), (3, 8, 5), (65, 64, 6)),
-    *((31, 128, 8), (40, 256, 9), (34, 384, 8), (30, 160, 12), (9, 16, 16), (20, 40, 31)),
+    *((31, 128, 8), (40, 256, 9), (3, 384, 8), (30, 160, 12), (9, 16, 16), (20, 40, 31)),
     (33, 64, 32),
 ]
 EMPTY = [(0, 8, 2), (3, 8, 0), (3, 0, 0), (0, 0, 0)]
@@ -384,7 +384,7 @@ for shape in SHAPES + EMPTY:
     pytest.importorskip("triton")
     here = Path(__file__).parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here}"}
-    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=600)
 
 
 @needs_gpu
