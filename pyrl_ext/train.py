@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -19,7 +18,8 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.models import family
 from pyrl_ext.ops import serve_gpu_from
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.plan import ConfigError, Plan
+from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.run.failure import no_silent_exit, report_failure
 from pyrl_ext.run.folder import RunFolder
 from pyrl_ext.run.interrupt import Interrupt
@@ -98,17 +98,8 @@ def load_kernels(plan: Plan, topo: Topology) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: the last step is done; 1: failed, with the reason; 2: the plan does not hold;
     130: Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="python -m pyrl_ext.train", description=__doc__)
-    parser.add_argument("config", help="the YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
-    options = parser.parse_intermixed_args(arguments)
-    try:
-        plan = compile_plan(options.config, options.overrides)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if plan.unsupported:
-        print("\n".join(f"not built yet: {reason}" for reason in plan.unsupported), file=sys.stderr)
+    _, plan = parse_plan(plan_parser("pyrl_ext.train", __doc__), arguments)
+    if plan is None:
         return 2
     if plan.threads:
         torch.set_num_threads(plan.threads)

@@ -16,7 +16,6 @@ The prediction is for the rows that were computed, not for the most that the pla
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
@@ -39,7 +38,8 @@ from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import Round
-from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.trainer.policy import Policy
@@ -344,18 +344,10 @@ def show(result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: measured; 1: failed, with the reason; 2: the plan does not hold."""
-    parser = argparse.ArgumentParser(prog="python -m pyrl_ext.tools.measure", description=__doc__)
-    parser.add_argument("config", help="the YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
+    parser = plan_parser("pyrl_ext.tools.measure", __doc__)
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    options = parser.parse_intermixed_args(arguments)
-    try:
-        plan = compile_plan(options.config, options.overrides)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if plan.unsupported:
-        print("\n".join(f"not built yet: {reason}" for reason in plan.unsupported), file=sys.stderr)
+    options, plan = parse_plan(parser, arguments)
+    if plan is None:
         return 2
     if plan.threads:
         torch.set_num_threads(plan.threads)

@@ -1,0 +1,46 @@
+"""``pyrl COMMAND ...``: one name for the commands that are also ``python -m pyrl_ext.<module>``.
+
+A command's module is imported when it is called, so that `pyrl plan` needs no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+# command -> (module with a `main`, what it does)
+COMMANDS = {
+    "plan": ("pyrl_ext.plan.__main__", "check a config and show its plan"),
+    "train": ("pyrl_ext.train", "run a config"),
+    "report": ("pyrl_ext.metrics.report", "print the table of a run and draw its curves"),
+    "export": ("pyrl_ext.tools.export", "write a run's weights as a Hugging Face folder"),
+    "measure": ("pyrl_ext.tools.measure", "compare predicted with measured memory and time"),
+    "prebuild": ("pyrl_ext.tools.prebuild", "compile a plan's Triton kernels into a folder"),
+}
+
+
+def usage() -> str:
+    """The commands, a line each."""
+    lines = (f"  {name:9} {text}" for name, (_, text) in COMMANDS.items())
+    return "usage: pyrl COMMAND ...\n\n" + "\n".join(lines) + "\n\npyrl COMMAND --help says more"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; 2: there is no such command."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(usage(), file=sys.stdout if given else sys.stderr)
+        return 0 if given else 2
+    name, *rest = given
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f". Did you mean {near[0]}?" if near else ""
+        print(f"pyrl: {name!r}, expected one of {', '.join(COMMANDS)}{hint}", file=sys.stderr)
+        return 2
+    return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The command line that commands share which run a plan: CONFIG and overrides."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pyrl_ext.plan.compile import compile_plan
+from pyrl_ext.plan.language.errors import ConfigError
+from pyrl_ext.plan.plan import Plan
+
+
+def plan_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """A parser of ``CONFIG [section.key=value ...]``."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc)
+    parser.add_argument("config", help="the YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
+    return parser
+
+
+def parse_plan(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, Plan | None]:
+    """The options and the compiled plan; None if it does not hold, after printing why."""
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        plan = compile_plan(options.config, options.overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return options, None
+    if plan.unsupported:
+        print("\n".join(f"not built yet: {reason}" for reason in plan.unsupported), file=sys.stderr)
+        return options, None
+    return options, plan
