@@ -12,7 +12,7 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
-from pyrl_ext.plan.model.tasks import SYMBOLS, read_options
+from pyrl_ext.plan.task_options import SYMBOLS, read_options
 from pyrl_ext.samples import Prompt
 
 
@@ -61,7 +61,7 @@ class Task:
         encode: text -> token ids
         eos_id: token that ends a response; a right answer ends with it
         seed: of the stream
-        options: as `data.task_options`, see `plan.model.tasks.TaskOptions`
+        options: as `data.task_options`, see `plan.task_options.TaskOptions`
 
     Raises:
         ValueError: unknown task or option, or a value of a wrong type or outside its range

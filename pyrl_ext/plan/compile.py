@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from pyrl_ext.plan import notes, rules
 from pyrl_ext.plan.language.errors import ConfigError, Key, describe
+from pyrl_ext.plan.language.paths import refuse_pipe
 from pyrl_ext.plan.language.resolve import resolve
 from pyrl_ext.plan.language.yaml_tree import Source, apply, read
 from pyrl_ext.plan.model.sizes import read_sizes
@@ -161,6 +162,7 @@ def _read_hf(source: Source, draft: Plan) -> None:
 def _read_json(path: str, problems: list[str]) -> dict[str, Any] | None:
     shown = rules.relative(path)
     try:
+        refuse_pipe(path)
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         problems.append(f"{shown}: {error.strerror}, expected an HF config.json")

@@ -5,10 +5,11 @@ A description names the unit in brackets; sizes such as 2GiB are read by it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class InvalidField(LookupError):
@@ -46,10 +47,17 @@ class RelativePath:
     """owner/name of a model hub is meant where there is no such folder"""
 
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Rate = Annotated[float, Field(gt=0)]
+# Beyond these nothing is meant: numbers that neither int64 nor float32 holds, and sizes that no
+# cluster has and that would take the plan minutes to enumerate.
+MAX_RANKS = 2**17
+MAX_SAMPLES = 2**17
+NO_BOUNDS = (2**62, 1e30)
+Positive = Annotated[int, Field(ge=1, le=NO_BOUNDS[0])]
+Count = Annotated[int, Field(ge=0, le=NO_BOUNDS[0])]
+Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+Layers = Annotated[int, Field(ge=1, le=4096)]
+NonNegative = Annotated[float, Field(ge=0, le=NO_BOUNDS[1])]
+Rate = Annotated[float, Field(gt=0, le=NO_BOUNDS[1])]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 File = Annotated[Text, RelativePath()]
@@ -57,6 +65,15 @@ Folder = Annotated[Text, RelativePath(or_hub_id=True)]
 Dtype = Literal["float32", "bfloat16"]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
 Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+
+def _bounded[S: Section](section: S, names: tuple[str, ...], what: str, most: int) -> S:
+    """`section`, where the product of its sizes `names` is at most `most`. Raises `ValueError`."""
+    sizes = {name: getattr(section, name) for name in names}
+    if (product := math.prod(sizes.values())) > most:
+        factors = " * ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(f"{factors} = {product} {what}, expected at most {most}")
+    return section
 
 
 class Model(Section):
@@ -92,26 +109,26 @@ class Model(Section):
 class Parallel(Section):
     """How the ranks are arranged; the world is dp * tp * pp * cp ranks."""
 
-    dp: Positive = 1
+    dp: Size = 1
     """data-parallel replicas [ranks]"""
-    tp: Positive = 1
+    tp: Size = 1
     """tensor-parallel size; above 1 implies sequence parallelism [ranks]"""
-    pp: Positive = 1
+    pp: Layers = 1
     """pipeline stages [ranks]"""
-    vpp: Annotated[int, Field(ge=2)] | None = None
+    vpp: Annotated[int, Field(ge=2, le=64)] | None = None
     """model chunks per pipeline stage (interleaved schedule); null: one"""
-    cp: Positive = 1
+    cp: Size = 1
     """context-parallel size: ranks that share one sequence [ranks]"""
-    dynamic_cp: Positive | None = None
+    dynamic_cp: Size | None = None
     """largest context-parallel size a microbatch may take of the dp * cp ranks, by its longest
     sample; null: every microbatch has cp"""
-    ep: Positive = 1
+    ep: Size = 1
     """expert-parallel size: ranks the experts are spread over [ranks]"""
-    etp: Positive | None = None
+    etp: Size | None = None
     """tensor-parallel size inside an expert [ranks]; null: tp"""
-    num_layers_in_first_pipeline_stage: Positive | None = None
+    num_layers_in_first_pipeline_stage: Layers | None = None
     """decoder layers of the first pipeline stage; null: an equal share"""
-    num_layers_in_last_pipeline_stage: Positive | None = None
+    num_layers_in_last_pipeline_stage: Layers | None = None
     """decoder layers of the last pipeline stage; null: an equal share"""
     account_for_embedding_in_pipeline_split: bool = False
     """count the embedding as a layer when stages are made equal"""
@@ -119,6 +136,10 @@ class Parallel(Section):
     """count the output projection and loss as a layer when stages are made equal"""
     pipeline_model_parallel_layout: Text | None = None
     """every stage written out, such as Et*3|(tt|)*2,m|L; null: split by the keys above"""
+
+    @model_validator(mode="after")
+    def _world_is_bounded(self) -> Self:
+        return _bounded(self, ("dp", "tp", "pp", "cp"), "ranks", MAX_RANKS)
 
     @property
     def world_size(self) -> int:
@@ -148,6 +169,10 @@ class Batching(Section):
     tokens_per_microbatch: Positive
     """most that a rank holds in one forward pass [tokens]; cp ranks share a sample, and hold cp
     times as many; bounds activations"""
+
+    @model_validator(mode="after")
+    def _step_is_bounded(self) -> Self:
+        return _bounded(self, ("prompts", "samples_per_prompt"), "samples a step", MAX_SAMPLES)
 
 
 class Logprob(Section):
@@ -202,7 +227,7 @@ class Rollout(Section):
     never split"""
     engine_options: dict[str, Any] = {}
     """arguments of the engine that have no key here, passed on as they are (vllm)"""
-    temperature: Rate = 1.0
+    temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """divides the logits, in the engine and in the trainer"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """sample from the smallest set of tokens with this probability; 1: from all"""
@@ -285,7 +310,7 @@ class Objective(Section):
 class Optimizer(Section):
     """AdamW, and its schedule."""
 
-    lr: NonNegative
+    lr: Annotated[float, Field(ge=0, le=100)]
     """learning rate after the warmup"""
     betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.98)
     """decay of the first and second moment, as a list of two"""
@@ -374,7 +399,7 @@ class Estimate(Section):
     """mean length of prompts [tokens]; null: half of data.max_prompt_tokens"""
     response_tokens: Positive | None = None
     """mean length of responses [tokens]; null: half of rollout.max_new_tokens"""
-    spread: NonNegative = 0.5
+    spread: Annotated[float, Field(ge=0, le=10)] = 0.5
     """standard deviation of the logarithm of lengths; 0: all alike"""
 
 

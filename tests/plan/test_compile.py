@@ -148,6 +148,30 @@ def test_override_that_is_refused(small: Path, override: str, message: str):
     assert problems_of(small, override)[0].startswith(f"command line: {override}: {message}")
 
 
+HUGE = [10**9, 10**18, 10**30, 10**400]
+ENUMERATED = [
+    *(f"parallel.{name}" for name in ("dp", "tp", "pp", "cp", "vpp", "ep", "etp", "dynamic_cp")),
+    *("parallel.num_layers_in_first_pipeline_stage", "batching.prompts"),
+    *("parallel.num_layers_in_last_pipeline_stage", "batching.samples_per_prompt"),
+]
+
+
+@pytest.mark.parametrize("value", HUGE, ids=lambda value: f"{len(str(value))} digits")
+@pytest.mark.parametrize("key", ENUMERATED)
+def test_compile_plan_refuses_what_it_could_not_enumerate(small: Path, key: str, value: int):
+    """Its own field or section says so, before any rule that would count up to it."""
+    found = problems_of(small, f"{key}={value}")
+    section = key.split(".")[0]
+    assert all(line.startswith((f"command line: {key}", f"{small}")) for line in found)
+    assert any("expected at most" in line and section in line for line in found)
+
+
+@pytest.mark.parametrize("override", ["optimizer.lr=1e300", "rollout.temperature=5e-324"])
+def test_compile_plan_refuses_numbers_that_float32_does_not_hold(small: Path, override: str):
+    (found,) = problems_of(small, override)
+    assert found.startswith(f"command line: {override}: ")
+
+
 def test_repeated_override(small: Path):
     found = problems_of(small, "parallel.dp=2", "parallel.dp=2")
     expected = "repeats parallel.dp=2, expected each key once"

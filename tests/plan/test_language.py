@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -153,6 +154,16 @@ def test_parent_that_is_refused(folder: Path, name: str, message: str):
     path = written(folder, f"steps: 1\nextends: {name}\n")
     (found,) = problems_of(path)
     assert found.startswith(f"{path}:2: " + message.format(folder=folder))
+
+
+def test_read_refuses_a_pipe_instead_of_waiting_for_it(folder: Path):
+    os.mkfifo(folder / "pipe")
+    path = written(folder, "steps: 1\nextends: pipe\n")
+    assert problems_of(path) == [
+        f"{path}:2: extends: {folder}/pipe: Not a regular file, expected a YAML file"
+    ]
+    (found,) = problems_of(folder / "base/base.yaml", f"model.config={folder}/pipe")
+    assert found.endswith("pipe: Not a regular file, expected an HF config.json")
 
 
 def test_parents_in_a_circle(folder: Path):

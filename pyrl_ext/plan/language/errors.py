@@ -77,6 +77,8 @@ def describe(error: Any) -> str:
     key = tuple(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         return unknown(key)
+    if error["type"] == "value_error":  # a section's own check
+        return str(error["ctx"]["error"])
     if len(key) == 1 and (keys := fields_of(key[0])):
         return f"{_given(error)}, expected a mapping of {', '.join(keys)}{_about(key)}"
     return f"{expectation(error)}{_about(key)}"

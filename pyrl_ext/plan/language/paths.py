@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -17,3 +18,9 @@ def path_beside(file: str, path: str) -> str:
 def is_hub_id(file: str, name: str) -> bool:
     """Whether `name` is taken as owner/name of a model hub: no such folder beside the YAML file."""
     return bool(_HUB_ID.fullmatch(name)) and not os.path.exists(path_beside(file, name))
+
+
+def refuse_pipe(path: str) -> None:
+    """Raise `OSError` where `path` is a pipe or a device: reading it might wait, or never end."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise OSError(errno.EINVAL, "Not a regular file")

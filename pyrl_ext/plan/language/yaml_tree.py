@@ -14,6 +14,7 @@ from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from pyrl_ext.plan.language.errors import Key, Problem, show, suggest_path
+from pyrl_ext.plan.language.paths import refuse_pipe
 from pyrl_ext.plan.language.renamed import current, renamed_note
 
 
@@ -120,6 +121,8 @@ def _read_file(source: Source, child: Source | None = None) -> None:
     """Read the tree of `source.path`, a parent that `child` names."""
     source.complete = False
     try:
+        if child:
+            refuse_pipe(source.path)
         text = Path(source.path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         source.problems.append(Problem(f"{source.path}:1", 1, f"not UTF-8 text: {error}"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from pyrl_ext.plan.model.tasks import SYMBOLS, option_problems, task_problem
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, relative, rule
+from pyrl_ext.plan.task_options import SYMBOLS, option_problems, task_problem
 
 
 @rule("data")

@@ -14,7 +14,7 @@ from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, fields_of, 
 from pyrl_ext.plan.language.resolve import unit_of
 from pyrl_ext.plan.language.yaml_tree import Place, Source
 from pyrl_ext.plan.reads import rules_of_fields
-from pyrl_ext.plan.schema import Config
+from pyrl_ext.plan.schema import NO_BOUNDS, Config
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -150,5 +150,5 @@ def _bounds(marks: Any) -> Iterator[str]:
     for mark in marks:
         yield from _bounds(getattr(mark, "metadata", ()))  # pydantic's Field inside Annotated
         for name, words in _BOUNDS.items():
-            if (bound := getattr(mark, name, None)) is not None:
+            if (bound := getattr(mark, name, None)) is not None and bound not in NO_BOUNDS:
                 yield f"{words} {bound}"

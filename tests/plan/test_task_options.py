@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pyrl_ext.data.tasks import TASKS, Task
-from pyrl_ext.plan.model.tasks import SYMBOLS, TaskOptions, option_problems, read_options
+from pyrl_ext.plan.task_options import SYMBOLS, TaskOptions, option_problems, read_options
 
 
 def test_symbols_names_every_task():
