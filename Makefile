@@ -8,7 +8,7 @@ FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_lo
             layout replay_probs
 KERNEL_TESTS := tests/ops tests/loss/test_vocab_parallel.py
 
-.PHONY: help venv build browser demo test parity parity-large faults two-hosts check bench \
+.PHONY: help venv build browser demo pictures test parity parity-large faults two-hosts check bench \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm clean
 
 help:  ## this list
@@ -35,6 +35,9 @@ build: $(VENV)/.built  ## the package, its native extension and all it needs, in
 
 demo: build  ## train the tiny model on this CPU; ends with a table and a picture
 	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml seed=$(SEED) run=$(RUN)
+
+pictures: build browser  ## configs/plan.png, and how the measured pictures of the docs are made
+	$(BIN)/python -m tests.pictures
 
 replay-effect: build  ## what routing replay does in bf16, on the same samples
 	$(BIN)/python -m benchmarks.replay_effect

@@ -47,6 +47,14 @@ def look(
     return run.stdout
 
 
+def take(page: Path, picture: Path, height: int, dark: bool = False) -> None:
+    """Write a picture of the top of a page with few colours, which is many times smaller."""
+    from PIL import Image
+
+    look(page, picture, dark, (1280, height))
+    Image.open(picture).convert("RGB").quantize(256).save(picture, optimize=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("page", type=Path)
@@ -54,11 +62,7 @@ def main() -> int:
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--height", type=int, default=1600, help="of the window [px]")
     options = parser.parse_args()
-    look(options.page, options.picture, options.dark, (1280, options.height))
-    from PIL import Image
-
-    # few colours are many times smaller, and look the same
-    Image.open(options.picture).convert("RGB").quantize(256).save(options.picture, optimize=True)
+    take(options.page, options.picture, options.height, options.dark)
     return 0
 
 
