@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from pyrl_ext.dist import topology
+from pyrl_ext.dist.topology import Place
+from pyrl_ext.dist.upload import Upload
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
@@ -104,6 +106,43 @@ def test_given_experts_are_routed_as_megatron_does(config, fields):
             assert torch.equal(ours, theirs) and torch.equal(our_map, their_map)
             torch.testing.assert_close(our_grad, their_grad, rtol=1e-6, atol=1e-7)
         policy.llm.replay.use(0, None)
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_use_leaves_padding_out_of_the_counts(replayed):
+    """Padding is spread over the experts, and neither agrees with the router nor counts as a row;
+    tokens without a route go where the router sends them."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    plan, batch = tiny_plan(), random_batch(4, unrouted=0.3)
+    micro = Microbatch.of(batch, range(4), Place(align=16))
+    rows = micro.rows.tolist()
+    assert min(rows) < 0 and not batch.route_mask.all()
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        replay, chunk = policy.llm.replay, policy.llm.chunks[0]
+        routers = [m for m in chunk.modules() if isinstance(m, TopKRouter)]
+        with replay.session(counting=True), torch.no_grad():
+            routes = replay.prepare(batch, micro, replayed, Upload(topo.device))
+            for hook, router in zip(replay.hooks[0], routers, strict=True):
+                logits = torch.randn(len(rows), 1, EXPERTS)
+                native = router.routing(logits)[1]
+                replay.use(0, routes)
+                used = router.routing(logits)[1]
+                wanted = expected_map(batch, micro, hook.layer_id)
+                shared = equal = counted = 0
+                for m, row in enumerate(rows):
+                    want = wanted[m] if replayed or row < 0 else None
+                    assert used[m].tolist() == (native[m].tolist() if want is None else want)
+                    if row >= 0 and want is not None:
+                        both = int((native[m] & used[m]).sum())
+                        shared, equal, counted = (
+                            shared + both,
+                            equal + (both == TOPK),
+                            counted + 1,
+                        )
+                assert (int(hook.shared), int(hook.equal), hook.counted) == (shared, equal, counted)
+                replay.use(0, None)
 
 
 def test_tokens_without_a_route_are_routed_natively():
