@@ -138,7 +138,7 @@ def row(name: str, source: str | None, folder: Path) -> tuple[str, bool]:
     cells = (
         f"`{hf['model_type']}`",
         name,
-        f"{sum(len(weight.hf) for weight in table):,}",
+        f"{sum(len(weight.hf_names) for weight in table):,}",
         f"{off:.1e}",
         f"{exact.abs().max():.1f}",
         "bit for bit" if equal else "DIFFERS",

@@ -71,13 +71,13 @@ def one_by_one(policy: Policy) -> Iterator[tuple[str, Tensor]]:
             whole = None
             if bucket.stage == topo.pp_rank and shards.owner in (None, topo.groups.ep.rank()):
                 size, _, group = tensor_split(row, topo)
-                part = live[row.name].detach().contiguous()
+                part = live[row.megatron_name].detach().contiguous()
                 parts = [part]
                 if size > 1 and row.shard != "same":
                     parts = [torch.empty_like(part) for _ in range(size)]
                     dist.all_gather(parts, part, group=group)
                 whole = whole_of(row, parts)
-            yield from zip(row.hf, _spread(shards, bucket.stage, whole, topo), strict=True)
+            yield from zip(row.hf_names, _spread(shards, bucket.stage, whole, topo), strict=True)
 
 
 def _spread(shards: Shards, stage: int, whole: list[Tensor] | None, topo: Any) -> list[Tensor]:

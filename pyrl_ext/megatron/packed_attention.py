@@ -17,7 +17,7 @@ from torch import Tensor
 from pyrl_ext.dist.topology import Place
 from pyrl_ext.dist.upload import to_device
 from pyrl_ext.ops import Inverse, expand_runs, gather_rows, invert_rows
-from pyrl_ext.pack.layout import TokenLayout
+from pyrl_ext.pack.layout import Segment, TokenLayout
 from pyrl_ext.pack.microbatch import Microbatch
 
 
@@ -89,9 +89,9 @@ class PackedSequences(PackedSeqParams):
         return self.positions.device
 
     @cached_property
-    def chunks(self) -> list[tuple[int, int, int, int]]:
-        """(first query row, queries, first key row, keys) of every causal chunk of this rank."""
-        return [c for c in map(tuple, self.layout.segments(self.place.cp_rank)) if c[1] > 0]
+    def chunks(self) -> list[Segment]:
+        """The causal chunks of this rank."""
+        return list(self.layout.segments(self.place.cp_rank))
 
     @cached_property
     def packed_order(self) -> RowMap:

@@ -122,7 +122,7 @@ class SafetensorsFolder:
     def check(self, table: Sequence[Weight], ignored: Mapping[str, str]) -> None:
         """Raises: ValueError when weights are quantised, or listing names that the model or the
         folder lacks."""
-        wanted = {name for w in table for name in w.hf}
+        wanted = {name for w in table for name in w.hf_names}
         kinds = {n: self._stored[n].data.get_dtype() for n in wanted & self.names}
         if quantised := sorted(n for n, kind in kinds.items() if kind not in FLOATS):
             scales = sorted(n for n in self.names if n.endswith(("_scale_inv", "_scale")))

@@ -20,20 +20,20 @@ class Weight:
     """One megatron parameter and the checkpoint tensors it is made of.
 
     Args:
-        hf:      checkpoint names, in the order they are stacked.
-        name:    megatron name, with the layer's and the expert's ids counted over the whole model.
+        hf_names: checkpoint names, in the order they are stacked.
+        megatron_name: with the layer's and the expert's ids counted over the whole model.
         shard:   how tensor-parallel ranks divide it: not at all, by rows, by columns, by rows
                  within each stacked tensor (gate and up), by rows with the tensors' query groups
                  taking turns (query, key, value), or by rows of a vocabulary padded to a multiple.
-        shapes:  of the checkpoint tensors, in the order of ``hf``.
+        shapes:  of the checkpoint tensors, in the order of ``hf_names``.
         expert:  id of the expert it belongs to (then the expert-parallel groups divide it), or
                  None.
         heads:   (query heads, key/value heads) of a "grouped" one.
         float32: whether it is that, whatever the type of the model.
     """
 
-    hf: tuple[str, ...]
-    name: str
+    hf_names: tuple[str, ...]
+    megatron_name: str
     shard: Shard
     shapes: tuple[Size, ...]
     expert: int | None = None
@@ -193,7 +193,9 @@ def whole_of(weight: Weight, shards: Sequence[Tensor]) -> list[Tensor]:
     return [each[0] if len(each) == 1 else torch.cat(each, dim) for each, dim in pieces]
 
 
-def live(chunks: Sequence[torch.nn.Module], ep_rank: int, local_experts: int) -> dict[str, Tensor]:
+def named_parameters_global(
+    chunks: Sequence[torch.nn.Module], ep_rank: int, local_experts: int
+) -> dict[str, Tensor]:
     """This rank's parameters and persistent buffers by their name in the whole model.
 
     Layer ids are read off the live layers (``layer_number``), never counted. The decoder layers
@@ -231,7 +233,7 @@ def check_claims(table: Sequence[Weight], mine: Mapping[str, Tensor]) -> None:
 
     Raises: ValueError listing live tensors without a row, and rows that occur twice.
     """
-    names = [w.name for w in table]
+    names = [w.megatron_name for w in table]
     twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
     unclaimed = sorted(set(mine) - set(names))
     if unclaimed or twice:
@@ -257,15 +259,15 @@ def load(
     Raises: ValueError naming the tensor whose shape is not the model's.
     """
     for weight in table:
-        if (target := mine.get(weight.name)) is None:
+        if (target := mine.get(weight.megatron_name)) is None:
             continue
         size, rank, _ = tensor_split(weight, topo)
-        tensors = [read(name) for name in weight.hf]
-        for name, tensor, shape in zip(weight.hf, tensors, weight.shapes, strict=True):
+        tensors = [read(name) for name in weight.hf_names]
+        for name, tensor, shape in zip(weight.hf_names, tensors, weight.shapes, strict=True):
             if tuple(tensor.shape) != shape:
                 raise ValueError(
                     f"checkpoint: {name} is {list(tensor.shape)}, expected {list(shape)} for "
-                    f"{weight.name} of this model; is the checkpoint of another?"
+                    f"{weight.megatron_name} of this model; is the checkpoint of another?"
                 )
         target.copy_(shard_of(weight, tensors, size, rank))
 
@@ -284,7 +286,7 @@ class RandomWeights:
 
     def __init__(self, table: Sequence[Weight], std: float, seed: int):
         self.std, self.seed = std, seed
-        self.shapes = {n: s for w in table for n, s in zip(w.hf, w.shapes, strict=True)}
+        self.shapes = {n: s for w in table for n, s in zip(w.hf_names, w.shapes, strict=True)}
 
     def __call__(self, name: str) -> Tensor:
         shape = self.shapes[name]

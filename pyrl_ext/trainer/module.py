@@ -112,7 +112,9 @@ class Module:
     def named_parameters(self) -> dict[str, Tensor]:
         """The parameters and buffers of this rank, by their name in the whole model."""
         experts = self.plan.sizes.num_experts // self.topo.ep_size
-        return weight_table.live(self.models, self.topo.groups.ep.rank(), experts)
+        return weight_table.named_parameters_global(
+            self.models, self.topo.groups.ep.rank(), experts
+        )
 
     def load_initial_weights(self) -> None:
         """Load ``model.weights``, or draw the weights from the plan's seed."""

@@ -163,7 +163,7 @@ class Step:
 
     def _engine_names(self) -> list[str]:
         """The checkpoint tensors that an engine holds."""
-        names = (name for row in self.policy.llm.table for name in row.hf)
+        names = (name for row in self.policy.llm.table for name in row.hf_names)
         return engine_tensor_names(names, self.plan.sizes.num_hidden_layers)
 
     def _check_batch(self, batch: Batch, old: Scores) -> None:

@@ -54,7 +54,7 @@ class Shards:
     def view(self, buffer: Tensor, rank: int) -> Tensor:
         """The shard of ``rank`` in the uint8 ``buffer``."""
         start = self.starts[rank % len(self.starts)]  # one for all ranks if it is not divided
-        return Slot(self.row.name, self.dtype, self.shape, start).view(buffer)
+        return Slot(self.row.megatron_name, self.dtype, self.shape, start).view(buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,14 @@ def plan_buckets(
 
     Raises: ValueError listing names that are not in the table.
     """
-    known = {name for row in table for name in row.hf}
+    known = {name for row in table for name in row.hf_names}
     wanted = known if only is None else only
     if unknown := sorted(wanted - known):
         raise ValueError(
             f"plan_buckets: {len(unknown)} names are unknown: {unknown[:6]}, expected some of the "
             f"model's {len(known)} checkpoint tensors"
         )
-    rows = [row for row in table if not wanted.isdisjoint(row.hf)]
+    rows = [row for row in table if not wanted.isdisjoint(row.hf_names)]
     types = [dtype or (torch.float32 if r.float32 else DTYPES[plan.model.dtype]) for r in rows]
     return tuple(
         _sharded(plan, stage, cut, wanted) for stage, cut in _cuts(plan, list(zip(rows, types)))
@@ -118,10 +118,12 @@ def _cuts(plan: Plan, rows: list[Typed]) -> Iterator[tuple[int, list[Typed]]]:
     stages, limit = _stages(plan), plan.rollout.bucket_bytes
     cut_stage, cut, cut_bytes = 0, [], 0
     # engines load the experts of a layer together
-    for _, group in groupby(rows, lambda typed: typed[0].name.partition(".local_experts.")[0]):
+    for _, group in groupby(
+        rows, lambda typed: typed[0].megatron_name.partition(".local_experts.")[0]
+    ):
         atom = list(group)
-        key = _STAGE_KEY.match(atom[0][0].name)
-        assert key is not None, atom[0][0].name
+        key = _STAGE_KEY.match(atom[0][0].megatron_name)
+        assert key is not None, atom[0][0].megatron_name
         stage = stages[key[0]]
         size = sum(math.prod(s) * dtype.itemsize for row, dtype in atom for s in row.shapes)
         if cut and (stage != cut_stage or cut_bytes + size > limit):
@@ -180,7 +182,7 @@ def _sharded(plan: Plan, stage: int, rows: list[Typed], wanted: Set[str]) -> Sha
     whole = [
         (name, dtype, size)
         for row, dtype in rows
-        for name, size in zip(row.hf, row.shapes, strict=True)
+        for name, size in zip(row.hf_names, row.shapes, strict=True)
         if name in wanted
     ]
     return ShardedBucket(Bucket.of(whole), stage, tuple(placed), segments, end)
@@ -224,7 +226,7 @@ class GatheredWeights(BucketStream):
                 if len(shards.starts) == 1:  # several are copied when they are concatenated
                     parts = [parts[0].clone()]
                 pieces = pieces_of(shards.row, parts)
-                for name, (tensors, dim) in zip(shards.row.hf, pieces, strict=True):
+                for name, (tensors, dim) in zip(shards.row.hf_names, pieces, strict=True):
                     if name in wanted:
                         yield name, tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
@@ -236,7 +238,7 @@ class GatheredWeights(BucketStream):
             slots = {slot.name: slot for slot in sharded.bucket.slots}
             for shards in sharded.shards:
                 pieces = pieces_of(shards.row, self._parts(shards, scratch))
-                for name, (tensors, dim) in zip(shards.row.hf, pieces, strict=True):
+                for name, (tensors, dim) in zip(shards.row.hf_names, pieces, strict=True):
                     if name in slots:
                         torch.cat(tensors, dim, out=slots[name].view(buffer))
             yield sharded.bucket, buffer
@@ -253,7 +255,7 @@ class GatheredWeights(BucketStream):
     def _parts(self, shards: Shards, scratch: Tensor) -> list[Tensor]:
         """All shards, by rank, or the live parameter if it is whole."""
         if not shards.starts:
-            return [self.live[shards.row.name].detach()]
+            return [self.live[shards.row.megatron_name].detach()]
         return [shards.view(scratch, rank) for rank in range(len(shards.starts))]
 
     def _mine(self, sharded: ShardedBucket) -> Iterator[Shards]:
@@ -265,7 +267,7 @@ class GatheredWeights(BucketStream):
     def _check(self) -> None:
         for sharded in self.planned:
             for shards in self._mine(sharded):
-                tensor = self.live.get(shards.row.name)
+                tensor = self.live.get(shards.row.megatron_name)
                 if tensor is not None and (tensor.shape, tensor.dtype) == (
                     shards.shape,
                     shards.dtype,
@@ -273,9 +275,10 @@ class GatheredWeights(BucketStream):
                     continue
                 found = "missing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
                 raise ValueError(
-                    f"GatheredWeights: {shards.row.name} is {found} on rank {self.topo.rank}, "
+                    f"GatheredWeights: {shards.row.megatron_name} is {found} on rank "
+                    f"{self.topo.rank}, "
                     f"expected {list(shards.shape)} {shards.dtype}, the plan's shard of "
-                    f"{shards.row.hf}"
+                    f"{shards.row.hf_names}"
                 )
 
     def _fill(self, sharded: ShardedBucket, buffer: Tensor) -> None:
@@ -285,7 +288,7 @@ class GatheredWeights(BucketStream):
             for shards in self._mine(sharded):
                 if shards.starts:
                     _, rank, _ = tensor_split(shards.row, topo)
-                    shards.view(buffer, rank).copy_(self.live[shards.row.name])
+                    shards.view(buffer, rank).copy_(self.live[shards.row.megatron_name])
             for name, (start, length) in sharded.segments.items():
                 group: dist.ProcessGroup = getattr(topo.groups, name)
                 if length and group.size() > 1:

@@ -264,9 +264,9 @@ def test_it_is_the_model_of_transformers(tmp_path, hf):
     assert counts.total == live == sum(p.numel() for p in theirs.parameters())
     held = dict.fromkeys(("replicated", "tensor", "expert"), 0)
     for weight in policy.llm.table:
-        if not weight.name.endswith("expert_bias"):
+        if not weight.megatron_name.endswith("expert_bias"):
             part = "replicated" if weight.shard == "same" else "tensor"
-            each = sum(back[name].numel() for name in weight.hf)
+            each = sum(back[name].numel() for name in weight.hf_names)
             held["expert" if weight.expert is not None else part] += each
     assert held == {part: getattr(counts, part) for part in held}
 

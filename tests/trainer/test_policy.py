@@ -191,7 +191,7 @@ def unmended_projections(folder):
 
     def split_rows(shape, mtp_layers):
         return [
-            replace(row, shard="rows") if "_down_proj" in row.name else row
+            replace(row, shard="rows") if "_down_proj" in row.megatron_name else row
             for row in mended(shape, mtp_layers)
         ]
 

@@ -107,7 +107,7 @@ class Parts:
         self.version = 0
 
         self.names = check.engine_tensor_names(
-            [name for row in self.policy.llm.table for name in row.hf],
+            [name for row in self.policy.llm.table for name in row.hf_names],
             self.plan.sizes.num_hidden_layers,
         )
         self.dtype = getattr(torch, self.plan.rollout_dtype)

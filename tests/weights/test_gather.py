@@ -70,7 +70,9 @@ def test_weight_tables_have_the_names_and_shapes_of_transformers(hf):
         config = CONFIG_MAPPING[hf["model_type"]].from_dict(hf)
         views = Destinations(AutoModelForCausalLM.from_config(config)).views
     table = family(hf["model_type"]).weights(read_sizes(hf), 0)
-    ours = {name: size for row in table for name, size in zip(row.hf, row.shapes, strict=True)}
+    ours = {
+        name: size for row in table for name, size in zip(row.hf_names, row.shapes, strict=True)
+    }
     assert ours == {name: tuple(view.shape) for name, view in views.items()}
 
 
@@ -79,7 +81,9 @@ def test_weight_tables_add_up_to_the_plans_sizes(hf):
     sizes, weights = read_sizes(hf), family(hf["model_type"]).weights
 
     def count(mtp_layers):
-        rows = [r for r in weights(sizes, mtp_layers) if not r.name.endswith("expert_bias")]
+        rows = [
+            r for r in weights(sizes, mtp_layers) if not r.megatron_name.endswith("expert_bias")
+        ]
         return bytes_of(rows) // 4
 
     assert count(0) == parameters(sizes).total
@@ -109,14 +113,16 @@ def planned(overrides):
 )
 def test_plan_buckets_cuts_the_table_in_order(overrides, limit, chosen):
     plan, table = planned(overrides)
-    names = [name for row in table for name in row.hf]
+    names = [name for row in table for name in row.hf_names]
     only = None if chosen is None else {names[i % len(names)] for i in chosen}
     buckets = plan_buckets(with_limit(plan, limit), table, only=only)
     asked = [slot.name for b in buckets for slot in b.bucket.slots]
     assert asked == [name for name in names if only is None or name in only]
 
     each = 2 if plan.model.dtype == "bfloat16" else 4
-    layers = [[p.row.name.partition(".local_experts.")[0] for p in b.shards] for b in buckets]
+    layers = [
+        [p.row.megatron_name.partition(".local_experts.")[0] for p in b.shards] for b in buckets
+    ]
     assert len({n for here in layers for n in here}) == sum(len({*here}) for here in layers)
     held = [bytes_of([p.row for p in b.shards], each) for b in buckets]
     assert all(size <= limit or len({*here}) == 1 for size, here in zip(held, layers, strict=True))
@@ -203,7 +209,7 @@ def drawn(policy):
     read = RandomWeights(policy.llm.table, plan.sizes.initializer_range, plan.seed)
     dtype = getattr(torch, plan.model.dtype)
     for row in policy.llm.table:
-        for name in row.hf:
+        for name in row.hf_names:
             yield name, read(name).to(torch.float32 if row.float32 else dtype)
 
 
