@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel
 
 from pyrl_ext.loss.inputs import LossInputs
+from pyrl_ext.metrics import glossary
 from pyrl_ext.metrics.glossary import GLOSSARY, lookup
 from pyrl_ext.metrics.glossary import RENAMED as RENAMED_METRICS
 from pyrl_ext.plan import compile_plan
@@ -197,6 +198,11 @@ def test_changes_list_every_renamed_key_and_metric():
     }
     rows = [f"| `{old}` | `{new}` |" for old, new in renamed.items()]
     assert not [row for row in rows if row not in page]
+
+
+def test_page_of_metrics_is_current():
+    """`python -m pyrl_ext.metrics.glossary > docs/metrics.md` writes it again."""
+    assert glossary.page() == (REPOSITORY / "docs/metrics.md").read_text("utf-8")
 
 
 def test_rooms_of_contributing_are_those_of_the_house():

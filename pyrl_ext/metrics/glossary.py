@@ -274,6 +274,11 @@ _HEAD = (
     "worth a look (warn) or wrong (alarm). Written by `python -m pyrl_ext.metrics.glossary`.",
     "`<id>` stands for a number.",
     "",
+    "In the formulas d = old_logprob - rollout_logprob of a token and r = exp(d), where old is the",
+    "trainer's policy before the update. Means run over the tokens under the loss mask: of the whole",
+    "rollout batch for `mismatch/`, of each minibatch for `policy/` and `loss`, which are then",
+    "averaged over the step's minibatches.",
+    "",
     "| metric | unit | definition | warn, alarm |",
     "| --- | --- | --- | --- |",
 )
