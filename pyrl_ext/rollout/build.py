@@ -1,4 +1,4 @@
-"""From the plan to what a rollout needs: prompts with their reward, and the engine."""
+"""Builds the rollout engine of a rank, and its sampling parameters, from the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyrl_ext.samples import Sampling
 
 
 def build_engine(plan: Plan, device: torch.device, rank: int = 0) -> Engine:
-    """What ``rollout.engine`` names for this rank: in this process, in one of its own, or none.
+    """The engine of this rank: in this process, in a process of its own, or an idle stand-in.
 
     Raises: RuntimeError when there are fewer GPUs than the trainer's ranks and the engines need.
     """
@@ -39,14 +39,14 @@ def build_engine(plan: Plan, device: torch.device, rank: int = 0) -> Engine:
 
 
 def build_in_process(plan: Plan) -> Engine:
-    """The engine, in a process of its own whose GPUs are the engine's."""
+    """The engine, called in a separate process that sees the engine's GPUs only."""
     if plan.threads:
         torch.set_num_threads(plan.threads)
     return build_in_this_process(plan, torch.device(plan.device))
 
 
 def _devices(plan: Plan, number: int) -> dict[str, str]:
-    """The GPUs of engine ``number``: the next ones after the trainer's, or its rank's."""
+    """The GPUs of engine ``number``: those after the trainer's, or the GPU of its rank."""
     local, ranks = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(i) for i in range(torch.cuda.device_count())]
@@ -81,11 +81,13 @@ def build_in_this_process(plan: Plan, device: torch.device) -> Engine:
         return RecordedEngine(plan.recorded_path)
     if plan.rollout.engine == "vllm":
         return _vllm(plan)
-    raise NotImplementedError(f"rollout.engine: {plan.rollout.engine!r} is not built")
+    raise NotImplementedError(
+        f"rollout.engine: {plan.rollout.engine!r}, expected hf, recorded or vllm"
+    )
 
 
 def _stops_with(plan: Plan) -> str | None:
-    """Folder of the tokenizer, for an engine that looks for stop strings."""
+    """Folder of the tokenizer, if the engine looks for stop strings."""
     return plan.tokenizer_path if plan.rollout.stop else None
 
 
@@ -109,7 +111,7 @@ def _vllm(plan: Plan) -> Engine:
 
 
 def sampling_of(plan: Plan, source: Source, step: int) -> Sampling:
-    """How the responses of ``step`` are drawn; every step has its own random streams."""
+    """How the responses of ``step`` are drawn: each step has its own random streams."""
     options = plan.rollout
     return Sampling(
         max_new_tokens=options.max_new_tokens,

@@ -1,8 +1,8 @@
-"""Rollouts: what goes into an engine (Prompt, Sampling) and what comes out (Sample).
+"""The protocol of rollout engines: Prompt and Sampling go in, Sample comes out.
 
-An engine is any object with the `Engine` protocol. Three are here: `hf.HFEngine` (embedded, on
+An engine is any object with the `Engine` protocol. There are three: `hf.HFEngine` (embedded, on
 transformers), `recorded.RecordedEngine` (replays stored batches) and `vllm.VLLMEngine`; any of them
-runs in a process of its own as a `process.client.ProcessEngine`.
+can run in a separate process, as a `process.client.ProcessEngine`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Capabilities", "Engine", "Prompt", "Sample", "Sampling", "in_order",
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do, so that a plan that needs more is refused before it starts.
+    """What an engine can do; a plan that needs more is refused before it starts.
 
     Args:
         routes: samples carry routed experts
@@ -39,7 +39,7 @@ class Capabilities:
 
 
 class Engine(Protocol):
-    """Generates samples from weights. Engines that inherit it have `generate`."""
+    """Generates samples from weights. A class that inherits it gets `generate`."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -55,27 +55,30 @@ class Engine(Protocol):
         """Takes new weights, under the names of the model's Hugging Face safetensors.
 
         Args:
-            only: names of those that come, the others stay as they are; None: all come
+            named: (name, tensor); a tensor from another process is valid until the next is asked
+                for
+            version: of these weights, kept on each sample
+            only: names of the tensors that are sent, the others stay unchanged; None: all
         """
         ...
 
     def stream(
         self, prompts: Sequence[Prompt], sampling: Sampling
     ) -> Generator[Sample, None, None]:
-        """Yields samples as they finish; closing it aborts what still runs.
+        """Yields samples as they finish; closing the stream aborts what still runs.
 
-        The order is a function of weights, prompts and sampling, not of time, so that ranks that
-        hold an engine together see the same one.
+        The order depends on weights, prompts and sampling, not on time, so all ranks that hold an
+        engine together see the same order.
         """
         ...
 
     def checksums(self, names: Sequence[str] | None) -> dict[str, int]:
-        """Name -> digest (`digest.digest`) of the tensors of the last load, as the engine took
-        them: in the type they came in, or in its own.
+        """Name -> digest (`ops.digest.digest`) of the tensors of the last load, in the type they
+        came in or in the engine's.
 
         Args:
-            names: of the checkpoint's tensors; None: all, and what else it computes with, under
-                names of its own
+            names: checkpoint names; None: all, and the engine's internal tensors under names it
+                chooses
         """
         ...
 
@@ -84,25 +87,25 @@ class Engine(Protocol):
         return in_order(self.stream(prompts, sampling), prompts)
 
     def sleep(self) -> int:
-        """Gives the memory of weights and caches back until the next `load_weights`; bytes."""
+        """Frees the memory of weights and caches until the next `load_weights`; returns bytes."""
         ...
 
     def close(self) -> None:
-        """Ends what the engine has started; it does not generate any more."""
+        """Ends what the engine has started; it cannot generate afterwards."""
         ...
 
 
 def need_weights(call: str, version: int | None, refusal: str) -> None:
-    """Raises RuntimeError where an engine holds no complete weights; ``refusal`` says why."""
+    """Raises RuntimeError if an engine has no complete weights; ``refusal`` says why."""
     if version is None:
         raise RuntimeError(f"{call}: {refusal}, expected a load_weights that succeeded")
 
 
 def incomplete(engine: str, only: Collection[str], refusal: str) -> RuntimeError:
-    """For an engine that is to keep weights which it does not have."""
+    """Error for a partial update of an engine without complete weights."""
     return RuntimeError(
-        f"{engine}.load_weights: {len(only)} tensors were to come beside the others, of which "
-        f"{refusal}, expected all"
+        f"{engine}.load_weights: {len(only)} tensors are to replace those of earlier weights, but "
+        f"{refusal}, expected complete weights"
     )
 
 

@@ -412,7 +412,7 @@ def test_some_tensors_beside_those_that_are_there():
         engine.load_weights(first.items(), 0)
         with pytest.raises(ValueError, match=words):
             engine.load_weights(given, 2, only=some)
-        with pytest.raises(RuntimeError, match=r"2 tensors were to come .* version 2 failed"):
+        with pytest.raises(RuntimeError, match=r"2 tensors are to replace .* version 2 failed"):
             engine.load_weights(parts, 3, only=some)
 
 

@@ -341,9 +341,9 @@ def over_ranks(group: dist.ProcessGroup) -> None:
         generate_on_ranks(Seeded(rank == 1), everything, scored, group)
     with pytest.raises(RuntimeError, match="rank 2: ZeroDivisionError"):
         generate_on_ranks(engine, everything, scored if rank < 2 else judge_fails, group)
-    with pytest.raises(RuntimeError, match=r"ranks \[2\] were given other prompts"):
+    with pytest.raises(RuntimeError, match=r"ranks \[2\] got other prompts"):
         generate_on_ranks(engine, asked(range(7 if rank < 2 else 6)), None, group)
-    with pytest.raises(RuntimeError, match=r"ranks \[1\] were given other prompts"):
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] got other prompts"):
         generate_on_ranks(engine, asked(range(7), 5 if rank == 1 else 6), None, group)
     assert_same(generate_on_ranks(engine, everything, scored, group)[0], got)
     own_quotas(group)

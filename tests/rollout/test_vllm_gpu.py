@@ -83,7 +83,7 @@ def test_sleep_gives_memory_back_and_the_next_publish_wakes_it(engines):
     freed = vllm.sleep()
     held = sum(t.nbytes for _, t in named)
     assert freed > held and torch.cuda.mem_get_info()[0] >= free + freed // 2
-    with pytest.raises(RuntimeError, match="weights were given back by sleep"):
+    with pytest.raises(RuntimeError, match="sleep freed its weights"):
         vllm.generate(PROMPTS, SAMPLING)
     vllm.load_weights(((n, t.cuda()) for n, t in named), version=1)
     again = vllm.generate(PROMPTS, SAMPLING)

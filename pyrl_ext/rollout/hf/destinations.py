@@ -14,7 +14,7 @@ from pyrl_ext.rollout.tensor_names import layer_of, split_experts
 
 
 class Destinations:
-    """Checkpoint name -> memory of the model, with fused experts as one view per expert.
+    """Checkpoint name -> view of the model's memory, with one view per fused expert.
 
     Args:
         model: a transformers model whose expert layers hold `gate_up_proj` [E, 2I, H] and
@@ -34,7 +34,7 @@ class Destinations:
 
     @classmethod
     def on_paper(cls, folder: str | Path) -> Destinations:
-        """Of the model that the folder's config.json describes; without memory, for `check`."""
+        """The destinations of the model in ``folder``; without memory, for `check` alone."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         model.tie_weights()
@@ -44,21 +44,21 @@ class Destinations:
     def fill(
         self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None = None
     ) -> None:
-        """Writes every destination exactly once; multi-token-prediction layers are not used.
+        """Writes every destination exactly once; tensors of MTP layers are skipped.
 
         Args:
             named: (name, tensor)
-            only: names of those that come; None: all
+            only: names of the tensors that are sent; None: all
 
         Raises:
-            ValueError: listing what is unknown, missing, given twice, of another shape or not
-                finite; the model is then half written
+            ValueError: listing unknown and missing names, names given twice, wrong shapes and
+                non-finite values; the model is then partly written
 
         Syncs: once, for the finiteness of all tensors together, as the engine holds them.
         """
         written: list[str] = []
         problems: list[str] = []
-        for name, value in self._sorted_out(named, only, problems):
+        for name, value in self._matched(named, only, problems):
             self.views[name].copy_(value)
             written.append(name)
         problems += [f"{name}: holds nan or inf" for name in self._not_finite(written)]
@@ -67,19 +67,19 @@ class Destinations:
     def check(
         self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Passes on what has a destination, for an engine that writes it elsewhere.
+        """Passes on the tensors that have a destination, for an engine that writes them itself.
 
         Args:
-            only: names of those that come; None: all
+            only: names of the tensors that are sent; None: all
 
         Raises:
-            ValueError: after the last one, as `fill`
+            ValueError: after the last tensor, as `fill` does
 
-        Syncs: once, after the last one, for the finiteness of all tensors together.
+        Syncs: once, after the last tensor, for the finiteness of all together.
         """
         finite: dict[str, Tensor] = {}
         problems: list[str] = []
-        for name, value in self._sorted_out(named, only, problems):
+        for name, value in self._matched(named, only, problems):
             finite[name] = torch.isfinite(value).all()
             yield name, value
         if finite:
@@ -88,7 +88,7 @@ class Destinations:
             problems += [f"{n}: holds nan or inf" for n, ok in zip(finite, good) if not ok]
         self._refuse(problems)
 
-    def _sorted_out(
+    def _matched(
         self,
         named: Iterable[tuple[str, Tensor]],
         only: Collection[str] | None,
@@ -101,7 +101,7 @@ class Destinations:
                 if layer_of(name) not in self.mtp_layers:
                     problems.append(f"{name}: unknown name")
             elif name not in wanted:
-                problems.append(f"{name}: not among the {len(wanted)} that were to come")
+                problems.append(f"{name}: not among the {len(wanted)} that were announced")
             elif name in given:
                 problems.append(f"{name}: given twice")
             elif value.shape != target.shape:
@@ -113,13 +113,13 @@ class Destinations:
         problems += [f"{name}: missing" for name in self.views if name in missing]
 
     def need_whole_layers(self, names: Collection[str]) -> None:
-        """Raises ValueError where some tensors of a decoder layer are in ``names``, others not."""
+        """Raises ValueError if ``names`` holds only some of the tensors of a decoder layer."""
         layers = {layer_of(name) for name in names} - {None}
         lacking = [n for n in self.views if n not in names and layer_of(n) in layers]
         if lacking:
             raise ValueError(
-                f"{self.where}.load_weights: {len(lacking)} tensors of {len(layers)} layers do not "
-                f"come, {lacking[:4]}, expected layers whole; this engine fuses their tensors"
+                f"{self.where}.load_weights: {len(lacking)} tensors of {len(layers)} layers are "
+                f"not sent, {lacking[:4]}, expected whole layers; this engine fuses their tensors"
             )
 
     def _refuse(self, problems: list[str]) -> None:
@@ -130,7 +130,8 @@ class Destinations:
             )
 
     def _not_finite(self, written: list[str]) -> list[str]:
-        """The model's own tensors are fewer than a checkpoint's, and are asked first."""
+        """Names of the tensors with non-finite values. The model's own tensors, which are fewer
+        than a checkpoint's, are looked at first."""
         extremes = [torch.stack(torch.aminmax(whole)).float() for whole in self.wholes]
         if not extremes or bool(torch.stack(extremes).isfinite().all()):
             return []

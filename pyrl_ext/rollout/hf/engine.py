@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, initialization
 
 from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.rollout.engine import Capabilities, Engine, incomplete, need_weights
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.hf.kv_slots import Slots
+from pyrl_ext.rollout.hf.model import build_model, read_config
 from pyrl_ext.rollout.hf.routers import expert_ids, find_routers, num_experts
 from pyrl_ext.rollout.hf.sampling import draw, stream_keys
 from pyrl_ext.rollout.hf.stop_strings import StopStrings, need_tokenizer
@@ -36,8 +35,8 @@ class HFEngine(Engine):
         device: "cpu", "cuda", "cuda:0"
         max_running: sequences that run at once
         max_prefill_tokens: padded prompt tokens of one prefill; a longer prompt runs alone
-        experts, attention: implementations of transformers by name; None = the faster ones here
-        tokenizer: of transformers, for sampling with stop strings
+        experts, attention: transformers implementations by name; None = the faster ones here
+        tokenizer: a transformers tokenizer, for sampling with stop strings
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class HFEngine(Engine):
         self.device = torch.device(device)
         self.max_running, self.max_prefill_tokens = max_running, max_prefill_tokens
         self.tokenizer = tokenizer
-        self.model = _build(_config(config), dtype, self.device, experts, attention)
+        self.model = build_model(read_config(config), dtype, self.device, experts, attention)
         self.layer_ids, routers = find_routers(self.model)
         self.route_dtype = route_dtype(max((num_experts(r) for r in routers), default=1))
         self._chosen: list[Tensor | None] = [None] * len(routers)
@@ -79,18 +78,18 @@ class HFEngine(Engine):
         version: int,
         only: Collection[str] | None = None,
     ) -> None:
-        """Copies new weights in; until it has succeeded once, and after it failed, no generation.
+        """Copies new weights in. The engine does not generate until that has succeeded.
 
         Args:
             named: (name, tensor of any device and float dtype) under the names of the model's
                 safetensors, experts one by one; every parameter and persistent buffer exactly once
             version: kept on each sample
-            only: names of those that come, the others stay as they are; None: all come
+            only: names of the tensors that are sent, the others stay unchanged; None: all
 
         Raises:
             ValueError: listing unknown, missing and twice given names, wrong shapes and tensors
                 with non-finite values
-            RuntimeError: some come to an engine whose others are not complete
+            RuntimeError: ``only`` is given, but the engine has no complete weights
 
         Syncs: once.
         """
@@ -103,10 +102,10 @@ class HFEngine(Engine):
         self.version = version
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """Digests of the parameters that it generates with, as they are now.
+        """Digests of the parameters it generates with, as they are now.
 
         Args:
-            names: of a checkpoint's tensors; None = all
+            names: checkpoint names; None = all
 
         Raises:
             RuntimeError: no complete weights are loaded
@@ -157,12 +156,12 @@ class HFEngine(Engine):
                 yield from run.advance(0, self._decode(run.slots))
 
     def sleep(self) -> int:
-        """Gives the memory of the weights back until the next `load_weights`; bytes."""
-        self.version, self._refusal = None, "its weights were given back by sleep"
+        """Frees the memory of the weights until the next `load_weights`; returns bytes."""
+        self.version, self._refusal = None, "sleep freed its weights"
         return self._offloaded.offload(self._destinations.views.values(), keep=False)
 
     def close(self) -> None:
-        """Nothing runs outside of the calls."""
+        """Does nothing: nothing runs outside of the calls."""
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         need_tokenizer("HFEngine", sampling, self.tokenizer)
@@ -264,7 +263,7 @@ class HFEngine(Engine):
 
 
 class _Run:
-    """One call of `stream`: who waits and who runs."""
+    """One call of `stream`: which samples wait and which run."""
 
     def __init__(self, engine: HFEngine, prompts: Sequence[Prompt], sampling: Sampling):
         self.engine, self.prompts, self.sampling = engine, prompts, sampling
@@ -296,16 +295,16 @@ class _Run:
         return self.total - self.next
 
     def should_admit(self) -> bool:
-        """A prefill costs a whole forward: rather wait until a quarter of the slots is free."""
+        """A prefill costs a whole forward, so it waits until a quarter of the slots is free."""
         free = self.slots.free
         enough = free >= self.waiting or 4 * free >= self.slots.length.size
         return self.waiting > 0 and free > 0 and enough
 
     def admit(self, max_tokens: int) -> tuple[np.ndarray, list[Prompt], np.ndarray]:
-        """Takes waiting samples into free rows.
+        """Moves waiting samples into free rows.
 
         Returns:
-            jobs [M], their distinct prompts, and each job's place among those [M]
+            jobs [M], their distinct prompts, and the index of each job's prompt among them [M]
         """
         first, width = self.next, 0
         prompts: list[Prompt] = []
@@ -321,7 +320,7 @@ class _Run:
         return jobs, prompts, jobs // self.group - first // self.group
 
     def advance(self, first: int, logits: Tensor) -> list[Sample]:
-        """Draws a token for the rows first..running-1; takes finished rows out and returns them."""
+        """Draws a token for the rows first..running-1; removes finished rows and returns them."""
         slots = self.slots
         span = slice(first, slots.running)
         places = torch.from_numpy(slots.length[span]).to(logits.device)
@@ -339,7 +338,7 @@ class _Run:
         return finished
 
     def _tails(self, span: slice, window: int) -> list[list[int]]:
-        """The last `window` tokens of the responses in these rows, fewer where there are fewer."""
+        """Up to `window` last tokens of the responses in these rows."""
         ends, jobs = self.slots.length[span], self.slots.job[span]
         begins = np.maximum(ends - window, self.limit[jobs] - self.sampling.max_new_tokens)
         low = begins.min()
@@ -350,7 +349,7 @@ class _Run:
         ]
 
     def _harvest(self, rows: np.ndarray, stopped: np.ndarray) -> list[Sample]:
-        """Copies finished rows out as samples."""
+        """Copies finished rows to samples."""
         slots, engine = self.slots, self.engine
         take = torch.from_numpy(rows).to(engine.device)
         width = int(slots.length[rows].max())
@@ -394,37 +393,5 @@ class _Run:
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:
-    """Type of the same width that can be indexed; torch cannot write into uint16 by index."""
+    """A dtype of the same width that torch can index; it cannot write into uint16 by index."""
     return torch.int16 if dtype == torch.uint16 else dtype
-
-
-def _config(given: dict[str, Any] | str | Path) -> PreTrainedConfig:
-    if not isinstance(given, dict):
-        path = Path(given)
-        path = path / "config.json" if path.is_dir() else path
-        given = json.loads(path.read_text(encoding="utf-8"))
-    assert isinstance(given, dict)
-    kind = str(given.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(f"HFEngine: model_type {kind!r}, expected one that transformers knows")
-    return CONFIG_MAPPING[kind].from_dict(given)
-
-
-def _build(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    experts: str | None,
-    attention: str | None,
-) -> Any:
-    # the weights come from load_weights: no random initialisation, no global random numbers
-    with torch.random.fork_rng(devices=[]), initialization.no_init_weights(), device:
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=attention or "sdpa",
-            # one product an expert is the fastest on a CPU, a grouped one on a GPU
-            experts_implementation=experts or ("eager" if device.type == "cpu" else "grouped_mm"),
-        )
-    model.tie_weights()  # left out with the initialisation
-    return model.eval().requires_grad_(False)

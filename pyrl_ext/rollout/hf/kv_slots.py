@@ -1,4 +1,4 @@
-"""Memory of the embedded engine: one row a running sequence, and running rows are a prefix.
+"""Memory of the embedded engine: one row per running sequence, and the running rows come first.
 
 A sequence that finishes leaves a hole; the last running rows move into the holes, so every step
 works on the slice [:running] without a gather.
@@ -14,9 +14,9 @@ from torch import Tensor
 class SlotCache:
     """Keys and values of the running sequences, as the `past_key_values` of a transformers model.
 
-    What a layer caches is up to the model: keys and values [slots, heads, capacity, dim], or with
-    latent attention the compressed latents and the rotary part, one head each. `update` is the one
-    method the models call; which rows and positions it writes is set before each forward.
+    The model decides what a layer caches: keys and values [slots, heads, capacity, dim], or with
+    latent attention the compressed latents and the rotary part, one head each. Models call
+    only `update`; the rows and positions it writes are set before each forward.
 
     Args:
         num_slots: rows

@@ -1,4 +1,4 @@
-"""The routers of a live transformers model, found by walking it, and what they return."""
+"""The routers of a live transformers model, found by walking it, and their outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings: which responses hold one, from their last tokens."""
+"""Stop strings: finds the responses that contain one, from their last tokens."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ from pyrl_ext.samples import Sampling
 
 
 def need_tokenizer(engine: str, sampling: Sampling, tokenizer: object) -> None:
-    """Raises ValueError for stop strings in an engine that has no tokenizer."""
+    """Raises ValueError if there are stop strings and the engine has no tokenizer."""
     if sampling.stop and tokenizer is None:
         raise ValueError(
             f"{engine}.stream: stop strings {list(sampling.stop)} without a tokenizer, expected "
-            "one, which makes text of tokens. Build the engine with tokenizer"
+            "one to decode tokens with. Build the engine with tokenizer"
         )
 
 
 class StopStrings:
-    """Finds the token that completes a stop string, wherever in its tokens it begins and ends.
+    """Finds the token that completes a stop string, which may begin and end within tokens.
 
-    Every token adds a byte to the text or more, so that a string which the newest token completes
-    lies in as many tokens as it has bytes.
+    Each token adds at least one byte, so a stop string of n bytes lies within the last n tokens.
 
     Args:
-        tokenizer: of transformers
+        tokenizer: a transformers tokenizer
         stop: texts, none empty
 
     Attributes:
-        window: tokens at the end of a response that decide
+        window: number of last tokens that have to be looked at
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]):
         self.tokenizer, self.stop = tokenizer, tuple(stop)
-        # one more: some tokenizers drop the space that a text begins with
+        # one more: some tokenizers drop a space at the beginning of a text
         self.window = max(len(text.encode()) for text in self.stop) + 1
 
     def complete(self, tails: Sequence[Sequence[int]]) -> np.ndarray:
-        """[N] bool, whether each of the N tails (the last `window` tokens) holds a stop string."""
+        """[N] bool, which of the N tails (the last `window` tokens) contain a stop string."""
         texts = self.tokenizer.batch_decode(tails, clean_up_tokenization_spaces=False)
         return np.array([any(stop in text for stop in self.stop) for text in texts], dtype=bool)

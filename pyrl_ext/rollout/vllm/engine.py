@@ -24,23 +24,23 @@ from pyrl_ext.samples import Prompt, Sample, Sampling, route_dtype
 class VLLMEngine(Engine):
     """Generates with vLLM, and reports log-probs of the sampled distribution and routed experts.
 
-    Every sample is a request of its own, with a seed of its own: it does not depend on which others
-    run beside it, up to the rounding of matrix products of different sizes.
+    Every sample is a separate request with its own seed. It does not depend on the samples that run
+    beside it, up to the rounding of matrix products of different sizes.
 
     Args:
         config: folder with the model's config.json; its weights are not read
         tokenizer: folder, for sampling with stop strings
-        num_experts: of a layer; 0: the model has no routers
+        num_experts: experts per layer; 0: the model has no routers
         layer_ids: 0-based global ids of the layers that have a router
         dtype: of weights and activations, "float32" or "bfloat16"
-        tp: ranks that hold one engine together; all call it alike
+        tp: ranks that hold one engine together; all make the same calls
         max_tokens: longest sample, prompt and response
         max_running: samples that run at once
         memory: share of a GPU's memory for weights and key/value cache
         cache_bytes: of the key/value cache, on a CPU
-        engine_routes: routes by vLLM's own way; None: on GPUs. On a CPU it needs Triton, which is
-            interpreted there, 100 times slower than our worker's
-        sleeps: on a GPU, `sleep` gives its memory back; vLLM must know from the start
+        engine_routes: let vLLM report routes itself; None: on GPUs only. On a CPU that needs
+            Triton's interpreter, 100 times slower than our worker
+        sleeps: on a GPU, allow `sleep` to free memory; vLLM has to know from the start
         options: further arguments of vLLM's engine
     """
 
@@ -102,18 +102,19 @@ class VLLMEngine(Engine):
         version: int,
         only: Collection[str] | None = None,
     ) -> None:
-        """Hands new weights over; until it has succeeded, and after it failed, no generation.
+        """Loads new weights. The engine does not generate until that has succeeded.
 
         Args:
             named: (name, tensor of any device and float dtype) under the names of the model's
                 safetensors, experts one by one
             version: kept on each sample
-            only: names of those that come, layers whole, the others stay as they are; None: all
+            only: names of the tensors that are sent, in whole layers; the others stay unchanged;
+                None: all
 
         Raises:
             ValueError: listing unknown, missing and twice given names, wrong shapes and tensors
                 with non-finite values; a layer in part
-            RuntimeError: some come to an engine whose others are not complete
+            RuntimeError: ``only`` is given, but the engine has no complete weights
 
         Syncs: once, for the finiteness of all tensors together.
         """
@@ -129,11 +130,11 @@ class VLLMEngine(Engine):
         self.version = version
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """Digests of the tensors that the last load brought, as vLLM's loader took them.
+        """Digests of the tensors of the last load, as vLLM's loader took them.
 
         Args:
-            names: of a checkpoint's tensors; None = all, and what lies in each worker's memory now,
-                as ``vllm rank <n>: <parameter>``
+            names: checkpoint names; None = all, and each worker's own tensors as they are now, as
+                ``vllm rank <n>: <parameter>``
 
         Raises:
             RuntimeError: no complete weights are loaded
@@ -145,11 +146,11 @@ class VLLMEngine(Engine):
         found = self._engine.collective_rpc("weight_digests", args=(names,))
         merged = {name: number for each in found for name, number in each.items()}
         apart = [n for each in found for n, number in each.items() if number != merged[n]]
-        return merged | dict.fromkeys(apart, 0)  # workers that took different ones agree with none
+        return merged | dict.fromkeys(apart, 0)  # workers that took different tensors match nothing
 
     def sleep(self) -> int:
-        """Gives the memory of weights and cache back; the next `load_weights` takes that of the
-        weights again, and the `generate` after it the cache's. Bytes that are free since.
+        """Frees the memory of weights and cache. The next `load_weights` allocates the weights
+        again, and the next `generate` the cache. Returns the bytes freed.
 
         Raises:
             RuntimeError: the engine was not started with ``sleeps``, or runs on a CPU
@@ -160,7 +161,7 @@ class VLLMEngine(Engine):
                 + ("vLLM's build for CPUs keeps its memory" if self.on_cpu else "sleeps is False")
                 + ", expected an engine on a GPU that was started with sleeps=True"
             )
-        self.version, self._refusal = None, "its weights were given back by sleep"
+        self.version, self._refusal = None, "sleep freed its weights"
         before = torch.cuda.mem_get_info()[0]
         self._engine.sleep(level=2)  # the weights too: the next publish brings all of them
         self._asleep = {"weights", "kv_cache"}
@@ -172,7 +173,7 @@ class VLLMEngine(Engine):
             self._asleep.remove(part)
 
     def close(self) -> None:
-        """Ends vLLM, before the process groups that it uses end."""
+        """Shuts vLLM down, before the process groups that it uses end."""
         self._engine.engine_core.shutdown()
 
     def stream(
@@ -184,8 +185,8 @@ class VLLMEngine(Engine):
             samples as they finish; on the CPU, not scored
 
         Raises:
-            RuntimeError: no complete weights are loaded, another stream is open, or vLLM gave a
-                request up
+            RuntimeError: no complete weights are loaded, another stream is open, or vLLM gave up
+                a request
             ValueError: stop strings without a tokenizer
         """
         self._check(sampling)
@@ -269,8 +270,9 @@ class VLLMEngine(Engine):
     def _routes(
         self, tokens: int, parts: list[tuple[int, np.ndarray]]
     ) -> tuple[Tensor | None, Tensor]:
-        """(routes [T, L, K] of the layers that have a router, which tokens have one). The last
-        token never was an input; what vLLM did not report is left to the trainer's router."""
+        """(routes [T, L, K] of the layers that have a router, mask [T] of the tokens that have a
+        route). The last token never was an input; the trainer's router chooses for tokens that vLLM
+        did not report."""
         routed = torch.zeros(tokens, dtype=torch.bool)
         if not self.layer_ids:
             return None, routed
@@ -286,8 +288,8 @@ class VLLMEngine(Engine):
 
 
 def _unwritten(config: Path) -> dict[str, str]:
-    """Fields that vLLM needs and a config written by transformers lacks: its DeepSeek-V3 has one
-    kind of router only."""
+    """Fields that vLLM needs and that transformers does not write, because its DeepSeek-V3 has
+    only one kind of router."""
     given = json.loads((config / "config.json").read_text(encoding="utf-8"))
     needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     is_v3 = given["model_type"] == "deepseek_v3"
@@ -295,7 +297,7 @@ def _unwritten(config: Path) -> dict[str, str]:
 
 
 def _start(interpreted: bool, **arguments: Any) -> Any:
-    """vLLM's engine in this process, with weights that are none yet."""
+    """vLLM's engine in this process, with random weights."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if cpu.installed():
@@ -323,8 +325,8 @@ def _start(interpreted: bool, **arguments: Any) -> Any:
 
 
 def _keep_our_groups() -> None:
-    """When its engine ends in this process, vLLM 0.32 destroys every process group there is, the
-    trainer's as well; it may end its own."""
+    """When its engine ends in this process, vLLM 0.32 destroys every process group, the trainer's
+    included; let it destroy its own only."""
     from vllm.distributed import destroy_model_parallel
     from vllm.v1.engine import core
 
@@ -341,7 +343,7 @@ def _params(sampling: Sampling, prompt: Prompt, index: int) -> Any:
         top_k=-1 if sampling.greedy else sampling.top_k or -1,
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(sampling.stop_ids),
-        ignore_eos=True,  # the config may name tokens that the plan does not stop at
+        ignore_eos=True,  # the config may name stop tokens that the plan does not have
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
         skip_special_tokens=False,  # they may be part of a stop string

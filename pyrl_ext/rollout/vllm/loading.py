@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers: takes weights, and tells what was taken and what lies in memory."""
+"""Runs inside vLLM's workers: loads weights and reports digests of them and of its memory."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Loading:
     def take_weights(
         self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None
     ) -> list[Exception]:
-        """Loads a checkpoint, or whole layers of it. vLLM itself keeps the old values of modules of
-        which nothing comes; one of which a part comes it completes with what memory holds.
+        """Loads a checkpoint, or whole layers of it. vLLM keeps the old values of modules that
+        receive nothing, and completes a module that receives a part with whatever memory holds.
 
         Args:
-            named: (name, tensor); a tensor may change as soon as the next one is asked for
-            only: names of those that come; None: all
+            named: (name, tensor); a tensor is valid until the next one is asked for
+            only: names of the tensors that are sent; None: all
 
         Returns:
-            what went wrong, such as the ValueError of `Destinations.check`. Were it raised, vLLM
-            would not wait for its other workers, and take their answers for those to the next
-            call. A list, since it also raises what is returned as an error
+            errors, such as the ValueError of `Destinations.check`. They are returned in a list:
+            raising (or returning an exception) makes vLLM skip the other workers' replies and
+            mismatch the next call
         """
         try:
             self._take(named, only)
@@ -53,30 +53,30 @@ class Loading:
         try:
             self.reload_weights(weights_iterator=self._noted(self._destinations.check(named, only)))
         except BaseException:
-            # vLLM keeps the parts of layers that it waits to complete, and would complete them with
-            # parts of the next load; an empty one ends the waiting
+            # vLLM keeps the parts of incomplete layers and would complete them with parts of the
+            # next load; an empty load drops them
             self.reload_weights(weights_iterator=())
             raise
 
     def _noted(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """A digest of each, of a copy: vLLM holds tensors until their layer is complete."""
+        """Copies each tensor, as vLLM holds it until its layer is complete; records a digest."""
         for name, tensor in named:
             copy = tensor.detach().clone()
             self._taken[name] = digest_on_device(copy)
             yield name, copy
 
     def weight_digests(self, names: Sequence[str] | None) -> dict[str, int]:
-        """Digests of the tensors last taken; with None also of what lies in vLLM's memory."""
+        """Digests of the tensors last loaded; with None also of the tensors in vLLM's memory."""
         if unknown := [name for name in names or () if name not in self._taken]:
             raise ValueError(f"VLLMEngine.checksums: {unknown[:4]}, expected names of its weights")
         if names is not None:
             return read({name: self._taken[name] for name in names})
-        held = {name: digest_on_device(tensor) for name, tensor in self._memory()}
-        return read(self._taken | {f"vllm rank {self.rank}: {n}": d for n, d in held.items()})
+        memory = {name: digest_on_device(tensor) for name, tensor in self._memory()}
+        return read(self._taken | {f"vllm rank {self.rank}: {n}": d for n, d in memory.items()})
 
     def _memory(self) -> Iterator[tuple[str, Tensor]]:
-        """vLLM's parameters and buffers, packed, fused and sharded as they are. What a CPU's
-        library has packed out of sight is seen by what it makes of a vector."""
+        """vLLM's parameters and buffers, packed, fused and sharded as they are. Weights that a CPU
+        library has packed are not visible; their product with a vector stands for them."""
         for name, module in self.model_runner.model.named_modules():
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:

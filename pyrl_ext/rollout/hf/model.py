@@ -1,0 +1,51 @@
+"""The transformers model of the embedded engine, without weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, initialization
+
+
+def read_config(given: dict[str, Any] | str | Path) -> PreTrainedConfig:
+    """The config of a dict, a config.json or its folder.
+
+    Raises: ValueError for a model type that transformers does not know.
+    """
+    if not isinstance(given, dict):
+        path = Path(given)
+        path = path / "config.json" if path.is_dir() else path
+        given = json.loads(path.read_text(encoding="utf-8"))
+    assert isinstance(given, dict)
+    kind = str(given.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"HFEngine: model_type {kind!r}, expected one that transformers knows")
+    return CONFIG_MAPPING[kind].from_dict(given)
+
+
+def build_model(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts: str | None,
+    attention: str | None,
+) -> Any:
+    """The model for inference; its weights are undefined until they are loaded.
+
+    Args:
+        experts, attention: transformers implementations by name; None = the faster ones here
+    """
+    # load_weights brings the weights: no random initialisation, no global random numbers
+    with torch.random.fork_rng(devices=[]), initialization.no_init_weights(), device:
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=attention or "sdpa",
+            # one matrix product per expert is fastest on a CPU, a grouped one on a GPU
+            experts_implementation=experts or ("eager" if device.type == "cpu" else "grouped_mm"),
+        )
+    model.tie_weights()  # skipped along with the initialisation
+    return model.eval().requires_grad_(False)
