@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class Sample:
     @property
     def response(self) -> list[int]:
         """Token ids after the prompt."""
-        return self.tokens[self.prompt_len :].tolist()
+        return cast(list[int], self.tokens[self.prompt_len :].tolist())  # pyright: ignore
 
     def check(self) -> Sample:
         """Returns the sample if its fields agree with each other.

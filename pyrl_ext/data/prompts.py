@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow
 import pyarrow.parquet
-from transformers import PreTrainedTokenizerBase
 
 from pyrl_ext.samples import Prompt
 
 AnswerRule = tuple[str, Callable[[Any], bool]]  # the rule, and whether an answer fulfils it
 
 _SHOWN_PROBLEMS = 50
+
+
+class Tokenizer(Protocol):
+    """What prompts and rewards use of a Hugging Face tokenizer."""
+
+    eos_token_id: int
+    unk_token_id: int | None
+    chat_template: str | None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Mapping[str, list[int]]: ...
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def apply_chat_template(
+        self, conversation: list[Any], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any: ...
 
 
 class DataError(ValueError):
@@ -31,7 +48,7 @@ class _Broken(Exception):
 
 def load_prompts(
     path: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     max_prompt_tokens: int,
     answer_rule: AnswerRule | None = None,
 ) -> list[Prompt]:
@@ -198,7 +215,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _prompt(record: Any, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> Prompt:
+def _prompt(record: Any, tokenizer: Tokenizer, max_prompt_tokens: int) -> Prompt:
     if not isinstance(record, dict):
         raise _Broken(f"a {type(record).__name__}", "a JSON object")
     if ("prompt" in record) == ("messages" in record):
@@ -222,7 +239,7 @@ def _prompt(record: Any, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: 
     return Prompt(0, tuple(tokens), record.get("answer"), text, rest)
 
 
-def _check_size(text: str, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
+def _check_size(text: str, tokenizer: Tokenizer, max_prompt_tokens: int) -> None:
     """Refuse a text that has too many characters for the limit, without encoding it: that takes
     minutes for the largest."""
     if len(text) <= 32 * max_prompt_tokens:
@@ -236,7 +253,7 @@ def _check_size(text: str, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens
         )
 
 
-def _render(messages: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+def _render(messages: Any, tokenizer: Tokenizer) -> str:
     rule = 'a non-empty list of {"role": text, "content": non-empty text}'
     if not isinstance(messages, list) or not messages:
         raise _Broken(f"messages {_cut(messages)}", rule)
@@ -256,7 +273,7 @@ def _render(messages: Any, tokenizer: PreTrainedTokenizerBase) -> str:
         ) from None
 
 
-def _unknown(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def _unknown(text: str, tokenizer: Tokenizer) -> str:
     for character in dict.fromkeys(text):
         if tokenizer.unk_token_id in tokenizer(character, add_special_tokens=False)["input_ids"]:
             return f"character {character!r} (U+{ord(character):04X})"

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Self
@@ -71,7 +71,7 @@ class TimeLimit:
             signal.signal(_SIGNAL, self._handler)
 
     @contextmanager
-    def watched(self, name: Callable[[], str]) -> Iterator[None]:
+    def watched(self, name: Callable[[], str]) -> Generator[None]:
         """One call.
 
         Args:

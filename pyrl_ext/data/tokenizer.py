@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
-from pyrl_ext.data.prompts import DataError
+from pyrl_ext.data.prompts import DataError, Tokenizer
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """The Hugging Face tokenizer in a folder, without network.
 
     Raises:
@@ -18,7 +19,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not Path(path).is_dir():
         raise DataError(f"tokenizer {path}: no such folder, expected one with a tokenizer.json")
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        loaded: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return loaded
     except Exception as error:
         raise DataError(
             f"tokenizer {path}: {type(error).__name__}: {error}, expected a folder that "

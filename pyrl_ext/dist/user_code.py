@@ -13,7 +13,7 @@ import os
 import random
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
@@ -151,7 +151,7 @@ class SettingsChanged(ValueError):
 
 
 @contextmanager
-def guarded(where: str) -> Iterator[None]:
+def guarded(where: str) -> Generator[None]:
     """Run user code so that it can neither end the process quietly nor change how it trains.
 
     - Settings that it leaves changed (grad mode, default dtype and device, deterministic mode,
@@ -258,7 +258,7 @@ def _read_settings() -> list[Any]:
 
 def _restore_settings(before: list[Any]) -> list[str]:
     """Set back what differs from ``before``; returns the changes, ready for a message."""
-    changes = []
+    changes: list[str] = []
     for (name, (read, restore)), was in zip(_SETTINGS.items(), before, strict=True):
         if (now := read()) != was:
             changes.append(f"{name} from {was} to {now}")
@@ -275,7 +275,7 @@ class _Streams:
         self._inside = False
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def swapped_in(self) -> Generator[None]:
         """Inside, the global generators are those of user code; they begin as copies."""
         if self._inside:  # user code that calls a guarded function
             yield

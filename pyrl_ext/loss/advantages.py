@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,8 @@ def grpo(rewards: Tensor, groups: Tensor, normalize_std: bool = True, eps: float
 
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300.
     """
-    _, group = groups.unique(return_inverse=True)
+    inverse = groups.unique(return_inverse=True)[1]  # pyright: ignore
+    group = cast(Tensor, inverse)
     size = group.bincount().double()
     values = rewards.double()  # sums and means of equal float32 rewards are then exact
 

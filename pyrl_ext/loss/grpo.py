@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyrl_ext.loss.inputs import LossInputs, ObjectiveConfig, Sums, _guard, _masked, _missing
+from pyrl_ext.loss.inputs import (
+    LossInputs,
+    ObjectiveConfig,
+    Sums,
+    clamp_log_ratio,
+    masked,
+    missing_input,
+)
 
 
 def grpo_loss(
@@ -37,12 +44,12 @@ def grpo_loss(
     https://fengyao.notion.site/off-policy-rl; k3, http://joschu.net/blog/kl-approx.html.
     """
     mask = fields.loss_mask
-    logp, old = _masked(logprobs, mask), _masked(fields.old_logprobs, mask)
+    logp, old = masked(logprobs, mask), masked(fields.old_logprobs, mask)
     policy, metrics, guarded = _policy_terms(logp, old, fields, config)
     loss, parts = policy, {"loss/policy": policy}
 
     if fields.ref_logprobs is not None:
-        log_s, guarded_ref = _guard(_masked(fields.ref_logprobs, mask) - logp)
+        log_s, guarded_ref = clamp_log_ratio(masked(fields.ref_logprobs, mask) - logp)
         ref_kl = torch.expm1(log_s) - log_s
         guarded = guarded | guarded_ref
         metrics["policy/ref_kl"] = ref_kl
@@ -50,15 +57,15 @@ def grpo_loss(
             parts["loss/ref_kl"] = config.kl_coef * ref_kl
             loss = loss + parts["loss/ref_kl"]
     elif config.kl_coef:
-        raise ValueError(_missing("kl_coef", config.kl_coef, "ref_logprobs"))
+        raise ValueError(missing_input("kl_coef", config.kl_coef, "ref_logprobs"))
 
     if entropy is not None:
-        metrics["policy/entropy"] = _masked(entropy, mask)
+        metrics["policy/entropy"] = masked(entropy, mask)
         if config.entropy_coef:
             parts["loss/entropy"] = -config.entropy_coef * metrics["policy/entropy"]
             loss = loss + parts["loss/entropy"]
     elif config.entropy_coef:
-        raise ValueError(_missing("entropy_coef", config.entropy_coef, "entropy"))
+        raise ValueError(missing_input("entropy_coef", config.entropy_coef, "entropy"))
 
     count = mask.sum()
     metrics |= parts | {"loss": loss, "policy/guarded_fraction": guarded}
@@ -71,17 +78,17 @@ def _policy_terms(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The clipped and weighted policy term, its metrics, and where a log-ratio was clamped."""
     mask = fields.loss_mask
-    advantages = _masked(fields.advantages, mask)
-    log_ratio, guarded = _guard(logp - old)
+    advantages = masked(fields.advantages, mask)
+    log_ratio, guarded = clamp_log_ratio(logp - old)
     ratio = log_ratio.exp()
     low, high = 1 - config.clip_low, 1 + config.clip_high
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
     metrics = {"policy/ppo_kl": old - logp.detach(), "policy/clip_fraction": clipped}
     if config.tis_cap is not None:
-        log_weight, guarded_weight = _guard(old - _masked(fields.rollout_logprobs, mask))
+        log_weight, guarded_weight = clamp_log_ratio(old - masked(fields.rollout_logprobs, mask))
         weight = log_weight.detach().exp().clamp(max=config.tis_cap)
         loss = loss * weight
         guarded = guarded | guarded_weight
-        metrics["policy/tis_mean"] = _masked(weight, mask)
+        metrics["policy/tis_mean"] = masked(weight, mask)
     return loss, metrics, guarded

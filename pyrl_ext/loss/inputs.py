@@ -61,17 +61,19 @@ class LossInputs:
     loss_mask: Tensor
 
 
-def _masked(x: Tensor, mask: Tensor) -> Tensor:
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` with 0 in rows outside the mask, whatever they hold, and no gradient there."""
     return torch.where(mask, x, 0)
 
 
-def _guard(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-ratio clamped so that exp cannot overflow, and where that changed it."""
+def clamp_log_ratio(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-ratio clamped so that exp cannot overflow, and a mask of what that changed."""
     return (
         log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
         log_ratio.detach().abs() > LOG_RATIO_LIMIT,
     )
 
 
-def _missing(coefficient: str, value: float, needed: str) -> str:
+def missing_input(coefficient: str, value: float, needed: str) -> str:
+    """The message about a coefficient whose term lacks an input."""
     return f"grpo_loss: {coefficient} is {value} and {needed} is None, expected {needed}"

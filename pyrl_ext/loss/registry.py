@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,17 +42,15 @@ def _checked(where: str, loss: Callable[..., Any]) -> LossFn:
     def call(
         logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs
     ) -> tuple[Tensor, Tensor, Sums]:
-        result = loss(logprobs, entropy, inputs)
-        match result:
-            case (Tensor() as total, Tensor() as count, dict() as sums):
-                pass
-            case _:
-                parts = result if isinstance(result, tuple) else (result,)
-                kinds = ", ".join(type(part).__name__ for part in parts)
-                raise ValueError(
-                    f"{where}: returned {kinds}, expected (sum of the losses: Tensor, count of "
-                    "loss tokens: Tensor, metrics: dict of name -> (sum, count))"
-                )
+        result: Any = loss(logprobs, entropy, inputs)
+        parts = cast(tuple[Any, ...], result if isinstance(result, tuple) else (result,))
+        if len(parts) != 3 or not all(map(isinstance, parts, (Tensor, Tensor, dict))):
+            kinds = ", ".join(type(part).__name__ for part in parts)
+            raise ValueError(
+                f"{where}: returned {kinds}, expected (sum of the losses: Tensor, count of loss "
+                "tokens: Tensor, metrics: dict of name -> (sum, count))"
+            )
+        total, count, sums = parts
         if total.ndim or count.ndim:
             raise ValueError(
                 f"{where}: returned a sum of shape {list(total.shape)} and a count of shape "

@@ -4,6 +4,9 @@ The statistics of a part are those of `token_logprob_stats`: [4, T] the maximum,
 sum(e * d) and the target's logit, with ``d = (logits - max) * scale`` and ``e = exp(d)``.
 """
 
+# torch.distributed is not fully typed, and torch 2.11 lacks the successors of what 2.13 deprecates
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportDeprecated=false
+
 from __future__ import annotations
 
 import torch

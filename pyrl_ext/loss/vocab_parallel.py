@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -132,9 +132,8 @@ def vocab_parallel_logprob(
     valid_vocab = check_valid_vocab(where, valid_vocab, logits.shape[1], ranks)
     targets = check_targets(where, targets, valid_vocab)
     scale = logit_scale(where, temperature, targets, accum_dtype(logits.dtype))
-    logprob, entropy = _VocabParallelLogprob.apply(
-        logits, targets, scale, valid_vocab, group, keep_mask, inplace
-    )
+    apply = cast(Any, _VocabParallelLogprob).apply
+    logprob, entropy = apply(logits, targets, scale, valid_vocab, group, keep_mask, inplace)
     return (logprob, entropy) if with_entropy else logprob
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.helpers.prompts import CONFIGS
 
 
 def test_load_tokenizer_has_a_token_for_each_character():
-    tokenizer = load_tokenizer(CONFIGS / "tiny")
+    tokenizer: Any = load_tokenizer(CONFIGS / "tiny")
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>"]
     assert tokenizer.convert_ids_to_tokens(range(7)) == special
     assert len(tokenizer) == 128

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ from pyrl_ext.samples import Prompt
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], str]]:
     """Writes a module of the user; returns its name."""
     monkeypatch.syspath_prepend(tmp_path)
-    written = []
+    written: list[str] = []
 
     def write(name: str, source: str) -> str:
         (tmp_path / f"{name}.py").write_text(source)
@@ -43,7 +43,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
 
 
 def test_load_function_takes_what_is_importable(module):
-    reward = load_function("data.reward", "pyrl_ext.data.rewards:number_match", 3)
+    reward: Any = load_function("data.reward", "pyrl_ext.data.rewards:number_match", 3)
     assert reward.__wrapped__ is number_match and reward.__qualname__ == "number_match"
     assert reward(Prompt(0, (1,), "3"), "it is 3", []) == 1.0
     name = module(

@@ -12,7 +12,7 @@ forward and backward are one pass over the chunks (6 T V H) and no logits are ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,8 +45,7 @@ def linear_logprob(
     """``vocab_parallel_logprob(hidden @ weight.T, ...)`` with its entropy, chunk by chunk.
 
     Logits are used in float32, as bfloat16 and float16 products add them up. Their gradients are
-    rounded to the dtype of ``weight`` for the products of the backward, which add up in float32. A
-    second backward is right.
+    rounded to the dtype of ``weight`` for the backward's products. A second backward is right.
 
     Args:
         hidden:  [T, H] float32, bfloat16, float16 or float64; with ``sequence_parallel``
@@ -54,12 +53,11 @@ def linear_logprob(
         weight:  [V_local, H] dtype of ``hidden``; rank r of ``group`` holds columns
             ``[r * V_local, (r + 1) * V_local)`` of the vocabulary.
         targets, group, temperature, valid_vocab: as in `vocab_parallel_logprob`.
-        rows:    [N] int64 on the host, the tokens to compute; the others are NaN, their targets are
-            not read and their gradient is 0. None: all. Tokens with zero gradient are still
-            computed; skipping them would need a device sync.
+        rows:    [N] int64 on the host, the tokens to compute; None: all. The others are NaN with
+            gradient 0. Skipping tokens with zero gradient would need a device sync.
         chunk_bytes: of a chunk's logits and their gradients; a CPU takes 512 tokens at most.
         cache_bytes: of logits cached in bfloat16 for the backward, which recomputes the rest.
-            Cached logits have a relative error of 2^-9 in their distance to the row maximum.
+            Their relative error is 2^-9 in the distance to the row maximum.
         sequence_parallel: ``hidden`` is a shard of the tokens; it is gathered chunk by chunk.
         main_grad: every backward adds the gradient of ``weight`` to ``weight.main_grad`` (float32),
             as with megatron's gradient accumulation fusion.
@@ -67,13 +65,11 @@ def linear_logprob(
     Returns:
         (log-probs [T], entropies [T]) float32, float64 for float64. All ranks hold the same bits.
 
-    Communicates: over ``group``, an all-gather of [4, N] in the forward and an all-reduce of
-    d(hidden) in chunks in the backward; with ``sequence_parallel`` an all-gather of ``hidden`` in
-    each and a reduce-scatter instead of the all-reduce.
+    Communicates: over ``group``, an all-gather of [4, N] in the forward, an all-reduce of d(hidden)
+    in the backward; with ``sequence_parallel`` a reduce-scatter, and all-gathers of ``hidden``.
 
     Raises:
-        ValueError: as `vocab_parallel_logprob`, and for ``rows`` or a ``main_grad`` that do not
-            fit.
+        ValueError: as `vocab_parallel_logprob`; or ``rows`` or ``main_grad`` do not fit.
     """
     call = plan_call(
         "linear_logprob",
@@ -89,9 +85,8 @@ def linear_logprob(
         main_grad=main_grad,
     )
     chosen, scale = call.targets_and_scale(targets, temperature, weight.dtype)
-    values = _LinearLogprob.apply(hidden.contiguous(), weight, chosen, scale, call)
-    logprob, entropy = (call.scattered(value, len(targets)) for value in values)
-    return logprob, entropy
+    logprob, entropy = _apply(_LinearLogprob, hidden.contiguous(), weight, chosen, scale, call)
+    return call.scattered(logprob, len(targets)), call.scattered(entropy, len(targets))
 
 
 def linear_logprob_loss(
@@ -146,7 +141,12 @@ def linear_logprob_loss(
     if tokens is None:
         tokens = torch.arange(len(targets), device=targets.device)
     hidden = hidden.contiguous()
-    return _LinearLogprobLoss.apply(hidden, weight, chosen, scale, tokens, call, loss_fn)  # type: ignore
+    return _apply(_LinearLogprobLoss, hidden, weight, chosen, scale, tokens, call, loss_fn)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply``, which torch declares without types."""
+    return cast(Any, function).apply(*args)
 
 
 class _LinearLogprob(torch.autograd.Function):

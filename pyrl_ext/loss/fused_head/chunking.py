@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -168,11 +169,12 @@ def _chunks(computed: Tensor, max_tokens: int, device: torch.device) -> tuple[li
     shards, shard_size = computed.shape
     count = computed.sum(0)
     bins = (count.cumsum(0) - count) // max_tokens
-    _, lengths = bins.unique_consecutive(return_counts=True)
+    counts = bins.unique_consecutive(return_counts=True)[1]  # pyright: ignore
+    lengths = cast(list[int], cast(Tensor, counts).tolist())  # pyright: ignore
     chunks: list[Chunk] = []
     order = [torch.empty(0, dtype=torch.int64)]
     row = token = 0
-    for length in lengths.tolist():
+    for length in lengths:
         pick = computed[:, row : row + length].flatten().nonzero()[:, 0]
         order.append(pick // length * shard_size + pick % length + row)
         rows, part = slice(row, row + length), slice(token, token + len(pick))

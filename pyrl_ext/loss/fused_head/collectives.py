@@ -1,5 +1,8 @@
 """Communication of `linear_logprob`: hidden states and their gradients, chunk by chunk."""
 
+# torch.distributed is not fully typed, and torch 2.11 lacks the successors of what 2.13 deprecates
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportDeprecated=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator

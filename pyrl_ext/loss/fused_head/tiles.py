@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,15 +20,15 @@ CPU_TILE = 1 << 19  # logits of a tile, few enough to be read from the processor
 
 
 @contextmanager
-def _products(dtype: torch.dtype) -> Iterator[None]:
+def _products(dtype: torch.dtype) -> Generator[None]:
     """On a CPU, multiply float32 tensors that hold ``dtype`` values with ``dtype`` instructions.
 
     bfloat16 instructions multiply bfloat16 values exactly and add them up in float32, two to four
     times as fast as float32 ones. Lower precision is exact here except for logit gradients, which
     are rounded as on a GPU.
     """
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
+    matmul = cast(Any, torch.backends.mkldnn).matmul
+    before: str = matmul.fp32_precision
     if dtype == torch.bfloat16:
         matmul.fp32_precision = "bf16"
     try:
