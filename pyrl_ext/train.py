@@ -35,7 +35,7 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
     clock = Clock(on_phase=heartbeat.enter)
     with (
         closing(Step.build(plan, topo, run.note)) as step,
-        Interrupt(topo.device).watched() as interrupt,
+        Interrupt(topo.device).handled() as interrupt,
     ):
         policy = step.policy
         run.resume(policy)

@@ -37,10 +37,10 @@ STORE = -1  # stands for the store among the watched ranks
 
 
 class Beat(NamedTuple):
-    """One rank's heartbeat. Rising ``count``: alive. ``cause``: why the run ended, passed on by
+    """One rank's heartbeat. Rising ``serial``: alive. ``cause``: why the run ended, passed on by
     every rank that reads it. ``left``: the rank exited normally, so silence is expected."""
 
-    count: int
+    serial: int
     place: str
     cause: str | None
     left: bool
@@ -190,7 +190,7 @@ class Heartbeat:
                 if grace <= 0:
                     self._exit()
                 continue
-            counts = {rank: beat.count for rank, beat in self._beats.items() if not beat.left}
+            counts = {rank: beat.serial for rank, beat in self._beats.items() if not beat.left}
             counts[STORE] = self._answers
             for who, beats in missed.items():
                 beats.see(counts.get(who))

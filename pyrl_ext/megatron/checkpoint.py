@@ -53,7 +53,7 @@ def save(
         if topo.is_main:
             facts = {"layout": layout(topo), "plan": plan.fingerprint, "digests": ALGORITHM}
             (writing / PLAN).write_text(plan.to_json())
-            (writing / COUNTERS).write_text(json.dumps(counters | facts))
+            (writing / COUNTERS).write_text(json.dumps({**counters, **facts}))
 
     def digest(writing: Path) -> None:
         write_digests(writing, topo)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 
 class Interrupt:
-    """Ctrl-C asks for a stop after the step that runs; a second one stops at once.
+    """Ctrl-C asks for a stop after the running step; a second Ctrl-C stops at once.
 
-    Under torchrun one Ctrl-C arrives twice, from the terminal and from torchrun: what comes within
-    ``SAME`` seconds counts as one.
+    Under torchrun one Ctrl-C arrives twice, from the terminal and from torchrun: signals within
+    ``SAME`` seconds count as one. SIGTERM is treated as Ctrl-C.
     """
 
     SAME = 2.0
@@ -35,7 +35,8 @@ class Interrupt:
         print("\nstopping after this step, with a checkpoint; Ctrl-C again stops now", flush=True)
 
     @contextmanager
-    def watched(self) -> Iterator[Interrupt]:
+    def handled(self) -> Iterator[Interrupt]:
+        """Handle SIGINT and SIGTERM inside the block; then restore the handlers."""
         before = [signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)]
         try:
             yield self
@@ -44,7 +45,7 @@ class Interrupt:
                 signal.signal(number, handler)
 
     def agreed(self) -> bool:
-        """Whether any rank was asked to stop, alike on every rank.
+        """Whether any rank was asked to stop; the same answer on every rank.
 
         Communicates: one number over the world. Syncs: reads it.
         """

@@ -1,4 +1,4 @@
-"""Hub ids: one rank of a node asks the hub, all of them read what it fetched."""
+"""Hub ids: one rank of a node downloads, all of them read the folder."""
 
 import hashlib
 import json
@@ -140,7 +140,7 @@ def delay(seconds):
     huggingface_hub.snapshot_download = slow
 
 
-def test_one_rank_fetches_and_all_read(hub, model):
+def test_fetch_downloads_on_one_rank_for_all(hub, model):
     none, closed = (("model.weights=owner/" + name,) for name in ("none", "closed"))
     ranks = run_ranks(on_rank, 2, 2, None, BOTH, none, closed)
     (knows, weights, tokenizer, total), *refusals = ranks[0]
@@ -157,7 +157,7 @@ def test_one_rank_fetches_and_all_read(hub, model):
     ]
 
 
-def test_without_a_network_the_cache_of_each_node_is_what_there_is(model, tmp_path, monkeypatch):
+def test_fetch_without_a_network_reads_the_cache_of_each_node(model, tmp_path, monkeypatch):
     folder = tmp_path / "models--owner--name/snapshots" / COMMIT
     shutil.copytree(model[0], folder)
     (tmp_path / "models--owner--name/refs").mkdir()

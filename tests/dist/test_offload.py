@@ -1,4 +1,4 @@
-"""Memory that is given back for a while: what returns is what left, and nothing runs without it."""
+"""Offloaded memory comes back with its contents, and nothing runs without it."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ LAYOUTS = {
 PARTS = ("optimizer", "gradients", "weights")
 
 
-def test_views_and_what_shares_memory_come_back():
+def test_onload_restores_views_and_shared_storages():
     base = torch.arange(24.0).view(4, 6)
     views, other = (base[1], base.T[2:]), torch.tensor([3, 1], dtype=torch.uint8)
     before = [t.clone() for t in (base, *views, other)]
@@ -47,7 +47,7 @@ def test_views_and_what_shares_memory_come_back():
     assert (base[1] == 7).all()
 
 
-def test_contents_that_are_not_kept_come_back_as_zeros():
+def test_onload_fills_with_zeros_what_was_not_kept():
     tensor = torch.ones(5)
     offloaded = OffloadedStorage()
     offloaded.offload([tensor], keep=False)
@@ -56,8 +56,8 @@ def test_contents_that_are_not_kept_come_back_as_zeros():
 
 
 def updates(overrides: tuple[str, ...], away: bool) -> tuple[Any, dict[str, int]]:
-    """(metrics and weights after three updates, bytes that were away), with memory given back
-    before each."""
+    """(metrics and weights after three updates, bytes that were offloaded), with everything
+    offloaded and onloaded before each."""
     plan = tiny_plan(*overrides)
     batch, freed = random_batch(), {}
     with topology.start(plan) as topo:
@@ -101,7 +101,7 @@ def on_ranks(group: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-def test_training_goes_on_as_if_nothing_had_left(ranks: int):
+def test_policy_trains_the_same_after_offload_and_onload(ranks: int):
     for found in run_ranks(on_ranks, ranks):
         for name, ((whole, _), (again, sizes)) in found.items():
             assert whole[:3] == again[:3], name
@@ -116,7 +116,7 @@ def test_training_goes_on_as_if_nothing_had_left(ranks: int):
                 assert sizes["freed optimizer"] == pytest.approx(expected, rel=0.02)
 
 
-def test_a_run_that_makes_room_for_its_engine(tmp_path: Path):
+def test_train_is_the_same_with_an_offloaded_trainer(tmp_path: Path):
     short = ("steps=2", "batching.prompts=4", "rollout.max_new_tokens=6", "log.progress=false")
     rows = {}
     for moves in ("none", "all"):
@@ -139,7 +139,7 @@ def test_a_run_that_makes_room_for_its_engine(tmp_path: Path):
     assert {"time/offload", "time/onload"} < rows["all"][0].keys()
 
 
-def test_an_engine_that_slept_wants_weights():
+def test_engine_wants_weights_after_sleep():
     torch.manual_seed(0)
     engine = HFEngine(CONFIG.parent / "tiny")
     named = [(n, 0.1 * torch.randn(v.shape)) for n, v in engine._destinations.views.items()]
