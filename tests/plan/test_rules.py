@@ -30,6 +30,7 @@ from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.language.errors import fields_of, show
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.rules._rule import unfit_for_heads
 from pyrl_ext.plan.rules.passthrough import ENGINE_KEYS, field_names, megatron_fields
 
 REPOSITORY = Path(__file__).parents[2]
@@ -186,6 +187,24 @@ def test_alignment_is_the_layouts(fp8: bool):
         unit = alignment(tp, cp, fp8)
         assert layout.padded_seqlens == (-(-rows // unit) * unit,)
         assert not fp8 or layout.padded_seqlens[0] // cp % 16 == 0
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 5, 6, 8, 12, 16])
+def test_unfit_for_heads_accepts_divisors_and_multiples(tp: int):
+    """Ranks share a key/value head as well as they hold several."""
+    problem = unfit_for_heads(tp, 4, "why", "(config.json)")
+    assert (problem is None) == (tp in (1, 2, 4, 8, 12, 16))
+    assert unfit_for_heads(tp, None, "why", "(config.json)") is None
+
+
+@pytest.mark.parametrize(("steps", "minibatches"), [(1, 1), (3, 2)])
+def test_warmup_ends_with_the_last_update_at_the_latest(steps: int, minibatches: int):
+    updates = steps * minibatches
+    run = (f"steps={steps}", f"batching.minibatches={minibatches}")
+    plan = compile_plan(TINY, [*run, f"optimizer.warmup_steps={updates}"])
+    assert plan.optimizer.warmup_steps == updates
+    (found,) = problems_of(TINY, *run, f"optimizer.warmup_steps={updates + 1}")
+    assert f"{updates + 1}, expected at most {updates}, the optimizer steps of the run" in found
 
 
 # Notes -------------------------------------------------------------------------------------------

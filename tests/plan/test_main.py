@@ -1,0 +1,44 @@
+"""The plan command answers at once: what it imports and how much it does are counted, not timed.
+
+`python -m benchmarks.plan` prints its seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
+COUNT = """\
+import json, sys
+calls = 0
+def count(frame, event, argument):
+    global calls
+    calls += event == "call"
+sys.setprofile(count)
+from pyrl_ext.plan.__main__ import main
+code = main(sys.argv[1:])
+sys.setprofile(None)
+print(json.dumps([calls, sorted(sys.modules)]), file=sys.stderr)
+sys.exit(code)
+"""
+# Twice what the largest shipped config takes; a process's start and pydantic's are most of it.
+MAX_CALLS = 1_000_000
+MAX_MODULES = 500
+HEAVY = {"torch", "transformers", "megatron", "numpy", "triton", "vllm"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_main_imports_little_and_does_little(name: str):
+    command = [sys.executable, "-c", COUNT, f"configs/{name}.yaml"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert run.returncode == 0, run.stderr
+    calls, modules = json.loads(run.stderr.splitlines()[-1])
+    assert not HEAVY & {module.split(".")[0] for module in modules}
+    assert len(modules) < MAX_MODULES
+    assert calls < MAX_CALLS
