@@ -80,25 +80,6 @@ def test_tables_with_strides():
     assert expand_runs(columns[:, 0], columns[:, 1], 8).tolist() == [3, 4, -1, 10, 11, 12, 13, -1]
 
 
-def test_opcheck():
-    for runs, size in (([], 0), ([], 3), ([(2, 3), (-1, 2)], 7)):
-        torch.library.opcheck(op.overload, (*table(runs), size))
-
-
-def test_compiles_without_a_graph_break():
-    args = table([(2, 3), (-1, 2)])
-    compiled = torch.compile(
-        lambda s, n: expand_runs(s, n, 6) + 1, fullgraph=True, backend="aot_eager"
-    )
-    assert torch.equal(compiled(*args), expand_runs(*args, 6) + 1)
-
-
-def test_meta_gives_the_shape():
-    table = torch.empty(3, dtype=torch.int64, device="meta")
-    out = expand_runs(table, table, 11)
-    assert (out.shape, out.dtype, out.device.type) == ((11,), torch.int64, "meta")
-
-
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize(
     ("lengths", "message"),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.ops import gather_fields, use_backend
-from pyrl_ext.ops.gather_fields import native, op, reference
+from pyrl_ext.ops.gather_fields import native, reference
 from tests.helpers import emulated
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -136,11 +136,6 @@ def test_captured_once_serves_other_rows():
     fields[0].add_(1)
     graph.replay()
     equal_bits(out.views, list(gathered(fields, rows, fills)))
-
-
-def test_opcheck():
-    fields, rows, fills = case(kinds=KINDS[:4])
-    torch.library.opcheck(op.overload, (fields, rows, fills, False))
 
 
 def test_compiles_without_a_graph_break():

@@ -184,16 +184,6 @@ def test_padding_does_not_leak_into_the_gradient():
     assert grad.tolist() == [[3.0], [0.0]]
 
 
-@pytest.mark.parametrize("shape", ["one", "no rows", "odd"])
-def test_opcheck(shape):
-    src, rows, fill = case(shape)
-    torch.library.opcheck(inverse.op.overload, (rows, len(src)))
-    map_ = invert_rows(rows, len(src))
-    inputs = src.requires_grad_(), rows, fill.requires_grad_()
-    torch.library.opcheck(op.overload, inputs)
-    torch.library.opcheck(op.overload, (*inputs, *map_))
-
-
 @pytest.mark.parametrize("given", [False, True])
 def test_compiles_without_a_graph_break(given):
     src, rows, fill = case("odd")
@@ -207,11 +197,6 @@ def test_compiles_without_a_graph_break(given):
         out = f(src.requires_grad_(), rows, fill)
         results.append((out, *torch.autograd.grad(out, src, torch.ones_like(out))))
     assert all(torch.equal(eager, compiled) for eager, compiled in zip(*results))
-
-
-def test_meta_tensors_have_shapes():
-    src, rows, fill = (t.to("meta") for t in case("odd"))
-    assert gather_rows(src, rows, fill, invert_rows(rows, len(src))).shape == (100, 7)
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

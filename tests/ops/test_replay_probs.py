@@ -278,14 +278,6 @@ def test_the_gradient_reads_chosen_experts_only():
     assert scores.grad.isfinite().all() and not routing_map.requires_grad
 
 
-@pytest.mark.parametrize("norm", NORMS)
-def test_opcheck(norm):
-    scores, ids, grad = case((9, 8, 3), ids=torch.int32)
-    call = (scores.requires_grad_(), ids, norm, 1.5)
-    torch.library.opcheck(op.overload, (*call, torch.bfloat16))
-    torch.library.opcheck(grad_op.overload, (grad, scores.detach(), *call[1:]))
-
-
 def test_compiles_without_a_graph_break():
     scores, ids, grad = case((33, 16, 4))
 
@@ -300,13 +292,6 @@ def test_compiles_without_a_graph_break():
     compiled(a)[0].backward(grad)
     run(b)[0].backward(grad)
     assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
-
-
-def test_meta_tensors_have_shapes_and_dtypes():
-    scores, ids = torch.empty(5, 8, device="meta"), torch.empty(5, 2, device="meta").long()
-    probs, routing_map = replay_probs(scores, ids, "softmax", None, torch.float16)
-    assert (probs.shape, probs.dtype) == ((5, 8), torch.float16)
-    assert (routing_map.shape, routing_map.dtype) == ((5, 8), torch.bool)
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pyrl_ext.ops import token_logprob_grad, token_logprob_grad_, token_logprob_stats, use_backend
 from pyrl_ext.ops._native import C
-from pyrl_ext.ops.token_logprob import grad_op, native, over_op, reference, stats_op
+from pyrl_ext.ops.token_logprob import native, over_op, reference
 from tests.helpers import emulated
 
 INF = torch.inf
@@ -202,16 +202,6 @@ def test_threads_change_no_bit(threads):
         assert torch.equal(native.stats(*args), one)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_opcheck(dtype):
-    logits, targets, scale = case(V=50, dtype=dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    scale = scale.to(wide)
-    torch.library.opcheck(stats_op.overload, (logits, targets, scale, 0, 47))
-    rows = [row.to(wide) for row in rows_of(logits, scale, 47)]
-    torch.library.opcheck(grad_op.overload, (logits, targets, scale, 0, 47, *rows))
 
 
 def test_named_backend_and_arguments_that_do_not_fit():

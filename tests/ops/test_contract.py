@@ -1,0 +1,156 @@
+"""What every operator promises `torch.library`: opcheck, full graphs, shapes without data."""
+
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from pyrl_ext import ops
+from pyrl_ext.ops._op import Op
+
+INT = torch.int64
+
+
+def every_op() -> dict[str, Op]:
+    """The operators of the package, by name."""
+    names = [m.name for m in pkgutil.walk_packages(ops.__path__, "pyrl_ext.ops.") if m.ispkg]
+    modules = [
+        importlib.import_module(name) for name in (*names, "pyrl_ext.ops.gather_rows.inverse")
+    ]
+    instances = [value for m in modules for value in vars(m).values() if isinstance(value, Op)]
+    return {op.qualname.removeprefix("pyrl_ext::"): op for op in instances}
+
+
+def real(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+    )
+
+
+def logprob_args(dtype: torch.dtype) -> tuple[Any, ...]:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    logits, targets = real(5, 20, dtype=dtype), torch.tensor([0, 3, 19, 7, 25])
+    return logits, targets, 0.5 + real(5, dtype=wide), 0, 17
+
+
+def grad_args(dtype: torch.dtype, masked: bool) -> tuple[Any, ...]:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    vectors = [1 + real(5, dtype=wide) for _ in range(5)]  # max, log_sum, entropy, two gradients
+    keep = (real(5, 20) < 0.7,) if masked else ()
+    return *logprob_args(dtype), *vectors, *keep
+
+
+ROWS = torch.tensor([2, -1, 0, 2])
+STARTS, ORDER = torch.tensor([0, 1, 1, 3]), torch.tensor([2, 0, 3, -1])  # ROWS inverted
+IDS = torch.tensor([[0, 5], [3, 1], [7, 6]])
+CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "gather_rows": ("gather_rows", (real(3, 7, grad=True), ROWS, real(7, grad=True))),
+    "gather_rows, inverse": (
+        "gather_rows",
+        (real(3, 7, grad=True), ROWS, real(7, grad=True), STARTS, ORDER),
+    ),
+    "gather_rows, no rows": ("gather_rows", (real(3, 7), ROWS[:0], real(7))),
+    "invert_rows": ("invert_rows", (ROWS, 3)),
+    "sum_rows": ("sum_rows", (real(4, 2, grad=True), ROWS, STARTS, ORDER)),
+    "gather_fields": (
+        "gather_fields",
+        (
+            [real(3), torch.arange(6).view(3, 2), real(3, dtype=torch.bfloat16)],
+            ROWS,
+            [0, -1, 1],
+            False,
+        ),
+    ),
+    "gather_routes, uint8": (
+        "gather_routes",
+        (torch.arange(24).view(3, 4, 2).to(torch.uint8), ROWS, torch.tensor([3, 0]), 64),
+    ),
+    "gather_routes, uint16": (
+        "gather_routes",
+        ((torch.arange(24).view(3, 4, 2) * 15).to(torch.uint16), ROWS, torch.tensor([1]), 384),
+    ),
+    "expand_runs": ("expand_runs", (torch.tensor([2, -1]), torch.tensor([3, 2]), 7)),
+    "expand_runs, no runs": ("expand_runs", (ROWS[:0], ROWS[:0], 3)),
+    **{
+        f"replay_probs, {norm}": (
+            "replay_probs",
+            (real(3, 8, dtype=torch.float32, grad=True), IDS, norm, 1.5, torch.bfloat16),
+        )
+        for norm in ("none", "sum", "softmax")
+    },
+    **{
+        f"replay_probs_grad, {norm}": (
+            "replay_probs_grad",
+            (real(3, 8, dtype=torch.float32), real(3, 8, dtype=torch.float32), IDS, norm, 1.5),
+        )
+        for norm in ("none", "sum", "softmax")
+    },
+    **{
+        f"token_logprob_stats, {dtype}": ("token_logprob_stats", logprob_args(dtype))
+        for dtype in (torch.float64, torch.bfloat16)
+    },
+    **{
+        f"{op}, {dtype}, masked {masked}": (op, grad_args(dtype, masked))
+        for op in ("token_logprob_grad", "token_logprob_grad_")
+        for dtype in (torch.float64, torch.bfloat16)
+        for masked in (False, True)
+    },
+}
+
+
+@pytest.fixture(params=CASES)
+def call(request: pytest.FixtureRequest) -> tuple[Op, tuple[Any, ...]]:
+    name, args = CASES[request.param]
+    copies = tree_map(lambda x: _copy(x) if isinstance(x, Tensor) else x, args)
+    return every_op()[name], tuple(copies)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
+    """Of an operator that writes in place, what it wrote."""
+    out = op(*args)
+    return [args[0]] if out is None else [out] if isinstance(out, Tensor) else list(out)
+
+
+def test_every_op_has_a_case():
+    assert {name for name, _ in CASES.values()} == every_op().keys()
+
+
+def test_op_passes_opcheck(call):
+    op, args = call
+    torch.library.opcheck(op.overload, args)
+
+
+def test_op_compiles_without_a_graph_break(call):
+    op, args = call
+    args = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, args)
+    eager = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, args)
+    torch._dynamo.reset()  # one function compiled for every operator
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    out = compiled(*args)
+    ours = [args[0]] if out is None else [out] if isinstance(out, Tensor) else list(out)
+    for a, b in zip(ours, results(op, eager), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_op_gives_shapes_and_dtypes_of_meta_tensors(call):
+    op, args = call
+    args = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, args)
+    host = {"layers"}  # arguments that stay on the host
+    names = [argument.name for argument in op.overload._schema.arguments]
+    meta = [
+        tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, value)
+        if name not in host
+        else value
+        for name, value in zip(names, args, strict=False)
+    ]
+    for a, b in zip(results(op, tuple(meta)), results(op, args), strict=True):
+        assert a.is_meta and (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
