@@ -13,6 +13,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from pyrl_ext.cli import COMMANDS
 from pyrl_ext.loss.inputs import LossInputs
 from pyrl_ext.metrics import glossary
 from pyrl_ext.metrics.glossary import GLOSSARY, lookup
@@ -171,6 +172,11 @@ def test_commands_are_run_or_say_what_they_need(page: str):
     called += [m.group(1) for x in quoted(TEXTS[page]) if (m := re.match(r"make ([a-z-]+)", x))]
     wrong += [f"make {target}" for target in called if target not in targets]
     assert not wrong, f"{page} shows {wrong}: CI cannot run them"
+
+
+def test_commands_of_pyrl_exist():
+    called = {name for text in TEXTS.values() for name in re.findall(r"[`/]pyrl (\w+)", text)}
+    assert called == set(COMMANDS)
 
 
 def test_commands_of_all_pages_are_listed_once():
