@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shlex
-import time
 from pathlib import Path
 
 import pytest
 
-from pyrl_ext.plan import ConfigError, compile_plan
+from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compile import draft_of, load
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import stage_memory
-from pyrl_ext.plan.forecast.step_time import step_time
+from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.forecast.suggest import (
     LEFT_FREE,
     TOKENS,
@@ -32,13 +31,10 @@ GLM47 = CONFIGS / "glm47.yaml"
 
 @pytest.fixture(scope="module")
 def eight() -> Search:
-    began = time.process_time()
-    found = suggest(GLM47, (), 8, "H200")
-    assert time.process_time() - began < 5
-    return found
+    return suggest(GLM47, (), 8, "H200")
 
 
-def test_what_is_suggested_holds_and_fits(eight: Search):
+def test_suggest_finds_plans_that_hold_and_fit(eight: Search):
     assert 1 < len(eight.found) <= 6
     for each in eight.found:
         plan = compile_plan(GLM47, each.overrides)  # every rule holds
@@ -52,13 +48,26 @@ def test_what_is_suggested_holds_and_fits(eight: Search):
     assert totals == sorted(totals)
 
 
-def test_layouts_are_counted_by_what_is_wrong_with_them(eight: Search):
+def test_suggest_counts_layouts_by_the_rule_they_break(eight: Search):
     assert eight.broken["heads_split_over_tp"] > 0  # 20 heads on 8 ranks
     assert 0 < eight.held < eight.layouts
     assert eight.too_large > 0  # all experts on each of eight ranks
 
 
-def test_nothing_faster_was_left_out():
+def test_suggest_prices_few_plans_in_full(eight: Search, monkeypatch: pytest.MonkeyPatch):
+    """What takes time is pricing: a search does it for a few settings of each valid layout."""
+    priced: list[Plan] = []
+
+    def counted(plan: Plan) -> StepTime | None:
+        priced.append(plan)
+        return step_time(plan)
+
+    monkeypatch.setattr("pyrl_ext.plan.forecast.suggest.step_time", counted)
+    assert suggest(GLM47, (), 8, "H200").found == eight.found
+    assert len(eight.found) <= len(priced) < eight.held
+
+
+def test_suggest_leaves_nothing_faster_out():
     fixed = ["parallel.pp=1", "parallel.cp=1"]
     source = load(GLM47, fixed)
     given = _Given(draft_of(source), frozenset(source.overrides), 8, "H100")
@@ -76,7 +85,7 @@ def test_nothing_faster_was_left_out():
     assert search.found[0].time.total == pytest.approx(min(totals))
 
 
-def test_other_gpus_and_what_the_command_line_sets():
+def test_suggest_keeps_overrides_on_other_gpus():
     fixed = ["parallel.tp=2", "model.recompute=full"]
     search = suggest(GLM47, fixed, 16, "H100")
     assert search.found
@@ -95,7 +104,7 @@ def test_other_gpus_and_what_the_command_line_sets():
         ("parallel.tp=3", "3 does not divide"),
     ],
 )
-def test_problems_that_no_layout_mends_are_told(
+def test_suggest_reports_problems_of_every_layout(
     override: str, message: str, capsys: pytest.CaptureFixture[str]
 ):
     assert main([str(GLM47), override, "--suggest", "12xH200"]) == 2
@@ -103,7 +112,7 @@ def test_problems_that_no_layout_mends_are_told(
     assert f"command line: {override}: {message}" in told
 
 
-def test_problems_of_the_given_layout_are_mended():
+def test_suggest_solves_problems_of_the_given_layout():
     with pytest.raises(ConfigError):
         compile_plan(GLM47, ["hardware.gpu=A100"])
     search = suggest(
@@ -112,7 +121,7 @@ def test_problems_of_the_given_layout_are_mended():
     assert search.found  # microbatches that hold the longest sample
 
 
-def test_dynamic_context_parallelism_fits_the_ranks():
+def test_suggest_bounds_dynamic_context_parallelism():
     path = CONFIGS / "qwen3_30b.yaml"
     given = compile_plan(path).parallel.dynamic_cp
     search = suggest(path, (), 8, "H200")
@@ -120,14 +129,16 @@ def test_dynamic_context_parallelism_fits_the_ranks():
     assert given and sizes and all(size is None or size <= min(8, given) for size in sizes)
 
 
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]):
+def test_suggest_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]):
     assert main([str(CONFIGS / "glm47_355b.yaml"), "rollout.tp=8", "--suggest", "8xA100"]) == 2
     told = capsys.readouterr().out
     assert "do not fit" in told
 
 
 @pytest.mark.parametrize("wanted", ["8H200", "8xV100", "H200", ""])
-def test_bad_argument_is_refused_with_an_example(wanted: str, capsys: pytest.CaptureFixture[str]):
+def test_suggest_refuses_a_bad_argument_with_an_example(
+    wanted: str, capsys: pytest.CaptureFixture[str]
+):
     assert main([str(GLM47), "--suggest", wanted]) == 2
     assert capsys.readouterr().err == (
         f"command line: --suggest: {wanted!r}, expected a number and one of A100, H100, H200, "
@@ -135,7 +146,7 @@ def test_bad_argument_is_refused_with_an_example(wanted: str, capsys: pytest.Cap
     )
 
 
-def test_what_is_printed_can_be_pasted(eight: Search, capsys: pytest.CaptureFixture[str]):
+def test_print_suggestions_can_be_pasted(eight: Search, capsys: pytest.CaptureFixture[str]):
     assert main([str(GLM47), "--suggest", "8xH200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     pasted = [line.partition(": ")[2] for line in lines if line[:1].isdigit() and ": " in line[:4]]
@@ -146,7 +157,7 @@ def test_what_is_printed_can_be_pasted(eight: Search, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("layers", "mtp", "stages"), [(47, 0, 4), (47, 1, 8), (61, 0, 16), (5, 0, 5)]
 )
-def test_even_layouts(layers: int, mtp: int, stages: int):
+def test_even_layout_differs_by_one_layer(layers: int, mtp: int, stages: int):
     parallel = Parallel(pp=stages, pipeline_model_parallel_layout=even_layout(layers, mtp, stages))
     counts = [len(chunk.layers) for (chunk,) in plan_stages(parallel, layers, mtp)]
     assert sum(counts) == layers and max(counts) - min(counts) <= 1

@@ -1,8 +1,8 @@
-"""`--suggest 8xH200`: the fastest plans that hold and fit on so many GPUs, near a given one.
+"""`--suggest 8xH200`: the fastest plans that hold and fit on these GPUs, near a given one.
 
-Every way to arrange the ranks is held against all rules. What passes is ordered by a quick estimate
-with nothing saved in memory, which no other setting of the same layout beats. From the fastest on,
-each is priced in full with as little saved as fits, until none of those left can be among the best.
+Every layout of the ranks is checked against all rules. Valid layouts are sorted by an optimistic
+estimate without memory saving, then priced exactly in that order, each with the least saving that
+fits, until no remaining estimate can enter the list of the fastest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pyrl_ext.plan.rules._rule import divisors
 
 Values = dict[Key, Any]  # (section, key) -> value
 
-# What candidates may change besides the GPU.
+# The keys that candidates may change besides the GPU.
 RANKS = tuple(("parallel", key) for key in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp"))
 SPLIT = tuple(("parallel", key) for key in SPLIT_WAYS)
 LAYOUT = ("parallel", "pipeline_model_parallel_layout")
@@ -40,54 +40,54 @@ DISTRIBUTED, DYNAMIC = ("optimizer", "distributed"), ("parallel", "dynamic_cp")
 RECOMPUTE, OFFLOAD = ("model", "recompute"), ("optimizer", "offload")
 GPU, MEMORY = ("hardware", "gpu"), ("hardware", "memory")
 
-# Whether it fits is a rule of this key, and depends on more than the layout.
+# The rule of this key (whether it fits) depends on more than the layout, so it is checked apart.
 FIT_KEY = "hardware.gpu"
-# Of a GPU's memory: most of what a step takes is estimated.
+# Share of a GPU's memory that stays free, since most of a step's memory is estimated.
 LEFT_FREE = 0.05
-# How much less than a quick estimate a layout may take.
+# A layout may take this share of its quick estimate.
 SLACK = 0.95
 
 
 class Suggestion(NamedTuple):
-    """A plan that holds."""
+    """A plan that holds and fits."""
 
     overrides: tuple[str, ...]
-    """What to set beside the given overrides."""
+    """Overrides to add to the given ones."""
     plan: Plan
     peak: int
-    """Bytes that the fullest rank holds at most,"""
+    """Most bytes that the fullest rank holds."""
     limit: int
-    """of these. A part is left free."""
+    """Device memory of a rank [bytes]."""
     time: StepTime
 
 
 class _Option(NamedTuple):
-    """Values to look at."""
+    """A candidate: a layout with more values set."""
 
     layout: int
-    """Number of the layout,"""
+    """Number of the layout."""
     values: Values
-    """with more set."""
+    """The layout's values and more."""
     peak: int | None = None
-    """Bytes of the fullest rank; None: nobody has looked yet whether that fits."""
+    """Bytes of the fullest rank; None: not computed yet."""
 
 
 @dataclass
 class Search:
-    """What was looked at, and what came out."""
+    """The result of a search."""
 
     layouts: int
-    """Ways to arrange the ranks."""
+    """Layouts of the ranks."""
     broken: Counter[str] = field(default_factory=Counter)
     """Rule -> layouts that break it."""
     held: int = 0
-    """Layouts that break none,"""
+    """Layouts that break no rule."""
     too_large: int = 0
-    """and of these, what was tried and does not fit."""
+    """Of these, layouts that were tried and do not fit."""
     found: tuple[Suggestion, ...] = ()
-    """Fastest first; of a layout the fastest setting that fits."""
+    """Fastest first; for each layout the fastest setting that fits."""
     smallest: tuple[int, tuple[str, ...]] | None = None
-    """Where it is too much, the least that was found for a rank [bytes], and its overrides."""
+    """If some do not fit: the least memory of a rank [bytes], and its overrides."""
 
 
 def suggest(
@@ -98,15 +98,15 @@ def suggest(
     most: int = 6,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Search:
-    """The fastest ``most`` plans for ``gpus`` devices of the kind ``gpu``, near that of a file.
+    """The fastest `most` plans for `gpus` devices of the kind `gpu`, starting from a config file.
 
-    What is set on the command line stays as it is.
+    Keys that the overrides set are not changed.
 
     Args:
-        progress: called now and then with the share that is done.
+        progress: called repeatedly with the share that is done.
 
     Raises:
-        ConfigError: with problems that no layout mends
+        ConfigError: with problems that every layout has
     """
     source = load(path, overrides)
     draft = draft_of(source)
@@ -132,12 +132,12 @@ def suggest(
     search.held = len(held)
     _try(given, held, most, search, progress)
     for each in search.found:
-        compile_plan(path, [*overrides, *each.overrides])  # as it will be when it is pasted
+        compile_plan(path, [*overrides, *each.overrides])  # check it as it will be pasted
     return search
 
 
 def _broken(plan: Plan) -> list[tuple[str, str, str]]:
-    """(rule, key, message) of the rules that do not hold."""
+    """(rule, key, message) of the rules that a plan breaks."""
     return [
         (function.__name__, *found)
         for key, function in RULES
@@ -153,8 +153,8 @@ def _try(
     search: Search,
     progress: Callable[[float], None],
 ) -> None:
-    """Fill in what fits, from the layouts that hold."""
-    waiting: list[tuple[float, int, _Option]] = []  # quick estimate, a number to tell them apart
+    """Fill `search` with the fastest of the valid layouts that fit."""
+    waiting: list[tuple[float, int, _Option]] = []  # quick estimate, tie-breaker
     for number, layout in enumerate(layouts):
         progress(number / len(layouts) / 2)
         if given.weight_bytes(layout) > given.limit:
@@ -171,7 +171,7 @@ def _try(
     while waiting and waiting[0][0] <= worst:
         _, key, option = heapq.heappop(waiting)
         progress(1 - len(waiting) / total / 2)
-        if option.peak is None:  # what it takes to fit, which may be slower than others
+        if option.peak is None:  # find the saving that makes it fit; that may cost time
             if fitting := given.that_fits(option, search):
                 least = SLACK * quick_seconds(given.plan(fitting.values))
                 heapq.heappush(waiting, (least, key, fitting))
@@ -189,27 +189,27 @@ def _try(
 
 
 class _Given:
-    """The plan to stay near, and its candidates on other GPUs."""
+    """The given plan, and its candidates on the wanted GPUs."""
 
     def __init__(self, draft: Plan, pinned: frozenset[Key], gpus: int, gpu: str) -> None:
         self.draft, self.pinned, self.gpus = draft, pinned, gpus
         self.machine: Values = {GPU: gpu}
         if draft.hardware.gpu != gpu:
-            self.machine[MEMORY] = None  # it is another GPU's
+            self.machine[MEMORY] = None  # the given value is of another GPU
         limit = memory_limit(self.plan({}))
         assert limit is not None, "candidates name a GPU"
         self.limit, self.room = limit, int((1 - LEFT_FREE) * limit)
 
     def value(self, key: Key) -> Any:
-        """What the given plan says."""
+        """The value in the given plan."""
         return getattr(getattr(self.draft, key[0]), key[1])
 
     def choices(self, key: Key, values: Sequence[Any]) -> list[Any]:
-        """``values``, or the one that the command line sets."""
+        """`values`, or the given value if an override sets it."""
         return [self.value(key)] if key in self.pinned else list(dict.fromkeys(values))
 
     def plan(self, values: Values) -> Plan:
-        """The given plan with other values, unchecked."""
+        """The given plan with other values; not checked."""
         changed: dict[str, dict[str, Any]] = {}
         for (section, key), value in (self.machine | values).items():
             changed.setdefault(section, {})[key] = value
@@ -217,11 +217,11 @@ class _Given:
         for section, update in changed.items():
             vars(plan)[section] = getattr(plan, section).model_copy(update=update)
         vars(plan)["world_size"] = plan.parallel.world_size
-        vars(plan).pop("stages", None)  # follow from what was changed
+        vars(plan).pop("stages", None)  # computed again from the new values
         return plan
 
     def layouts(self) -> Iterator[Values]:
-        """Every way to arrange the ranks, with layers cut into stages for it."""
+        """Every layout of the ranks, with the layers split into its stages."""
         sizes, layers = divisors(self.gpus), self.draft.sizes.num_hidden_layers
         axes = [self.choices(("parallel", axis), sizes) for axis in ("tp", "pp", "cp")]
         for tp, pp, cp in product(*axes):
@@ -239,7 +239,7 @@ class _Given:
                     yield ranks | self._split(pp, vpp or 1) | self._spread(dp, cp)
 
     def _split(self, pp: int, vpp: int) -> Values:
-        """As given for the same stages; else equal ones, or a layout that is nearly even."""
+        """The split as given for the same stages; otherwise equal stages, or nearly equal ones."""
         same = (pp, vpp) == (self.draft.parallel.pp, self.draft.parallel.vpp_size)
         if same or any(key in self.pinned for key in SPLIT):
             return {}
@@ -250,8 +250,8 @@ class _Given:
         return found
 
     def _spread(self, dp: int, cp: int) -> Values:
-        """The optimizer's state is spread where there are copies: as many bytes are sent. Dynamic
-        context parallelism, where it is given, has as many ranks as that or as there are."""
+        """Shard the optimizer state wherever there are copies: it sends as many bytes. Dynamic
+        context parallelism, if given, keeps its size or is bounded by the ranks."""
         found: Values = {
             DISTRIBUTED: self.choices(DISTRIBUTED, [dp * cp > 1 or self.value(DISTRIBUTED)])[0]
         }
@@ -262,8 +262,8 @@ class _Given:
         return found
 
     def tokens(self, layout: Values) -> list[int]:
-        """Sizes of microbatches: as given, half and twice that, and what the longest sample needs,
-        in blocks of 256."""
+        """Sizes of microbatches: as given, half and twice that; or, if the longest sample needs
+        more, its rows rounded up to 256."""
         plan = self.plan(layout)
         least = -(-plan.max_rows // (plan.parallel.dynamic_cp or plan.parallel.cp))
         given = plan.batching.tokens_per_microbatch
@@ -271,13 +271,13 @@ class _Given:
         return self.choices(TOKENS, sizes or [-(-least // 256) * 256])
 
     def savings(self) -> list[Values]:
-        """What to do about memory, from nothing to all; what the host does is slowest."""
+        """Memory savings from none to all; offloading to the host is slowest and comes last."""
         again = self.choices(RECOMPUTE, ["none", "selective", "full"])
         away = self.choices(OFFLOAD, [0.0, 1.0])
         return [{OFFLOAD: share, RECOMPUTE: how} for share in away for how in again]
 
     def that_fits(self, option: _Option, search: Search) -> _Option | None:
-        """The option with the first saving with which it fits; None: it does with none."""
+        """The option with the first saving that makes it fit; None: no saving does."""
         *others, most = self.savings()
         least = self.peak(option.values | most)
         if search.smallest is None or least < search.smallest[0]:
@@ -292,7 +292,7 @@ class _Given:
         return None
 
     def peak(self, values: Values) -> int:
-        """Most bytes of the fullest rank; of the first stage that is too full, if one is."""
+        """Most bytes of the fullest rank; it stops at the first stage that does not fit."""
         plan, most = self.plan(values), 0
         for stage in range(plan.parallel.pp):
             most = max(most, memory_of(plan, stage).peak)
@@ -301,7 +301,7 @@ class _Given:
         return most
 
     def suggestion(self, option: _Option) -> Suggestion:
-        """An option that fits, priced in full."""
+        """An option that fits, priced exactly."""
         plan = self.plan(option.values)
         time = step_time(plan)
         assert time is not None and option.peak is not None
@@ -309,13 +309,13 @@ class _Given:
         return Suggestion(texts, plan, option.peak, self.limit, time)
 
     def weight_bytes(self, values: Values) -> float:
-        """What a rank of equal stages holds of weights and gradients, whatever is saved."""
+        """Bytes of weights and gradients on a rank of equal stages: no saving reduces them."""
         plan = self.plan(values)
         counts = rank_parameters(plan, parameters(plan.sizes)).total / plan.parallel.pp
         return counts * (DTYPE_BYTES[plan.model.dtype] + 4)
 
     def _texts(self, values: Values) -> tuple[str, ...]:
-        """The values that are not as given, as overrides."""
+        """The values that differ from the given plan, as overrides."""
         return tuple(
             f"{'.'.join(key)}={value if isinstance(value, str) else show(value)}"
             for key, value in values.items()
@@ -324,8 +324,8 @@ class _Given:
 
 
 def even_layout(layers: int, mtp: int, stages: int) -> str:
-    """megatron's layout of stages that differ by one layer at most; those at the ends, which have
-    the embedding and the loss, get one more last."""
+    """Megatron's layout string for stages that differ by one layer at most. The stages at the ends,
+    which have the embedding and the loss, are the last to get the extra layer."""
     fewest, more = divmod(layers, stages)
     inner_first = sorted(range(stages), key=lambda i: (-min(i, stages - 1 - i), i))
     longer = set(inner_first[:more])

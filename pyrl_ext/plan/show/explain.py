@@ -1,4 +1,4 @@
-"""What a key means: its field, its value in a plan and where that came from, the rules on it."""
+"""Explains a key: its type, its value in a plan, where that came from, and the rules on it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def explain(name: str, source: Source | None, console: Console) -> None:
-    """Print what is known of `section.key`, of a section, or of a key without a section.
+    """Print the explanation of `section.key`, of a section, or of a key without a section.
 
     Args:
         name: as it is written on the command line
-        source: the resolved configuration; None: only what the schema says
+        source: the resolved configuration; None: explain from the schema alone
         console: where to print
 
     Raises:
-        ConfigError: where there is no such key
+        ConfigError: there is no such key
     """
     key = tuple(name.split("."))
     section, inner = key[0], fields_of(key[0])
@@ -84,12 +84,12 @@ def _facts(key: Key, source: Source | None) -> Iterator[tuple[str, str]]:
 
 
 def field_of(key: Key) -> Any:
-    """The schema's field of a key that is known."""
+    """The schema's field of a known key."""
     return fields_of(*key[:-1])[key[-1]]
 
 
 def value_of(key: Key, source: Source) -> Any:
-    """What `source` says, or the default; None for a required field that is missing."""
+    """The value in `source`, or the default; None for a required field that is missing."""
     tree: Any = source.tree
     for part in key:
         if not isinstance(tree, dict) or part not in tree:
@@ -100,7 +100,7 @@ def value_of(key: Key, source: Source) -> Any:
 
 
 def came_from(key: Key, source: Source) -> str:
-    """Who wrote a value: an override, a line of the file or of a parent, or nobody."""
+    """Where a value came from: an override, a line of the file or of a parent, or the default."""
     tree: Any = source.tree
     for part in key[:-1]:
         tree = tree.get(part, {})

@@ -1,4 +1,4 @@
-"""What `--suggest` prints: a table of plans, and the overrides of each on a line to paste."""
+"""Prints the result of `--suggest`: a table of plans, and the overrides of each on one line."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pyrl_ext.plan.language.errors import ConfigError, Problem
 
 
 def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
-    """Print the plans for ``wanted`` (8xH200). Exit code 0: there are some; 2: there is none.
+    """Print the plans for `wanted` (8xH200). Exit code 0: some were found; 2: none.
 
     Raises:
-        ConfigError: with problems that no layout mends
+        ConfigError: with problems that every layout has
     """
     try:
         gpus, gpu = parse_gpus(wanted)
@@ -35,7 +35,7 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
     if not search.found:
         if search.smallest:
             peak, texts = search.smallest
-            console.print(f"the least found holds {size(peak)} on a GPU, with", " ".join(texts))
+            console.print(f"the smallest layout needs {size(peak)} on a GPU, with", " ".join(texts))
         return 2
     table = Table(box=None, pad_edge=False)
     for name in ("", "tokens", "recompute", "peak GiB", "left GiB", "s a step", "MFU"):
@@ -54,7 +54,7 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
 
 
 class _Line:
-    """A line about the search, once it has taken a second."""
+    """A progress line that appears after one second."""
 
     def __init__(self, console: Any) -> None:
         self.status, self.began, self.shown = console.status(""), monotonic(), False

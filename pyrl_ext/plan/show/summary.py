@@ -1,4 +1,4 @@
-"""What a plan comes to, in words and numbers: what the terminal and the page both show."""
+"""Verdicts, facts and values of a plan as text, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyrl_ext.plan.schema import Config, Section
 
 
 class Verdict(NamedTuple):
-    """The answer to one question about a plan."""
+    """The answer to one question about a plan: does it hold, fit, run."""
 
     tone: Literal["good", "bad", "plain"]
     answer: str
@@ -36,14 +36,14 @@ class Value(NamedTuple):
 
 
 class Summary:
-    """A plan with all that is computed from it, each once."""
+    """A plan with its memory and time, computed once."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """What the fullest rank of every stage holds."""
+        """Memory of the fullest rank of every stage."""
         return stage_memory(self.plan)
 
     @cached_property
@@ -53,12 +53,12 @@ class Summary:
 
     @cached_property
     def limit(self) -> int | None:
-        """Bytes a device has; None where the plan does not say."""
+        """Bytes of device memory; None if the plan does not name it."""
         return memory_limit(self.plan)
 
     @cached_property
     def time(self) -> StepTime | None:
-        """Seconds of a step; None where the plan names no GPU."""
+        """Time of a step; None if the plan names no GPU."""
         return step_time(self.plan)
 
     @property
@@ -76,7 +76,7 @@ class Summary:
         stages = f" of stage {stage.stage}" if self.plan.parallel.pp > 1 else ""
         where = f"at the peak ({phase}) of the fullest rank{stages}"
         if limit is None:
-            unknown = "hardware.gpu names no device to hold it against"
+            unknown = "hardware.gpu names no device to compare with"
             return Verdict("plain", "memory", f"{about}{size(stage.peak)} {where}; {unknown}")
         peak, spare = f"{about}{size(stage.peak)} of {size(limit)} {where}", limit - stage.peak
         if spare < 0:
@@ -96,19 +96,21 @@ class Summary:
     def _runs(self) -> Verdict:
         missing = len(self.plan.unsupported)
         if not missing:
-            return Verdict("good", "runs", "the trainer builds all that the plan names")
+            return Verdict("good", "runs", "the trainer supports everything in this plan")
         things = "1 thing" if missing == 1 else f"{missing} things"
-        return Verdict("bad", "cannot run yet", f"{things} that the trainer refuses, named below")
+        return Verdict(
+            "bad", "cannot run yet", f"{things} that the trainer does not support, listed below"
+        )
 
     @property
     def device(self) -> str:
-        """What one rank runs on."""
+        """The device of one rank, in words."""
         hardware = self.plan.hardware
         return f"one {hardware.gpu}" if hardware.gpu else f"one {self.plan.device} device"
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
-    """(name, text) of what follows from the plan: ranks, parameters, routes and the batch."""
+    """(name, text) of derived numbers: ranks, groups, parameters, routes and batch sizes."""
     parallel, sizes, batching = plan.parallel, plan.sizes, plan.batching
     counts, routers = parameters(sizes), plan.router_layers
     expert_dp = parallel.world_size // (parallel.pp * parallel.ep * parallel.etp_size)
@@ -119,7 +121,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("ranks", f"{plan.world_size} = {replica}; experts {experts}"),
         ("groups", groups or "none: one rank"),
-        ("parameters", f"{count(counts.total)}, of which {count(counts.active)} serve a token"),
+        ("parameters", f"{count(counts.total)}, {count(counts.active)} of them active for a token"),
         ("routers", f"{len(routers)} of {sizes.num_hidden_layers} layers ({ranges(routers)}), "
                     f"each picks {sizes.topk} of {sizes.num_experts} experts"),
         ("engine", _engine(plan)),
@@ -156,8 +158,8 @@ def peak_phase(stage: StageMemory) -> str:
 
 
 def most_microbatches(plan: Plan) -> int:
-    """Microbatches of a minibatch on one replica, if every sample is the longest."""
-    # a sample that only several ranks hold (parallel.dynamic_cp) is a microbatch by itself
+    """Microbatches of a minibatch on one replica if every sample has the maximum length."""
+    # a sample that is split over several ranks (parallel.dynamic_cp) is one microbatch
     each = max(1, plan.batching.tokens_per_microbatch // plan.max_rows)
     samples = -(-plan.samples_per_minibatch // plan.parallel.dp)
     return -(-samples // each)
@@ -178,10 +180,10 @@ def _engine(plan: Plan) -> str:
     rollout = plan.rollout
     way = "in the trainer's process"
     if plan.transport != "inprocess":
-        way = f"in a process of its own, weights by {plan.transport}"
+        way = f"in a separate process, weights by {plan.transport}"
     if rollout.engine != "vllm":
         return rollout.engine if rollout.engine == "recorded" else f"{rollout.engine}, {way}"
-    where = "of their own" if rollout.gpus else "that the trainer shares"
+    where = "apart from the trainer's" if rollout.gpus else "shared with the trainer"
     number, devices = (
         (rollout.gpus or plan.world_size) // rollout.tp,
         rollout.gpus or plan.world_size,

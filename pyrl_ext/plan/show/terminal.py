@@ -1,4 +1,4 @@
-"""A plan as tables for the terminal: what a user asks first, or every field."""
+"""A plan as tables for the terminal: verdicts first, and every field on request."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _TONES = {"good": "bold green", "bad": "bold red", "plain": "bold"}
 
 
 def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
-    """Print verdict, facts, memory, stages, what is not the default, notes and what cannot run.
+    """Print verdicts, facts, memory, time, stages, changed fields, notes and unsupported features.
 
     Args:
         plan: the compiled plan
-        console: where to
-        everything: every field, not only those that are not the default; reasons in full
+        console: where to print
+        everything: print every field and not only changed ones, and reasons in full
     """
     summary = Summary(plan)
     console.print(f"[bold]{escape(plan.source)}[/]", soft_wrap=True)
@@ -59,7 +59,7 @@ def _titled(console: Console, title: str, table: Table) -> None:
 
 
 def _table(*columns: str, whole: int = 1, right: Iterable[str] = ()) -> Table:
-    """A table without lines: the first `whole` columns never wrap, numbers are at the `right`."""
+    """A table without borders: the first `whole` columns never wrap, `right` ones align right."""
     table = Table(box=None, pad_edge=False, show_header=any(columns))
     for number, column in enumerate(columns):
         side = "right" if column in right else "left"
@@ -68,7 +68,7 @@ def _table(*columns: str, whole: int = 1, right: Iterable[str] = ()) -> Table:
 
 
 def _reasons_last(table: Table, in_full: bool) -> None:
-    """The last column holds reasons: what fits on the line, unless all words are asked for."""
+    """The last column holds reasons: cut at the end of the line unless `in_full`."""
     column = table.columns[-1]
     column.style = "dim"
     if not in_full:
@@ -76,7 +76,7 @@ def _reasons_last(table: Table, in_full: bool) -> None:
 
 
 def verdict_table(summary: Summary) -> Table:
-    """Is it consistent, does it fit, can it run."""
+    """Whether the plan is consistent, fits and can run."""
     table = _table("", "")
     for tone, answer, detail in summary.verdicts:
         table.add_row(f"[{_TONES[tone]}]{answer}[/]", escape(detail))
@@ -84,7 +84,7 @@ def verdict_table(summary: Summary) -> Table:
 
 
 def facts_table(plan: Plan) -> Table:
-    """What follows from the plan: ranks, groups, parameters, routes and batch numbers."""
+    """Derived numbers: ranks, groups, parameters, routes and batch sizes."""
     table = _table("", "")
     for name, fact in facts(plan):
         table.add_row(name, escape(fact))
@@ -92,7 +92,7 @@ def facts_table(plan: Plan) -> Table:
 
 
 def memory_table(summary: Summary, in_full: bool = False) -> tuple[str, Table]:
-    """Title, and items of the fullest stage by phase, what they come to and what is left."""
+    """(title, items of the fullest stage by phase, with totals and headroom)."""
     stage, limit = summary.fullest, summary.limit
     unit, factor = unit_for(max(stage.peak, limit or 0))
     several = len(summary.memory) > 1
@@ -126,7 +126,7 @@ def _item_name(item: Item) -> str:
 
 
 def time_table(time: StepTime, in_full: bool = False) -> Table:
-    """Seconds of every phase, and of what takes them with what is assumed."""
+    """Time of every phase and of each kind of work in it, with the assumption behind it."""
     table = _table("phase", "time", "share", "assumed", whole=3, right=("time", "share"))
     _reasons_last(table, in_full)
     for phase in dict.fromkeys(cost.phase for cost in time.costs):
@@ -146,7 +146,7 @@ def _took(seconds: float, total: float) -> tuple[str, str]:
 
 
 def stages_table(plan: Plan) -> Table:
-    """What each chunk of each pipeline stage holds; layers and routers are 0-based global ids."""
+    """Contents of each chunk of each pipeline stage; layers and routers are 0-based global ids."""
     columns = ("stage", "chunk", "layers", "routers", "besides", "parameters")
     table = _table(*columns, right=("parameters",))
     for rank, stage in enumerate(plan.stages):
@@ -168,7 +168,7 @@ def stages_table(plan: Plan) -> Table:
 
 
 def changes_table(plan: Plan, width: int) -> Table:
-    """The fields that are not the default, as overrides, and what they mean."""
+    """The fields that differ from their default, as overrides, with their meaning."""
     changed = [value for value in values(plan) if not value.is_default]
     return _fields_table(
         [(f"{key}=[bold]{escape(text)}[/]", about) for key, text, about, _ in changed], width
@@ -176,7 +176,7 @@ def changes_table(plan: Plan, width: int) -> Table:
 
 
 def sections_table(plan: Plan, width: int) -> Table:
-    """Every field and what it means; values that are not the default are bold."""
+    """Every field with its meaning; values that differ from the default are bold."""
     rows, above = [], ""
     for key, text, meaning, is_default in values(plan):
         section, _, name = key.rpartition(".")
@@ -189,7 +189,7 @@ def sections_table(plan: Plan, width: int) -> Table:
 
 
 def _fields_table(rows: list[tuple[str, str]], width: int) -> Table:
-    """(field in markup, meaning); a field is on one line where that leaves room for the meaning."""
+    """A table of (field in markup, meaning); fields wrap to leave room for the meanings."""
     table = _table("field", "meaning", whole=0)
     longest = max(Text.from_markup(field).cell_len for field, _ in rows)
     table.columns[0].width = min(longest, width - 30)
