@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
 
 
 class DataError(ValueError):
-    """Everything that is wrong with a prompt file, a line each."""
+    """All problems of a prompt file, one a line."""
 
 
 class _Broken(Exception):
@@ -94,15 +94,15 @@ def load_prompts(
 class PromptSource:
     """A stream of training prompts over a list, and a held-out set.
 
-    The order of epoch e is a shuffle by (seed, e), and where a step begins follows from its number
-    alone: a resumed run needs no cursor.
+    Epoch e is shuffled by (seed, e), and the place of a step in the stream follows from its number:
+    a resumed run needs no cursor.
 
     Args:
         prompts: to train on
-        held_out: to evaluate on; None = every eighth of `prompts` by a hash of its tokens, which
-            are then not trained on
+        held_out: to evaluate on; None: an eighth of `prompts`, chosen by a hash of the tokens and
+            not trained on
         seed: of the order
-        shuffle: False = file order
+        shuffle: False: file order
 
     Raises:
         ValueError: nothing to train on or nothing to evaluate on
@@ -151,7 +151,7 @@ class PromptSource:
 
 def _split(prompts: list[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
     """(train, held out): an eighth of the distinct prompts, at least one, by rank of a hash."""
-    # a hash without structure: a checksum would hold out related prompts together
+    # a cryptographic hash: a checksum would hold out related prompts together
     marks = {p.tokens: sha256(repr(p.tokens).encode()).digest() for p in prompts}
     ranked = sorted(marks, key=lambda tokens: marks[tokens])
     chosen = set(ranked[: max(1, len(ranked) // 8)])

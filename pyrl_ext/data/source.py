@@ -1,11 +1,10 @@
-"""The prompts of a run and how their responses are scored."""
+"""The prompts of a run, and how their responses are scored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import Reward, score
@@ -13,12 +12,12 @@ from pyrl_ext.data.tasks import Task
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.dist.user_code import load_function
 from pyrl_ext.plan import Plan
-from pyrl_ext.samples import Sample
+from pyrl_ext.samples import Prompt, Sample
 
 
 @dataclass(frozen=True)
 class Source:
-    """Prompts of the run, and how their responses are judged.
+    """Prompts of the run, and how their responses are scored.
 
     Args:
         prompts:  ``take(step, n)`` and ``held_out(n)``.
@@ -34,8 +33,8 @@ class Source:
     stop_ids: tuple[int, ...]
     timeout: float | None = None
 
-    def scorer(self, prompts: list[Any]) -> Callable[[list[Sample]], list[Sample]]:
-        """Fills in the rewards of samples of ``prompts``."""
+    def scorer(self, prompts: Sequence[Prompt]) -> Callable[[list[Sample]], list[Sample]]:
+        """A function that returns samples of ``prompts`` with their rewards."""
         return partial(
             score,
             prompts=prompts,
@@ -49,7 +48,9 @@ class Source:
 def build_source(plan: Plan) -> Source:
     """Read prompts, tokenizer and reward; every problem of a prompt file is reported at once.
 
-    Raises: DataError, ValueError.
+    Raises:
+        DataError: a prompt file or the tokenizer cannot be used.
+        ValueError: the task or the reward cannot be used.
     """
     if plan.tokenizer_path is None:
         raise ValueError("model.tokenizer: null, expected a folder: prompts are encoded with it")

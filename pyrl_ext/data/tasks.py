@@ -1,4 +1,4 @@
-"""Built-in verifiable tasks: endless prompts from a seed, an exact answer, partial credit.
+"""Built-in verifiable tasks: unlimited prompts from a seed, exact answers, partial credit.
 
 They are small on purpose: a model of a few layers learns one from random weights in minutes on a
 CPU, so that a whole training run can be watched, tested and bisected without a download.
@@ -34,7 +34,7 @@ def _next(letters: str, alphabet: str) -> str:
 
 
 def _countdown(digits: str, alphabet: str) -> str:
-    """From the last digit down to 0, which no prompt holds."""
+    """All digits below the last one, down to 0, which is in no prompt."""
     return "".join(str(d) for d in reversed(range(int(digits[-1]))))
 
 
@@ -78,7 +78,7 @@ class Task:
         self.name, self.seed = name, seed
         self.options = read_options(name, options or {})
         self.alphabet = SYMBOLS[name][: self.options.alphabet]
-        # the same few answers are scored over and over
+        # the same few answers are encoded for every response
         self.encode = lru_cache(4096)(lambda text: tuple(encode(text)))
         self.eos_id = eos_id
 
@@ -88,7 +88,7 @@ class Task:
         return [self._prompt(step * n + i, self._text(draw, held_out=False)) for i in range(n)]
 
     def held_out(self, n: int) -> list[Prompt]:
-        """n distinct prompts (ids -1, -2, ...) that `take` never returns.
+        """The first n of the distinct prompts (ids -1, -2, ...) that `take` never returns.
 
         Raises:
             ValueError: the task does not have that many
@@ -109,9 +109,9 @@ class Task:
         return [self._prompt(-1 - i, text) for i, text in enumerate(texts)]
 
     def reward(self, prompt: Prompt, text: str, tokens: list[int]) -> float:
-        """Longest common subsequence of answer and response over the longer one's length.
+        """Length of the longest common subsequence of answer and response, over the longer length.
 
-        Both count with the end token, so a right answer that does not stop is not fully right.
+        Both include the end token, so a right answer that does not stop earns less than 1.
         """
         target = [*self.encode(prompt.answer), self.eos_id]
         return common_subsequence(target, tokens) / max(len(target), len(tokens))
@@ -139,7 +139,7 @@ class Task:
 
 
 def common_subsequence(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest sequence that both hold in order, gaps allowed."""
+    """Length of the longest sequence that both contain in order, with gaps."""
     best = [0] * (len(second) + 1)
     for x in first:
         diagonal = 0

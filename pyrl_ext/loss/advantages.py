@@ -1,4 +1,4 @@
-"""Advantages, one function each: rewards and groups in, one number a sample out."""
+"""Advantages: functions from rewards and groups to one number per sample."""
 
 from __future__ import annotations
 

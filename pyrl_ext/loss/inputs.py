@@ -1,4 +1,4 @@
-"""The loss contract: what a loss reads and returns, and the arithmetic all losses share."""
+"""The loss contract: the inputs and results of a loss, and arithmetic that all losses share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ObjectiveConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What a loss sees beside the current log-probs, all [T] on their device.
+    """The inputs of a loss beside the current log-probs, all [T] on the same device.
 
     Args:
         old_logprobs: float32, of the target in the policy before the update [nats].

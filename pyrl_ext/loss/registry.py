@@ -1,4 +1,4 @@
-"""The advantage and the loss that a plan names, built in or the user's."""
+"""The advantage and the loss that a plan names: built-in functions, or functions of the user."""
 
 from __future__ import annotations
 

@@ -108,13 +108,13 @@ def assert_right(ours, expected, dtype, mode):
 @pytest.mark.parametrize("rows", [None, ROWS], ids=["all", "rows"])
 @pytest.mark.parametrize("mode", [*CACHES, "loss"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_and_gradients_against_float64(dtype, mode, rows, tile, monkeypatch):
+def test_linear_logprob_is_right_against_float64(dtype, mode, rows, tile, monkeypatch):
     monkeypatch.setattr(tiles, "CPU_TILE", tile)
     assert_right(solve(None, dtype, mode, rows=rows), exact(dtype, rows), dtype, mode)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_loss_inside_the_chunk_gives_the_same_bits(dtype):
+def test_linear_logprob_loss_gives_the_same_bits(dtype):
     for outside, inside in zip(solve(None, dtype), solve(None, dtype, "loss"), strict=True):
         assert torch.equal(outside, inside)
 
@@ -164,7 +164,7 @@ def by_rank():
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_change_nothing(by_rank, size, name):
+def test_linear_logprob_does_not_depend_on_the_ranks(by_rank, size, name):
     (dtype, mode), settings = LAYOUTS[name]
     ranks = [rank[size, name] for rank in by_rank[:size]]
     for rank in ranks[1:]:
@@ -182,7 +182,7 @@ def test_ranks_change_nothing(by_rank, size, name):
 
 
 @pytest.mark.parametrize("rows", [None, torch.tensor([1, 4])], ids=["all", "rows"])
-def test_gradcheck(rows):
+def test_linear_logprob_passes_gradcheck(rows):
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(5, 3, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(7, 3, generator=g, dtype=torch.float64, requires_grad=True)
@@ -205,7 +205,7 @@ def test_gradcheck(rows):
     assert torch.autograd.gradcheck(inside, (hidden, weight))
 
 
-def test_the_gradient_of_the_sum_scales_what_was_made_before():
+def test_linear_logprob_loss_scales_its_gradients_in_the_backward():
     hidden, weight, targets, *_ = problem(torch.float32)
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -215,7 +215,7 @@ def test_the_gradient_of_the_sum_scales_what_was_made_before():
     assert all(torch.equal(2 * a, b) for a, b in zip(once, twice, strict=True))
 
 
-def test_a_loss_without_a_gradient():
+def test_linear_logprob_loss_takes_a_loss_without_a_gradient():
     hidden, weight, targets, *_ = problem(torch.float32)
     hidden.requires_grad_()
     loss = linear_logprob_loss(hidden, weight, targets, lambda logprob, *_: logprob.detach().sum())
@@ -227,7 +227,7 @@ def test_a_loss_without_a_gradient():
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
-def test_main_grad(inside, tied):
+def test_linear_logprob_adds_to_main_grad(inside, tied):
     hidden, weight, targets, *_ = problem(torch.bfloat16)
     hidden.requires_grad_()
     weight: Any = torch.nn.Parameter(weight)
@@ -254,7 +254,7 @@ def test_main_grad(inside, tied):
     assert not torch.equal(added, added.bfloat16().float()), "rounded to the weight's type"
 
 
-def test_sums_over_chunks_are_not_rounded():
+def test_linear_logprob_does_not_round_sums_over_chunks():
     """4096 equal tokens: in bfloat16 a sum stops growing at 256 of them."""
     hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -264,7 +264,7 @@ def test_sums_over_chunks_are_not_rounded():
     assert grad.tolist() == [[2048.0], [-2048.0]]
 
 
-def test_a_weight_without_a_gradient_gets_none():
+def test_linear_logprob_gives_a_frozen_weight_no_gradient():
     hidden, weight, targets, *_ = problem(torch.float32)
     hidden.requires_grad_()
     with Operations() as operations:
@@ -295,7 +295,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("mode", "per_token"), [("recompute", 8), ("cache", 6), ("loss", 6)], ids=lambda x: str(x)
 )
-def test_floating_point_operations(mode, per_token):
+def test_linear_logprob_does_the_promised_operations(mode, per_token):
     hidden, weight, targets, *_ = problem(torch.float32)
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -314,7 +314,7 @@ def test_floating_point_operations(mode, per_token):
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 @pytest.mark.parametrize("mode", ["recompute", "loss"])
-def test_float32_products_are_right_by_either_library(mode):
+def test_linear_logprob_is_right_by_either_library(mode):
     """oneDNN's on a CPU unless it is switched off; halves are multiplied as float32."""
     for dtype, onednn in ((torch.float32, True), (torch.bfloat16, True), (torch.float64, False)):
         counts = []
@@ -327,7 +327,7 @@ def test_float32_products_are_right_by_either_library(mode):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
-def test_onednn_rounds_as_float32_does():
+def test_by_onednn_rounds_as_float32_does():
     """Its sums run in longer chains than a BLAS has, no type on the way is narrower."""
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(64, 2048, generator=g), torch.randn(2048, 512, generator=g)
@@ -369,7 +369,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", ["recompute", "cache", "loss"])
-def test_memory_is_that_of_a_chunk_and_the_cache(mode):
+def test_linear_logprob_holds_a_chunk_and_the_cache(mode):
     tokens, size, vocab, chunk_bytes, cache_bytes = 2048, 256, 32000, 1 << 24, 1 << 25
     hidden = torch.randn(tokens, size).bfloat16().requires_grad_()
     weight = torch.randn(vocab, size).bfloat16().requires_grad_()
@@ -393,7 +393,7 @@ def test_memory_is_that_of_a_chunk_and_the_cache(mode):
 
 
 @pytest.mark.parametrize("rows", [None, torch.tensor([], dtype=torch.int64)], ids=["all", "rows"])
-def test_no_tokens(rows):
+def test_linear_logprob_takes_no_tokens(rows):
     tokens = 0 if rows is None else 3
     hidden = torch.randn(tokens, 4, requires_grad=True)
     weight = torch.randn(8, 4, requires_grad=True)
@@ -406,7 +406,7 @@ def test_no_tokens(rows):
     assert loss == 0
 
 
-def test_rows_outside_are_not_looked_at():
+def test_linear_logprob_does_not_read_rows_outside():
     hidden, weight, targets, temperature, _ = problem(torch.float32)
     whole, _ = linear_logprob(hidden, weight, targets, temperature=temperature, valid_vocab=VALID)
     others = torch.ones(T, dtype=torch.bool)
@@ -420,7 +420,7 @@ def test_rows_outside_are_not_looked_at():
     assert grad.isfinite().all() and grad[others].count_nonzero() == 0
 
 
-def test_what_is_not_finite_stays_in_its_token():
+def test_linear_logprob_keeps_what_is_not_finite_in_its_token():
     hidden, weight, targets, *_ = problem(torch.float32)
     hidden[3] = torch.nan
     hidden.requires_grad_()
@@ -431,14 +431,14 @@ def test_what_is_not_finite_stays_in_its_token():
     assert grad[torch.arange(T) != 3].isfinite().all()
 
 
-def test_hidden_and_weight_in_any_layout():
+def test_linear_logprob_takes_any_memory_layout():
     hidden, weight, targets, *_ = problem(torch.float32)
     expected = linear_logprob(hidden, weight, targets)[0]
     odd = torch.zeros(T, 2 * H)[:, ::2].copy_(hidden), weight.t().contiguous().t()
     assert torch.allclose(linear_logprob(*odd, targets)[0], expected, rtol=1e-6, atol=1e-5)
 
 
-def test_the_precision_of_products_is_put_back():
+def test_linear_logprob_restores_the_precision_of_products():
     hidden, weight, targets, *_ = problem(torch.bfloat16)
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, seen = matmul.fp32_precision, []
@@ -456,7 +456,7 @@ def test_the_precision_of_products_is_put_back():
 @needs_gpu
 @pytest.mark.parametrize("mode", [*CACHES, "loss"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_on_a_gpu(dtype, mode):
+def test_linear_logprob_on_a_gpu(dtype, mode):
     hidden, weight, targets, temperature, coefficients = (x.cuda() for x in problem(dtype))
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -506,7 +506,7 @@ GOOD: dict[str, Any] = dict(
         (dict(main_grad=True), "weight.main_grad is None, expected torch.float32 [8, 3]"),
     ],
 )
-def test_what_is_refused(change, message):
+def test_linear_logprob_refuses_wrong_arguments(change, message):
     inside = partial(linear_logprob_loss, loss_fn=lambda logprob, *_: logprob.sum())
     for function, name in ((linear_logprob, "linear_logprob"), (inside, "linear_logprob_loss")):
         with pytest.raises(ValueError) as error:
@@ -514,6 +514,6 @@ def test_what_is_refused(change, message):
         assert str(error.value).startswith(f"{name}: ") and message in str(error.value)
 
 
-def test_a_loss_is_one_number():
+def test_linear_logprob_loss_needs_one_number():
     with pytest.raises(ValueError, match=r"loss_fn returned \[2\], expected the sum"):
         linear_logprob_loss(**GOOD, loss_fn=lambda logprob, *_: logprob)

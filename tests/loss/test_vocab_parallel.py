@@ -132,7 +132,7 @@ def relative(value, expected):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_against_float64(results, name):
+def test_vocab_parallel_logprob_is_right_against_float64(results, name):
     logprob, entropy, grad = exact(**CASES[name])
     bound = 1e-12 if name == "float64" else 2e-5
     for rank in results:
@@ -146,7 +146,7 @@ def test_values_and_gradients_against_float64(results, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_hold_the_same_bits(results, name):
+def test_vocab_parallel_logprob_has_the_same_bits_on_all_ranks(results, name):
     for rank in results[1:]:
         assert torch.equal(rank[name][0], results[0][name][0])
         assert torch.equal(rank[name][1], results[0][name][1])
@@ -154,7 +154,7 @@ def test_all_ranks_hold_the_same_bits(results, name):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_gradcheck(with_entropy, masked):
+def test_vocab_parallel_logprob_passes_gradcheck(with_entropy, masked):
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 7, generator=g, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([0, 5, 2])
@@ -173,14 +173,14 @@ def test_gradcheck(with_entropy, masked):
     assert torch.autograd.gradcheck(function, logits)
 
 
-def test_the_default_is_log_softmax():
+def test_vocab_parallel_logprob_defaults_to_log_softmax():
     logits, targets, _, _ = problem(torch.float32)
     expected = logits.double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert relative(vocab_parallel_logprob(logits, targets), expected) <= 2e-5
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_a_second_backward_in_place_is_an_error(backend):
+def test_vocab_parallel_logprob_refuses_a_second_backward_in_place(backend):
     logits, targets, _, _ = problem(torch.bfloat16)
     weight = torch.ones((), requires_grad=True)
     over = logits * weight
@@ -192,7 +192,7 @@ def test_a_second_backward_in_place_is_an_error(backend):
             logprob.sum().backward()
 
 
-def test_who_else_saved_the_logits_gets_an_error():
+def test_vocab_parallel_logprob_in_place_reports_others_that_saved_the_logits():
     logits, targets, _, _ = problem(torch.float32)
     over = logits.requires_grad_() * 1
     squares = (over * over).sum()
@@ -201,7 +201,7 @@ def test_who_else_saved_the_logits_gets_an_error():
         squares.backward()
 
 
-def test_rows_without_a_finite_logit():
+def test_vocab_parallel_logprob_of_rows_without_a_finite_logit():
     logits = torch.tensor([[-INF, -INF, -INF], [0.0, -INF, -INF], [0.0, 0.0, 0.0]])
     logits.requires_grad_()
     targets = torch.tensor([1, 1, 1])
@@ -215,7 +215,7 @@ def test_rows_without_a_finite_logit():
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_compiles_without_a_graph_break(inplace):
+def test_vocab_parallel_logprob_compiles_without_a_graph_break(inplace):
     logits, targets, temperature, _ = problem(torch.float32)
     logits.requires_grad_()
     temperature = temperature.float()
@@ -233,7 +233,7 @@ def test_compiles_without_a_graph_break(inplace):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu_a_bad_target_is_nan_and_the_rest_is_right():
+def test_vocab_parallel_logprob_on_a_gpu_gives_nan_for_a_bad_target():
     logits, targets, temperature, _ = problem(torch.float32)
     expected, _, _ = exact(torch.float32)
     targets[1] = VALID
@@ -260,14 +260,14 @@ def test_on_a_gpu_a_bad_target_is_nan_and_the_rest_is_right():
         (dict(temperature=torch.ones(3)), "temperature [3], expected one number or [2]"),
     ],
 )
-def test_what_is_refused(change, message):
+def test_vocab_parallel_logprob_refuses_wrong_arguments(change, message):
     args = dict(targets=torch.tensor([0, 1]), valid_vocab=6) | change
     with pytest.raises(ValueError) as error:
         vocab_parallel_logprob(torch.zeros(2, 8), **args)
     assert str(error.value).startswith("vocab_parallel_logprob: ") and message in str(error.value)
 
 
-def test_in_place_wants_contiguous_logits():
+def test_vocab_parallel_logprob_in_place_needs_contiguous_logits():
     with pytest.raises(ValueError, match=r"strides \[1, 2\], expected contiguous"):
         vocab_parallel_logprob(torch.zeros(8, 2).t(), torch.tensor([0, 1]), inplace=True)
 
@@ -288,16 +288,16 @@ def hangs(group):
         time.sleep(600)
 
 
-def test_the_rank_that_failed_first_is_reported():
+def test_run_ranks_reports_the_rank_that_failed_first():
     with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2.*rank one is unwell"):
         run_ranks(fails, 2)
 
 
-def test_a_crashing_rank_is_reported():
+def test_run_ranks_reports_a_crashing_rank():
     with pytest.raises(AssertionError, match=r"1: -6"):
         run_ranks(crashes, 2)
 
 
-def test_a_hanging_rank_is_reported():
+def test_run_ranks_reports_a_hanging_rank():
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]"):
         run_ranks(hangs, 2, timeout=6)
