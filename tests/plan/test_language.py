@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,15 +17,8 @@ from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compile import load
 from pyrl_ext.plan.language.errors import fields_of
 from pyrl_ext.plan.language.resolve import read_size
-from pyrl_ext.plan.reads import fields_read
-from pyrl_ext.plan.rules import RULES
-from pyrl_ext.plan.schema import Config, InvalidField, Section
 from pyrl_ext.plan.show.keys_page import page
-from tests.plan.test_compile import BROKEN, REPOSITORY, SMALL, TINY, problems_of
-
-SECTIONS = {
-    field.annotation: name for name, field in Config.model_fields.items() if fields_of(name)
-}
+from tests.plan.test_compile import REPOSITORY, SMALL, TINY, problems_of
 
 
 @pytest.fixture(autouse=True)
@@ -406,39 +397,6 @@ def test_every_field_is_explained(capsys: pytest.CaptureFixture[str]):
             assert field.description or fields_of(name), name
             text = said(capsys, "--explain", ".".join((*section, name)))
             assert "default" in text or fields_of(name)
-
-
-def test_reads_hold_every_read_of_a_run(monkeypatch: pytest.MonkeyPatch):
-    """What rules are seen to read, on every config there is, is among what is told of them."""
-    seen: set[tuple[str, ...]] = set()
-    plain = Section.__getattribute__
-
-    def recorded(self: Section, name: str) -> Any:
-        kind = type(self)
-        if kind in SECTIONS and name in kind.model_fields:
-            seen.add((SECTIONS[kind], name))
-        elif kind is Plan and name in Config.model_fields and not fields_of(name):
-            seen.add((name,))
-        return plain(self, name)
-
-    told = {rule: fields_read(rule) for _, rule in RULES}
-    plans: list[Plan] = []
-    with monkeypatch.context() as patch:
-        patch.setattr("pyrl_ext.plan.rules.check", lambda plan: plans.append(plan) or ())
-        for path in [*BROKEN, *(REPOSITORY / "configs").glob("*.yaml")]:
-            with contextlib.suppress(ConfigError):
-                compile_plan(path, ["parallel.dp=2"])
-    assert len(plans) > 30
-    monkeypatch.setattr(Section, "__getattribute__", recorded)
-    ran = 0
-    for plan in plans:
-        for _, rule in RULES:
-            seen.clear()
-            with contextlib.suppress(InvalidField):
-                list(rule(plan) or ())
-                ran += 1
-            assert seen <= told[rule], f"{rule.__name__}: {seen - told[rule]}"
-    assert ran > 20 * len(plans)
 
 
 def test_the_reference_is_current():

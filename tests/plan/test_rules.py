@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from itertools import product
 from math import log2
@@ -30,11 +30,15 @@ from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.language.errors import fields_of, show
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.rules import RULES
 from pyrl_ext.plan.rules._rule import unfit_for_heads
 from pyrl_ext.plan.rules.passthrough import ENGINE_KEYS, field_names, megatron_fields
+from pyrl_ext.plan.schema import Config, InvalidField, Section
+from pyrl_ext.plan.show.rule_reads import declared_reads
 
 REPOSITORY = Path(__file__).parents[2]
 TINY, QWEN3, GLM47 = (REPOSITORY / f"configs/{n}.yaml" for n in ("tiny", "tiny_qwen3", "glm47"))
+BROKEN = REPOSITORY / "tests/plan/broken_configs"
 # Fields that megatron-core makes anew for every config.
 CALLABLES = {"init_method", "output_layer_init_method", "embedding_init_method"}
 
@@ -205,6 +209,48 @@ def test_warmup_ends_with_the_last_update_at_the_latest(steps: int, minibatches:
     assert plan.optimizer.warmup_steps == updates
     (found,) = problems_of(TINY, *run, f"optimizer.warmup_steps={updates + 1}")
     assert f"{updates + 1}, expected at most {updates}, the optimizer steps of the run" in found
+
+
+SECTIONS = {
+    field.annotation: name for name, field in Config.model_fields.items() if fields_of(name)
+}
+
+
+def test_declared_reads_hold_every_read_of_a_run(monkeypatch: pytest.MonkeyPatch):
+    """On every config there is; no rule, and no field, is declared that does not exist."""
+    seen: set[tuple[str, ...]] = set()
+    plain = Section.__getattribute__
+
+    def recorded(self: Section, name: str) -> Any:
+        kind = type(self)
+        if kind in SECTIONS and name in kind.model_fields:
+            seen.add((SECTIONS[kind], name))
+        elif kind is Plan and name in Config.model_fields and not fields_of(name):
+            seen.add((name,))
+        return plain(self, name)
+
+    declared = {name: {tuple(f.split(".")) for f in fs} for name, fs in declared_reads().items()}
+    assert list(declared) == [rule.__name__ for _, rule in RULES]
+    assert all(key[-1] in fields_of(*key[:-1]) for keys in declared.values() for key in keys)
+    plans: list[Plan] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("pyrl_ext.plan.rules.check", lambda plan: plans.append(plan) or ())
+        for path in [*sorted(BROKEN.glob("*.yaml")), *(REPOSITORY / "configs").glob("*.yaml")]:
+            with suppress(ConfigError):
+                compile_plan(path, ["parallel.dp=2"])
+    assert len(plans) > 30
+    monkeypatch.setattr(Section, "__getattribute__", recorded)
+    ran = 0
+    for plan in plans:
+        for _, rule in RULES:
+            seen.clear()
+            with suppress(InvalidField):
+                list(rule(plan) or ())
+                ran += 1
+            assert seen <= declared[rule.__name__], (
+                f"{rule.__name__}: {seen - declared[rule.__name__]}"
+            )
+    assert ran > 20 * len(plans)
 
 
 # Notes -------------------------------------------------------------------------------------------

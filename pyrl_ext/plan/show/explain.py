@@ -13,8 +13,8 @@ from rich.table import Table
 from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, fields_of, show, unknown
 from pyrl_ext.plan.language.resolve import unit_of
 from pyrl_ext.plan.language.yaml_tree import Place, Source
-from pyrl_ext.plan.reads import rules_of_fields
 from pyrl_ext.plan.schema import NO_BOUNDS, Config
+from pyrl_ext.plan.show.rule_reads import rules_of_fields
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}

@@ -10,9 +10,9 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema
 
 from pyrl_ext.plan.language.errors import Key, fields_of
-from pyrl_ext.plan.reads import rules_of_fields
 from pyrl_ext.plan.schema import Config, Section
 from pyrl_ext.plan.show.explain import default_of, type_of
+from pyrl_ext.plan.show.rule_reads import rules_of_fields
 
 EXTENDS = "parent file, relative to this one; what this file does not say is taken from there"
 
