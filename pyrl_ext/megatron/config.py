@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from pyrl_ext.dist.topology import Topology
+from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
+from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def transformer_config(plan: Any, topo: Topology, family_config: Mapping[str, Any]) -> Any:
+def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -> Any:
     """megatron's config: what the family and the plan say, and what packed RL training needs."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -54,15 +56,7 @@ def transformer_config(plan: Any, topo: Topology, family_config: Mapping[str, An
         moe_router_bias_update_rate=plan.model.router_bias_update_rate,
         moe_token_dispatcher_type="alltoall",
         moe_router_fusion=False,  # a fused router returns before the replay hook
-        moe_permute_fusion=False,
-        moe_grouped_gemm=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        transformer_impl="local",
+        **LOCAL_FIELDS,
     )
     return (MLATransformerConfig if latent else TransformerConfig)(
         **settings | plan.model.megatron  # rules see to it that nothing of the trainer's is in it

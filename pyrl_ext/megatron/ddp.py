@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from pyrl_ext.megatron.quiet import quiet
+from pyrl_ext.plan import Plan
 
 
-def wrap_ddp(plan: Any, chunks: Sequence[Module], groups: Any) -> list[Module]:
+def wrap_ddp(plan: Plan, chunks: Sequence[Module], groups: Any) -> list[Module]:
     """megatron's DistributedDataParallel around each chunk: gradients in fp32 buffers."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.utils import get_model_config
@@ -40,10 +41,12 @@ def wrap_ddp(plan: Any, chunks: Sequence[Module], groups: Any) -> list[Module]:
 
 
 def release(chunks: Sequence[Any]) -> None:
-    """Let go of wrapped chunks that nobody needs any more. megatron's wrapper and its hooks hold
-    each other through autograd's nodes, where Python's collector does not look, and dispatchers
-    keep the graph of their last microbatch: a process that builds several models would keep them
-    all, with their process groups."""
+    """Break the reference cycles of DDP-wrapped chunks.
+
+    They pass through autograd nodes, which the garbage collector cannot see, and dispatchers keep
+    the graph of their last microbatch. A process that builds several models would keep them all,
+    with their process groups.
+    """
     for chunk in chunks:
         chunk.grad_accs.clear()
         for module in chunk.modules():
@@ -59,7 +62,7 @@ def unwrap(module: Module) -> Module:
 
 
 def buffers(chunks: Sequence[Any]) -> list[Any]:
-    """Of the parameters outside of experts, and of experts, chunk after chunk."""
+    """The gradient buffers of each chunk: first without, then with expert parameters."""
     return [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 

@@ -27,7 +27,7 @@ def loss_rows(micro: Microbatch, batch: Batch, depth: int = 0) -> Tensor:
 
     Args:
         batch: on the host, what ``micro`` was taken from.
-        depth: of multi-token prediction; 0: the next token.
+        depth: of the MTP layer; 0: the next token.
     """
     at = batch.rows_ahead(micro.rows, depth)
     return ((at >= 0) & batch.loss_mask[at.clamp(min=0)]).nonzero()[:, 0]

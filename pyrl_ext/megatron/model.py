@@ -11,11 +11,12 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.config import transformer_config
 from pyrl_ext.megatron.quiet import quiet
 from pyrl_ext.megatron.spec_local import local_mtp_spec, local_spec
+from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.sizes import Yarn
 
 
 def build_chunks(
-    plan: Any,
+    plan: Plan,
     topo: Topology,
     family_config: Mapping[str, Any],
     rotary: tuple[int, float, Yarn | None],

@@ -106,7 +106,7 @@ class PackedMTPLayer(MultiTokenPredictionLayer):
 
 
 def layers_here(config: Any, vp_stage: int | None) -> int:
-    """Layers for multi-token prediction in this rank's model chunk ``vp_stage``."""
+    """MTP layers in this rank's model chunk ``vp_stage``."""
     return get_mtp_num_layers_to_build(config, vp_stage=vp_stage) if config.mtp_num_layers else 0
 
 

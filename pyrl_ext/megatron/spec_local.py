@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+# Fields of megatron's config that belong to this spec: it has none of the fused kernels.
+LOCAL_FIELDS = {
+    "transformer_impl": "local",
+    "moe_permute_fusion": False,
+    "moe_grouped_gemm": False,
+    "gradient_accumulation_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+
 
 def local_spec(config: Any, vp_stage: int | None) -> Any:
     """megatron's decoder block spec with the parts it lacks for packed sequences."""
@@ -21,8 +34,7 @@ def local_spec(config: Any, vp_stage: int | None) -> Any:
 
 
 def local_mtp_spec(config: Any, vp_stage: int | None) -> Any:
-    """The layers for multi-token prediction of this model chunk, each a decoder layer with experts;
-    None where there are none."""
+    """The MTP layers of this model chunk, each a decoder layer with experts; None without any."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import ColumnParallelLinear
 

@@ -24,7 +24,7 @@ class Family:
     Args:
         config:  sizes -> keyword arguments of megatron's TransformerConfig, or with
                  ``multi_latent_attention`` of its MLATransformerConfig.
-        weights: sizes, layers for multi-token prediction -> the table of every tensor of a
+        weights: sizes, number of MTP layers -> the table of every tensor of a
                  checkpoint, in the order they are published.
         rotary:  sizes -> (rotated dimensions per head, base, stretching or None).
         ignored: as weights -> patterns of checkpoint names left out on purpose, with the reason.

@@ -95,7 +95,7 @@ def decoder(attention: Rows) -> Callable[[Any, int], list[Weight]]:
             for i in range(first + mtp_layers)
         )
         table = language_model(sizes, layers)
-        return table + [row for i in range(mtp_layers) for row in _ahead(i, first + i, sizes)]
+        return table + [row for i in range(mtp_layers) for row in _mtp(i, first + i, sizes)]
 
     return weights
 
@@ -131,8 +131,8 @@ def _experts(layer: int, sizes: Any) -> list[Weight]:
     return table
 
 
-def _ahead(depth: int, layer: int, sizes: Any) -> list[Weight]:
-    """What a layer for multi-token prediction has beside a decoder layer."""
+def _mtp(depth: int, layer: int, sizes: Any) -> list[Weight]:
+    """The tensors of an MTP layer beside those of its decoder layer."""
     hf, mc, hidden = f"model.layers.{layer}.", f"mtp.layers.{depth}.", sizes.hidden_size
     return [
         Weight.same(hf + "enorm.weight", mc + "enorm.weight", hidden),
@@ -189,10 +189,10 @@ def latent_rows(layer: int, sizes: Any) -> list[Weight]:
 
 
 def ignored(sizes: Any, mtp_layers: int) -> dict[str, str]:
-    """Patterns of the tensors that are not loaded: of layers for multi-token prediction, and what
+    """Patterns of the tensors that are not loaded: of MTP layers, and what
     follows from others."""
     first = sizes.num_hidden_layers
-    what, why = ".*", "multi-token prediction layer; the plan says model.mtp: off"
+    what, why = ".*", "MTP layer; the plan says model.mtp: off"
     if mtp_layers:
         what, why = r"(embed_tokens|shared_head\.head)\.weight", "a copy of the model's own"
     found = {

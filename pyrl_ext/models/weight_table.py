@@ -199,7 +199,7 @@ def named_parameters_global(
     """This rank's parameters and persistent buffers by their name in the whole model.
 
     Layer ids are read off the live layers (``layer_number``), never counted. The decoder layers
-    inside those for multi-token prediction count on from the decoder's last.
+    inside MTP layers count on from the decoder's last.
     """
     found: dict[str, Tensor] = {}
     for chunk in chunks:

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,62 +23,23 @@ from pyrl_ext.plan.model.sizes import embedding_parameters, mtp_parameters, para
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers.models import (
+    COUNTED,
+    DEEPSEEK,
+    GLM,
+    MODELS,
+    MOONLIGHT,
+    QWEN3_8B,
+    QWEN3_SMALL,
+    TRAINED,
+    check_layouts,
+    exact_logprobs,
+    plan_of,
+    write_model,
+)
 from tests.helpers.tiny import random_batch, tiny_plan
-from tests.models.test_qwen3 import check_layouts, exact_logprobs, plan_of, write_model
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000,
-    "max_position_embeddings": 40960,
-    "initializer_range": 0.02,
-}
-SHIPPED = {path.parent.name: json.loads(path.read_text()) for path in CONFIGS.glob("*/config.json")}
-MODELS = SHIPPED | {"qwen3_8b": QWEN3_8B}
-
-
-def without(hf, *names):
-    return {name: value for name, value in hf.items() if name not in names}
-
 
 # sizes -------------------------------------------------------------------------------------------
-
-VARIATIONS = {
-    "tied head": ("deepseek_v3", {"tie_word_embeddings": True}),
-    "latent attention with biases": ("deepseek_v3", {"attention_bias": True}),
-    "no narrow queries, biases": ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
-    "narrow queries": ("moonlight", {"q_lora_rank": 96}),
-    "all layers sparse": ("moonlight", {"first_k_dense_replace": 0}),
-    "all layers dense": ("moonlight", {"first_k_dense_replace": 4}),
-    "flash without narrow queries": ("tiny", {"q_lora_rank": None}),
-    "no biases": ("glm47_355b", {"attention_bias": False}),
-    "no head norms": ("glm47_355b", {"use_qk_norm": False}),
-    "more shared experts": ("glm47_355b", {"n_shared_experts": 3}),
-    "grouped queries with biases": ("qwen3_30b", {"attention_bias": True}),
-    "every third sparse": ("qwen3_30b", {"decoder_sparse_step": 3}),
-    "dense, tied, biases": ("qwen3_8b", {"tie_word_embeddings": True, "attention_bias": True}),
-}
-LEFT_OUT = {  # transformers' defaults stand for what a checkpoint does not say
-    "deepseek_v3": ("first_k_dense_replace", "rope_scaling", "norm_topk_prob"),
-    "glm47_355b": ("head_dim", "use_qk_norm", "first_k_dense_replace", "attention_bias"),
-    "glm47": ("first_k_dense_replace",),
-    "qwen3_30b": ("head_dim", "mlp_only_layers", "decoder_sparse_step"),
-    "qwen3_8b": ("head_dim",),
-}
-FEWER = {"num_hidden_layers": 4}
-COUNTED = (
-    MODELS
-    | {name: MODELS[model] | FEWER | changes for name, (model, changes) in VARIATIONS.items()}
-    | {f"{name}, defaults": without(MODELS[name], *n) | FEWER for name, n in LEFT_OUT.items()}
-)
 
 
 @pytest.mark.parametrize("hf", COUNTED.values(), ids=list(COUNTED))
@@ -185,65 +145,6 @@ def test_what_the_trainer_cannot_run_is_named(model, changes, words):
 
 # the trainer's model -----------------------------------------------------------------------------
 
-SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-}
-EXPERTS = {
-    "num_hidden_layers": 3,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 12,
-    "num_experts_per_tok": 4,
-}
-LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 20,
-}
-# a context of 8 positions stretched to 512, so that most rows are beyond it
-YARN = {
-    "type": "yarn",
-    "factor": 64.0,
-    "original_max_position_embeddings": 8,
-    "beta_fast": 2.0,
-    "beta_slow": 0.25,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.6,
-}
-DEEPSEEK = MODELS["deepseek_v3"] | SMALL | EXPERTS | LATENT
-DEEPSEEK |= {"q_lora_rank": 32, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
-DEEPSEEK |= {"rope_scaling": YARN, "num_nextn_predict_layers": 0}
-MOONLIGHT = MODELS["moonlight"] | SMALL | EXPERTS | LATENT
-GLM = MODELS["glm47_355b"] | SMALL | EXPERTS | {"head_dim": 32, "first_k_dense_replace": 1}
-GLM |= {"num_nextn_predict_layers": 0}
-QWEN3 = QWEN3_8B | SMALL | {"head_dim": 32}
-TRAINED = {
-    "deepseek_v3": DEEPSEEK,
-    "deepseek_v3, yarn by its defaults": DEEPSEEK
-    | {"rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}},
-    "deepseek_v3, yarn in parts of dimensions": DEEPSEEK
-    | {"rope_scaling": YARN | {"truncate": False, "attention_factor": 1.3}},
-    "deepseek_v3, tied": DEEPSEEK | {"tie_word_embeddings": True, "rope_scaling": None},
-    "moonlight": MOONLIGHT,
-    "glm4_moe": GLM,
-    "glm4_moe, no head norms, no biases": GLM | {"use_qk_norm": False, "attention_bias": False},
-    "glm4_moe, rotated a quarter, groups": GLM
-    | {"partial_rotary_factor": 0.25, "n_group": 3, "topk_group": 2},
-    "qwen3": QWEN3,
-    "qwen3, tied": QWEN3 | {"tie_word_embeddings": True, "num_key_value_heads": 4},
-}
-
 
 @pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
 def test_it_is_the_model_of_transformers(tmp_path, hf):
@@ -284,7 +185,7 @@ def test_names_that_do_not_fit_are_listed(tmp_path, biased, word):
         folder.check(kind.weights(sizes, 0), kind.ignored(sizes, 0))
 
 
-SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3}
+SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3_SMALL}
 
 
 @pytest.mark.parametrize("hf", SEVERAL.values(), ids=list(SEVERAL))

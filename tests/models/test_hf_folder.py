@@ -23,10 +23,17 @@ from pyrl_ext.models.hf_folder import (
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.tools import export
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers.models import (
+    DEEPSEEK,
+    GLM,
+    HF,
+    QWEN3_SMALL,
+    exact_logprobs,
+    plan_of,
+    write_model,
+)
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
-from tests.models.test_families import DEEPSEEK, GLM, QWEN3
-from tests.models.test_qwen3 import HF, exact_logprobs, plan_of, write_model
 
 TOKENIZER = CONFIG.parent / "tiny"
 LITE = json.loads((TOKENIZER / "config.json").read_text())
@@ -35,11 +42,11 @@ FAMILIES = {
     "glm4_moe": GLM | {"num_hidden_layers": 4},
     "deepseek_v3": DEEPSEEK | {"num_hidden_layers": 4},
     "qwen3_moe": HF,
-    "qwen3": QWEN3,
+    "qwen3": QWEN3_SMALL,
 }
 MODELS = FAMILIES | {
     "odd vocabulary": LITE | {"vocab_size": 125},
-    "tied": QWEN3 | {"tie_word_embeddings": True},
+    "tied": QWEN3_SMALL | {"tie_word_embeddings": True},
 }
 BF16 = "model.dtype=bfloat16"
 LAYOUTS = {

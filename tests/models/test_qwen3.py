@@ -1,18 +1,15 @@
 """Qwen3-MoE: the model of transformers, its tensors under every split, its engine and a run."""
 
 import json
-import os
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import families
 from pyrl_ext import train
 from pyrl_ext.dist import topology
-from pyrl_ext.loss.registry import build_advantage, build_loss
+from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.models.weight_table import Weight, shard_of, whole_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import plan_microbatches
@@ -20,10 +17,9 @@ from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy
-from tests.helpers.ranks import run_ranks
+from tests.helpers.models import changed, check_layouts, exact_logprobs, plan_of, write_model
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
-HF = json.loads((QWEN3.parent / "tiny_qwen3/config.json").read_text())
 MIXED = {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}
 # what transformers 4 wrote
 OLD_ROTARY = {"rope_parameters": None, "rope_theta": 500000.0, "rope_scaling": None}
@@ -43,32 +39,6 @@ CHANGES = {
     "other rotary base": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
     "config of transformers 4": OLD_ROTARY,
 }
-
-
-def changed(changes):
-    """The tiny config with ``changes``; None leaves a key out."""
-    return {k: v for k, v in (HF | changes).items() if v is not None}
-
-
-write_model = partial(families.write_model, spread=0.2)
-
-
-def plan_of(folder, *overrides):
-    family = json.loads((folder / "config.json").read_text())["model_type"]
-    names = (f"model.weights={folder}", f"model.config={folder}/config.json")
-    return tiny_plan(f"model.family={family}", *names, *overrides, config=QWEN3)
-
-
-def exact_logprobs(model, batch):
-    """[T] fp32, of each row's target, one sequence at a time."""
-    found, first = [], 0
-    for length in batch.seqlens:
-        rows = slice(first, first + length)
-        with torch.no_grad():
-            exact = model(batch.tokens[rows][None]).logits[0].double().log_softmax(-1)
-        found.append(exact.gather(-1, batch.targets[rows][:, None])[:, 0])
-        first += length
-    return torch.cat(found).float()
 
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=list(CHANGES))
@@ -98,53 +68,6 @@ LAYOUTS = {
     "pp2": ("mixed", "parallel.pp=2"),
     "dp2 ep2": ("mixed", "parallel.dp=2", "parallel.ep=2"),
 }
-
-
-def one_update(plan):
-    """(log-probs, metrics, weights before and after) of an update, on this rank."""
-    with topology.start(plan) as topo:
-        policy, batch = Policy.build(plan, topo), random_batch()
-        before = {name: tensor.clone() for name, tensor in policy.weights()}
-        sizes = topo.dp_size, 128, plan.row_alignment, topo.cp_size
-        schedule = plan_microbatches(batch.seqlens, *sizes)
-        logprobs = policy.scores(batch, schedule, replay=False).logprobs
-        metrics = policy.update(
-            batch.with_(old_logprobs=logprobs), schedule, build_loss(plan.objective)
-        )
-        return logprobs, metrics, before, {n: t.clone() for n, t in policy.weights()}
-
-
-def on_rank(group, layouts, folder):
-    os.environ["WORLD_SIZE"] = str(group.size())
-    common = ("replay=off", "optimizer.eps=1e-2")
-    return {
-        name: one_update(plan_of(folder / model, *common, *overrides))
-        for name, (model, *overrides) in layouts.items()
-    }
-
-
-def check_layouts(folder, models, layouts):
-    """Log-probs, weights and an update of every layout, two ranks each, are those of one process.
-
-    Args:
-        models: name -> HF config.
-        layouts: name -> name of a model, overrides.
-    """
-    exact = {}
-    for name, hf in models.items():
-        exact[name] = exact_logprobs(write_model(folder / name, hf), random_batch())
-    (single,) = run_ranks(on_rank, 1, {name: (name,) for name in models}, folder)
-    for results in run_ranks(on_rank, 2, layouts, folder, timeout=300):
-        for name, (model, *_) in layouts.items():
-            logprobs, metrics, before, after = results[name]
-            torch.testing.assert_close(logprobs, exact[model], atol=3e-5, rtol=1e-6, msg=name)
-            saved = load_file(folder / model / "model.safetensors")
-            assert before.keys() == saved.keys()
-            assert all(torch.equal(tensor, saved[key]) for key, tensor in before.items()), name
-            assert metrics == pytest.approx(single[model][1], rel=2e-5, abs=1e-6), name
-            for key, tensor in after.items():
-                want = single[model][3][key]
-                torch.testing.assert_close(tensor, want, atol=1e-6, rtol=1e-5, msg=f"{name} {key}")
 
 
 def test_layouts_equal_one_process(tmp_path):

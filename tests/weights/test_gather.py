@@ -31,9 +31,9 @@ from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import gather
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
+from tests.helpers.models import COUNTED, FEWER, MODELS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
-from tests.models.test_families import COUNTED, FEWER, MODELS
 
 TINY = json.loads(Path(__file__).parents[2].joinpath("configs/tiny/config.json").read_text())
 TINY_QWEN3 = json.loads(QWEN3.with_suffix("").joinpath("config.json").read_text())
