@@ -1,4 +1,4 @@
-"""megatron's optimizer over the wrapped chunks, and its state in one form for every layout."""
+"""Megatron's optimizer over the wrapped chunks, and its state in one form for every layout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from pyrl_ext.megatron.config import DTYPES
 from pyrl_ext.megatron.quiet import quiet
+from pyrl_ext.plan import Plan
 
 
-def build_optimizer(plan: Any, chunks: Sequence[Any], groups: Any) -> Any:
-    """megatron's optimizer (fp32, mixed precision or distributed) with the plan's settings."""
+def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
+    """Megatron's optimizer (fp32, mixed precision or distributed) with the plan's settings."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     options, dtype = plan.optimizer, DTYPES[plan.model.dtype]
@@ -25,7 +26,7 @@ def build_optimizer(plan: Any, chunks: Sequence[Any], groups: Any) -> Any:
         adam_beta2=options.betas[1],
         adam_eps=options.eps,
         weight_decay=options.weight_decay,
-        clip_grad=options.clip_grad or math.inf,  # 0 would leave the norm out as well
+        clip_grad=options.clip_grad or math.inf,  # with 0 megatron would not compute the norm
         bf16=plan.model.dtype == "bfloat16",
         params_dtype=dtype,
         use_distributed_optimizer=options.distributed,
@@ -48,36 +49,36 @@ def warmed_up(lr: float, warmup_steps: int, step: int) -> float:
 
 
 def state_tensors(optimizer: Any) -> list[Tensor]:
-    """What the optimizer steps on this rank (the weights themselves or fp32 copies of them), and
-    what it remembers of each."""
-    found = []
+    """The tensors that the optimizer updates on this rank (the weights themselves or fp32 copies of
+    them), and its state of each."""
+    tensors = []
     for part in _parts(optimizer):
-        kept = part.optimizer.state.values()
-        found += _mains(part) + [t for each in kept for t in each.values() if torch.is_tensor(t)]
-    return found
+        states = part.optimizer.state.values()
+        tensors += _mains(part) + [t for s in states for t in s.values() if torch.is_tensor(t)]
+    return tensors
 
 
 # state for checkpoints ---------------------------------------------------------------------------
 #
-# megatron-core 0.19.2 saves an optimizer's state in a form that follows how the optimizer was
-# built, so that it loads only where it is built alike:
-# - with ep > 1 there are two (the experts apart) and their states are numbered: error at ep 1;
+# megatron-core 0.19.2 saves an optimizer's state in a form that depends on how the optimizer was
+# built, so that it loads only into one built the same way:
+# - with ep > 1 there are two (one for the experts) and their states are numbered: error at ep 1;
 # - plain, mixed precision and distributed optimizers have different forms;
 # - the distributed one over torch's AdamW (no TransformerEngine, no Apex) does not load its own
-#   form: `step` is missing (KeyError), and then all parameters share one `step` tensor, which so
-#   grows once a parameter (wrong bias correction).
-# Here every optimizer gives the same: three tensors a parameter, sharded as the parameter is and
-# named after it, and the number of steps. Hyperparameters are the plan's, not the checkpoint's.
+#   form: `step` is missing (KeyError), and then all parameters share one `step` tensor, which is
+#   then incremented once for each parameter (wrong bias correction).
+# Here every optimizer saves the same: three tensors for each parameter, sharded and named as the
+# parameter is, and the number of steps. Hyperparameters come from the plan, not the checkpoint.
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def sharded_state(optimizer: Any, models: dict, loading: bool = False) -> dict[str, Any]:
-    """The optimizer's state for ``dist_checkpointing``, in a form that no layout shows in.
+    """The optimizer's state for ``dist_checkpointing``, in a form independent of the layout.
 
     Args:
         models:  sharded state dicts of the model chunks; their ``data`` are the live parameters.
-        loading: whether the tensors are only places to load into.
+        loading: whether the tensors are only destinations to load into.
 
     Returns: ``step`` and, in ``params``, the sharded tensors ``optimizer.state.<kind>.<parameter>``
         (fp32; kind: param, exp_avg, exp_avg_sq) of each part of the optimizer.
@@ -85,7 +86,7 @@ def sharded_state(optimizer: Any, models: dict, loading: bool = False) -> dict[s
     """
     parts = _parts(optimizer)
     for part in parts:
-        part.init_state_fn(part.optimizer, part.config)  # zeros where no step was made yet
+        part.init_state_fn(part.optimizer, part.config)  # zeros before the first step
     step = max((_step(part) for part in parts), default=0)
     for part in parts:
         _set_step(part, step)
@@ -100,12 +101,12 @@ def sharded_state(optimizer: Any, models: dict, loading: bool = False) -> dict[s
 
 @torch.no_grad()
 def load_state(optimizer: Any, state: dict[str, Any]) -> None:
-    """Take over what was loaded into `sharded_state`."""
+    """Copy what was loaded into `sharded_state` into the optimizer."""
     for i, part in enumerate(_parts(optimizer)):
         loaded = state["params"][i]
         if _is_distributed(part):
             for entry in part.optimizer.state.values():
-                entry.pop("step", None)  # megatron wants a loaded tensor for each that it finds
+                entry.pop("step", None)  # megatron expects a loaded tensor for each entry
             part.load_parameter_state_from_fully_reshardable(loaded)
         else:
             for j, main in enumerate(_mains(part)):
@@ -115,7 +116,7 @@ def load_state(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """megatron's optimizers in the chain, without those that have no parameter on this rank."""
+    """Megatron's optimizers in the chain that have parameters on this rank."""
     return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
@@ -126,7 +127,7 @@ def _is_distributed(part: Any) -> bool:
 
 
 def _mains(part: Any) -> list[Tensor]:
-    """What the inner optimizer steps: the parameters, or their fp32 copies."""
+    """The tensors that the inner optimizer updates: the parameters, or their fp32 copies."""
     return [main for group in part.optimizer.param_groups for main in group["params"]]
 
 
@@ -135,13 +136,13 @@ def _tensors(part: Any, main: Tensor) -> dict[str, Tensor]:
 
 
 def _sharded_plain(part: Any, models: dict) -> dict[int, dict[str, Any]]:
-    """For each tensor of `_mains`: sharded as the model's parameter it belongs to."""
+    """Index in `_mains` -> its state by kind, sharded as the model's parameter is."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-    found, _ = extract_sharded_tensors_and_factories(models)
-    sharded = {id(getattr(s.data, "main_param", s.data)): s for s in nested_values(found)}
+    tensors, _ = extract_sharded_tensors_and_factories(models)
+    sharded = {id(getattr(s.data, "main_param", s.data)): s for s in nested_values(tensors)}
     return {
         i: {
             kind: make_sharded_optimizer_tensor(
@@ -154,7 +155,7 @@ def _sharded_plain(part: Any, models: dict) -> dict[int, dict[str, Any]]:
 
 
 def _step(part: Any) -> int:
-    """Steps made: torch's AdamW counts them for each parameter, fused ones for each group."""
+    """Finished steps: torch's AdamW counts them per parameter, fused optimizers per group."""
     inner = part.optimizer
     return int(max(c.get("step", 0) for c in (*inner.state.values(), *inner.param_groups)))
 
@@ -163,7 +164,9 @@ def _set_step(part: Any, step: int) -> None:
     inner = part.optimizer
     if isinstance(inner, torch.optim.Adam):  # AdamW is one
         for entry in inner.state.values():
-            entry["step"] = torch.tensor(float(step))  # each its own: they are counted up in place
+            entry["step"] = torch.tensor(
+                float(step)
+            )  # a separate tensor each: incremented in place
     else:
         for group in inner.param_groups:
             group["step"] = step
