@@ -9,6 +9,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.packing import pack_samples
+from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.plan import Plan
 
 
@@ -115,7 +116,7 @@ def _totals(samples: tuple[Sample, ...]) -> tuple[int, int, int]:
 def _rounds_of(plan: Plan, samples: tuple[Sample, ...]) -> tuple[Round, ...]:
     parallel, limit = plan.parallel, plan.batching.tokens_per_microbatch
     sizes = parallel.dp, parallel.tp, parallel.cp, parallel.dynamic_cp
-    return _rounds(samples, *sizes, limit, plan.row_alignment)
+    return _rounds(samples, *sizes, limit, plan.model.fp8 is not None)
 
 
 @lru_cache(maxsize=512)
@@ -126,26 +127,22 @@ def _rounds(
     cp: int,
     dynamic: int | None,
     limit: int,
-    align: int,
+    fp8: bool,
 ) -> tuple[Round, ...]:
     """Rounds of `samples`. Under dynamic context parallelism a sample runs on the smallest power of
     two of ranks at which a rank's part is within the limit, together with samples of that size."""
     if dynamic is None:
-        return tuple(_pack(samples, cp, dp, limit * cp, align))
+        return tuple(_pack(samples, cp, dp, limit * cp, alignment(tp, cp, fp8)))
     classes: dict[int, list[Sample]] = {}
     for sample in samples:
         size = 1
-        while size < dynamic and _padded(sample.rows, tp if size == 1 else 2 * size * tp) > (
-            limit * size
-        ):
+        while size < dynamic and _padded(sample.rows, alignment(tp, size, fp8)) > limit * size:
             size *= 2
         classes.setdefault(size, []).append(sample)
     return tuple(
         each
         for size, held in sorted(classes.items())
-        for each in _pack(
-            held, size, dp * cp // size, limit * size, tp * max(1, 2 * size * (size > 1))
-        )
+        for each in _pack(held, size, dp * cp // size, limit * size, alignment(tp, size, fp8))
     )
 
 
