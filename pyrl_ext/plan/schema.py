@@ -95,13 +95,13 @@ class Model(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """activations computed again in the backward pass, to save memory"""
     offload_layers: Count = 0
-    """decoder layers whose activations wait in host memory for the backward pass (te)"""
+    """decoder layers whose activations are offloaded to host memory until the backward pass (te)"""
     fp8: Literal["e4m3", "hybrid"] | None = None
     """products in 8 bits, with this format of activations and gradients (te); null: none"""
     router_bias_update_rate: NonNegative = 0.0
     """step of the routers' expert bias towards balance; 0 keeps the loaded bias"""
     mtp: bool = False
-    """train the multi-token-prediction layers as well"""
+    """train the MTP (multi-token prediction) layers as well"""
     megatron: dict[str, Any] = {}
     """fields of megatron-core's TransformerConfig that have no key here, passed on as they are"""
 
@@ -187,7 +187,8 @@ class Logprob(Section):
     accept_rounded_logits: bool = False
     """allow bfloat16 logits (head: logits), which alone move probability ratios by 3 %"""
     loss_in_chunk: bool = False
-    """backward in the forward pass: logits once, one more float32 gradient of the head (fused)"""
+    """run the loss inside each chunk: logits are computed once; costs one more float32 gradient of
+    the head (fused)"""
 
 
 class Kernels(Section):
@@ -210,13 +211,13 @@ class Rollout(Section):
     tp: Positive = 1
     """tensor-parallel size of the engine [GPUs]"""
     gpus: Positive | None = None
-    """GPUs of the engine's own; null: it shares the trainer's"""
+    """GPUs reserved for the engine; null: it shares the trainer's"""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.6
     """share of a GPU's memory that the engine takes for weights and key/value cache (vllm)"""
     sleep: bool = True
     """a shared GPU is free of the engine's weights and cache while the trainer works (hf, vllm)"""
     offload_trainer: Literal["none", "optimizer", "all"] = "none"
-    """what of the trainer waits in host memory while a shared GPU generates"""
+    """which state of the trainer is offloaded to host memory while a shared GPU generates"""
     transport: Literal["auto", "inprocess", "shm", "ipc", "broadcast"] = "auto"
     """how weights reach the engine. inprocess: it runs in the trainer's process and takes them as
     they are; the others run it in a process of its own, and pass them through shared memory (shm,
@@ -228,7 +229,7 @@ class Rollout(Section):
     engine_options: dict[str, Any] = {}
     """arguments of the engine that have no key here, passed on as they are (vllm)"""
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
-    """divides the logits, in the engine and in the trainer"""
+    """divisor of the logits, in the engine and in the trainer"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """sample from the smallest set of tokens with this probability; 1: from all"""
     top_k: Count = 0
@@ -251,12 +252,11 @@ class Rollout(Section):
     """folder for every step's samples, relative to the run folder, which path then plays back;
     null: they are not kept"""
     check_tensors: Count | Literal["all"] = 16
-    """tensors a publish whose digest in the engine must be that of what the trainer sent; others
-    each time, so that all have their turn; 0: none"""
+    """number of tensors whose digest is compared after each publish, in rotation; 0: none"""
     max_mismatch: Rate | None = None
-    """mean difference of trainer's and engine's log-probs that ends the run, at any step; null: in
-    the first step after each start, above 1e-4 where both are float32, else above 0.1, or 0.5 with
-    routers that are not replayed (not where top_p or top_k cut the distribution)"""
+    """stop the run if the mean absolute difference of the trainer's and the engine's log-probs is
+    larger at any step; null: check the first step after each start only, against 1e-4 in float32,
+    else 0.1, or 0.5 if routers are not replayed (no check with top_p or top_k)"""
 
 
 class Replay(Section):

@@ -46,7 +46,7 @@ def _megatron_problem(plan: Plan, name: str) -> str | None:
             "them, so that no route is replayed and nothing says so. Use replay: on"
         )
     if key := groups["plan"].get(name):
-        return f"expected it as {key}; the plan goes by that key alone. Set it there"
+        return f"expected it unset; the plan reads only {key}. Set that key instead"
     if name in groups["network"]:
         key = groups["network"][name]
         return (
@@ -116,7 +116,7 @@ def engine_arguments_are_free(plan: Plan) -> Found:
 
 def _engine_problem(plan: Plan, name: str) -> str | None:
     if key := ENGINE_KEYS.get(name):
-        return f"expected it as {key}; the trainer goes by that key alone. Set it there"
+        return f"expected it unset; the trainer reads only {key}. Set that key instead"
     if reason := ENGINE_BREAKING.get(name):
         return f"expected it left out; {reason}"
     if name in ENGINE_WITHOUT_ROUTES and plan.replay.enabled:
