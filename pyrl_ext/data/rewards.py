@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from pyrl_ext.data.time_limit import TimeLimit, TimeUp
-from pyrl_ext.dist.user_code import describe, shown
+from pyrl_ext.dist.user_code import SettingsChanged, UserExit, describe, shown
 from pyrl_ext.samples import Prompt, Sample
 
 Reward = Callable[[Prompt, str, list[int]], float]
@@ -122,6 +122,8 @@ def _one(sample: Sample, prompt: Prompt, reward: Reward, text: str, limit: TimeL
             f"{where()}: no result after {limit.seconds:g} s, expected one within "
             "data.reward_timeout"
         ) from error
+    except (SettingsChanged, UserExit) as error:
+        raise RuntimeError(f"{where()}: {error}") from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a function may raise SystemExit or its own kind
