@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -268,7 +268,8 @@ def _on_all_ranks(
     if group is None:
         return [mine]
     gathered: list[Mapping[str, str]] = [{}] * group.size()
-    dist.all_gather_object(gathered, mine, group=group)
+    untyped: Any = dist
+    untyped.all_gather_object(gathered, mine, group=group)
     return gathered
 
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,7 +117,8 @@ Typed = tuple[Weight, torch.dtype]
 def _cuts(plan: Plan, rows: list[Typed]) -> Iterator[tuple[int, list[Typed]]]:
     """(stage, rows) of every bucket."""
     stages, limit = _stages(plan), plan.rollout.bucket_bytes
-    cut_stage, cut, cut_bytes = 0, [], 0
+    cut: list[Typed] = []
+    cut_stage, cut_bytes = 0, 0
     # engines load the experts of a layer together
     for _, group in groupby(
         rows, lambda typed: typed[0].megatron_name.partition(".local_experts.")[0]
@@ -136,7 +138,7 @@ def _cuts(plan: Plan, rows: list[Typed]) -> Iterator[tuple[int, list[Typed]]]:
 
 def _stages(plan: Plan) -> dict[str, int]:
     """Beginning of a name -> the pipeline stage whose copy is published."""
-    layers, stages = plan.sizes.num_hidden_layers, {}
+    layers, stages = plan.sizes.num_hidden_layers, dict[str, int]()
     for stage, chunks in enumerate(plan.stages):
         for chunk in chunks:
             ids = *chunk.layers, *(layers + i for i in range(chunk.mtp))
@@ -155,7 +157,7 @@ def _sharded(plan: Plan, stage: int, rows: list[Typed], wanted: Set[str]) -> Sha
     sizes = plan.parallel
     ranks = {"alone": 1, "tp": sizes.tp, "tp_ep": sizes.ep * sizes.etp_size}
     filled = {group: [0] * size for group, size in ranks.items()}  # bytes of each rank's segment
-    laid_out = []
+    laid_out: list[tuple[Shards, str, int, int, int]] = []
     for row, dtype in rows:
         owner, split = None, sizes.tp
         if row.expert is not None:
@@ -169,11 +171,11 @@ def _sharded(plan: Plan, stage: int, rows: list[Typed], wanted: Set[str]) -> Sha
             filled[group][rank] += aligned(math.prod(shards.shape) * dtype.itemsize)
     if sizes.pp == 1:
         filled["alone"] = [0]  # every rank has those
-    segments, end = {}, 0
+    segments, end = dict[str, tuple[int, int]](), 0
     for group, size in ranks.items():
         segments[group] = end, max(filled[group])
         end += size * max(filled[group])
-    placed = []
+    placed: list[Shards] = []
     for shards, group, first, split, offset in laid_out:
         start, length = segments[group]
         starts = tuple(start + (first + i) * length + offset for i in range(split))
@@ -302,7 +304,8 @@ class GatheredWeights(BucketStream):
 
 def _gather_at_once(segments: Tensor, group: dist.ProcessGroup) -> None:
     """All ranks' rows of ``segments``, in place."""
-    dist.all_gather_into_tensor(segments.flatten(), segments[group.rank()], group=group)
+    untyped: Any = dist  # a deprecated name, the only one that torch 2.11 has
+    untyped.all_gather_into_tensor(segments.flatten(), segments[group.rank()], group=group)
 
 
 def _gather_in_turn(segments: Tensor, group: dist.ProcessGroup) -> None:

@@ -173,18 +173,15 @@ def test_one_that_hangs_is_told_from_one_that_is_busy(
     engine = ProcessEngine(Sleeper, (), transport="shm", log=tmp_path / "log")
     assert engine.generate([], Sampling(1, seed=3)) == []  # longer than the patience
     engine.process.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match="sent no heartbeat for 2 s"):
         engine.generate([], Sampling(1))
-    assert time.monotonic() - began < 4  # it was waited for once
     engine.process.send_signal(signal.SIGCONT)
     assert engine.generate([], Sampling(1)) == []
     engine.process.send_signal(signal.SIGSTOP)
     with pytest.raises(RuntimeError, match="sent no heartbeat for 2 s"):
         engine.generate([], Sampling(1))
-    began = time.monotonic()
     engine.close()
-    assert time.monotonic() - began < 2 and engine.process.returncode == -signal.SIGKILL
+    assert engine.process.returncode == -signal.SIGKILL
 
 
 def test_one_that_is_killed_while_it_generates_is_named(tmp_path: Path):
@@ -192,10 +189,8 @@ def test_one_that_is_killed_while_it_generates_is_named(tmp_path: Path):
     assert not engine.capabilities.routes
     engine.log.write_text("".join(f"line {i}\n" for i in range(100)))
     threading.Timer(0.2, engine.process.kill).start()
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"stream: .* was ended by SIGKILL") as caught:
         engine.generate(PROMPTS, Sampling(1, seed=9))
-    assert time.monotonic() - began < 2
     last = str(caught.value).splitlines()
     assert f"{engine.log} ends with:" in last[0]
     assert last[1:] == [f"  line {i}" for i in range(80, 100)]
@@ -211,10 +206,8 @@ def test_one_that_is_killed_during_a_publish_is_named(engines: dict[str, Process
         engine.process.kill()
         yield from WEIGHTS[40:]
 
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"load_weights\(version 9\): .* was ended by SIGKILL"):
         engine.load_weights(deadly(), version=9)
-    assert time.monotonic() - began < 2
     with pytest.raises(RuntimeError, match="was ended by SIGKILL"):
         engine.generate(PROMPTS, Sampling(4))
 
