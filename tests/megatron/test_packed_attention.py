@@ -14,7 +14,7 @@ from pyrl_ext.pack.layout import TokenLayout
 HEADS, DIM = 4, 8
 
 
-def packed_of(layout, rank, device="cpu"):
+def packed_of(layout, rank, device: torch.device | str = "cpu"):
     place = Place(layout.cp_size, rank, tp_size=layout.tp_size)
     positions = torch.zeros(layout.num_local, dtype=torch.int64, device=device)
     return PackedSequences(layout=layout, place=place, positions=positions)
