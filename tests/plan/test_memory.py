@@ -271,8 +271,9 @@ def of_an_update(plan: Plan) -> dict[str, tuple[int, int]]:
             policy.update(batch, planned, build_loss(plan.objective))
         align = plan.row_alignment
         rows = max(
-            sum(-(-batch.seqlens[i] // align) * align for i in ids) // plan.parallel.cp
-            for ids in planned[topo.dp_rank]
+            sum(-(-batch.seqlens[i] // align) * align for i in each.bins[topo.dp_rank])
+            // each.cp_size
+            for each in planned
         )
         memory = stage_memory(plan, Load(rows, len(batch.tokens), 0))[topo.pp_rank]
         held = {n: sum(x.nbytes for x in each) for n, each in tensors_of(policy).items()}
