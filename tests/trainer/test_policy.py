@@ -23,7 +23,15 @@ from tests import parity
 from tests.helpers.probe import Probe, local_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import rounds
-from tests.parity import BOUNDS, LAYOUTS, MODELS, apart, compiled
+from tests.parity import (
+    BOUNDS,
+    LAYOUTS,
+    MODELS,
+    apart,
+    compiled,
+    feature_pairs,
+    pairwise_cover,
+)
 
 SPLITS = (1, 2, 5, 8)  # microbatches a data-parallel rank
 SPLIT_MODEL = "glm mtp 2"
@@ -307,3 +315,13 @@ def test_bounds_are_those_promised():
     assert BOUNDS["change"] <= 1e-3
     titles = [layout.title for some in LAYOUTS.values() for layout in some]
     assert all(a != b for a, b in pairwise(sorted(titles)))
+
+
+def test_pairwise_cover_keeps_every_pair_with_half_of_the_layouts():
+    table = {ranks: LAYOUTS[ranks] for ranks in (1, 2, 4)}
+    chosen = pairwise_cover(table)
+    everything = [layout for some in table.values() for layout in some]
+    some = [layout for some in chosen.values() for layout in some]
+    assert feature_pairs(some) == feature_pairs(everything)
+    assert len(some) == len(set(some)) <= len(everything) // 2
+    assert all(set(chosen[ranks]) <= set(table[ranks]) for ranks in table)
