@@ -12,12 +12,13 @@ from pydantic import ValidationError
 
 from pyrl_ext.plan import notes, rules
 from pyrl_ext.plan.language.errors import ConfigError, Key, describe
+from pyrl_ext.plan.language.fields import InvalidField, Section
 from pyrl_ext.plan.language.paths import refuse_pipe
 from pyrl_ext.plan.language.resolve import resolve
 from pyrl_ext.plan.language.yaml_tree import Source, apply, read
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.schema import Config, InvalidField, Section
+from pyrl_ext.plan.schema import Config
 
 
 def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:

@@ -5,75 +5,29 @@ A description names the unit in brackets; sizes such as 2GiB are read by it.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class InvalidField(LookupError):
-    """A field was read that is missing or wrong; whoever asked cannot be answered yet."""
-
-
-class Section(BaseModel):
-    """A mapping of the YAML: strict types, no unknown key, frozen.
-
-    Rules also run on sections that have wrong fields. Those are left out of the object
-    (`model_construct`), and reading one raises `InvalidField`, so a rule that needs it is skipped.
-    """
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-
-    if not TYPE_CHECKING:  # a type checker should still find misspelt fields
-
-        def __getattr__(self, name: str) -> Any:
-            if name in type(self).model_fields:
-                raise InvalidField(name)
-            raise AttributeError(f"{type(self).__name__} has no field {name!r}")
-
-
-@dataclass(frozen=True)
-class RelativePath:
-    """Marks text as a path that starts at the folder of the YAML file that says it."""
-
-    or_hub_id: bool = False
-    """owner/name of a model hub is meant where there is no such folder"""
-
-
-# Beyond these nothing is meant: numbers that neither int64 nor float32 holds, and sizes that no
-# cluster has and that would take the plan minutes to enumerate.
-MAX_RANKS = 2**17
-MAX_SAMPLES = 2**17
-NO_BOUNDS = (2**62, 1e30)
-Positive = Annotated[int, Field(ge=1, le=NO_BOUNDS[0])]
-Count = Annotated[int, Field(ge=0, le=NO_BOUNDS[0])]
-Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
-Layers = Annotated[int, Field(ge=1, le=4096)]
-NonNegative = Annotated[float, Field(ge=0, le=NO_BOUNDS[1])]
-Rate = Annotated[float, Field(gt=0, le=NO_BOUNDS[1])]
-Momentum = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
-File = Annotated[Text, RelativePath()]
-Folder = Annotated[Text, RelativePath(or_hub_id=True)]
-Dtype = Literal["float32", "bfloat16"]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
-Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-
-
-def _bounded[S: Section](section: S, names: tuple[str, ...], what: str, most: int) -> S:
-    """`section`, where the product of its sizes `names` is at most `most`. Raises `ValueError`."""
-    sizes = {name: getattr(section, name) for name in names}
-    if (product := math.prod(sizes.values())) > most:
-        factors = " * ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(f"{factors} = {product} {what}, expected at most {most}")
-    return section
+from pyrl_ext.plan.language.fields import (
+    MAX_RANKS,
+    MAX_SAMPLES,
+    Count,
+    Dtype,
+    File,
+    Folder,
+    Function,
+    Layers,
+    Momentum,
+    Name,
+    NonNegative,
+    Positive,
+    Rate,
+    Section,
+    Size,
+    Text,
+    bounded,
+)
 
 
 class Model(Section):
@@ -102,7 +56,7 @@ class Model(Section):
     """step of the routers' expert bias towards balance; 0 keeps the loaded bias"""
     mtp: bool = False
     """train the MTP (multi-token prediction) layers as well"""
-    megatron: dict[str, Any] = {}
+    megatron: dict[str, Any] = Field({})
     """fields of megatron-core's TransformerConfig that have no key here, passed on as they are"""
 
 
@@ -138,8 +92,8 @@ class Parallel(Section):
     """every stage written out, such as Et*3|(tt|)*2,m|L; null: split by the keys above"""
 
     @model_validator(mode="after")
-    def _world_is_bounded(self) -> Self:
-        return _bounded(self, ("dp", "tp", "pp", "cp"), "ranks", MAX_RANKS)
+    def _world_isbounded(self) -> Self:
+        return bounded(self, ("dp", "tp", "pp", "cp"), "ranks", MAX_RANKS)
 
     @property
     def world_size(self) -> int:
@@ -171,8 +125,8 @@ class Batching(Section):
     times as many; bounds activations"""
 
     @model_validator(mode="after")
-    def _step_is_bounded(self) -> Self:
-        return _bounded(self, ("prompts", "samples_per_prompt"), "samples a step", MAX_SAMPLES)
+    def _step_isbounded(self) -> Self:
+        return bounded(self, ("prompts", "samples_per_prompt"), "samples a step", MAX_SAMPLES)
 
 
 class Logprob(Section):
@@ -226,7 +180,7 @@ class Rollout(Section):
     bucket_bytes: Positive = 2**30
     """of weights that travel to the engine together [bytes]; a layer's experts, and a tensor, are
     never split"""
-    engine_options: dict[str, Any] = {}
+    engine_options: dict[str, Any] = Field({})
     """arguments of the engine that have no key here, passed on as they are (vllm)"""
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """divisor of the logits, in the engine and in the trainer"""
@@ -236,7 +190,7 @@ class Rollout(Section):
     """sample from the k likeliest tokens; 0: from all"""
     max_new_tokens: Positive
     """longest response [tokens]"""
-    stop: list[Text] = []
+    stop: list[Text] = Field([])
     """a response that holds one of these texts ends with the token that completes it"""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """prompts asked for each one trained on; the slowest are aborted: short answers are favoured"""
@@ -335,7 +289,7 @@ class Data(Section):
 
     task: Name | None = None
     """built-in task, which brings prompts and reward"""
-    task_options: dict[str, Any] = {}
+    task_options: dict[str, Any] = Field({})
     """arguments of the task, as it names them"""
     prompts: File | None = None
     """.jsonl or .parquet, relative to this YAML file"""

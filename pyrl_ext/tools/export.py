@@ -19,7 +19,7 @@ from pyrl_ext.megatron import checkpoint
 from pyrl_ext.models.hf_folder import save_checkpoint_hf
 from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.plan.compile import changed_plan
-from pyrl_ext.plan.schema import Dtype
+from pyrl_ext.plan.language.fields import Dtype
 from pyrl_ext.trainer.policy import Policy
 
 

@@ -28,12 +28,13 @@ from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.language.errors import fields_of, show
+from pyrl_ext.plan.language.fields import InvalidField, Section
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.rules import RULES
 from pyrl_ext.plan.rules._rule import unfit_for_heads
 from pyrl_ext.plan.rules.passthrough import ENGINE_KEYS, field_names, megatron_fields
-from pyrl_ext.plan.schema import Config, InvalidField, Section
+from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.rule_reads import declared_reads
 
 REPOSITORY = Path(__file__).parents[2]

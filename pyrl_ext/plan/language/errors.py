@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from pyrl_ext.plan.schema import Config, Section
+from pyrl_ext.plan.language.fields import Section
+from pyrl_ext.plan.schema import Config
 
 Key = tuple[str, ...]
 

@@ -8,9 +8,9 @@ from decimal import Decimal
 from typing import Any, get_args
 
 from pyrl_ext.plan.language.errors import Key, fields_of
+from pyrl_ext.plan.language.fields import RelativePath
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
 from pyrl_ext.plan.language.yaml_tree import Place, Source
-from pyrl_ext.plan.schema import RelativePath
 
 _REFERENCE = re.compile(r"\$\{[^{}]*\}")
 _SIZE = re.compile(r"([-+]?[0-9][0-9_]{0,17}(?:\.[0-9]{1,9})?) ?([kmgt])(i?)(b?)", re.IGNORECASE)

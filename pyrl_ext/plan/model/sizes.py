@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from pyrl_ext.plan.language.fields import Count, Positive
 from pyrl_ext.plan.model.route_ids import route_id_bytes
-from pyrl_ext.plan.schema import Count, Positive
 
 
 @dataclass(frozen=True)

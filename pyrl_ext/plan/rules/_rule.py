@@ -6,8 +6,8 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 
+from pyrl_ext.plan.language.fields import InvalidField, Section
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.schema import InvalidField, Section
 
 # A message, or several; (name, message) is about the entry `name` of the rule's key.
 Found = str | Iterable[str | tuple[str, str]] | None

@@ -11,9 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, fields_of, show, unknown
+from pyrl_ext.plan.language.fields import NO_BOUNDS
 from pyrl_ext.plan.language.resolve import unit_of
 from pyrl_ext.plan.language.yaml_tree import Place, Source
-from pyrl_ext.plan.schema import NO_BOUNDS, Config
+from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.rule_reads import rules_of_fields
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}

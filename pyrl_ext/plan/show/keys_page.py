@@ -10,7 +10,8 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema
 
 from pyrl_ext.plan.language.errors import Key, fields_of
-from pyrl_ext.plan.schema import Config, Section
+from pyrl_ext.plan.language.fields import Section
+from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.explain import default_of, type_of
 from pyrl_ext.plan.show.rule_reads import rules_of_fields
 

@@ -12,10 +12,11 @@ from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.forecast.units import count, duration, size
 from pyrl_ext.plan.language.errors import show
+from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.model.ranks import groups as groups_of
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.schema import Config, Section
+from pyrl_ext.plan.schema import Config
 
 
 class Verdict(NamedTuple):

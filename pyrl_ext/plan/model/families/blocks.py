@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from pyrl_ext.plan.language.fields import Count, Positive
 from pyrl_ext.plan.model.sizes import ModelSizes, Parameters, Sparse, Yarn
-from pyrl_ext.plan.schema import Count, Positive
 
 # The epsilon of transformers' norms inside multi-latent attention, whatever rms_norm_eps says.
 MLA_NORM_EPS = 1e-6

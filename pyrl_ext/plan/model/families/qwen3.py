@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pyrl_ext.plan.language.fields import Positive
 from pyrl_ext.plan.model.families.blocks import GroupedQuery
-from pyrl_ext.plan.schema import Positive
 
 
 class Qwen3(GroupedQuery):

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
+from pyrl_ext.plan.language.fields import Count, Positive
 from pyrl_ext.plan.model.families.qwen3 import Qwen3
 from pyrl_ext.plan.model.sizes import Sparse
-from pyrl_ext.plan.schema import Count, Positive
 
 
 class Qwen3Moe(Sparse, Qwen3):

@@ -1,0 +1,73 @@
+"""What sections of the schema are made of: their base class, and the kinds of values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class InvalidField(LookupError):
+    """A field was read that is missing or wrong; whoever asked cannot be answered yet."""
+
+
+class Section(BaseModel):
+    """A mapping of the YAML: strict types, no unknown key, frozen.
+
+    Rules also run on sections that have wrong fields. Those are left out of the object
+    (`model_construct`), and reading one raises `InvalidField`, so a rule that needs it is skipped.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    if not TYPE_CHECKING:  # a type checker should still find misspelt fields
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise InvalidField(name)
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+
+
+@dataclass(frozen=True)
+class RelativePath:
+    """Marks text as a path that starts at the folder of the YAML file that says it."""
+
+    or_hub_id: bool = False
+    """owner/name of a model hub is meant where there is no such folder"""
+
+
+# Beyond these nothing is meant: numbers that neither int64 nor float32 holds, and sizes that no
+# cluster has and that would take the plan minutes to enumerate.
+MAX_RANKS = 2**17
+MAX_SAMPLES = 2**17
+NO_BOUNDS = (2**62, 1e30)
+Positive = Annotated[int, Field(ge=1, le=NO_BOUNDS[0])]
+Count = Annotated[int, Field(ge=0, le=NO_BOUNDS[0])]
+Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+Layers = Annotated[int, Field(ge=1, le=4096)]
+NonNegative = Annotated[float, Field(ge=0, le=NO_BOUNDS[1])]
+Rate = Annotated[float, Field(gt=0, le=NO_BOUNDS[1])]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+File = Annotated[Text, RelativePath()]
+Folder = Annotated[Text, RelativePath(or_hub_id=True)]
+Dtype = Literal["float32", "bfloat16"]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
+Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+
+def bounded[S: Section](section: S, names: tuple[str, ...], what: str, most: int) -> S:
+    """`section`, where the product of its sizes `names` is at most `most`. Raises `ValueError`."""
+    sizes = {name: getattr(section, name) for name in names}
+    if (product := math.prod(sizes.values())) > most:
+        factors = " * ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(f"{factors} = {product} {what}, expected at most {most}")
+    return section
