@@ -112,7 +112,10 @@ def test_files_and_folders_exist(page: str):
             continue
         homes = (REPOSITORY, REPOSITORY / "pyrl_ext", REPOSITORY / "configs")
         written = {"plan.json", "metrics.jsonl", "report.png", "error.txt", "tensorboard/", "hf/"}
-        of_an_operator = any((REPOSITORY / "csrc").glob(f"*/{name}"))
+        written |= {"digests.json"}
+        of_an_operator = any(
+            any((REPOSITORY / folder).glob(f"*/{name}")) for folder in ("csrc", "pyrl_ext/ops")
+        )
         there = of_an_operator or any((home / name).exists() for home in homes)
         if name not in written and not there:
             wrong.append(name)
@@ -271,6 +274,15 @@ def test_reward_example_scores():
     for close in example("close"):
         assert close(SimpleNamespace(answer="42"), " 42 ", [4, 2]) == 0.5
         assert close(SimpleNamespace(answer="42"), "41", [4, 1]) == 0
+
+
+def test_answer_rule_example_refuses_other_answers():
+    (block,) = (b for b in fenced(TEXTS["docs/extend.md"], "python") if "@answer_rule(" in b)
+    names: dict = {}
+    exec(compile(block, "answer_rule", "exec"), names)
+    _, holds = names["distance"].answer_rule
+    assert holds(12) and holds("12") and not holds("twelve") and not holds(None)
+    assert names["distance"](SimpleNamespace(answer="12"), "", [1] * 11) == 0.5
 
 
 def test_advantage_example_centres_groups():
