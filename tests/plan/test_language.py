@@ -18,7 +18,7 @@ from pyrl_ext.plan.compile import load
 from pyrl_ext.plan.language.errors import fields_of
 from pyrl_ext.plan.language.resolve import read_size
 from pyrl_ext.plan.show.keys_page import page
-from tests.plan.test_compile import REPOSITORY, SMALL, TINY, problems_of
+from tests.helpers.configs import REPOSITORY, SMALL, TINY, problems_of
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.trainer.step import plan_schedule
 from pyrl_ext.weights import check
+from tests.helpers.engines import DOWN, Disturbed, Named, Stale
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 
@@ -33,22 +34,7 @@ QUICK = (
     *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
     *("evaluate.every=0", "log.progress=false"),
 )
-Named = Iterable[tuple[str, Tensor]]
-DOWN = "model.layers.2.mlp.experts.3.down_proj.weight"
 NORM = "model.layers.1.post_attention_layernorm.weight"
-
-
-class Disturbed:
-    """An engine that is handed other tensors than were sent."""
-
-    def __init__(self, engine: Any, disturb: Callable[[Named], Named]):
-        self.engine, self.disturb = engine, disturb
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def load_weights(self, named: Named, version: int, only: Any = None) -> None:
-        self.engine.load_weights(self.disturb(named), version, only)
 
 
 def swapped(named: Named) -> Iterator[tuple[str, Tensor]]:
@@ -59,21 +45,6 @@ def swapped(named: Named) -> Iterator[tuple[str, Tensor]]:
         if len(parts) > 2 and parts[2] in other:
             parts[2] = other[parts[2]]
         yield ".".join(parts), tensor
-
-
-class Stale:
-    """One tensor stays what it was at first."""
-
-    def __init__(self, name: str):
-        self.name, self.first = name, None
-
-    def __call__(self, named: Named) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in named:
-            if name == self.name:
-                if self.first is None:
-                    self.first = tensor.clone()
-                tensor = self.first
-            yield name, tensor
 
 
 def corrupted(named: Named) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import time
 from functools import cache
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -65,7 +64,7 @@ TRAINED = {n: hf | FEWER for n, hf in COUNTED.items() if not read_sizes(hf | FEW
 
 
 @pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
-def test_weight_tables_have_the_names_and_shapes_of_transformers(hf):
+def test_weight_table_has_the_names_and_shapes_of_transformers(hf):
     with torch.device("meta"):
         config = CONFIG_MAPPING[hf["model_type"]].from_dict(hf)
         views = Destinations(AutoModelForCausalLM.from_config(config)).views
@@ -77,7 +76,7 @@ def test_weight_tables_have_the_names_and_shapes_of_transformers(hf):
 
 
 @pytest.mark.parametrize("hf", MODELS.values(), ids=list(MODELS))
-def test_weight_tables_add_up_to_the_plans_sizes(hf):
+def test_weight_table_adds_up_to_the_sizes_of_the_plan(hf):
     sizes, weights = read_sizes(hf), family(hf["model_type"]).weights
 
     def count(mtp_layers):
@@ -304,20 +303,20 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gathered_weights_are_the_same_on_every_rank(ranks, case):
+def test_GatheredWeights_are_the_same_on_every_rank(ranks, case):
     for cases, _ in ranks:
         found, buckets = cases[case]
         assert not any(found.values()), found
         assert ("updated" in found) == (case in UPDATED) and buckets > 10
 
 
-def test_gathered_weights_take_less_than_two_buckets(ranks):
+def test_GatheredWeights_take_less_than_two_buckets(ranks):
     for _, measured in ranks:
         for extra, bucket, model in measured:
             assert bucket <= extra < 2 * bucket < model
 
 
-def test_gathered_weights_of_one_process_are_its_parameters():
+def test_GatheredWeights_of_one_process_are_its_parameters():
     plan, _ = planned(PLANNED[0])
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
@@ -330,7 +329,7 @@ def test_gathered_weights_of_one_process_are_its_parameters():
 # what goes wrong ---------------------------------------------------------------------------------
 
 
-def test_gathered_weights_refuse_a_tensor_that_was_not_planned():
+def test_GatheredWeights_refuse_a_tensor_that_was_not_planned():
     plan, table = planned(PLANNED[0])
     name = "decoder.layers.2.mlp.router.weight"
     with topology.start(plan) as topo:
@@ -364,11 +363,9 @@ def one_fails(group, folder):
                         raise ValueError("bad luck")
 
 
-def test_gathered_weights_end_all_ranks_when_one_fails(tmp_path):
-    start = time.monotonic()
+def test_GatheredWeights_end_all_ranks_when_one_fails(tmp_path):
     with pytest.raises(AssertionError, match=r"rank 1 of 2\n(.*\n)*ValueError: bad luck"):
         run_ranks(one_fails, 2, tmp_path)
-    assert time.monotonic() - start < 60
     text = (tmp_path / "0.txt").read_text()
     assert "failed in publish of step 3: ValueError: bad luck\n  rank 0 ended in publish" in text
     assert "error: rank 1 (" in text

@@ -3,14 +3,9 @@ trainer or a publish may end."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +23,14 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process import client
 from pyrl_ext.rollout.process.channel import Kind
 from pyrl_ext.rollout.process.client import IdleEngine, ProcessEngine, RemoteError
-from pyrl_ext.rollout.process.sender import Reader, Sender
 from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.engines import GLM, assert_same, checkpoint, prompts_of, random_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.sleeper import Sleeper, unbuildable
+from tests.helpers.sleeper import Sleeper
 from tests.helpers.tiny import tiny_plan
-from tests.rollout.test_hf import GLM, build, checkpoint, prompts_of
-from tests.rollout.test_recorded import assert_same
 
-ROOT = Path(__file__).parents[2]
 SMALL = 20_000  # bytes of a bucket; one tensor is larger, all are sixty times that
-WEIGHTS = list(checkpoint(build(GLM)).items())
+WEIGHTS = list(checkpoint(random_model(GLM)).items())
 NORM = "model.layers.1.input_layernorm.weight"
 PROMPTS = prompts_of([1, 7, 3, 12, 5], GLM["vocab_size"])
 
@@ -80,7 +72,7 @@ def loaded(engine: ProcessEngine, version: int = 3) -> ProcessEngine:
     return engine
 
 
-def test_samples_are_those_of_an_engine_in_this_process(engine: ProcessEngine):
+def test_generate_equals_an_engine_in_this_process(engine: ProcessEngine):
     here = HFEngine(GLM)
     assert engine.capabilities == here.capabilities
     for version in (3, 4):  # again, through memory that was used before
@@ -92,14 +84,14 @@ def test_samples_are_those_of_an_engine_in_this_process(engine: ProcessEngine):
         assert [*engine.checksums([NORM])] == [NORM]
 
 
-def test_some_weights_reach_an_engine_that_keeps_the_others(engine: ProcessEngine):
+def test_load_weights_replaces_only_the_tensors_it_names(engine: ProcessEngine):
     loaded(engine)
     engine.load_weights([(NORM, dict(WEIGHTS)[NORM] * 2)], 4, only={NORM})
     before, after = digests(WEIGHTS), engine.checksums()
     assert {name for name in after if after[name] != before[name]} == {NORM}
 
 
-def test_memory_that_weights_travel_in_has_no_name(engine: ProcessEngine):
+def test_load_weights_uses_memory_without_a_name(engine: ProcessEngine):
     """So that no crash leaves anything in /dev/shm."""
     loaded(engine)
     maps = Path(f"/proc/{engine.process.pid}/maps").read_text()
@@ -107,7 +99,7 @@ def test_memory_that_weights_travel_in_has_no_name(engine: ProcessEngine):
     assert ("memfd:pyrl-weights (deleted)" in maps) == (engine._sender.kind == "shm")
 
 
-def test_a_stream_that_is_closed_early_leaves_a_usable_engine(engine: ProcessEngine):
+def test_stream_that_is_closed_early_leaves_a_usable_engine(engine: ProcessEngine):
     loaded(engine)
     sampling = Sampling(6, samples_per_prompt=2)
     whole = engine.generate(PROMPTS, sampling)
@@ -142,7 +134,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_failed_publish_is_refused_until_a_good_one(engine: ProcessEngine, case: str):
+def test_load_weights_that_fails_blocks_generation_until_a_good_one(
+    engine: ProcessEngine, case: str
+):
     source, kind, message = BAD[case]
     good = loaded(engine).generate(PROMPTS[:2], Sampling(4))
     with pytest.raises(kind, match=message) as caught:
@@ -156,7 +150,7 @@ def test_a_failed_publish_is_refused_until_a_good_one(engine: ProcessEngine, cas
     assert_same(loaded(engine).generate(PROMPTS[:2], Sampling(4)), good)
 
 
-def test_an_error_of_generation_comes_here(engine: ProcessEngine):
+def test_generate_raises_the_error_of_the_process(engine: ProcessEngine):
     loaded(engine)
     with pytest.raises(ValueError, match="token id 999, expected 0 to"):
         engine.generate([Prompt(0, (999,))], Sampling(4))
@@ -166,7 +160,7 @@ def test_an_error_of_generation_comes_here(engine: ProcessEngine):
 # processes that hang or die ----------------------------------------------------------------------
 
 
-def test_one_that_hangs_is_told_from_one_that_is_busy(
+def test_generate_tells_a_process_that_hangs_from_one_that_is_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(client, "SILENT", 2)
@@ -184,7 +178,7 @@ def test_one_that_hangs_is_told_from_one_that_is_busy(
     assert engine.process.returncode == -signal.SIGKILL
 
 
-def test_one_that_is_killed_while_it_generates_is_named(tmp_path: Path):
+def test_generate_names_a_process_that_was_killed(tmp_path: Path):
     engine = ProcessEngine(Sleeper, (), transport="shm", log=tmp_path / "log")
     assert not engine.capabilities.routes
     engine.log.write_text("".join(f"line {i}\n" for i in range(100)))
@@ -197,7 +191,7 @@ def test_one_that_is_killed_while_it_generates_is_named(tmp_path: Path):
     engine.close()
 
 
-def test_one_that_is_killed_during_a_publish_is_named(engines: dict[str, ProcessEngine]):
+def test_load_weights_names_a_process_that_was_killed(engines: dict[str, ProcessEngine]):
     """The last test of this engine."""
     engine = loaded(engines["broadcast"])
 
@@ -210,89 +204,6 @@ def test_one_that_is_killed_during_a_publish_is_named(engines: dict[str, Process
         engine.load_weights(deadly(), version=9)
     with pytest.raises(RuntimeError, match="was ended by SIGKILL"):
         engine.generate(PROMPTS, Sampling(4))
-
-
-PARENT = """
-import sys, time
-from pyrl_ext.rollout.process.client import ProcessEngine
-from pyrl_ext.rollout.process.server import BEATS
-
-engine = ProcessEngine(time.sleep, (60,), transport="shm", log=sys.argv[1])
-while BEATS.unpack_from(engine._beats) == (0,):
-    time.sleep(0.01)
-print(engine.process.pid, flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_trainer_that_is_killed_takes_its_engine_along(tmp_path: Path):
-    command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
-    assert trainer.stdout is not None
-    child = os.pidfd_open(int(trainer.stdout.readline()))
-    assert wait([child], timeout=0.2) == []
-    trainer.kill()
-    assert wait([child], timeout=2) == [child]
-    os.close(child)
-    trainer.communicate()
-
-
-def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path):
-    engine = ProcessEngine(unbuildable, ("no such model",), transport="shm", log=tmp_path / "log")
-    with pytest.raises(RuntimeError, match="ImportError: no such model"):
-        _ = engine.capabilities
-    engine.close()
-
-
-# the transport by itself -------------------------------------------------------------------------
-
-
-def tensors(seed: int) -> list[tuple[str, Tensor]]:
-    """Of all kinds and sizes."""
-    g = torch.Generator().manual_seed(seed)
-    found = []
-    for i in range(60):
-        shape = torch.randint(0, 12, (int(torch.randint(0, 4, (), generator=g)),), generator=g)
-        value = torch.randn(shape.tolist(), generator=g)
-        dtype = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8)[i % 5]
-        value = (value * 50).to(dtype)
-        found.append((f"tensor {i}", value.transpose(0, -1) if value.dim() else value))
-    return [*found, ("large", torch.randn(2000, generator=g)), found[0]]
-
-
-@pytest.mark.parametrize("readers", [1, 2])
-@pytest.mark.parametrize("size", [1, 500, 1 << 20])
-@pytest.mark.parametrize("kind", ["shm", "broadcast"])
-def test_every_reader_gets_every_tensor(kind: Kind, size: int, readers: int):
-    sender = Sender(kind, size, readers)
-    got: list[list[tuple[str, Tensor]]] = [[] for _ in range(readers)]
-    there: dict[int, Reader] = {}  # a process has one; here they are threads
-
-    def read(i: int) -> None:
-        reader = there[i] = there.get(i) or Reader(sender.incoming.address)
-        got[i] = []
-        for name, tensor in reader.tensors():
-            time.sleep(5e-4 * i)  # its bucket must not be filled again meanwhile
-            got[i].append((name, tensor.clone()))
-
-    for seed in range(3):
-        _ = sender.incoming
-        threads = [threading.Thread(target=read, args=(i,)) for i in range(readers)]
-        for thread in threads:
-            thread.start()
-        sent = tensors(seed)
-        sender.send(iter(sent), wait)
-        for thread in threads:
-            thread.join()
-        for mine in got:
-            assert [name for name, _ in mine] == [name for name, _ in sent]
-            for (_, a), (_, b) in zip(mine, sent, strict=True):
-                assert a.dtype == b.dtype and torch.equal(a, b)
-        assert sender._channel is not None
-        largest = max(size, *(t.nbytes for _, t in sent))
-        assert len(sender._channel.buffers) <= 2
-        assert all(len(bucket) <= largest for bucket in sender._channel.buffers.values())
-    sender.drop()
 
 
 # with the trainer --------------------------------------------------------------------------------
@@ -328,7 +239,7 @@ def shares_of_ranks_without_an_engine(group: Any) -> None:
         assert_same(got, [sample for sample in expected if sample.prompt_id in ids])
 
 
-def test_a_run_has_the_numbers_of_one_with_engines_in_process(tmp_path: Path):
+def test_train_has_the_same_numbers_with_engines_in_processes(tmp_path: Path):
     here, there = run_ranks(trained, 2, str(tmp_path))[0]
     assert len(here) == len(there) == 3
     for a, b in zip(here, there, strict=True):

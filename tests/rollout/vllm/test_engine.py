@@ -27,84 +27,12 @@ from transformers import CONFIG_MAPPING
 
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.process.client import ProcessEngine
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
-from pyrl_ext.samples import Prompt, Sample, Sampling
+from pyrl_ext.samples import Sampling
+from tests.helpers.vllm_pair import CONFIGS, Pair, prompts, random_weights
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = ("tiny", "tiny_qwen3")  # latent attention with sigmoid routers; grouped queries, softmax
-
-
-def random_weights(hf: HFEngine, seed: int) -> list[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint, large enough that a wrong one shows."""
-    g = torch.Generator().manual_seed(seed)
-    found = []
-    for name, view in hf._destinations.views.items():
-        noise = torch.randn(view.shape, generator=g)
-        found.append((name, 1 + 0.1 * noise if "norm" in name else 0.08 * noise))
-    return found
-
-
-class Pair:
-    """vLLM and transformers with the same weights."""
-
-    def __init__(self, config: Path, engine_routes: bool | None = None, **options: Any):
-        self.config, self.hf = config, HFEngine(config)
-        self.vllm = VLLMEngine(
-            config,
-            num_experts=8 if self.hf.layer_ids else 0,
-            layer_ids=self.hf.layer_ids,
-            max_tokens=256,
-            max_running=16,
-            engine_routes=engine_routes,
-            tokenizer=CONFIGS / "tiny",
-            options={"max_num_batched_tokens": 64} | options,  # longer prompts come in parts
-        )
-        self.preempted = 0
-        scheduler = self.vllm._engine.engine_core.engine_core.scheduler
-        preempt = scheduler._preempt_request
-
-        def counted(*args: Any, **kwargs: Any) -> None:
-            self.preempted += 1
-            preempt(*args, **kwargs)
-
-        scheduler._preempt_request = counted
-        self.load(seed=0)
-
-    def load(self, seed: int) -> None:
-        for engine in (self.hf, self.vllm):
-            engine.load_weights(random_weights(self.hf, seed), version=seed)
-
-    def forward(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """transformers' logits [T, V] and routes [T, L, K] of the sample's tokens."""
-        with torch.no_grad():
-            logits = self.hf.model(sample.tokens[None]).logits[0]
-        chosen = [x.view(len(sample.tokens), -1) for x in self.hf._chosen if x is not None]
-        return logits, torch.stack(chosen, 1) if chosen else torch.empty(0)
-
-    def check(
-        self, samples: list[Sample], sampling: Sampling, whole: bool = True
-    ) -> tuple[float, int]:
-        """(largest log-prob difference, tokens with a route), none of them a wrong one; ``whole``:
-        every token has one that was an input."""
-        worst, routed = 0.0, 0
-        for sample in samples:
-            logits, routes = self.forward(sample)
-            logprobs = processed_logprobs(logits[:-1], sampling)
-            mine = logprobs.gather(1, sample.tokens[1:, None])[:, 0]
-            gap = (mine - sample.rollout_logprobs[1:])[sample.loss_mask[1:]]
-            worst = max(worst, gap.abs().max().item())
-            if not self.hf.layer_ids:
-                assert sample.check().routes is None
-                continue
-            has = sample.route_mask
-            assert not has[-1] and (has[:-1].all() or not whole)
-            assert sample.routes is not None
-            same = sample.routes[has].long().sort(-1).values == routes[has].long().sort(-1).values
-            assert same.all(), f"{int((~same).sum())} routes differ"
-            routed += int(has.sum())
-        return worst, routed
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -114,13 +42,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair.vllm.close()
 
 
-def prompts(*lengths: int) -> list[Prompt]:
-    g = torch.Generator().manual_seed(1)
-    drawn = [torch.randint(3, 128, (length,), generator=g).tolist() for length in lengths]
-    return [Prompt(i, tuple(tokens)) for i, tokens in enumerate(drawn)]
-
-
-def test_logprobs_and_routes_are_transformers(pair: Pair):
+def test_generate_has_the_logprobs_and_routes_of_transformers(pair: Pair):
     sampling = Sampling(max_new_tokens=24, samples_per_prompt=4, temperature=0.7)
     samples = pair.vllm.generate(prompts(1, 5, 33, 150, 200), sampling)
     assert [(s.prompt_id, s.index) for s in samples] == [(p, i) for p in range(5) for i in range(4)]
@@ -129,13 +51,13 @@ def test_logprobs_and_routes_are_transformers(pair: Pair):
 
 
 @pytest.mark.parametrize("more", [{"top_p": 0.6}, {"top_k": 5}, {"top_p": 0.8, "top_k": 20}])
-def test_logprobs_are_of_the_distribution_that_was_sampled(pair: Pair, more: dict[str, Any]):
+def test_generate_reports_logprobs_of_the_filtered_distribution(pair: Pair, more: dict[str, Any]):
     sampling = Sampling(max_new_tokens=12, samples_per_prompt=3, temperature=1.3, **more)
     worst, _ = pair.check(pair.vllm.generate(prompts(4, 9), sampling), sampling)
     assert worst < 2e-5
 
 
-def test_a_sample_does_not_depend_on_what_runs_beside_it(pair: Pair):
+def test_generate_does_not_depend_on_the_batch_of_a_sample(pair: Pair):
     sampling = Sampling(max_new_tokens=16, samples_per_prompt=3, seed=7)
     asked = prompts(3, 8, 40, 5, 6, 7, 30, 2)
     together = pair.vllm.generate(asked, sampling)
@@ -147,7 +69,7 @@ def test_a_sample_does_not_depend_on_what_runs_beside_it(pair: Pair):
     assert len(set(group)) == 3
 
 
-def test_greedy_is_the_likeliest_token(pair: Pair):
+def test_generate_takes_the_argmax_when_greedy(pair: Pair):
     sampling = Sampling(max_new_tokens=10, greedy=True)
     for sample in pair.vllm.generate(prompts(4, 11), sampling):
         logits, _ = pair.forward(sample)
@@ -155,7 +77,7 @@ def test_greedy_is_the_likeliest_token(pair: Pair):
         assert torch.equal(likeliest, sample.tokens[sample.prompt_len :])
 
 
-def test_a_stop_token_ends_a_sample_and_belongs_to_it(pair: Pair):
+def test_generate_keeps_the_stop_token_in_the_response(pair: Pair):
     (whole,) = pair.vllm.generate(prompts(6), Sampling(max_new_tokens=20))
     assert whole.finish_reason == "length" and len(whole.response) == 20
     stop = whole.response[7]
@@ -165,7 +87,7 @@ def test_a_stop_token_ends_a_sample_and_belongs_to_it(pair: Pair):
     assert int(cut.route_mask.sum()) == len(cut.tokens) - 1
 
 
-def test_new_weights_are_what_generates(pair: Pair):
+def test_load_weights_replaces_what_generates(pair: Pair):
     sampling = Sampling(max_new_tokens=8, samples_per_prompt=2)
     before = pair.vllm.generate(prompts(5), sampling)
     for seed in (1, 2, 1):  # again and again: experts are packed anew each time
@@ -178,7 +100,7 @@ def test_new_weights_are_what_generates(pair: Pair):
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(before, again, strict=True))
 
 
-def test_an_interrupted_load_leaves_an_engine_that_refuses(pair: Pair):
+def test_load_weights_that_is_interrupted_blocks_generation(pair: Pair):
     weights = random_weights(pair.hf, 3)  # of which nothing may be left at the end
     sampling = Sampling(max_new_tokens=4)
 
@@ -204,7 +126,7 @@ def test_an_interrupted_load_leaves_an_engine_that_refuses(pair: Pair):
     assert pair.check(pair.vllm.generate(prompts(5), sampling), sampling)[0] < 1e-5
 
 
-def test_what_vllm_took_and_holds_is_known_by_its_digest(pair: Pair):
+def test_checksums_are_those_of_what_vllm_took_and_holds(pair: Pair):
     """Also from a sender that writes one tensor over the other."""
     weights = random_weights(pair.hf, 0)
     memory = torch.empty(max(v.numel() for _, v in weights))
@@ -239,7 +161,7 @@ def test_what_vllm_took_and_holds_is_known_by_its_digest(pair: Pair):
         pair.vllm.checksums(["nowhere"])
 
 
-def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(pair: Pair):
+def test_generate_ends_with_the_token_that_completes_a_stop_string(pair: Pair):
     """Where it ends is where the text, decoded from its start, first holds one."""
     decode = load_tokenizer(CONFIGS / "tiny").decode
     free = Sampling(max_new_tokens=30, samples_per_prompt=8, temperature=2.0)
@@ -260,14 +182,14 @@ def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(pair: Pair
     assert pair.check(cut, free)[0] < 1e-5
 
 
-def test_a_response_of_one_token(pair: Pair):
+def test_generate_gives_responses_of_one_token(pair: Pair):
     sampling = Sampling(max_new_tokens=1, samples_per_prompt=2)
     samples = pair.vllm.generate(prompts(1, 64, 65, 200), sampling)
     assert [len(s.response) for s in samples] == [1] * 8
     assert pair.check(samples, sampling)[0] < 1e-5
 
 
-def test_layers_that_changed_reach_vllm_and_the_others_stay(pair: Pair):
+def test_load_weights_replaces_only_the_tensors_it_names(pair: Pair):
     """Fused modules of a layer come whole; a part of one would be completed by anything."""
     first, then = (dict(random_weights(pair.hf, seed)) for seed in (0, 1))
     some = {n for n in first if n.startswith("model.layers.2.") or n == "model.norm.weight"}
@@ -287,7 +209,7 @@ def test_layers_that_changed_reach_vllm_and_the_others_stay(pair: Pair):
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
-def test_nothing_is_left_of_a_stream_that_was_left(pair: Pair, error: Any):
+def test_stream_that_is_closed_leaves_nothing_in_vllm(pair: Pair, error: Any):
     """Some samples have come, others run, a prompt is read in part, and some wait."""
     sampling = Sampling(max_new_tokens=12, samples_per_prompt=8, stop_ids=tuple(range(64)))
     asked = prompts(5, 200, 3, 180)
@@ -308,7 +230,7 @@ def test_nothing_is_left_of_a_stream_that_was_left(pair: Pair, error: Any):
         assert torch.equal(sample.tokens, whole[sample.prompt_id, sample.index].tokens)
 
 
-def test_a_request_that_vllm_lost_is_an_error(pair: Pair):
+def test_stream_fails_when_vllm_lost_a_request(pair: Pair):
     sampling = Sampling(max_new_tokens=30, samples_per_prompt=2, stop_ids=tuple(range(16)))
     stream = pair.vllm.stream(prompts(5, 6, 7, 8), sampling)
     next(stream)
@@ -317,7 +239,7 @@ def test_a_request_that_vllm_lost_is_an_error(pair: Pair):
         list(stream)
 
 
-def test_a_stream_ends_when_its_weights_are_replaced(pair: Pair):
+def test_stream_fails_when_its_weights_are_replaced(pair: Pair):
     sampling = Sampling(max_new_tokens=30, samples_per_prompt=2, stop_ids=tuple(range(16)))
     stream = pair.vllm.stream(prompts(5, 6, 7, 8), sampling)
     next(stream)
@@ -328,7 +250,7 @@ def test_a_stream_ends_when_its_weights_are_replaced(pair: Pair):
     pair.load(0)
 
 
-def test_a_stream_that_ctrl_c_ends_inside_a_forward(pair: Pair):
+def test_stream_that_ctrl_c_ends_inside_a_forward_leaves_a_usable_engine(pair: Pair):
     sampling = Sampling(max_new_tokens=12, samples_per_prompt=8)
     before = pair.vllm.generate(prompts(5, 200, 3), sampling)
     worker = pair.vllm._engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -350,13 +272,13 @@ def test_a_stream_that_ctrl_c_ends_inside_a_forward(pair: Pair):
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(before, again, strict=True))
 
 
-def test_samples_come_as_they_finish(pair: Pair):
+def test_stream_yields_samples_as_they_finish(pair: Pair):
     sampling = Sampling(max_new_tokens=40, samples_per_prompt=8, stop_ids=tuple(range(8)))
     lengths = [len(s.response) for s in pair.vllm.stream(prompts(3, 4), sampling)]
     assert len(lengths) == 16 and lengths == sorted(lengths) and len(set(lengths)) > 3
 
 
-def test_requests_that_lost_their_cache_are_computed_again(pair: Pair):
+def test_generate_computes_requests_again_that_lost_their_cache(pair: Pair):
     """Nine blocks of 32 keys and values for twelve samples that need two to four each."""
     small = Pair(pair.config, block_size=32, num_gpu_blocks_override=10)
     sampling = Sampling(max_new_tokens=40, samples_per_prompt=4)
@@ -403,7 +325,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize("config", [DEEPSEEK, GLM, DENSE], ids=lambda c: c["model_type"])
-def test_other_families_are_transformers_as_well(config: dict[str, Any], tmp_path: Path):
+def test_generate_equals_transformers_for_other_families(config: dict[str, Any], tmp_path: Path):
     """Groups of experts, a stretched rotary, biases, rotary of half a head, no experts at all; with
     what transformers writes in a config.json."""
     CONFIG_MAPPING[config["model_type"]].from_dict(config).save_pretrained(tmp_path)
@@ -417,7 +339,7 @@ def test_other_families_are_transformers_as_well(config: dict[str, Any], tmp_pat
     pair.vllm.close()
 
 
-def test_what_our_worker_did_not_see_has_no_route():
+def test_generate_marks_tokens_that_our_worker_did_not_see_as_unrouted():
     """With prefix caching switched on, cached blocks are not computed: their tokens are marked."""
     pair = Pair(CONFIGS / "tiny_qwen3", enable_prefix_caching=True, block_size=32)
     sampling = Sampling(max_new_tokens=6, samples_per_prompt=3)
@@ -436,7 +358,8 @@ OWN_ROUTES = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.rollout.test_vllm import CONFIGS, Pair, Sampling, prompts
+from pyrl_ext.samples import Sampling
+from tests.helpers.vllm_pair import CONFIGS, Pair, prompts
 
 pair = Pair(CONFIGS / sys.argv[2], True, block_size=32, num_gpu_blocks_override=10)
 cached = []
@@ -470,10 +393,10 @@ pair.vllm.close()
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_routes_by_vllms_own_way_are_transformers(model: str):
+def test_generate_has_the_routes_of_transformers_by_vllms_own_way(model: str):
     """Chunked prompts, shared prefixes, cached ones, pre-empted requests, an aborted stream, stop
     strings, the last token without a route."""
-    command = [sys.executable, "-c", OWN_ROUTES, str(Path(__file__).parents[2]), model]
+    command = [sys.executable, "-c", OWN_ROUTES, str(Path(__file__).parents[3]), model]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -491,7 +414,7 @@ def train(*overrides: str, ranks: int = 1) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_ranks_with_an_engine_each_or_for_two_together_train_alike(tmp_path: Path):
+def test_train_equals_with_an_engine_a_rank_and_one_for_two_ranks(tmp_path: Path):
     short = ("steps=2", "evaluate.every=0", "log.progress=false")
     each = train(*short, f"run={tmp_path / 'each'}", "parallel.dp=2", ranks=2)
     two = (*short, f"run={tmp_path / 'two'}", "parallel.dp=4", "rollout.tp=2")
@@ -505,7 +428,7 @@ def test_ranks_with_an_engine_each_or_for_two_together_train_alike(tmp_path: Pat
 BROKEN = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
-from tests.weights.test_check import DOWN, Disturbed, Stale
+from tests.helpers.engines import DOWN, Disturbed, Stale
 from pyrl_ext import train
 from pyrl_ext.rollout import rollouts
 
@@ -548,10 +471,10 @@ sys.exit(train.main(sys.argv[1:]))
     ],
     ids=["stale", "touched"],
 )
-def test_a_broken_publish_stops_the_run(
+def test_train_ends_at_a_broken_publish(
     kind: str, steps: int, messages: tuple[str, str], tmp_path: Path
 ):
-    command = [sys.executable, "-c", BROKEN, str(Path(__file__).parents[2]), kind]
+    command = [sys.executable, "-c", BROKEN, str(Path(__file__).parents[3]), kind]
     command += [str(CONFIGS / "tiny.yaml"), "rollout.engine=vllm", f"run={tmp_path}", "steps=3"]
     command += ["rollout.check_tensors=all", "batching.prompts=4", "evaluate.every=0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -570,7 +493,7 @@ def served(model: str) -> VLLMEngine:
     )
 
 
-def test_an_engine_in_processes_of_its_own_is_transformers(tmp_path: Path):
+def test_ProcessEngine_with_two_workers_equals_transformers(tmp_path: Path):
     """Each half reads the weights itself; after a failed publish both take the next one."""
     pair = Pair.__new__(Pair)  # of transformers and the served one
     pair.hf = HFEngine(CONFIGS / "tiny")

@@ -23,7 +23,7 @@ except PackageNotFoundError:
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 MODEL = CONFIGS / "tiny_qwen3"  # vLLM's kernels for latent attention want the sizes of DeepSeek-V3
 SAMPLING = Sampling(max_new_tokens=32, samples_per_prompt=4, seed=3)
 PROMPTS = [Prompt(i, tuple(range(5 + i, 5 + i + length))) for i, length in enumerate((3, 40, 17))]
@@ -62,7 +62,7 @@ def forward(hf: HFEngine, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
     return logprobs.cpu(), torch.stack(chosen, 1).cpu()
 
 
-def test_logprobs_and_routes_are_transformers_up_to_the_rounding_of_bf16(engines):
+def test_generate_has_the_logprobs_and_routes_of_transformers_up_to_bf16_rounding(engines):
     hf, vllm, _ = engines
     gaps, same = [], []
     for sample in vllm.generate(PROMPTS, SAMPLING):
@@ -77,7 +77,7 @@ def test_logprobs_and_routes_are_transformers_up_to_the_rounding_of_bf16(engines
     assert torch.cat(same).mean() > 0.95
 
 
-def test_sleep_gives_memory_back_and_the_next_publish_wakes_it(engines):
+def test_sleep_frees_memory_and_the_next_publish_wakes_the_engine(engines):
     _, vllm, named = engines
     before, free = vllm.generate(PROMPTS, SAMPLING), torch.cuda.mem_get_info()[0]
     freed = vllm.sleep()
@@ -91,7 +91,7 @@ def test_sleep_gives_memory_back_and_the_next_publish_wakes_it(engines):
     assert {s.weight_version for s in again} == {1}
 
 
-def test_a_run_in_which_trainer_and_engine_take_turns(tmp_path):
+def test_train_has_the_same_loss_when_trainer_and_engine_take_turns(tmp_path):
     rows = {}
     for name, more in {
         "stay": ("rollout.sleep=false",),

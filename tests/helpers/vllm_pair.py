@@ -1,0 +1,93 @@
+"""vLLM and transformers with the same random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.hf.sampling import processed_logprobs
+from pyrl_ext.rollout.vllm.engine import VLLMEngine
+from pyrl_ext.samples import Prompt, Sample, Sampling
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def random_weights(hf: HFEngine, seed: int) -> list[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint, large enough that a wrong one shows."""
+    g = torch.Generator().manual_seed(seed)
+    found = []
+    for name, view in hf._destinations.views.items():
+        noise = torch.randn(view.shape, generator=g)
+        found.append((name, 1 + 0.1 * noise if "norm" in name else 0.08 * noise))
+    return found
+
+
+class Pair:
+    """vLLM and transformers with the same weights."""
+
+    def __init__(self, config: Path, engine_routes: bool | None = None, **options: Any):
+        self.config, self.hf = config, HFEngine(config)
+        self.vllm = VLLMEngine(
+            config,
+            num_experts=8 if self.hf.layer_ids else 0,
+            layer_ids=self.hf.layer_ids,
+            max_tokens=256,
+            max_running=16,
+            engine_routes=engine_routes,
+            tokenizer=CONFIGS / "tiny",
+            options={"max_num_batched_tokens": 64} | options,  # longer prompts come in parts
+        )
+        self.preempted = 0
+        scheduler = self.vllm._engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self.preempted += 1
+            preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counted
+        self.load(seed=0)
+
+    def load(self, seed: int) -> None:
+        for engine in (self.hf, self.vllm):
+            engine.load_weights(random_weights(self.hf, seed), version=seed)
+
+    def forward(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        """transformers' logits [T, V] and routes [T, L, K] of the sample's tokens."""
+        with torch.no_grad():
+            logits = self.hf.model(sample.tokens[None]).logits[0]
+        chosen = [x.view(len(sample.tokens), -1) for x in self.hf._chosen if x is not None]
+        return logits, torch.stack(chosen, 1) if chosen else torch.empty(0)
+
+    def check(
+        self, samples: list[Sample], sampling: Sampling, whole: bool = True
+    ) -> tuple[float, int]:
+        """(largest log-prob difference, tokens with a route), none of them a wrong one; ``whole``:
+        every token has one that was an input."""
+        worst, routed = 0.0, 0
+        for sample in samples:
+            logits, routes = self.forward(sample)
+            logprobs = processed_logprobs(logits[:-1], sampling)
+            mine = logprobs.gather(1, sample.tokens[1:, None])[:, 0]
+            gap = (mine - sample.rollout_logprobs[1:])[sample.loss_mask[1:]]
+            worst = max(worst, gap.abs().max().item())
+            if not self.hf.layer_ids:
+                assert sample.check().routes is None
+                continue
+            has = sample.route_mask
+            assert not has[-1] and (has[:-1].all() or not whole)
+            assert sample.routes is not None
+            same = sample.routes[has].long().sort(-1).values == routes[has].long().sort(-1).values
+            assert same.all(), f"{int((~same).sum())} routes differ"
+            routed += int(has.sum())
+        return worst, routed
+
+
+def prompts(*lengths: int) -> list[Prompt]:
+    g = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(3, 128, (length,), generator=g).tolist() for length in lengths]
+    return [Prompt(i, tuple(tokens)) for i, tokens in enumerate(drawn)]

@@ -1,0 +1,62 @@
+"""Tensors on their way to readers, by both transports."""
+
+from __future__ import annotations
+
+import threading
+import time
+from multiprocessing.connection import wait
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyrl_ext.rollout.process.channel import Kind
+from pyrl_ext.rollout.process.sender import Reader, Sender
+
+
+def tensors(seed: int) -> list[tuple[str, Tensor]]:
+    """Of all kinds and sizes."""
+    g = torch.Generator().manual_seed(seed)
+    found = []
+    for i in range(60):
+        shape = torch.randint(0, 12, (int(torch.randint(0, 4, (), generator=g)),), generator=g)
+        value = torch.randn(shape.tolist(), generator=g)
+        dtype = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8)[i % 5]
+        value = (value * 50).to(dtype)
+        found.append((f"tensor {i}", value.transpose(0, -1) if value.dim() else value))
+    return [*found, ("large", torch.randn(2000, generator=g)), found[0]]
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("size", [1, 500, 1 << 20])
+@pytest.mark.parametrize("kind", ["shm", "broadcast"])
+def test_send_gives_every_tensor_to_every_reader(kind: Kind, size: int, readers: int):
+    sender = Sender(kind, size, readers)
+    got: list[list[tuple[str, Tensor]]] = [[] for _ in range(readers)]
+    there: dict[int, Reader] = {}  # a process has one; here they are threads
+
+    def read(i: int) -> None:
+        reader = there[i] = there.get(i) or Reader(sender.incoming.address)
+        got[i] = []
+        for name, tensor in reader.tensors():
+            time.sleep(5e-4 * i)  # its bucket must not be filled again meanwhile
+            got[i].append((name, tensor.clone()))
+
+    for seed in range(3):
+        _ = sender.incoming
+        threads = [threading.Thread(target=read, args=(i,)) for i in range(readers)]
+        for thread in threads:
+            thread.start()
+        sent = tensors(seed)
+        sender.send(iter(sent), wait)
+        for thread in threads:
+            thread.join()
+        for mine in got:
+            assert [name for name, _ in mine] == [name for name, _ in sent]
+            for (_, a), (_, b) in zip(mine, sent, strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b)
+        assert sender._channel is not None
+        largest = max(size, *(t.nbytes for _, t in sent))
+        assert len(sender._channel.buffers) <= 2
+        assert all(len(bucket) <= largest for bucket in sender._channel.buffers.values())
+    sender.drop()

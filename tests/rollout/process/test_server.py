@@ -1,0 +1,47 @@
+"""The process of an engine: it ends with its trainer, and says why it cannot start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+
+from pyrl_ext.rollout.process.client import ProcessEngine
+from tests.helpers.sleeper import unbuildable
+
+ROOT = Path(__file__).parents[3]
+
+PARENT = """
+import sys, time
+from pyrl_ext.rollout.process.client import ProcessEngine
+from pyrl_ext.rollout.process.server import BEATS
+
+engine = ProcessEngine(time.sleep, (60,), transport="shm", log=sys.argv[1])
+while BEATS.unpack_from(engine._beats) == (0,):
+    time.sleep(0.01)
+print(engine.process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_server_ends_when_its_trainer_is_killed(tmp_path: Path):
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    assert trainer.stdout is not None
+    child = os.pidfd_open(int(trainer.stdout.readline()))
+    assert wait([child], timeout=0.2) == []
+    trainer.kill()
+    assert wait([child], timeout=2) == [child]
+    os.close(child)
+    trainer.communicate()
+
+
+def test_server_reports_why_an_engine_cannot_be_built(tmp_path: Path):
+    engine = ProcessEngine(unbuildable, ("no such model",), transport="shm", log=tmp_path / "log")
+    with pytest.raises(RuntimeError, match="ImportError: no such model"):
+        _ = engine.capabilities
+    engine.close()

@@ -1,0 +1,163 @@
+"""Rollouts over ranks: shares of prompts, groups that are kept, failures."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Generator, Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
+from pyrl_ext.rollout.engine import Capabilities, Engine
+from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.engines import assert_same, random_sample
+from tests.helpers.ranks import run_ranks
+
+
+class Seeded(Engine):
+    """An engine of its own kind: samples are a function of prompt and index, one rank may fail.
+
+    Sample i of prompt p comes at the time p * step % 11 + 4 * i. `open` counts streams that are not
+    closed, `given` the samples of the last one.
+    """
+
+    def __init__(self, fails: bool = False, step: int = 0):
+        self.fails, self.step = fails, step
+        self.asked = self.open = self.given = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(routes=True)
+
+    def load_weights(self, named: Any, version: int, only: Any = None) -> None: ...
+
+    def checksums(self, names: Any) -> dict[str, int]:
+        return {}
+
+    def stream(self, prompts: Any, sampling: Sampling) -> Generator[Sample, None, None]:
+        self.asked, self.given = len(prompts), 0
+        if self.fails:
+            raise ValueError("out of paper")
+        group = range(sampling.samples_per_prompt)
+        jobs = [(p.id * self.step % 11 + 4 * i, p.id, i) for p in prompts for i in group]
+        self.open += 1
+        try:
+            for _, prompt, index in sorted(jobs):
+                self.given += 1
+                yield random_sample(prompt, index, 5 + prompt % 3)
+        finally:
+            self.open -= 1
+
+    def sleep(self) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
+def scored(samples: list[Sample]) -> list[Sample]:
+    return [dataclasses.replace(s, reward=float(s.prompt_id)) for s in samples]
+
+
+PAIRS = Sampling(4, samples_per_prompt=2)
+
+
+def expected(*ids: int) -> list[Sample]:
+    return scored([random_sample(i, j, 5 + i % 3) for i in ids for j in range(2)])
+
+
+def asked(
+    ids: Sequence[int], keep: int | None = None, sampling: Sampling = PAIRS
+) -> RolloutRequest:
+    return RolloutRequest(
+        [Prompt(i, (1,)) for i in ids], sampling, len(ids) if keep is None else keep
+    )
+
+
+def test_generate_on_ranks_runs_in_one_process():
+    lines: list[str] = []
+    got, lost = generate_on_ranks(Seeded(step=5), asked(range(5)), scored, show=lines.append)
+    assert_same(got, expected(*range(5)))
+    assert lost == 0 and len(lines) == 10
+    assert lines[-1].startswith("rollout: 10 samples, 5 of 5 groups, ")
+    with pytest.raises(ValueError, match="out of paper"):
+        generate_on_ranks(Seeded(True), asked(range(5)))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4, 7])
+def test_generate_on_ranks_keeps_the_groups_that_are_complete_first(keep: int):
+    """Groups finish in the order of their places, which here is that of id * 5 modulo 11."""
+    ids = range(7)
+    order = sorted(ids, key=lambda i: (i * 5 % 11, i))
+    engine, judged = Seeded(step=5), []
+
+    def judge(group: list[Sample]) -> list[Sample]:
+        judged.append([(s.prompt_id, s.index) for s in group])
+        return scored(group)
+
+    got, lost = generate_on_ranks(engine, asked(ids, keep), judge)
+    assert_same(got, expected(*sorted(order[:keep])))
+    assert judged == [[(i, 0), (i, 1)] for i in order[:keep]]
+    kept = sum(len(s.tokens) - s.prompt_len for s in got)
+    whole = list(islice(Seeded(step=5).stream(asked(ids).prompts, PAIRS), engine.given))
+    assert lost == sum(len(s.tokens) - s.prompt_len for s in whole) - kept
+    assert engine.open == 0 and (engine.given < 14 or keep == 7)
+
+
+def test_generate_on_ranks_closes_the_stream_when_a_reward_fails():
+    engine = Seeded(step=5)
+    with pytest.raises(ZeroDivisionError):
+        generate_on_ranks(engine, asked(range(5)), judge_fails)
+    assert engine.open == 0 and engine.given == 2
+
+
+def judge_fails(samples: list[Sample]) -> list[Sample]:
+    raise ZeroDivisionError(f"{len(samples)} samples")
+
+
+def over_ranks(group: dist.ProcessGroup) -> None:
+    rank, ranks = group.rank(), group.size()
+    everything = asked(range(7))
+    engine = Seeded()
+    got, _ = generate_on_ranks(engine, everything, scored, group)
+    assert engine.asked == len(range(rank, 7, ranks))
+    assert_same(got, expected(*range(7)))
+    few, _ = generate_on_ranks(engine, asked([0]), scored, group)
+    assert_same(few, got[:2])
+    message = f"1 of {ranks} ranks failed.*\n  rank 1: ValueError: out of paper"
+    with pytest.raises(RuntimeError, match=message):
+        generate_on_ranks(Seeded(rank == 1), everything, scored, group)
+    with pytest.raises(RuntimeError, match="rank 2: ZeroDivisionError"):
+        generate_on_ranks(engine, everything, scored if rank < 2 else judge_fails, group)
+    with pytest.raises(RuntimeError, match=r"ranks \[2\] got other prompts"):
+        generate_on_ranks(engine, asked(range(7 if rank < 2 else 6)), None, group)
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] got other prompts"):
+        generate_on_ranks(engine, asked(range(7), 5 if rank == 1 else 6), None, group)
+    assert_same(generate_on_ranks(engine, everything, scored, group)[0], got)
+    own_quotas(group)
+
+
+def own_quotas(group: dist.ProcessGroup) -> None:
+    """What is kept is each engine's own first groups, however late the others are."""
+    rank, ranks = group.rank(), group.size()
+    kept = []
+    for other in range(ranks):
+        share = sorted(range(other, 10, ranks), key=lambda i: i * 5 % 11)
+        kept += share[: len(range(other, 7, ranks))]
+    for slow in range(ranks):
+        engine = Seeded(step=5)
+        time.sleep(0.2 * (rank == slow))
+        got, lost = generate_on_ranks(engine, asked(range(10), 7), scored, group)
+        assert_same(got, expected(*sorted(kept)))
+        assert lost > 0 and engine.open == 0
+    got, _ = generate_on_ranks(
+        Seeded(step=5), asked(range(4), 1), scored, group
+    )  # two have no quota
+    assert_same(got, expected(0))
+
+
+def test_generate_on_ranks_shares_prompts_and_errors():
+    run_ranks(over_ranks, 3)
