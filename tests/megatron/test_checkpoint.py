@@ -302,7 +302,7 @@ def test_a_checkpoint_of_another_plan_is_refused_with_its_fields(tmp_path):
         assert (same.fingerprint == plan.fingerprint) == (same.diff(plan) == ())
         other = plan.model_copy(update={"seed": 7})
         assert other.fingerprint != plan.fingerprint
-        policy.plan = other
+        policy.llm.plan = other
         with pytest.raises(ConfigError, match="seed: 7 now, 0 in the saved plan, expected"):
             policy.load(tmp_path / "step-0")
 

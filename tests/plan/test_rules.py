@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.config import transformer_config
+from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
 from pyrl_ext.models import family
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
@@ -119,6 +120,7 @@ def test_passed_on_fields_replace_nothing_that_the_trainer_needs():
     tree = ast.parse(inspect.getsource(transformer_config))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     given = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
+    given |= LOCAL_FIELDS.keys()
     for config in sorted(REPOSITORY.glob("configs/*/config.json")):
         hf = json.loads(config.read_text(encoding="utf-8"))
         given |= set(family(hf["model_type"]).config(read_sizes(hf)))
