@@ -71,7 +71,7 @@ def build_in_this_process(plan: Plan, device: torch.device) -> Engine:
             plan.hf,
             dtype=getattr(torch, plan.rollout_dtype),
             device=device,
-            max_running=plan.rollout.max_num_seqs,
+            max_num_seqs=plan.rollout.max_num_seqs,
             tokenizer=load_tokenizer(folder) if (folder := _stops_with(plan)) else None,
         )
     if plan.rollout.engine == "recorded":
@@ -102,8 +102,8 @@ def _vllm(plan: Plan) -> Engine:
         dtype=plan.rollout_dtype,
         tp=plan.rollout.tp,
         max_tokens=tokens,
-        max_running=plan.rollout.max_num_seqs,
-        memory=plan.rollout.gpu_memory_utilization,
+        max_num_seqs=plan.rollout.max_num_seqs,
+        gpu_memory_utilization=plan.rollout.gpu_memory_utilization,
         sleeps=plan.engine_sleeps,
         tokenizer=_stops_with(plan),
         options=plan.rollout.engine_options,

@@ -36,7 +36,7 @@ class Pair:
             num_experts=8 if self.hf.layer_ids else 0,
             layer_ids=self.hf.layer_ids,
             max_tokens=256,
-            max_running=16,
+            max_num_seqs=16,
             engine_routes=engine_routes,
             tokenizer=CONFIGS / "tiny",
             options={"max_num_batched_tokens": 64} | options,  # longer prompts come in parts

@@ -33,7 +33,7 @@ class HFEngine(Engine):
         config: Hugging Face config: a dict, a config.json or its directory
         dtype: of weights and activations, float32 or bfloat16
         device: "cpu", "cuda", "cuda:0"
-        max_running: sequences that run at once
+        max_num_seqs: sequences that run at once
         max_prefill_tokens: padded prompt tokens of one prefill; a longer prompt runs alone
         experts, attention: transformers implementations by name; None = the faster ones here
         tokenizer: a transformers tokenizer, for sampling with stop strings
@@ -45,16 +45,16 @@ class HFEngine(Engine):
         *,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
-        max_running: int = 128,
+        max_num_seqs: int = 128,
         max_prefill_tokens: int = 16384,
         experts: str | None = None,
         attention: str | None = None,
         tokenizer: Any = None,
     ):
-        if max_running < 1:
-            raise ValueError(f"HFEngine.max_running: {max_running}, expected at least 1")
+        if max_num_seqs < 1:
+            raise ValueError(f"HFEngine.max_num_seqs: {max_num_seqs}, expected at least 1")
         self.device = torch.device(device)
-        self.max_running, self.max_prefill_tokens = max_running, max_prefill_tokens
+        self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self.tokenizer = tokenizer
         self.model = build_model(read_config(config), dtype, self.device, experts, attention)
         self.layer_ids, routers = find_routers(self.model)
@@ -283,7 +283,7 @@ class _Run:
         self.limit = np.repeat(np.array(sizes, dtype=np.int64), self.group)
         self.limit += sampling.max_new_tokens
         self.slots = Slots(
-            min(engine.max_running, self.total),
+            min(engine.max_num_seqs, self.total),
             max(sizes, default=0) + sampling.max_new_tokens,
             engine._route_shape(),
             _stored(engine.route_dtype),

@@ -35,8 +35,8 @@ class VLLMEngine(Engine):
         dtype: of weights and activations, "float32" or "bfloat16"
         tp: ranks that hold one engine together; all make the same calls
         max_tokens: longest sample, prompt and response
-        max_running: samples that run at once
-        memory: share of a GPU's memory for weights and key/value cache
+        max_num_seqs: samples that run at once
+        gpu_memory_utilization: share of a GPU's memory for weights and key/value cache
         cache_bytes: of the key/value cache, on a CPU
         engine_routes: let vLLM report routes itself; None: on GPUs only. On a CPU that needs
             Triton's interpreter, 100 times slower than our worker
@@ -53,8 +53,8 @@ class VLLMEngine(Engine):
         dtype: str = "float32",
         tp: int = 1,
         max_tokens: int,
-        max_running: int = 128,
-        memory: float = 0.6,
+        max_num_seqs: int = 128,
+        gpu_memory_utilization: float = 0.6,
         cache_bytes: int = 1 << 28,
         engine_routes: bool | None = None,
         sleeps: bool = False,
@@ -83,9 +83,9 @@ class VLLMEngine(Engine):
             "dtype": dtype,
             "tensor_parallel_size": tp,
             "max_model_len": max_tokens,
-            "max_num_seqs": max_running,
+            "max_num_seqs": max_num_seqs,
         }
-        device = {"gpu_memory_utilization": memory, "enable_sleep_mode": sleeps}
+        device = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleeps}
         arguments |= cpu.arguments(cache_bytes) if self.on_cpu else device
         self._engine = _start(self.on_cpu and own, **(arguments | (options or {})))
         if not own:

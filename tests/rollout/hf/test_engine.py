@@ -29,7 +29,7 @@ def test_generate_matches_plain_forwards(family: str, attention: str):
     """Fewer slots than samples, ragged prompts, early stops: continuous batching throughout."""
     config = CONFIGS[family]
     model = random_model(config)
-    engine = engine_of(model, config, max_running=5, attention=attention)
+    engine = engine_of(model, config, max_num_seqs=5, attention=attention)
     prompts = prompts_of([1, 7, 3, 12, 5], config["vocab_size"])
     sampling = Sampling(9, 1.3, stop_ids=(*range(20, 28),), samples_per_prompt=3, seed=5)
     samples = engine.generate(prompts, sampling)
@@ -66,7 +66,7 @@ def test_generate_keeps_the_stop_token_in_the_response():
 def test_generate_stores_routes_of_more_than_256_experts_in_two_bytes():
     config = {**QWEN, "num_experts": 300, "moe_intermediate_size": 4}
     model = random_model(config)
-    engine = engine_of(model, config, max_running=2)
+    engine = engine_of(model, config, max_num_seqs=2)
     samples = engine.generate(prompts_of([3, 5, 2], 96), Sampling(4))
     for sample in samples:
         _, routes = plain(model, sample.tokens)
@@ -86,7 +86,7 @@ def test_generate_gives_tensors_that_a_loss_can_use():
 
 
 def test_generate_gives_responses_of_one_token():
-    engine = engine_of(random_model(GLM), GLM, max_running=2)
+    engine = engine_of(random_model(GLM), GLM, max_num_seqs=2)
     samples = engine.generate(prompts_of([1, 2, 3], 128), Sampling(1, samples_per_prompt=2))
     assert [len(s.response) for s in samples] == [1] * 6
     assert all(s.routes is not None and s.routes.shape == (len(s.tokens), 3, 2) for s in samples)
@@ -104,7 +104,7 @@ def test_generate_does_not_depend_on_the_batch_of_a_sample():
     expected = {(s.prompt_id, s.index): s.response for s in wide}
     assert len({tuple(r) for r in expected.values()}) > 8
     for options, order in (
-        ({"max_running": 3}, prompts),
+        ({"max_num_seqs": 3}, prompts),
         ({"max_prefill_tokens": 1}, prompts),
         ({}, prompts[::-1]),
         ({}, prompts[2:3]),
@@ -288,8 +288,8 @@ def test_generate_refuses_bad_prompts(prompts: list[Prompt], message: str):
 def test_HFEngine_refuses_bad_arguments():
     with pytest.raises(ValueError, match="model_type 'nothing'"):
         HFEngine({"model_type": "nothing"})
-    with pytest.raises(ValueError, match="max_running: 0"):
-        HFEngine(GLM, max_running=0)
+    with pytest.raises(ValueError, match="max_num_seqs: 0"):
+        HFEngine(GLM, max_num_seqs=0)
 
 
 def test_capabilities_follow_the_model():

@@ -81,7 +81,7 @@ def test_generate_ends_with_the_token_that_completes_a_stop_string(words: Any):
     """Everything up to there, log-probs and routes included, is as without stop strings."""
     config = {**GLM, "vocab_size": VOCAB}
     model = random_model(config, std=0.05)
-    engine = engine_of(model, config, max_running=7, tokenizer=words)
+    engine = engine_of(model, config, max_num_seqs=7, tokenizer=words)
     prompts, stop = prompts_of([3, 9, 5, 1], VOCAB), (" t", "\u00e4", "e", "<eos>")
     free = Sampling(24, samples_per_prompt=5, seed=1)
     with_stop = Sampling(24, samples_per_prompt=5, seed=1, stop=stop, stop_ids=(65, 66))

@@ -31,7 +31,7 @@ def key(sample: Sample) -> tuple[int, int]:
 
 
 def test_stream_yields_samples_as_they_finish_in_a_fixed_order():
-    engine = engine_of(random_model(GLM), GLM, max_running=6)
+    engine = engine_of(random_model(GLM), GLM, max_num_seqs=6)
     prompts, sampling = uneven(engine)
     come = list(engine.stream(prompts, sampling))
     order = [key(s) for s in come]
@@ -47,7 +47,7 @@ def test_stream_yields_samples_as_they_finish_in_a_fixed_order():
 @pytest.mark.parametrize("count", [1, 4])
 def test_stream_that_is_closed_runs_no_further_forward(error: Any, count: int):
     """The forwards that the model runs are counted: none after the stream is closed."""
-    engine = engine_of(random_model(GLM), GLM, max_running=6)
+    engine = engine_of(random_model(GLM), GLM, max_num_seqs=6)
     prompts, sampling = uneven(engine)
     whole = engine.generate(prompts, sampling)
     forwards: list[int] = []
@@ -81,7 +81,7 @@ def test_stream_that_is_closed_runs_no_further_forward(error: Any, count: int):
 
 def test_stream_fails_when_its_weights_are_replaced():
     model = random_model(GLM)
-    engine = engine_of(model, GLM, max_running=2)
+    engine = engine_of(model, GLM, max_num_seqs=2)
     stream = engine.stream(*uneven(engine))
     next(stream)
     engine.load_weights(checkpoint(model).items(), version=4)
@@ -90,7 +90,7 @@ def test_stream_fails_when_its_weights_are_replaced():
 
 
 def test_stream_does_not_mix_with_another_of_the_same_engine():
-    engine = engine_of(random_model(GLM), GLM, max_running=4)
+    engine = engine_of(random_model(GLM), GLM, max_num_seqs=4)
     prompts, sampling = uneven(engine)
     alone = {key(s): s.response for s in engine.stream(prompts, sampling)}
     for pair in zip(engine.stream(prompts, sampling), engine.stream(prompts, sampling)):

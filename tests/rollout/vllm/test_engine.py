@@ -489,7 +489,7 @@ def served(model: str) -> VLLMEngine:
     """Built in a process of its own, with a process for each half of the model."""
     layers = HFEngine(CONFIGS / model).layer_ids
     return VLLMEngine(
-        CONFIGS / model, num_experts=8, layer_ids=layers, max_tokens=256, max_running=16, tp=2
+        CONFIGS / model, num_experts=8, layer_ids=layers, max_tokens=256, max_num_seqs=16, tp=2
     )
 
 

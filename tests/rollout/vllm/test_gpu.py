@@ -38,7 +38,7 @@ def engines():
         layer_ids=hf.layer_ids,
         dtype="bfloat16",
         max_tokens=128,
-        memory=0.2,
+        gpu_memory_utilization=0.2,
         sleeps=True,
     )
     g = torch.Generator().manual_seed(0)
