@@ -155,6 +155,12 @@ def test_read_refuses_a_pipe_instead_of_waiting_for_it(folder: Path):
     assert found.endswith("pipe: Not a regular file, expected an HF config.json")
 
 
+def test_read_stops_at_a_text_without_end():
+    assert problems_of(Path("/dev/zero")) == [
+        "/dev/zero: More than 4,000,000 characters, expected a YAML file"
+    ]
+
+
 def test_parents_in_a_circle(folder: Path):
     a, b = folder / "a.yaml", folder / "b.yaml"
     a.write_text("extends: b.yaml\n")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -16,6 +16,8 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from pyrl_ext.plan.language.errors import Key, Problem, show, suggest_path
 from pyrl_ext.plan.language.paths import refuse_pipe
 from pyrl_ext.plan.language.renamed import current, renamed_note
+
+_LONGEST = 4_000_000  # characters of a config
 
 
 class _Loader(yaml.SafeLoader):
@@ -100,7 +102,7 @@ class Source:
         self.failed.add(key[:2])
 
 
-def read(path: str | Path, overrides: tuple[str, ...] = ()) -> Source:
+def read(path: str | os.PathLike[str], overrides: tuple[str, ...] = ()) -> Source:
     """The tree of `path` with `overrides` applied, above what its parents say; everything
     unreadable is in `.problems`."""
     source = Source(str(path))
@@ -117,13 +119,22 @@ def apply(source: Source, overrides: Sequence[str]) -> None:
         _override(source, text)
 
 
+def _read_text(path: str) -> str:
+    """The text of the file or pipe at `path`; a device could hold text without end."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read(_LONGEST + 1)
+    if len(text) > _LONGEST:
+        raise OSError(errno.EFBIG, f"More than {_LONGEST:,} characters")
+    return text
+
+
 def _read_file(source: Source, child: Source | None = None) -> None:
     """Read the tree of `source.path`, a parent that `child` names."""
     source.complete = False
     try:
         if child:
             refuse_pipe(source.path)
-        text = Path(source.path).read_text(encoding="utf-8")
+        text = _read_text(source.path)
     except UnicodeDecodeError as error:
         source.problems.append(Problem(f"{source.path}:1", 1, f"not UTF-8 text: {error}"))
         return
