@@ -120,16 +120,16 @@ def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
     return [args[0]] if out is None else [out] if isinstance(out, Tensor) else list(out)
 
 
-def test_every_op_has_a_case():
+def test_Op_has_a_case_for_every_operator():
     assert {name for name, _ in CASES.values()} == every_op().keys()
 
 
-def test_op_passes_opcheck(call):
+def test_Op_passes_opcheck(call):
     op, args = call
     torch.library.opcheck(op.overload, args)
 
 
-def test_op_compiles_without_a_graph_break(call):
+def test_Op_compiles_without_a_graph_break(call):
     op, args = call
     args = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, args)
     eager = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, args)
@@ -141,7 +141,7 @@ def test_op_compiles_without_a_graph_break(call):
         assert torch.equal(a, b)
 
 
-def test_op_gives_shapes_and_dtypes_of_meta_tensors(call):
+def test_Op_gives_shapes_and_dtypes_of_meta_tensors(call):
     op, args = call
     args = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, args)
     host = {"layers"}  # arguments that stay on the host

@@ -52,14 +52,14 @@ shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 @settings(max_examples=100, deadline=None)
 @given(shapes, st.sampled_from(DTYPES), st.integers(0, 99))
-def test_it_is_its_definition(shape: tuple[int, ...], dtype: torch.dtype, seed: int):
+def test_digest_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype, seed: int):
     tensor = random(shape, dtype, seed)
     assert digest(tensor) == plain(tensor)
 
 
 @settings(max_examples=100, deadline=None)
 @given(shapes.filter(all), st.sampled_from(DTYPES[:5]), st.data())
-def test_one_bit_and_the_type_and_the_shape_change_it(
+def test_digest_changes_with_one_bit_the_dtype_and_the_shape(
     shape: tuple[int, ...], dtype: torch.dtype, data: st.DataObject
 ):
     tensor = random(shape, dtype)
@@ -76,7 +76,7 @@ def test_one_bit_and_the_type_and_the_shape_change_it(
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(2, 7), st.integers(1, 7), st.data())
-def test_what_changes_places_changes_it(rows: int, columns: int, data: st.DataObject):
+def test_digest_changes_when_rows_change_places(rows: int, columns: int, data: st.DataObject):
     tensor = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
     order = data.draw(st.permutations(range(rows)))
     assert (digest(tensor[list(order)]) == digest(tensor)) == (list(order) == sorted(order))
@@ -86,7 +86,7 @@ def test_what_changes_places_changes_it(rows: int, columns: int, data: st.DataOb
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_strides_and_the_place_in_memory_do_not_matter(dtype: torch.dtype):
+def test_digest_does_not_depend_on_strides_or_addresses(dtype: torch.dtype):
     tensor = random((6, 10, 4), dtype)
     expected = digest(tensor)
     for like in (
@@ -103,7 +103,7 @@ def test_strides_and_the_place_in_memory_do_not_matter(dtype: torch.dtype):
 @pytest.mark.parametrize(
     "shape", [(WORDS - 1,), (WORDS + 1,), (3 * WORDS + 2,), (2, WORDS + 3), (3, 1000, 501), ()]
 )
-def test_sizes_around_a_chunk(shape: tuple[int, ...]):
+def test_digest_is_right_for_sizes_around_a_chunk(shape: tuple[int, ...]):
     for dtype in (torch.bfloat16, torch.float32):
         tensor = random(shape, dtype)
         before = digest(tensor)
@@ -114,7 +114,7 @@ def test_sizes_around_a_chunk(shape: tuple[int, ...]):
         assert digest(tensor) != before
 
 
-def test_chunks_that_change_places_change_it(monkeypatch: pytest.MonkeyPatch):
+def test_digest_changes_when_chunks_change_places(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "WORDS", 8)
     tensor = random((64,), torch.float32)
     chunks = tensor.split(8)
@@ -126,7 +126,7 @@ def test_chunks_that_change_places_change_it(monkeypatch: pytest.MonkeyPatch):
     assert len(seen) == 1 + 28
 
 
-def test_many_are_read_together():
+def test_read_gives_many_digests_at_once():
     tensors = {str(n): random((n, 3), torch.float32, n) for n in range(5)}
     found = read({name: digest_on_device(t) for name, t in tensors.items()})
     assert found == {name: digest(t) for name, t in tensors.items()} and read({}) == {}
@@ -134,7 +134,7 @@ def test_many_are_read_together():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gpu_gives_the_digest_of_the_cpu(dtype: torch.dtype):
+def test_digest_is_the_same_on_a_gpu(dtype: torch.dtype):
     for shape in ((), (5, 7), (3, WORDS + 5), (2, 300, 1001)):
         tensor = random(shape, dtype)
         assert digest(tensor.cuda()) == digest(tensor)

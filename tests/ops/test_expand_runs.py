@@ -26,7 +26,7 @@ def loop(runs, size):
 
 @settings(max_examples=200, deadline=None)
 @given(RUNS, st.integers(0, 40))
-def test_equals_a_python_loop(runs, spare):
+def test_expand_runs_equals_a_python_loop(runs, spare):
     size = sum(n for _, n in runs) + spare
     for backend in ("native", "reference"):
         with use_backend(backend):
@@ -36,7 +36,7 @@ def test_equals_a_python_loop(runs, spare):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("longest", [0, 3, 40, 60_000])
-def test_native_equals_reference(isa, threads, longest):
+def test_expand_runs_native_equals_reference(isa, threads, longest):
     """Parts of different threads begin and end inside runs; nothing past the end is written."""
     g = torch.Generator().manual_seed(longest)
     count = 400_000 // (longest + 20)
@@ -55,7 +55,7 @@ def test_native_equals_reference(isa, threads, longest):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_writes_its_part_of_memory_only(isa):
+def test_expand_runs_writes_only_its_part_of_memory(isa):
     starts, lengths = table([(5, 3), (-1, 2), (100, 9), (7, 0), (1, 1)])
     for size in range(15, 40):
         memory = torch.full((size + 32,), -77)
@@ -75,7 +75,7 @@ def test_writes_its_part_of_memory_only(isa):
             memory.fill_(-77)
 
 
-def test_tables_with_strides():
+def test_expand_runs_takes_tables_with_strides():
     columns = torch.tensor([[3, 2], [-1, 1], [10, 4]])
     assert expand_runs(columns[:, 0], columns[:, 1], 8).tolist() == [3, 4, -1, 10, 11, 12, 13, -1]
 
@@ -90,7 +90,7 @@ def test_tables_with_strides():
         ([4, 2**63 - 1], f"lengths[1] is {2**63 - 1}, expected one in [0, 6]"),
     ],
 )
-def test_runs_that_do_not_fit(backend, lengths, message):
+def test_expand_runs_refuses_runs_that_do_not_fit(backend, lengths, message):
     starts = torch.zeros(len(lengths), dtype=torch.int64)
     with use_backend(backend), pytest.raises(ValueError) as error:
         expand_runs(starts, torch.tensor(lengths), 10)
@@ -106,13 +106,13 @@ def test_runs_that_do_not_fit(backend, lengths, message):
         ((torch.zeros(2).long(), torch.zeros(2).long(), -1), ValueError, "size is -1"),
     ],
 )
-def test_arguments_that_do_not_fit(args, error, message):
+def test_expand_runs_refuses_arguments_that_do_not_fit(args, error, message):
     with pytest.raises(error) as raised:
         expand_runs(*args)
     assert message in str(raised.value)
 
 
-def test_every_backend_declines_a_device():
+def test_expand_runs_names_every_backend_that_declines():
     table = torch.empty(3, dtype=torch.int64, device="meta")
     for backend in op.backends:
         reason = backend.refuse(table, table, 5)
@@ -120,7 +120,7 @@ def test_every_backend_declines_a_device():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_gpu_is_declined_by_name():
+def test_expand_runs_declines_a_gpu_by_name():
     table = torch.zeros(3, dtype=torch.int64, device="cuda")
     with pytest.raises(NotImplementedError, match="starts is on cuda:0, expected cpu"):
         expand_runs(table, table, 5)

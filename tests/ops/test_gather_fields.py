@@ -71,7 +71,7 @@ def strided(field):
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("N", "M"), [(50, 300), (1, 1), (5, 0), (0, 4), (20_000, 40_000)])
-def test_equals_indexing_field_after_field(backend, device, N, M):
+def test_gather_fields_equals_indexing_field_after_field(backend, device, N, M):
     fields, rows, fills = case(N, M, KINDS[:-1] if N > 1000 else KINDS, device)
     if N == 0:
         rows = rows.fill_(-1)
@@ -86,7 +86,7 @@ def test_equals_indexing_field_after_field(backend, device, N, M):
     "run", [emulated.gather_fields, lambda *args: native.gather_fields(*args, pin=False)]
 )
 @pytest.mark.parametrize("repeats", [1, 3, 6])
-def test_the_kernels_equal_the_reference(run, repeats):
+def test_gather_fields_kernels_equal_the_reference(run, repeats):
     """Also of more fields than a launch takes, and of sources with gaps, that start anywhere."""
     fields, rows, fills = case(kinds=KINDS * repeats)
     expected = reference.gather_fields(fields, rows, fills, False)
@@ -100,7 +100,7 @@ def test_the_kernels_equal_the_reference(run, repeats):
     widths=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     threads=st.sampled_from([1, 2, 5]),
 )
-def test_equals_a_python_loop(rows, widths, threads):
+def test_gather_fields_equals_a_python_loop(rows, widths, threads):
     dtypes = [torch.int16, torch.uint8, torch.float64]
     fields = [
         torch.arange(9 * width).to(dtypes[i % 3]).view(9, width) for i, width in enumerate(widths)
@@ -116,7 +116,7 @@ def test_equals_a_python_loop(rows, widths, threads):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_one_copy_moves_all_fields(device):
+def test_gather_fields_moves_all_fields_in_one_copy(device):
     fields, rows, fills = case()
     out = gather_fields(fields, rows, fills, pin=device == "cuda")
     moved = out.to(device, non_blocking=True)
@@ -126,7 +126,7 @@ def test_one_copy_moves_all_fields(device):
 
 
 @needs_gpu
-def test_captured_once_serves_other_rows():
+def test_gather_fields_captured_once_serves_other_rows():
     fields, rows, fills = case(device="cuda")
     graph = torch.cuda.CUDAGraph()
     gather_fields(fields, rows, fills)
@@ -138,7 +138,7 @@ def test_captured_once_serves_other_rows():
     equal_bits(out.views, list(gathered(fields, rows, fills)))
 
 
-def test_compiles_without_a_graph_break():
+def test_gather_fields_compiles_without_a_graph_break():
     fields, rows, fills = case(kinds=KINDS[:5])
 
     def gather(fields, rows):
@@ -150,14 +150,14 @@ def test_compiles_without_a_graph_break():
     equal_bits([*got[0], got[1]], [*expected[0], expected[1]])
 
 
-def test_meta_tensors_have_shapes():
+def test_gather_fields_gives_shapes_of_meta_tensors():
     fields, rows, fills = case()
     out = gather_fields([field.to("meta") for field in fields], rows.to("meta"), fills)
     assert [view.shape for view in out.views] == [(300, *shape) for _, shape, _ in KINDS]
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_row_out_of_range_names_the_entry(backend):
+def test_gather_fields_names_a_row_out_of_range(backend):
     with use_backend(backend), pytest.raises(IndexError) as error:
         gather_fields([torch.zeros(3)], torch.tensor([0, 3]), [0])
     assert str(error.value) == (
@@ -186,13 +186,13 @@ ZERO = torch.zeros(1, dtype=torch.int64)
     ],
 )
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_arguments_that_do_not_fit(args, message, backend):
+def test_gather_fields_refuses_arguments_that_do_not_fit(args, message, backend):
     with use_backend(backend), pytest.raises((ValueError, TypeError)) as error:
         gather_fields(*args)
     assert message in str(error.value)
 
 
-def test_triton_interpreted_on_the_cpu():
+def test_gather_fields_triton_equals_reference_interpreted():
     script = """
 from tests.ops.test_gather_fields import KINDS, case, equal_bits, strided
 from pyrl_ext.ops import gather_fields, use_backend

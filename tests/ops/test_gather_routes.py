@@ -45,7 +45,7 @@ def same(out, *args):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", ROUTE_DTYPES, ids=str)
-def test_kernels_equal_the_reference(kernel, dtype):
+def test_gather_routes_kernels_equal_the_reference(kernel, dtype):
     for K in (1, 2, 3, 4, 6, 8, 9, 16, 300):
         for M, layers in [(0, [1]), (1, [4, 3]), (63, []), (200, [0, 1, 2, 3, 4, 6, 5, 5, 1, 2])]:
             routes, rows, _, experts = case(L=7, K=K, M=M, dtype=dtype, experts=max(K, 100))
@@ -55,7 +55,7 @@ def test_kernels_equal_the_reference(kernel, dtype):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("K", [4, 6, 8])
-def test_more_layers_than_one_group_or_launch_holds(kernel, K):
+def test_gather_routes_takes_more_layers_than_one_launch_holds(kernel, K):
     routes, rows, _, experts = case(L=600, K=K, M=130)
     layers = torch.cat([torch.arange(580), torch.tensor([599, 3, 3]), torch.arange(20, 90)])
     args = (routes, rows, layers, experts)
@@ -63,7 +63,7 @@ def test_more_layers_than_one_group_or_launch_holds(kernel, K):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_starts_anywhere(kernel):
+def test_gather_routes_takes_memory_that_starts_anywhere(kernel):
     """Neither routes nor out begin at a multiple of a word, a line or a row."""
     for dtype, K, offset in [(torch.uint8, 4, 1), (torch.uint8, 8, 6), (torch.uint16, 4, 5)]:
         routes, rows, _, experts = case(L=9, K=K, M=150, dtype=dtype)
@@ -78,7 +78,7 @@ def test_starts_anywhere(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_rows_apart_in_memory_are_read_in_place(kernel):
+def test_gather_routes_reads_rows_apart_in_memory_in_place(kernel):
     routes, rows, _, experts = case(L=12, K=4, M=90)
     layers = torch.tensor([0, 1, 2, 3, 4, 6])
     for view in (routes[:, 3:10], routes[::2].repeat(2, 1, 1)[:50], routes[:1].expand(50, -1, -1)):
@@ -87,7 +87,7 @@ def test_rows_apart_in_memory_are_read_in_place(kernel):
         assert same(run(kernel, *args), *args)
 
 
-def test_other_strides_are_copied():
+def test_gather_routes_copies_other_strides():
     routes, rows, _, experts = case(L=4, K=4)
     for view in (routes.transpose(1, 2), routes.flip(0)[:, ::2], routes[..., ::2]):
         slots = torch.tensor([1, 0])
@@ -97,7 +97,7 @@ def test_other_strides_are_copied():
 
 @pytest.mark.parametrize("kernel", KERNELS[:3])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_large_outputs_are_streamed(kernel, threads):
+def test_gather_routes_streams_large_outputs(kernel, threads):
     routes, rows, _, experts = case(T=3000, L=46, M=6_001)  # 1.1 MB
     args = (routes, rows, torch.arange(46), experts)
     before = torch.get_num_threads()
@@ -109,7 +109,7 @@ def test_large_outputs_are_streamed(kernel, threads):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_source_beyond_2_31_bytes(kernel):
+def test_gather_routes_reads_beyond_2_31_bytes(kernel):
     """The pages that nobody writes take no memory."""
     T = (5 << 29) // 188
     routes = torch.from_numpy(np.zeros((T, 47, 4), dtype=np.uint8))
@@ -127,7 +127,7 @@ def test_source_beyond_2_31_bytes(kernel):
     spare=st.integers(0, 4),
     kernel=st.sampled_from(["native", "reference", "emulated"]),
 )
-def test_equals_a_python_loop(rows, layers, K, spare, kernel):
+def test_gather_routes_equals_a_python_loop(rows, layers, K, spare, kernel):
     experts = K + spare
     routes = torch.arange(7 * 3 * K).view(7, 3, K).remainder(experts).to(torch.uint8)
     index = torch.tensor(rows, dtype=torch.int64)
@@ -146,7 +146,7 @@ def test_equals_a_python_loop(rows, layers, K, spare, kernel):
 
 
 @pytest.mark.parametrize(("K", "experts"), [(4, 4), (4, 64), (6, 7), (8, 160)])
-def test_padding_rows_are_distinct_and_spread(K, experts):
+def test_gather_routes_pads_with_distinct_experts_spread_over_all(K, experts):
     rows = torch.full((experts * 3,), -1)
     out = gather_routes(torch.zeros(0, 1, K, dtype=torch.uint8), rows, [0], experts)[0]
     assert all(len(set(row)) == K for row in out.tolist())
@@ -173,7 +173,7 @@ def test_gather_routes_pads_with_more_than_256_experts(kernel, experts, K):
 @needs_gpu
 @pytest.mark.parametrize("backend", ["native", "triton", "reference"])
 @pytest.mark.parametrize("dtype", ROUTE_DTYPES, ids=str)
-def test_gpu_equals_the_reference_on_the_cpu(backend, dtype):
+def test_gather_routes_on_a_gpu_equals_the_reference(backend, dtype):
     for K, M in [(1, 5), (4, 3000), (6, 200), (8, 3000), (9, 65)]:
         routes, rows, _, experts = case(L=46, K=K, M=M, dtype=dtype)
         layers = torch.arange(3, 46)
@@ -183,7 +183,7 @@ def test_gpu_equals_the_reference_on_the_cpu(backend, dtype):
 
 
 @needs_gpu
-def test_a_cuda_graph_reads_new_lengths():
+def test_gather_routes_in_a_cuda_graph_reads_new_lengths():
     """Rows padded to a capacity: what is captured once serves every batch."""
     routes, rows, layers, experts = case(M=512)
     static_routes, static_rows = routes.cuda(), rows.cuda()
@@ -201,7 +201,7 @@ def test_a_cuda_graph_reads_new_lengths():
 
 
 @needs_gpu
-def test_what_a_launch_cannot_carry_is_refused():
+def test_gather_routes_declines_more_than_a_launch_can_carry():
     routes = torch.zeros(2, (1 << 15) + 1, 1, dtype=torch.uint8, device="cuda")
     rows = torch.zeros(1, dtype=torch.int64, device="cuda")
     with use_backend("native"):
@@ -213,7 +213,7 @@ def test_what_a_launch_cannot_carry_is_refused():
             gather_routes(routes[:, :9], rows, [9], 4)
 
 
-def test_triton_interpreted_on_the_cpu():
+def test_gather_routes_triton_equals_reference_interpreted():
     script = """
 import torch
 from tests.ops.test_gather_routes import ROUTE_DTYPES, case, same
@@ -232,14 +232,14 @@ for dtype in ROUTE_DTYPES:
     subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=600)
 
 
-def test_meta_tensors():
+def test_gather_routes_gives_shapes_of_meta_tensors():
     routes, rows, layers, experts = case()
     out = gather_routes(routes.to("meta"), rows.to("meta"), layers, experts)
     assert out.is_meta and out.shape == (3, 37, 4) and out.dtype == torch.uint8
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_out_of_range_names_the_entry(backend):
+def test_gather_routes_names_an_entry_out_of_range(backend):
     routes, rows, _, experts = case()
     rows[5] = 50
     with use_backend(backend):
@@ -264,7 +264,7 @@ def test_out_of_range_names_the_entry(backend):
         (dict(layers=torch.tensor([[0]])), "layers is torch.int64 [1, 1]"),
     ],
 )
-def test_arguments_that_do_not_fit(change, message):
+def test_gather_routes_refuses_arguments_that_do_not_fit(change, message):
     routes, rows, layers, _ = case(**{k: v for k, v in change.items() if k != "experts"})
     experts = change.get("experts", 64)
     with pytest.raises((ValueError, TypeError)) as error:
@@ -272,7 +272,7 @@ def test_arguments_that_do_not_fit(change, message):
     assert message in str(error.value)
 
 
-def test_routes_and_rows_on_devices_that_do_not_meet():
+def test_gather_routes_refuses_devices_that_differ():
     routes, rows, layers, experts = case()
     with pytest.raises(ValueError, match="routes is on meta, rows on cpu, expected one device"):
         gather_routes(routes.to("meta"), rows, layers, experts)

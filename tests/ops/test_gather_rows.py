@@ -44,7 +44,7 @@ def case(shape, dtype=torch.float64, device="cpu"):
 )
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_backend_equals_reference(backend, device, shape):
+def test_gather_rows_backends_equal_the_reference(backend, device, shape):
     for dtype in DTYPES:
         args = case(shape, dtype, device)
         if reason := backend.refuse(*args):
@@ -53,7 +53,7 @@ def test_backend_equals_reference(backend, device, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_cuda_kernel_walked_on_the_host(shape):
+def test_gather_rows_cuda_threads_on_the_host_equal_the_reference(shape):
     for dtype in DTYPES:
         args = case(shape, dtype)
         assert torch.equal(emulated.gather_rows(*args), reference.gather_rows(*args)), dtype
@@ -62,7 +62,7 @@ def test_the_cuda_kernel_walked_on_the_host(shape):
 @pytest.mark.parametrize("run", [native.gather_rows, emulated.gather_rows])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 188, 512, 8192])
-def test_any_row_size_stride_and_alignment(device, row_bytes, run):
+def test_gather_rows_takes_any_row_size_stride_and_alignment(device, row_bytes, run):
     if run is emulated.gather_rows and device == "cuda":
         pytest.skip("it runs on the host")
     for offset, stride in [(0, 0), (1, 0), (2, 2), (4, 4), (8, 8), (16, 16), (0, 5), (3, 188)]:
@@ -79,7 +79,7 @@ def test_any_row_size_stride_and_alignment(device, row_bytes, run):
 
 
 @pytest.mark.parametrize("run", [native.gather_rows, emulated.gather_rows])
-def test_more_elements_than_32_bits_count(run):
+def test_gather_rows_takes_more_elements_than_32_bits_count(run):
     size = 3 * 2**30 + 40  # bytes of address space; only the pages touched are backed
     memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     memory[-5:] = 7
@@ -92,7 +92,7 @@ def test_more_elements_than_32_bits_count(run):
 
 
 @pytest.mark.parametrize("strided", ["rows", "repeated", "within"])
-def test_strided_source(strided):
+def test_gather_rows_takes_a_strided_source(strided):
     whole = torch.arange(60 * 5 * 4).view(60, 5, 4)
     src = {
         "rows": whole[:, 1:3],
@@ -111,7 +111,7 @@ def test_strided_source(strided):
     width=st.integers(0, 40),
     threads=st.sampled_from([1, 2, 5]),
 )
-def test_equals_a_python_loop(rows, width, threads):
+def test_gather_rows_equals_a_python_loop(rows, width, threads):
     src = torch.arange(9 * width, dtype=torch.int16).view(9, width)
     fill = torch.full((width,), -7, dtype=torch.int16)
     before = torch.get_num_threads()
@@ -123,7 +123,7 @@ def test_equals_a_python_loop(rows, width, threads):
     assert out.tolist() == [(fill if row < 0 else src[row]).tolist() for row in rows]
 
 
-def test_rows_of_any_rank_and_strides():
+def test_gather_rows_takes_rows_of_any_rank_and_strides():
     rows = torch.tensor([2, -1, 0])
     tokens = torch.arange(6)[::2]
     assert gather_rows(tokens, rows, torch.tensor(-5)).tolist() == [4, -5, 0]
@@ -135,7 +135,7 @@ def test_rows_of_any_rank_and_strides():
 @pytest.mark.parametrize("given", [False, True], ids=["made in the backward", "given"])
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("shape", ["one", "no rows", "no source", "odd", "few"])
-def test_gradients_of_both_orders(shape, backend, given):
+def test_gather_rows_has_gradients_of_both_orders(shape, backend, given):
     src, rows, fill = case(shape)
     map_ = invert_rows(rows, len(src)) if given else None
 
@@ -148,7 +148,7 @@ def test_gradients_of_both_orders(shape, backend, given):
         assert torch.autograd.gradgradcheck(gather, inputs)
 
 
-def test_gradient_of_a_strided_source_and_an_expanded_gradient():
+def test_gather_rows_has_the_gradient_of_a_strided_source():
     whole = torch.randn(9, 3, 4, dtype=torch.float64, requires_grad=True)
     rows = torch.tensor([1, -1, 8, 1])
     out = gather_rows(whole[:, 1:], rows, torch.zeros(2, 4, dtype=torch.float64))
@@ -161,7 +161,7 @@ def test_gradient_of_a_strided_source_and_an_expanded_gradient():
 @pytest.mark.parametrize("backend", inverse.op.backends, ids=lambda b: b.name)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_inverse_lists_the_places_of_every_row(backend, device, shape):
+def test_invert_rows_lists_the_places_of_every_row(backend, device, shape):
     src, rows, _ = case(shape, device=device)
     if reason := backend.refuse(rows, len(src)):
         pytest.skip(reason)
@@ -177,7 +177,7 @@ def test_inverse_lists_the_places_of_every_row(backend, device, shape):
     assert starts.diff().tolist() == [len(found) for found in places] and starts[0] == 0
 
 
-def test_padding_does_not_leak_into_the_gradient():
+def test_gather_rows_leaves_padding_out_of_the_gradient():
     src = torch.ones(2, 1, requires_grad=True)
     out = gather_rows(src, torch.tensor([0, -1, 0]), torch.zeros(1))
     (grad,) = torch.autograd.grad(out, src, torch.tensor([[1.0], [torch.nan], [2.0]]))
@@ -185,7 +185,7 @@ def test_padding_does_not_leak_into_the_gradient():
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_compiles_without_a_graph_break(given):
+def test_gather_rows_compiles_without_a_graph_break(given):
     src, rows, fill = case("odd")
 
     def gather(src, rows, fill):
@@ -201,7 +201,7 @@ def test_compiles_without_a_graph_break(given):
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("bad", [7, -2])
-def test_row_out_of_range_names_the_entry(backend, bad):
+def test_gather_rows_names_a_row_out_of_range(backend, bad):
     rows = torch.tensor([0, bad, bad])
     with use_backend(backend), pytest.raises(IndexError) as error:
         gather_rows(torch.zeros(3, 2), rows, torch.zeros(2))
@@ -211,7 +211,7 @@ def test_row_out_of_range_names_the_entry(backend, bad):
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_inverse_of_rows_out_of_range(backend):
+def test_invert_rows_names_a_row_out_of_range(backend):
     with use_backend(backend), pytest.raises(IndexError) as error:
         invert_rows(torch.tensor([0, 3, 4]), 3)
     assert str(error.value) == (
@@ -229,7 +229,7 @@ NONE = torch.zeros(0, dtype=torch.int64)
         (Inverse(torch.zeros(4), torch.zeros(2)), "torch.float32, torch.float32, expected"),
     ],
 )
-def test_an_inverse_of_other_rows(map_, message):
+def test_gather_rows_refuses_an_inverse_of_other_rows(map_, message):
     with pytest.raises((ValueError, TypeError)) as error:
         gather_rows(torch.zeros(3, 2), torch.tensor([0, 1]), torch.zeros(2), map_)
     assert message in str(error.value)
@@ -246,13 +246,13 @@ def test_an_inverse_of_other_rows(map_, message):
         ),
     ],
 )
-def test_arguments_that_do_not_fit(args, message):
+def test_gather_rows_refuses_arguments_that_do_not_fit(args, message):
     with pytest.raises((ValueError, TypeError)) as error:
         gather_rows(*args)
     assert message in str(error.value)
 
 
-def test_a_named_backend_that_declines_is_an_error(monkeypatch):
+def test_use_backend_raises_where_the_named_backend_declines(monkeypatch):
     monkeypatch.setenv("PYRL_BACKEND", "triton")
     with pytest.raises(NotImplementedError, match="triton: src is on cpu, expected cuda"):
         gather_rows(*case("odd"))
@@ -260,7 +260,7 @@ def test_a_named_backend_that_declines_is_an_error(monkeypatch):
         gather_rows(*case("odd"))
 
 
-def test_triton_interpreted_on_the_cpu():
+def test_gather_rows_triton_equals_reference_interpreted():
     script = """
 from tests.ops.test_gather_rows import SHAPES, case
 from pyrl_ext.ops import gather_rows, use_backend

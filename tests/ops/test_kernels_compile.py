@@ -22,7 +22,7 @@ def test_triton_variant_compiles_without_spills(name, target):
     assert built.shared <= 99 << 10, built  # what a block of the smallest of these GPUs may ask for
 
 
-def test_every_triton_kernel_names_its_builds():
+def test_builds_name_every_triton_kernel():
     ops = {file.parent.name for file in binaries.PACKAGE.glob("ops/*/triton_kernel.py")}
     assert ops == {name.split()[0] for name in binaries.triton_builds()}
 
@@ -50,7 +50,7 @@ def by_name(found):
     return {(b.kernel, b.target) for b in found}
 
 
-def test_reading_what_the_tool_prints():
+def test_parse_reads_what_cuobjdump_prints():
     text = """
 Fatbin elf code:
 ================

@@ -52,7 +52,7 @@ def large_results() -> dict[str, Tensor]:
     }
 
 
-def test_large_results_ask_for_huge_pages():
+def test_native_operators_ask_for_huge_pages():
     results = large_results()
     assert {name for name, result in results.items() if not wants_huge_pages(result)} == set()
     assert not wants_huge_pages(torch.empty(BYTES, dtype=torch.uint8))

@@ -56,7 +56,7 @@ ROUTERS = {  # megatron-core's arguments; scores of the logits, norm
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("E", [4, 8, 24, 64, 160, 256])
-def test_bits_of_megatron_core(router, E, device):
+def test_replay_probs_has_the_bits_of_megatron_core(router, E, device):
     from megatron.core.transformer.moe import moe_utils
 
     route: Any = moe_utils.topk_routing_with_score_function
@@ -87,7 +87,7 @@ def test_bits_of_megatron_core(router, E, device):
 
 @pytest.mark.parametrize("norm", ["none", "sum"])
 @pytest.mark.parametrize("shape", SHAPES + EMPTY, ids=str)
-def test_native_has_the_bits_of_torch(shape, norm):
+def test_replay_probs_native_has_the_bits_of_torch(shape, norm):
     for dtype, out, ids in zip(DTYPES * 5, DTYPES[1:] * 7, ID_DTYPES * 4, strict=False):
         for scale in (0.0, 1.7):
             scores, experts, grad = case(shape, dtype, ids)
@@ -118,7 +118,7 @@ def cuda_order(v, apart_first):
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gpu_threads_on_the_host(shape, norm):
+def test_replay_probs_cuda_threads_on_the_host_equal_the_reference(shape, norm):
     for dtype, out, ids in zip(DTYPES * 5, DTYPES[1:] * 7, ID_DTYPES * 4, strict=False):
         scores, experts, grad = case(shape, dtype, ids)
         grad, call = grad.to(out), (scores, experts, norm, 1.7)
@@ -133,7 +133,7 @@ def test_gpu_threads_on_the_host(shape, norm):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gpu_threads_add_as_torch_does_there(shape):
+def test_replay_probs_cuda_threads_add_in_the_order_of_torch(shape):
     scores, experts, _ = case(shape)
     values = scores.gather(1, experts)
     if shape[2] > 1:
@@ -149,7 +149,7 @@ def test_gpu_threads_add_as_torch_does_there(shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_half_and_its_rounding(dtype):
+def test_replay_probs_rounds_every_16_bit_number_as_torch(dtype):
     bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(1, -1)
     halves, ids = bits.view(dtype), torch.tensor([[0]])
     numbers = halves[~halves.isnan()].view(-1, 1)
@@ -167,7 +167,7 @@ def test_every_half_and_its_rounding(dtype):
                 assert torch.equal(back, moved.to(dtype))
 
 
-def test_rows_and_addresses_that_are_not_multiples_of_16_bytes():
+def test_replay_probs_takes_rows_at_any_address():
     scores, ids, _ = case((40, 64, 4), ids=torch.uint8)
     expected = reference.replay_probs(scores, ids, "sum", 1.7, torch.float32)
     odd = torch.empty(40 * 64 + 1)[1:].view(40, 64).copy_(scores)
@@ -187,7 +187,7 @@ def test_rows_and_addresses_that_are_not_multiples_of_16_bytes():
 
 
 @pytest.mark.parametrize("E", [64, 63])
-def test_gpu_threads_far_behind_the_start(E):
+def test_replay_probs_cuda_threads_read_far_behind_the_start(E):
     """Rows behind element 2^33: the tensors' addresses are moved back, so that these are ours."""
     before, M = (1 << 33) // E // 32 * 32, 70
     scores, ids, grad = case((M, E, 4))
@@ -222,7 +222,7 @@ def test_gpu_threads_far_behind_the_start(E):
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), threads=st.sampled_from([1, 2, 5]), norm=st.sampled_from(["none", "sum"]))
-def test_equals_a_python_loop(data, threads, norm):
+def test_replay_probs_equals_a_python_loop(data, threads, norm):
     E, M = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([0, 1, 31, 33, 700]))
     K = data.draw(st.integers(0, E))
     scores, ids, _ = case((M, E, K), torch.float64, torch.int16, seed=E)
@@ -243,7 +243,7 @@ def test_equals_a_python_loop(data, threads, norm):
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", [(3, 8, 1), (3, 8, 2), (2, 12, 9), (0, 8, 2), (2, 8, 0)], ids=str)
-def test_gradcheck(shape, norm):
+def test_replay_probs_passes_gradcheck(shape, norm):
     scores, ids, _ = case(shape, torch.float64)
     for backend in ("native", "reference"):
         if backend == "native" and norm == "softmax":
@@ -269,7 +269,7 @@ def test_replay_probs_takes_uint16_ids_of_384_experts(backend):
     assert torch.equal(scores.grad, wide.grad)
 
 
-def test_the_gradient_reads_chosen_experts_only():
+def test_replay_probs_gradient_reads_only_chosen_experts():
     scores, ids, _ = case((5, 8, 2))
     probs, routing_map = replay_probs(scores.requires_grad_(), ids, "sum")
     grad = torch.where(routing_map, 1.0, torch.nan)
@@ -278,7 +278,7 @@ def test_the_gradient_reads_chosen_experts_only():
     assert scores.grad.isfinite().all() and not routing_map.requires_grad
 
 
-def test_compiles_without_a_graph_break():
+def test_replay_probs_compiles_without_a_graph_break():
     scores, ids, grad = case((33, 16, 4))
 
     def run(s):
@@ -296,7 +296,7 @@ def test_compiles_without_a_graph_break():
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("bad", [8, -1])
-def test_an_expert_out_of_range_names_the_entry(backend, bad):
+def test_replay_probs_names_an_expert_out_of_range(backend, bad):
     scores, ids, grad = case((9000, 8, 2))
     ids[8001, 1] = ids[8500, 0] = bad
     message = f"replay_probs: ids[8001, 1] is {bad}, expected an expert in [0, 8)"
@@ -322,14 +322,14 @@ def test_an_expert_out_of_range_names_the_entry(backend, bad):
         (dict(scores=torch.zeros(3, 8, device="meta")), "scores is on meta, ids on cpu"),
     ],
 )
-def test_arguments_that_do_not_fit(change, message):
+def test_replay_probs_refuses_arguments_that_do_not_fit(change, message):
     call = dict(scores=torch.zeros(3, 8), ids=torch.zeros(3, 2).long()) | change
     with pytest.raises((ValueError, TypeError)) as error:
         replay_probs(**call)
     assert str(error.value).startswith("replay_probs: ") and message in str(error.value)
 
 
-def test_what_the_backends_decline():
+def test_replay_probs_backends_decline_with_a_reason():
     scores, ids, _ = case((3, 40, 33))
     with use_backend("native"):
         with pytest.raises(NotImplementedError, match="33 of 40 experts, expected at most 32"):
@@ -341,7 +341,7 @@ def test_what_the_backends_decline():
     assert replay_probs(scores, ids, "sum")[1].sum() == ids.numel()
 
 
-def test_triton_interpreted_on_the_cpu():
+def test_replay_probs_triton_equals_reference_interpreted():
     script = """
 import torch
 from tests.ops.test_replay_probs import SHAPES, EMPTY, case
@@ -375,7 +375,7 @@ for shape in SHAPES + EMPTY:
 @needs_gpu
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", SHAPES + EMPTY, ids=str)
-def test_on_a_gpu_the_bits_of_torch(shape, norm):
+def test_replay_probs_on_a_gpu_has_the_bits_of_torch(shape, norm):
     for dtype, out, ids in zip(DTYPES * 5, DTYPES[1:] * 7, ID_DTYPES * 4, strict=False):
         scores, experts, grad = case(shape, dtype, ids, "cuda")
         grad, call = grad.to(out), (scores, experts, norm, 1.7)

@@ -45,7 +45,7 @@ def with_isa(isa):
 
 @pytest.mark.parametrize("run", [emulated.sum_rows, *map(with_isa, ISAS)], ids=["emulated", *ISAS])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_equal_the_reference(run, shape):
+def test_sum_rows_kernels_equal_the_reference(run, shape):
     for dtype in DTYPES:
         src, rows, inverse = case(shape, dtype)
         expected = reference.sum_rows(src, rows, *inverse)
@@ -59,7 +59,7 @@ def test_kernels_equal_the_reference(run, shape):
 @needs_gpu
 @pytest.mark.parametrize("backend", ["native", "triton"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_on_a_gpu(backend, shape):
+def test_sum_rows_on_a_gpu_equals_the_reference(backend, shape):
     for dtype in DTYPES:
         src, rows, inverse = case(shape, dtype)
         expected = reference.sum_rows(src, rows, *inverse)
@@ -70,7 +70,7 @@ def test_on_a_gpu(backend, shape):
 
 @pytest.mark.parametrize("run", [emulated.sum_rows, *map(with_isa, ISAS)], ids=["emulated", *ISAS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_16_bit_number(run, dtype):
+def test_sum_rows_reads_every_16_bit_number(run, dtype):
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     rows = torch.arange(2**15).repeat_interleave(2)[torch.randperm(2**16)]
     inverse = invert_rows(rows, 2**15)
@@ -88,7 +88,7 @@ def test_every_16_bit_number(run, dtype):
     width=st.integers(0, 20),
     threads=st.sampled_from([1, 2, 5]),
 )
-def test_equals_a_python_loop(rows, width, threads):
+def test_sum_rows_equals_a_python_loop(rows, width, threads):
     src = torch.randn(len(rows), width)
     index = torch.tensor(rows, dtype=torch.int64)
     before = torch.get_num_threads()
@@ -104,14 +104,14 @@ def test_equals_a_python_loop(rows, width, threads):
     assert torch.equal(out, expected)
 
 
-def test_adds_in_fp32_and_rounds_once():
+def test_sum_rows_adds_in_fp32_and_rounds_once():
     src = torch.tensor([256.0] + [1.0] * 256, dtype=torch.bfloat16)  # 256 + 1 is 256 in bf16
     rows = torch.zeros(257, dtype=torch.int64)
     assert sum_rows(src, rows, invert_rows(rows, 1)).tolist() == [512]
 
 
 @pytest.mark.parametrize("run", [emulated.sum_rows, native.sum_rows])
-def test_more_elements_than_32_bits_count(run):
+def test_sum_rows_takes_more_elements_than_32_bits_count(run):
     size = 5 * 2**30  # bytes of address space; only the pages touched are backed
     memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.bfloat16)
     far = memory[: 5 * 2**29].view(-1, 2**29)[:, :3]  # 2^30 bytes from a row to the next
@@ -123,7 +123,7 @@ def test_more_elements_than_32_bits_count(run):
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("shape", ["one", "no rows", "no sums", "scalars", "repeated"])
-def test_gradients_of_both_orders(shape, backend):
+def test_sum_rows_has_gradients_of_both_orders(shape, backend):
     src, rows, inverse = case(shape)
 
     def total(src):
@@ -137,7 +137,7 @@ def test_gradients_of_both_orders(shape, backend):
         assert torch.autograd.gradgradcheck(total, src)
 
 
-def test_compiles_without_a_graph_break():
+def test_sum_rows_compiles_without_a_graph_break():
     src, rows, inverse = case("repeated")
     results = []
     for f in (sum_rows, torch.compile(sum_rows, fullgraph=True, backend="aot_eager")):
@@ -146,7 +146,7 @@ def test_compiles_without_a_graph_break():
     assert all(torch.equal(eager, compiled) for eager, compiled in zip(*results))
 
 
-def test_an_inverse_that_names_other_rows():
+def test_sum_rows_refuses_an_inverse_of_other_rows():
     src, rows = torch.zeros(2, 3), torch.tensor([0, 0])
     with pytest.raises(IndexError) as error:
         sum_rows(src, rows, Inverse(torch.tensor([0, 0, 2]), torch.tensor([0, 2])))
@@ -172,13 +172,13 @@ ROWS = torch.tensor([0, 0])
         ((torch.zeros(2, device="meta"), ROWS, invert_rows(ROWS, 1)), "src is on meta"),
     ],
 )
-def test_arguments_that_do_not_fit(args, message):
+def test_sum_rows_refuses_arguments_that_do_not_fit(args, message):
     with pytest.raises((ValueError, TypeError)) as error:
         sum_rows(*args)
     assert message in str(error.value)
 
 
-def test_triton_interpreted_on_the_cpu():
+def test_sum_rows_triton_equals_reference_interpreted():
     script = """
 from tests.ops.test_sum_rows import DTYPES, SHAPES, case
 from pyrl_ext.ops import sum_rows, use_backend

@@ -65,7 +65,7 @@ def relative(value, exact):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("V", [1, 7, 31, 64, 2048, 2049, 5003])
-def test_stats_against_float64(isa, dtype, V):
+def test_token_logprob_stats_equal_float64(isa, dtype, V):
     logits, targets, scale = case(V=V, dtype=dtype)
     for first, width in [(0, V), (0, max(V - 3, 0)), (-5, V), (V, V)]:
         exact = reference.stats(logits.double(), targets, scale.double(), first, width)
@@ -79,7 +79,7 @@ def test_stats_against_float64(isa, dtype, V):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("V", [1, 7, 31, 64, 2048, 2049, 5003])
-def test_grad_against_float64(isa, dtype, V):
+def test_token_logprob_grad_equals_float64(isa, dtype, V):
     logits, targets, scale = case(V=V, dtype=dtype)
     width = max(V - 3, 1)
     rows = rows_of(logits, scale, width)
@@ -94,7 +94,7 @@ def test_grad_against_float64(isa, dtype, V):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_16_bit_value_is_read_and_written_as_torch_does(isa, dtype):
+def test_token_logprob_reads_and_writes_every_16_bit_number_as_torch(isa, dtype):
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     columns = every[:, None].contiguous()  # one valid column: the target logit is the column
     tokens = len(every)
@@ -122,7 +122,7 @@ def test_every_16_bit_value_is_read_and_written_as_torch_does(isa, dtype):
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_nan_from_infinities(backend, dtype):
+def test_token_logprob_makes_no_nan_of_infinities(backend, dtype):
     V = 5000
     rows = {
         "leading block": torch.full((V,), -INF).index_fill(0, torch.arange(4000, V), 1.0),
@@ -153,7 +153,7 @@ def test_no_nan_from_infinities(backend, dtype):
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("poison", [torch.nan, INF])
 @pytest.mark.parametrize("where", [0, 2047, 4999, slice(None)], ids=str)
-def test_nan_and_inf_show_and_stay_in_their_row(backend, poison, where):
+def test_token_logprob_keeps_nan_and_inf_in_their_row(backend, poison, where):
     logits, targets, scale = case(T=3, V=5000)
     logits[1, where] = poison
     with use_backend(backend):
@@ -161,7 +161,7 @@ def test_nan_and_inf_show_and_stay_in_their_row(backend, poison, where):
     assert stats[1].isnan().tolist() == [False, True, False]
 
 
-def test_a_row_without_gradient_is_not_read():
+def test_token_logprob_grad_reads_no_row_without_gradient():
     logits, targets, scale = case(T=3, V=100)
     rows = [row.float() for row in rows_of(logits, scale, 100)]
     rows[3][1] = rows[4][1] = 0
@@ -172,7 +172,7 @@ def test_a_row_without_gradient_is_not_read():
         assert grad[1].count_nonzero() == 0 and grad[0].count_nonzero() == 100
 
 
-def test_a_payload_does_not_hide_a_nan():
+def test_token_logprob_stats_show_a_nan_of_any_payload():
     bits = torch.tensor([[0x7F800000 | 0x1FF, 0]], dtype=torch.int32)
     logits = bits.view(torch.float32)
     for isa in ("avx512", "avx2", "portable"):
@@ -184,7 +184,7 @@ def test_a_payload_does_not_hide_a_nan():
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("where", range(5))
-def test_a_payload_does_not_hide_a_nan_of_a_row(isa, dtype, where):
+def test_token_logprob_grad_shows_a_nan_of_any_payload(isa, dtype, where):
     logits, targets, scale = case(T=2, V=70, dtype=dtype)
     rows = [row.float() for row in rows_of(logits, scale, 70)]
     rows[where][1] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
@@ -193,7 +193,7 @@ def test_a_payload_does_not_hide_a_nan_of_a_row(isa, dtype, where):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_change_no_bit(threads):
+def test_token_logprob_has_the_same_bits_for_any_threads(threads):
     args = (*case(T=37, V=3000, dtype=torch.bfloat16), 0, 3000)
     one = native.stats(*args)
     before = torch.get_num_threads()
@@ -204,7 +204,7 @@ def test_threads_change_no_bit(threads):
         torch.set_num_threads(before)
 
 
-def test_named_backend_and_arguments_that_do_not_fit():
+def test_token_logprob_refuses_arguments_that_do_not_fit():
     logits, targets, scale = case(V=10)
     wide = logits.double(), targets, scale.double()
     with use_backend("native"), pytest.raises(NotImplementedError, match=r"torch\.float64"):
@@ -272,7 +272,7 @@ def check_ranges(stats, grad, dtype, device="cpu"):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_any_range_with_a_mask_and_without(isa, dtype):
+def test_token_logprob_takes_rows_of_any_range_and_masks(isa, dtype):
     check_ranges(
         lambda *args: stats_on(isa, *args),
         lambda *args: grad_on(isa, *args),
@@ -280,7 +280,7 @@ def test_rows_of_any_range_with_a_mask_and_without(isa, dtype):
     )
 
 
-def test_a_target_that_is_not_kept():
+def test_token_logprob_takes_a_target_that_is_not_kept():
     logits, targets, scale = case(T=4, V=70)
     keep = torch.ones(4, 70, dtype=torch.bool)
     keep[1, targets[1]] = keep[2] = False
@@ -298,7 +298,7 @@ def test_a_target_that_is_not_kept():
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_memory_that_starts_anywhere(isa, dtype):
+def test_token_logprob_takes_memory_that_starts_anywhere(isa, dtype):
     T, V = 3, 301
     logits, targets, scale = case(T, V, dtype)
     keep = torch.rand(T, V) < 0.7
@@ -314,7 +314,7 @@ def test_memory_that_starts_anywhere(isa, dtype):
         assert torch.equal(grad_on(isa, view, *args, *rows, keep_mask=mask, out=view), wanted)
 
 
-def test_a_token_has_the_same_bits_alone_and_in_several_parts_of_a_row():
+def test_token_logprob_has_the_same_bits_alone_and_in_a_batch():
     args = case(T=3, V=70_400, dtype=torch.bfloat16)
     together = stats_on("emulated", *args, 0, 70_001)
     torch.testing.assert_close(together, reference.stats(*args, 0, 70_001))
@@ -325,7 +325,7 @@ def test_a_token_has_the_same_bits_alone_and_in_several_parts_of_a_row():
 
 
 @pytest.mark.parametrize("isa", ["auto", "emulated"])
-def test_elements_beyond_2_31(isa):
+def test_token_logprob_takes_more_than_2_31_elements(isa):
     columns, width = (1 << 31) + 8, 40
     memory = mmap.mmap(-1, 4 * columns, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     logits = torch.frombuffer(memory, dtype=torch.bfloat16).view(2, columns)  # pages on demand
@@ -344,7 +344,7 @@ def test_elements_beyond_2_31(isa):
     isa=st.sampled_from(["auto", "portable", "emulated"]),
     masked=st.booleans(),
 )
-def test_equals_a_python_loop(T, V, cut, first, isa, masked):
+def test_token_logprob_equals_a_python_loop(T, V, cut, first, isa, masked):
     logits, scale = case(T, 71)[0][:, :V].contiguous(), torch.rand(T) + 0.5
     width, targets = max(V - cut, 0), torch.arange(T) * 9
     keep = torch.rand(T, V) < 0.6 if masked else None
@@ -361,7 +361,7 @@ def test_equals_a_python_loop(T, V, cut, first, isa, masked):
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_the_gradient_over_the_logits(backend):
+def test_token_logprob_grad__writes_over_the_logits(backend):
     logits, targets, scale = case(T=5, V=333, dtype=torch.bfloat16)
     keep = torch.rand(5, 333) < 0.7
     rows = [row.float() for row in rows_of(logits.masked_fill(~keep, -INF), scale, 300)]
@@ -392,7 +392,7 @@ def on_device(device):
                 assert torch.equal(logits, grad)
 
 
-def test_triton_interpreted_on_the_cpu():
+def test_token_logprob_triton_equals_reference_interpreted():
     pytest.importorskip("triton")
     here = Path(__file__).parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here}"}
@@ -401,5 +401,5 @@ def test_triton_interpreted_on_the_cpu():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu():
+def test_token_logprob_on_a_gpu_equals_float64():
     on_device("cuda")
