@@ -8,7 +8,7 @@ FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_lo
             layout replay_probs
 KERNEL_TESTS := tests/ops tests/loss/test_vocab_parallel.py
 
-.PHONY: help venv build browser demo pictures test test-fast parity parity-large faults two-hosts check bench \
+.PHONY: help venv build browser demo pictures test test-fast mutants parity parity-large faults two-hosts check bench \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm clean
 
 help:  ## this list
@@ -54,6 +54,9 @@ test-fast: build  ## what starts no process and builds no model: under a minute
 test: build browser  ## the suite; the targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 	  --durations 15 --ignore tests/dist/test_faults.py --ignore tests/rollout/vllm/test_engine.py
+
+mutants: build  ## faults put into a copy of the code on purpose: whether the tests see each
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
 
 # the metadata of vllm-cpu wants a torch that the default index lacks; uv can be told otherwise
 $(VENV)/.vllm: $(VENV)/.built

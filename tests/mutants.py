@@ -1,0 +1,308 @@
+"""Mutants: small faults that were put into the code on purpose, and the tests that must see them.
+
+``make mutants`` applies each to a copy of the tree, one at a time, and runs the tests that guard
+it; it fails if one of them passes. In every case the copy without a mutant must pass them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).parents[1]
+COPIED = ("pyrl_ext", "tests", "configs", "benchmarks", "data", "docs", "pyproject.toml")
+POLICY, CHECKPOINT = "pyrl_ext/trainer/policy.py", "pyrl_ext/megatron/checkpoint.py"
+ROUTED, HOOK = "pyrl_ext/replay/routed_experts.py", "pyrl_ext/replay/router_hook.py"
+BATCH, STEP_TIME = "pyrl_ext/pack/batch.py", "pyrl_ext/plan/forecast/step_time.py"
+
+
+class Mutant(NamedTuple):
+    """A fault.
+
+    Args:
+        name: what the code does wrong with it.
+        file: of the repository.
+        edits: (text that the file holds once, what replaces it).
+        guards: node ids of the tests that must fail, every one.
+    """
+
+    name: str
+    file: str
+    edits: Sequence[tuple[str, str]]
+    guards: Sequence[str]
+
+
+MUTANTS = [
+    Mutant(
+        "a loss or a gradient norm that is not finite is accepted",
+        POLICY,
+        [
+            ('if not math.isfinite(metrics["loss"]):', "if False:"),
+            ("if not applied or not math.isfinite(norm):", "if False:"),
+        ],
+        [
+            "tests/trainer/test_policy_losses.py::test_update_refuses_a_loss_that_is_not_finite",
+            "tests/trainer/test_policy_losses.py::test_update_refuses_a_gradient_norm_that_is_not_finite",
+        ],
+    ),
+    Mutant(
+        "warm-up begins at a learning rate of 0",
+        "pyrl_ext/megatron/optimizer.py",
+        [("lr * (step + 1) / warmup_steps", "lr * step / warmup_steps")],
+        [
+            "tests/megatron/test_optimizer.py::test_warmed_up_rises_from_a_part_of_lr_to_all_of_it",
+        ],
+    ),
+    Mutant(
+        "the latest checkpoint is the last in alphabetical order",
+        CHECKPOINT,
+        [("if _number(p) >= 0), key=_number)", "if _number(p) >= 0), key=str)")],
+        [
+            "tests/megatron/test_checkpoint.py::test_latest_is_the_largest_number_written_to_its_end",
+            "tests/megatron/test_checkpoint.py::test_prune_keeps_the_newest_whole_ones",
+        ],
+    ),
+    Mutant(
+        "a checkpoint that is being written counts",
+        CHECKPOINT,
+        [("_NAME.fullmatch(folder.name)", "_NAME.match(folder.name)")],
+        [
+            "tests/megatron/test_checkpoint.py::test_latest_is_the_largest_number_written_to_its_end",
+            "tests/megatron/test_checkpoint.py::test_prune_keeps_the_newest_whole_ones",
+        ],
+    ),
+    Mutant(
+        "one checkpoint more is kept than asked for",
+        CHECKPOINT,
+        [("whole(folder)[:-keep]", "whole(folder)[: -keep - 1]")],
+        ["tests/megatron/test_checkpoint.py::test_prune_keeps_the_newest_whole_ones"],
+    ),
+    Mutant(
+        "the first batch after a resume is not checked",
+        "pyrl_ext/train.py",
+        [("check = number == first or", "check = number == 0 or")],
+        ["tests/test_train.py::test_train_checks_the_first_batch_after_a_resume"],
+    ),
+    Mutant(
+        "prompt rows dilute the mismatch",
+        "pyrl_ext/weights/check.py",
+        [("float(gap.sum() / batch.loss_mask.sum())", "float(gap.mean())")],
+        ["tests/weights/test_check.py::test_check_batch_averages_over_loss_tokens_alone"],
+    ),
+    Mutant(
+        "the MTP loss is a sum over depths",
+        POLICY,
+        [("(self.plan.objective.mtp_coef / len(ahead))", "self.plan.objective.mtp_coef")],
+        [
+            "tests/trainer/test_policy_losses.py::test_accumulate_averages_the_mtp_loss_over_depths",
+        ],
+    ),
+    Mutant(
+        "a loss token too few is counted at each MTP depth",
+        BATCH,
+        [("self.positions >= depth", "self.positions > depth")],
+        ["tests/pack/test_batch.py::test_num_loss_tokens_ahead_equals_a_loop"],
+    ),
+    Mutant(
+        "the samples' routes of MTP layers are ignored",
+        HOOK,
+        [
+            (
+                "if replayed and (not hook.is_mtp or hook.layer_id in batch.layer_ids)",
+                "if replayed and not hook.is_mtp",
+            )
+        ],
+        [
+            "tests/trainer/test_prefetch.py::test_microbatches_replay_mtp_layers_if_samples_have_their_routes",
+        ],
+    ),
+    Mutant(
+        "padding counts as agreement",
+        HOOK,
+        [
+            (
+                "shared *= routes.from_engine",
+                "none = torch.zeros_like(routes.from_engine)\n"
+                "            padding = none if routes.is_token is None else ~routes.is_token\n"
+                "            shared *= routes.from_engine | padding",
+            )
+        ],
+        ["tests/replay/test_router_hook.py::test_use_leaves_padding_out_of_the_counts"],
+    ),
+    Mutant(
+        "padding counts as routed by the engine",
+        ROUTED,
+        [("rows, [0, 0, 1], pin", "rows, [0, 1, 1], pin")],
+        [
+            "tests/replay/test_router_hook.py::test_use_leaves_padding_out_of_the_counts",
+            "tests/replay/test_routed_experts.py::test_of_layers_equals_a_plain_loop",
+        ],
+    ),
+    Mutant(
+        "routers choose the experts of padding",
+        ROUTED,
+        [("rows, [0, 0, 1], pin", "rows, [0, 0, 0], pin")],
+        [
+            "tests/replay/test_router_hook.py::test_use_leaves_padding_out_of_the_counts",
+            "tests/replay/test_routed_experts.py::test_of_layers_equals_a_plain_loop",
+        ],
+    ),
+    Mutant(
+        "a capacity of experts is overlooked where all experts are given",
+        HOOK,
+        [("        and config.moe_expert_capacity_factor is None\n", "")],
+        ["tests/replay/test_router_hook.py::test_given_experts_are_routed_as_megatron_does"],
+    ),
+    Mutant(
+        "a rank without samples computes row 0",
+        "pyrl_ext/pack/microbatch.py",
+        [("for i in ids) or (-1,)", "for i in ids) or (0,)")],
+        ["tests/pack/test_microbatch.py::test_of_no_samples_is_padding_alone"],
+    ),
+    Mutant(
+        "the experts that vLLM keeps during a publish are left out of memory",
+        "pyrl_ext/plan/forecast/memory.py",
+        [("held += each * experts", "held += 0")],
+        ["tests/plan/test_memory.py::test_publish_holds_the_experts_of_a_layer_that_vllm_keeps"],
+    ),
+    Mutant(
+        "setting gradients to zero is left out of a step's time",
+        STEP_TIME,
+        [("moved = 8 * held", "moved = 4 * held")],
+        ["tests/plan/test_step_time.py::test_optimizer_bytes_by_hand"],
+    ),
+    Mutant(
+        "offloading is priced one way",
+        STEP_TIME,
+        [
+            ('"offload trainer", 2 * offloaded', '"offload trainer", offloaded'),
+            ('"offload activations", 2 * held', '"offload activations", held'),
+        ],
+        ["tests/plan/test_step_time.py::test_offloaded_bytes_move_both_ways"],
+    ),
+    Mutant(
+        "ranks that share a key/value head are refused",
+        "pyrl_ext/plan/rules/_rule.py",
+        [("groups % tp and tp % groups", "groups % tp")],
+        ["tests/plan/test_rules.py::test_unfit_for_heads_accepts_divisors_and_multiples"],
+    ),
+    Mutant(
+        "a warm-up of all updates is refused",
+        "pyrl_ext/plan/rules/optimizer.py",
+        [("plan.optimizer.warmup_steps > updates", "plan.optimizer.warmup_steps >= updates")],
+        ["tests/plan/test_rules.py::test_warmup_ends_with_the_last_update_at_the_latest"],
+    ),
+    Mutant(
+        "groups are consecutive samples, whatever their prompt",
+        BATCH,
+        [
+            (
+                "torch.tensor([s.prompt_id for s in samples])",
+                "torch.arange(len(samples)) * len({s.prompt_id for s in samples}) // len(samples)",
+            )
+        ],
+        ["tests/pack/test_batch.py::test_of_groups_samples_by_their_prompt"],
+    ),
+    Mutant(
+        "every step draws the same random numbers",
+        "pyrl_ext/rollout/build.py",
+        [("plan.seed * 1_000_003 + step", "plan.seed * 1_000_003")],
+        [
+            "tests/rollout/test_build.py::test_sampling_of_has_random_streams_of_its_own_in_every_step",
+        ],
+    ),
+]
+
+
+def copy_tree(folder: Path) -> None:
+    """What tests need of the repository, the native extension included."""
+    for name in COPIED:
+        source, ignore = REPOSITORY / name, shutil.ignore_patterns("__pycache__")
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=ignore)
+        elif source.is_file():
+            shutil.copy(source, folder / name)
+    native = importlib.util.find_spec("pyrl_ext._C")
+    if native is None or native.origin is None:
+        sys.exit("mutants: no pyrl_ext._C, expected the native extension. Run make build")
+    shutil.copy(native.origin, folder / "pyrl_ext")
+    # an editable install would import the repository's package: empty modules replace its hooks
+    for finder in sys.meta_path:
+        if "editable" in (module := type(finder).__module__):
+            (folder / f"{module}.py").touch()
+
+
+def failed(tree: Path, guards: Sequence[str]) -> tuple[set[str], str]:
+    """The ``guards`` that fail in ``tree``, parameters left out, and what pytest printed."""
+    options = ["-q", "--tb=line", "-rf", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *guards],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if run.returncode not in (0, 1):  # a test that is not there, an import that fails
+        sys.exit(f"mutants: pytest ended with {run.returncode}:\n{run.stdout}{run.stderr}")
+    return set(re.findall(r"^FAILED ([^\s\[]+)", run.stdout, re.MULTILINE)), run.stdout
+
+
+def missed_by(tree: Path, mutant: Mutant) -> list[str]:
+    """The guards that pass although ``mutant`` is in ``tree``, which is restored afterwards."""
+    path = tree / mutant.file
+    text = changed = path.read_text("utf-8")
+    for old, new in mutant.edits:
+        if changed.count(old) != 1:
+            sys.exit(
+                f"mutants: {mutant.file} has {old!r} {changed.count(old)} times, expected once. "
+                "Write the mutant anew"
+            )
+        changed = changed.replace(old, new)
+    try:
+        path.write_text(changed, "utf-8")
+        seen, _ = failed(tree, mutant.guards)
+    finally:
+        path.write_text(text, "utf-8")
+    return [guard for guard in mutant.guards if guard not in seen]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("tests.mutants", description=__doc__)
+    parser.add_argument("-k", default="", help="only mutants whose name or file holds this")
+    wanted = parser.parse_args().k
+    chosen = [m for m in MUTANTS if wanted in m.name or wanted in m.file]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        guards = sorted({guard for mutant in chosen for guard in mutant.guards})
+        print(f"{len(guards)} tests without a mutant", flush=True)
+        wrong, said = failed(tree, guards)
+        if wrong:
+            print(f"{said}\nmutants: these fail without a mutant: {sorted(wrong)}")
+            return 1
+        print("\n| mutant | file | caught by | s |\n| --- | --- | --- | ---: |", flush=True)
+        caught = 0
+        for mutant in chosen:
+            begun = time.monotonic()
+            missed = missed_by(tree, mutant)
+            caught += not missed
+            names = ", ".join(f"`{guard.split('::')[1]}`" for guard in missed or mutant.guards)
+            verdict = f"MISSED by {names}" if missed else names
+            seconds = time.monotonic() - begun
+            print(f"| {mutant.name} | `{mutant.file}` | {verdict} | {seconds:.0f} |", flush=True)
+    print(f"\n{caught} of {len(chosen)} mutants caught")
+    return 0 if caught == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
