@@ -5,6 +5,9 @@ A sample of n tokens gives n - 1 rows. Row t is the model input ``tokens[t]`` an
 row are about the input token; the loss mask, log-probs and advantages are about the target.
 """
 
+# torch.from_numpy is not fully typed
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -21,8 +24,10 @@ from pyrl_ext.samples import Sample
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 
-_PER_ROW = ("tokens", "targets", "positions", "loss_mask", "rollout_logprobs", "advantages")
-_PER_ROW += ("routes", "route_mask", "old_logprobs", "ref_logprobs")
+_PER_ROW = (
+    *("tokens", "targets", "positions", "loss_mask", "rollout_logprobs", "advantages"),
+    *("routes", "route_mask", "old_logprobs", "ref_logprobs"),
+)
 
 _ROWS_AT_ONCE = 1 << 14  # the copies of a route check stay small
 
@@ -75,10 +80,10 @@ class Batch:
                     f"Batch: {name} has shape {list(value.shape)}, expected {num_rows} rows"
                 )
         for name in ("rewards", "groups", "prompt_lens", "truncated"):
-            value = getattr(self, name)
-            if len(value) != num_samples and not (isinstance(value, tuple) and value == ()):
+            entries: Tensor | tuple[Any, ...] = getattr(self, name)
+            if len(entries) != num_samples and (isinstance(entries, Tensor) or entries):
                 raise ValueError(
-                    f"Batch: {name} has {len(value)} entries, expected one for each of "
+                    f"Batch: {name} has {len(entries)} entries, expected one for each of "
                     f"{num_samples} samples"
                 )
 
@@ -108,7 +113,7 @@ class Batch:
         """
         if not samples:
             raise ValueError("Batch.of: 0 samples, expected at least 1")
-        first = samples[0]
+        first, device = samples[0], samples[0].tokens.device
         if first.routes is not None:
             layer_ids = first.layer_ids if layer_ids is None else layer_ids
             topk = first.routes.shape[-1] if topk is None else topk
@@ -117,28 +122,23 @@ class Batch:
             if not np.isfinite(sample.reward):
                 _refuse(sample, f"reward {sample.reward}", "a finite number; score it first")
             _check_routes_shape(sample, first.routes, layer_ids, topk)
-        routes = None
-        if first.routes is not None:
-            routes = torch.cat([s.routes[:-1] for s in samples if s.routes is not None])
-        route_mask = torch.cat([s.route_mask[:-1] for s in samples])
-        if routes is not None:
-            _check_route_ids(samples, routes, route_mask, num_experts)
+        routes, route_mask = _joined_routes(samples, num_experts)
         rewards = torch.tensor([s.reward for s in samples], dtype=torch.float32)
         groups = torch.tensor([s.prompt_id for s in samples])
         seqlens = tuple(s.tokens.numel() - 1 for s in samples)
-        per_sample = _checked_advantages(advantage, rewards, groups).to(first.tokens.device)
-        counts = torch.tensor(seqlens, device=first.tokens.device)
+        per_sample = _checked_advantages(advantage, rewards, groups).to(device)
+        counts = torch.tensor(seqlens, device=device)
         return cls(
             seqlens=seqlens,
             tokens=torch.cat([s.tokens[:-1] for s in samples]),
             targets=torch.cat([s.tokens[1:] for s in samples]),
-            positions=torch.cat([torch.arange(n, device=first.tokens.device) for n in seqlens]),
+            positions=torch.cat([torch.arange(n, device=device) for n in seqlens]),
             loss_mask=torch.cat([s.loss_mask[1:] for s in samples]),
             rollout_logprobs=torch.cat([s.rollout_logprobs[1:] for s in samples]),
             advantages=per_sample.repeat_interleave(counts),
             rewards=rewards,
             routes=routes,
-            layer_ids=layer_ids or () if first.routes is not None else (),
+            layer_ids=layer_ids or () if routes is not None else (),
             route_mask=route_mask,
             groups=tuple(s.prompt_id for s in samples),
             prompt_lens=tuple(s.prompt_len for s in samples),
@@ -281,6 +281,19 @@ def _check_routes_shape(
         _refuse(sample, f"routes have shape {list(routes.shape)}", f"{list(shape)}, [T, L, K]")
     if routes.dtype != first.dtype:
         _refuse(sample, f"routes are {routes.dtype}", f"{first.dtype} as in the first sample")
+
+
+def _joined_routes(
+    samples: Sequence[Sample], num_experts: int | None
+) -> tuple[Tensor | None, Tensor]:
+    """The checked routes [T, L, K] of all samples, None if they have none, and their mask [T]."""
+    parts = [s.routes[:-1] for s in samples if s.routes is not None]
+    route_mask = torch.cat([s.route_mask[:-1] for s in samples])
+    if not parts:
+        return None, route_mask
+    routes = torch.cat(parts)
+    _check_route_ids(samples, routes, route_mask, num_experts)
+    return routes, route_mask
 
 
 def _check_route_ids(

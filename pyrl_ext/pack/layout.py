@@ -16,6 +16,9 @@ Every vector is a few runs of consecutive numbers a sequence: the tables of runs
 :func:`~pyrl_ext.ops.expand_runs` writes them out.
 """
 
+# torch.from_numpy is not fully typed
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -17,8 +17,10 @@ from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.layout import TokenLayout
 
-_FIELDS = ("tokens", "targets", "positions", "rollout_logprobs", "advantages", "loss_mask")
-_FIELDS += ("old_logprobs", "ref_logprobs")
+_FIELDS = (
+    *("tokens", "targets", "positions", "rollout_logprobs", "advantages", "loss_mask"),
+    *("old_logprobs", "ref_logprobs"),
+)
 
 
 class MTPInputs(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.packing import pack_samples
 
-__all__ = ["Round", "Schedule", "balance_ratio", "plan_microbatches"]
+__all__ = ["Round", "Schedule", "plan_microbatches"]
 
 
 class Round(NamedTuple):
@@ -57,20 +57,6 @@ def plan_microbatches(
     _check_sizes(seqlens, dp_size, limit, align)
     table = pack_samples([_padded(n, align) for n in seqlens], dp_size, limit)
     return tuple(Round(cp_size, bins) for bins in zip(*table, strict=True))
-
-
-def balance_ratio(schedule: Schedule, seqlens: Sequence[int], align: int = 1) -> float:
-    """Sum over rounds of the fullest rank's rows, divided by all rows / ranks; 1 is perfect.
-
-    Args:
-        schedule: rounds of microbatches.
-        seqlens: rows of each sample [tokens].
-        align: padding multiple of a sample [tokens].
-    """
-    loads = [
-        [sum(_padded(seqlens[i], align) for i in ids) for ids in each.bins] for each in schedule
-    ]
-    return sum(map(max, loads)) * len(loads[0]) / sum(map(sum, loads))
 
 
 def _check_sizes(seqlens: Sequence[int], dp_size: int, limit: int, align: int) -> None:

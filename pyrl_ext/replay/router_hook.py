@@ -8,10 +8,14 @@ Layers are named by 0-based global ids. The ids of MTP layers follow the decoder
 layer has id ``num_layers``.
 """
 
+# megatron-core has no stubs, and torch is not fully typed
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -106,7 +110,9 @@ class RouterHook:
         with record_function("pyrl: replay"), self.clock("time/replay"):
             return self._replayed(self.used, scores, native_topk)
 
-    def _replayed(self, routes: LayerRoutes, scores: Tensor, native_topk: Callable) -> TopK:
+    def _replayed(
+        self, routes: LayerRoutes, scores: Tensor, native_topk: Callable[[Tensor], TopK]
+    ) -> TopK:
         ids = routes.ids.long()
         if self.counting or routes.use is not None:
             with torch.no_grad():
@@ -174,7 +180,7 @@ class Replay:
         return tuple(hook.layer_id for hook in self.hooks[chunk])
 
     @contextmanager
-    def session(self, counting: bool = False) -> Iterator[None]:
+    def session(self, counting: bool = False) -> Generator[None]:
         """One pass over a schedule. Leaves no routes behind, whatever happens inside.
 
         Raises: RuntimeError when a completed pass recomputed less than it kept routes for.
@@ -246,9 +252,10 @@ class Replay:
             counted = torch.tensor([hook.counted, experts]).to(self.device)
             total[hook.layer_id] = torch.cat([torch.stack([hook.shared, hook.equal]), counted])
         dist.all_reduce(total)
+        counts: list[list[int]] = total.tolist()
         return {
             layer: Agreement(rows * shared / experts, equal, rows)
-            for layer, (shared, equal, rows, experts) in enumerate(total.tolist())
+            for layer, (shared, equal, rows, experts) in enumerate(counts)
             if rows
         }
 
@@ -258,7 +265,7 @@ def _attach(chunk: torch.nn.Module, device: torch.device, clock: Clock) -> list[
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
 
-    hooks = []
+    hooks: list[RouterHook] = []
     for name, module in chunk.named_modules():
         if not isinstance(module, MoELayer):
             continue

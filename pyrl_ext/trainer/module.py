@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from pyrl_ext.megatron.model import build_chunks
 from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, state_tensors, warmed_up
 from pyrl_ext.models import family, hf_folder, weight_table
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.replay.router_hook import Replay
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 
@@ -181,7 +182,7 @@ class Module:
 
     # memory --------------------------------------------------------------------------------------
 
-    def offload(self, part: Literal["weights", "gradients", "optimizer"]) -> int:
+    def offload(self, part: Offloadable) -> int:
         """Free device memory for an engine until `onload`; a pass that needs the part raises.
 
         Args:

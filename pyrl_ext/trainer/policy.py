@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.replay.router_hook import Agreement
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
@@ -79,7 +80,7 @@ class Policy:
         """The gradients that `accumulate` left; see `Module.gradients`."""
         return self.llm.gradients()
 
-    def offload(self, part: Literal["weights", "gradients", "optimizer"]) -> int:
+    def offload(self, part: Offloadable) -> int:
         """See `Module.offload`."""
         return self.llm.offload(part)
 

@@ -74,9 +74,10 @@ class Step:
         rollout, freed = self.plan.rollout, 0
         parts = OFFLOADED[rollout.offload_trainer]
         with phase("time/publish"):
-            for part in (p for p in parts if p != "weights"):
-                with phase("time/offload"):
-                    freed += self.policy.offload(part)
+            for part in parts:
+                if part != "weights":
+                    with phase("time/offload"):
+                        freed += self.policy.offload(part)
             metrics = sync_weights(
                 self.rollouts.engine,
                 self.policy.weights(),
