@@ -1,4 +1,4 @@
-"""What families have in common: settings of megatron's config, and rows of the weight table."""
+"""Parts that several families use: settings of megatron's config, rows of the weight table."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from pyrl_ext.models.weight_table import Weight, language_model, mlp, routed_experts
-
-Rows = Callable[[int, Any], list[Weight]]
-
+from pyrl_ext.plan.model.families.blocks import GroupedQuery, Latent, SigmoidRouted
+from pyrl_ext.plan.model.sizes import ModelSizes
 
 # megatron's config -------------------------------------------------------------------------------
 
 
-def common(sizes: Any) -> dict[str, Any]:
-    """What every family's megatron config takes from its sizes alike."""
+def common(sizes: ModelSizes) -> dict[str, Any]:
+    """The settings of megatron's config that every family derives from its sizes."""
     import torch.nn.functional as F
 
     config = {
@@ -37,8 +36,8 @@ def common(sizes: Any) -> dict[str, Any]:
     }
 
 
-def grouped_query(sizes: Any) -> dict[str, Any]:
-    """Attention in which query heads share key and value heads."""
+def grouped_query(sizes: GroupedQuery) -> dict[str, Any]:
+    """Settings of grouped-query attention."""
     return {
         "num_query_groups": sizes.num_key_value_heads,
         "kv_channels": sizes.head_width,
@@ -47,8 +46,8 @@ def grouped_query(sizes: Any) -> dict[str, Any]:
     }
 
 
-def latent(sizes: Any) -> dict[str, Any]:
-    """Multi-latent attention."""
+def latent(sizes: Latent) -> dict[str, Any]:
+    """Settings of multi-latent attention."""
     config = {
         "multi_latent_attention": True,
         "q_lora_rank": sizes.q_lora_rank,
@@ -61,15 +60,15 @@ def latent(sizes: Any) -> dict[str, Any]:
     }
     if sizes.yarn is None:
         return config
-    # these sharpen attention; the wavelengths are PackedRotary's
+    # these scale the attention logits; PackedRotary scales the wavelengths
     return config | {
         "rotary_scaling_factor": sizes.yarn.factor,
         "mscale_all_dim": sizes.yarn.mscale_all_dim,
     }
 
 
-def sigmoid_router(sizes: Any) -> dict[str, Any]:
-    """Experts chosen by the sigmoid of their score and a bias."""
+def sigmoid_router(sizes: SigmoidRouted) -> dict[str, Any]:
+    """Settings of a router that chooses experts by the sigmoid of their score plus a bias."""
     groups = {
         "moe_router_num_groups": sizes.n_group,
         "moe_router_group_topk": sizes.topk_group,
@@ -84,10 +83,16 @@ def sigmoid_router(sizes: Any) -> dict[str, Any]:
 # the weight table --------------------------------------------------------------------------------
 
 
-def decoder(attention: Rows) -> Callable[[Any, int], list[Weight]]:
-    """The table of a decoder's tensors; ``attention`` gives those of one layer's attention."""
+def decoder[S: ModelSizes](
+    attention: Callable[[int, S], list[Weight]],
+) -> Callable[[S, int], list[Weight]]:
+    """The function that builds the table of a decoder.
 
-    def weights(sizes: Any, mtp_layers: int) -> list[Weight]:
+    Args:
+        attention: (layer, sizes) -> rows of that layer's attention.
+    """
+
+    def weights(sizes: S, mtp_layers: int) -> list[Weight]:
         first = sizes.num_hidden_layers
         sparse = {*sizes.router_layers, *range(first, first + mtp_layers)}
         layers = (
@@ -101,7 +106,7 @@ def decoder(attention: Rows) -> Callable[[Any, int], list[Weight]]:
 
 
 def _layer(
-    layer: int, sizes: Any, attention: list[Weight], feed_forward: list[Weight]
+    layer: int, sizes: ModelSizes, attention: list[Weight], feed_forward: list[Weight]
 ) -> list[Weight]:
     hf, mc, hidden = f"model.layers.{layer}.", f"decoder.layers.{layer}.", sizes.hidden_size
     before = hf + "input_layernorm.weight", mc + "input_layernorm.weight"
@@ -114,16 +119,16 @@ def _layer(
     ]
 
 
-def _dense(layer: int, sizes: Any) -> list[Weight]:
+def _dense(layer: int, sizes: ModelSizes) -> list[Weight]:
     return mlp(layer, "mlp", "mlp", sizes.hidden_size, sizes.intermediate_size)
 
 
-def _experts(layer: int, sizes: Any) -> list[Weight]:
+def _experts(layer: int, sizes: ModelSizes) -> list[Weight]:
     table = routed_experts(layer, sizes)
     if sizes.has_router_bias:
         gate, router = f"model.layers.{layer}.mlp.gate", f"decoder.layers.{layer}.mlp.router"
         names = gate + ".e_score_correction_bias", router + ".expert_bias"
-        # beside the router's weight: engines wait for both
+        # next to the router's weight: engines need both before they can use either
         table.insert(1, Weight.same(*names, sizes.num_experts, float32=True))
     if width := sizes.shared_expert_width:
         names = "mlp.shared_experts", "mlp.shared_experts"
@@ -131,8 +136,8 @@ def _experts(layer: int, sizes: Any) -> list[Weight]:
     return table
 
 
-def _mtp(depth: int, layer: int, sizes: Any) -> list[Weight]:
-    """The tensors of an MTP layer beside those of its decoder layer."""
+def _mtp(depth: int, layer: int, sizes: ModelSizes) -> list[Weight]:
+    """The tensors of an MTP layer other than those of its decoder layer."""
     hf, mc, hidden = f"model.layers.{layer}.", f"mtp.layers.{depth}.", sizes.hidden_size
     return [
         Weight.same(hf + "enorm.weight", mc + "enorm.weight", hidden),
@@ -142,7 +147,7 @@ def _mtp(depth: int, layer: int, sizes: Any) -> list[Weight]:
     ]
 
 
-def grouped_query_rows(layer: int, sizes: Any) -> list[Weight]:
+def grouped_query_rows(layer: int, sizes: GroupedQuery) -> list[Weight]:
     """Tensors of `grouped_query` attention."""
     hf, mc = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
     heads = (sizes.num_attention_heads, sizes.num_key_value_heads)
@@ -163,7 +168,7 @@ def _output(layer: int, hidden: int, width: int) -> Weight:
     return Weight.columns(hf + "o_proj.weight", mc + "linear_proj.weight", hidden, width)
 
 
-def latent_rows(layer: int, sizes: Any) -> list[Weight]:
+def latent_rows(layer: int, sizes: Latent) -> list[Weight]:
     """Tensors of `latent` attention."""
     hf, mc = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
     hidden, heads, narrow = sizes.hidden_size, sizes.num_attention_heads, sizes.kv_lora_rank
@@ -188,17 +193,17 @@ def latent_rows(layer: int, sizes: Any) -> list[Weight]:
     ]
 
 
-def ignored(sizes: Any, mtp_layers: int) -> dict[str, str]:
-    """Patterns of the tensors that are not loaded: of MTP layers, and what
-    follows from others."""
+def ignored(sizes: ModelSizes, mtp_layers: int) -> dict[str, str]:
+    """Patterns of the tensors that are not loaded, with the reason: MTP layers that the plan leaves
+    out, copies, and values computed from the config."""
     first = sizes.num_hidden_layers
-    what, why = ".*", "MTP layer; the plan says model.mtp: off"
+    pattern, reason = ".*", "MTP layer; the plan says model.mtp: off"
     if mtp_layers:
-        what, why = r"(embed_tokens|shared_head\.head)\.weight", "a copy of the model's own"
-    found = {
-        rf"model\.layers\.{i}\.{what}": why
+        pattern, reason = r"(embed_tokens|shared_head\.head)\.weight", "a copy of the model's own"
+    patterns = {
+        rf"model\.layers\.{i}\.{pattern}": reason
         for i in range(first, first + sizes.num_nextn_predict_layers)
     }
     if sizes.tie_word_embeddings:
-        found[r"lm_head\.weight"] = "a copy of the embedding"
-    return found | {r".*\.rotary_emb\.inv_freq": "computed from the config"}
+        patterns[r"lm_head\.weight"] = "a copy of the embedding"
+    return patterns | {r".*\.rotary_emb\.inv_freq": "computed from the config"}

@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from pyrl_ext.models import Family, blocks
+from pyrl_ext.plan.model.families.glm4_moe import Glm4Moe
 
 
-def config(sizes: Any) -> dict[str, Any]:
+def config(sizes: Glm4Moe) -> dict[str, Any]:
     return blocks.common(sizes) | blocks.grouped_query(sizes) | blocks.sigmoid_router(sizes)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: read slice by slice, written file by file."""
+"""Hugging Face checkpoint folders: read slice by slice, write file by file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pyrl_ext.rollout.tensor_names import split_experts
 
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "BF16", "F16"}
-SHARD_BYTES = 5_000_000_000  # what others write too; a rank holds as much while it writes
-_MANY = 1 << 30  # bytes that take long enough for a progress bar
+SHARD_BYTES = 5_000_000_000  # usual on the Hub; the writing rank holds this much in host memory
+_MANY = 1 << 30  # from here on a progress bar is shown [bytes]
 
 
 # reading -----------------------------------------------------------------------------------------
@@ -32,13 +32,13 @@ _MANY = 1 << 30  # bytes that take long enough for a progress bar
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file. Slicing it, as a tensor, reads that part and no more.
+    """A tensor in a file; slicing it reads only that slice.
 
     Args:
-        data:   the tensor in the file, by safetensors.
-        shape:  of this one.
-        expert: where the file holds a layer's experts as one tensor, the place in it.
-        first:  and the row in that expert's part.
+        data:   safetensors' handle of the tensor in the file.
+        shape:  of this tensor.
+        expert: index of this tensor's expert if the file stacks a layer's experts in one tensor.
+        first:  first row of this tensor within that expert.
     """
 
     data: Any
@@ -55,12 +55,12 @@ class Stored:
 
 
 class SafetensorsFolder:
-    """A HF checkpoint folder, of which tensors, or parts of them, are read when they are asked for.
+    """A HF checkpoint folder. Tensors are read only when they are sliced.
 
-    Experts may be stored one by one or a layer's in one tensor; they are named one by one.
+    The experts of a layer may be stored separately or as one tensor; here each has its own name.
 
-    Raises: FileNotFoundError or ValueError naming the file, and the tensor, when there are no
-        weights, the index is wrong, a file is missing or torn, or a tensor is in two files.
+    Raises: FileNotFoundError or ValueError naming the file and the tensor if there are no weights,
+        the index is wrong, a file is missing or truncated, or a tensor is in two files.
     """
 
     def __init__(self, folder: str | Path):
@@ -92,7 +92,7 @@ class SafetensorsFolder:
                 )
 
     def _index(self) -> dict[str, str]:
-        """Tensor -> file, as the index says; empty where there is none."""
+        """Tensor -> file according to the index; empty if there is no index."""
         path = self.folder / INDEX
         if not path.exists():
             return {}
@@ -106,22 +106,28 @@ class SafetensorsFolder:
         files = set(index.values())
         if missing := sorted(name for name in files if not (self.folder / name).is_file()):
             raise FileNotFoundError(
-                f"checkpoint: {self.folder / missing[0]} is not there ({len(missing)} of "
-                f"{len(files)} files missing), expected all that {INDEX} names. Fetch them again"
+                f"checkpoint: {self.folder / missing[0]} does not exist ({len(missing)} of "
+                f"{len(files)} files missing), expected every file that {INDEX} names. Fetch them "
+                "again"
             )
         return index
 
     @property
     def names(self) -> set[str]:
-        """All tensors of the checkpoint, experts one by one."""
+        """All tensors of the checkpoint, one for each expert."""
         return set(self._stored)
 
     def __call__(self, name: str) -> Stored:
         return self._stored[name]
 
     def check(self, table: Sequence[Weight], ignored: Mapping[str, str]) -> None:
-        """Raises: ValueError when weights are quantised, or listing names that the model or the
-        folder lacks."""
+        """Check that the folder holds the tensors of ``table``, unquantised, and no unknown ones.
+
+        Args:
+            ignored: patterns of names that may be there and are not loaded.
+
+        Raises: ValueError naming quantised, missing or unknown tensors.
+        """
         wanted = {name for w in table for name in w.hf_names}
         kinds = {n: self._stored[n].data.get_dtype() for n in wanted & self.names}
         if quantised := sorted(n for n, kind in kinds.items() if kind not in FLOATS):
@@ -137,8 +143,8 @@ class SafetensorsFolder:
         if missing or unknown:
             raise ValueError(
                 f"checkpoint: {self.folder}: {len(missing)} tensors are missing {missing[:6]}, "
-                f"{len(unknown)} are not the model's {unknown[:6]}; expected exactly the names of "
-                "the model's table"
+                f"{len(unknown)} are unknown {unknown[:6]}; expected exactly the names of the "
+                "model's table"
             )
 
 
@@ -149,13 +155,13 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise ValueError(
-            f"checkpoint: {file} ({file.stat().st_size} bytes): {error}, expected a whole "
+            f"checkpoint: {file} ({file.stat().st_size} bytes): {error}, expected a complete "
             "safetensors file. Fetch it again"
         ) from error
 
 
 def _parts(name: str, data: Any) -> Iterator[tuple[str, Stored]]:
-    """What ``data`` is called in a checkpoint of single experts; itself where it is none."""
+    """The tensor as it is, or its experts one by one if it stacks those of a layer."""
     shape = data.get_shape()
     experts = split_experts(name, shape)
     if experts is None:
@@ -170,7 +176,7 @@ def _parts(name: str, data: Any) -> Iterator[tuple[str, Stored]]:
 
 
 class _Writer:
-    """Tensors into files of at most ``limit`` bytes, one of which is held at a time."""
+    """Writes tensors into files of at most ``limit`` bytes; holds one file at a time."""
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
@@ -192,7 +198,7 @@ class _Writer:
         self._kept = {}
 
     def finish(self) -> None:
-        """The last file, the names that tell how many there are, and the index."""
+        """Write the last file and the index; rename the files, whose names contain their number."""
         self._flush()
         count, where = len(self.files), {}
         for i, names in enumerate(self.files):
@@ -214,13 +220,13 @@ def save_safetensors(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write ``model-00001-of-0000n.safetensors``, their index and ``config.json``, as transformers
-    loads them; one ``model.safetensors`` where that is enough.
+    """Write a checkpoint that transformers loads: ``config.json`` and ``model.safetensors``, or
+    several ``model-00001-of-0000n.safetensors`` with their index.
 
     Args:
-        named: each tensor is copied before the next is asked for.
-        dtype: of the tensors in the files, but for the routers' selection bias; None: as they are.
-        max_shard_bytes: of a file, and what is held at a time; a larger tensor is a file by itself.
+        named: each tensor is copied before the next one is requested.
+        dtype: of the tensors in the files, except the routers' selection bias; None: unchanged.
+        max_shard_bytes: of a file, and of host memory; a larger tensor gets a file to itself.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
@@ -240,13 +246,15 @@ def write_hf(
     dtype: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """The main rank writes ``named``, the model's config and the tokenizer into ``folder``; the
-    others take part in ``named``, also when writing fails.
+    """The main rank writes ``named``, the model's config and the tokenizer into ``folder``.
+
+    The other ranks only iterate ``named``, whose collectives need them. If writing fails, the main
+    rank iterates the rest, so that no other rank waits for it.
 
     Args:
         dtype: see `save_safetensors`; None: the plan's.
     """
-    named = iter(named)  # what is left of it when writing fails is drained
+    named = iter(named)
     if not topo.is_main:
         _drain(named)
         return
@@ -269,10 +277,10 @@ def save_checkpoint_hf(
     dtype: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """`write_hf`, whole or not at all; a folder that is there is replaced.
+    """`write_hf`, complete or not at all; an existing folder is replaced.
 
     Communicates: as ``named`` does, and whether a rank failed.
-    Raises: OSError on every rank when the main one cannot write; what was begun is deleted.
+    Raises: OSError on every rank if the main rank cannot write; the unfinished folder is deleted.
     """
 
     def write(writing: Path) -> None:
@@ -282,7 +290,8 @@ def save_checkpoint_hf(
 
 
 def written_config(plan: Plan, dtype: str) -> dict[str, Any]:
-    """The HF config of what is written: its dtype, not quantised, with the layers it has."""
+    """The HF config of the written checkpoint: its dtype, unquantised, with the MTP layers that the
+    plan has."""
     hf = {key: value for key, value in plan.hf.items() if key != "quantization_config"}
     if "num_nextn_predict_layers" in hf:
         hf["num_nextn_predict_layers"] = plan.num_mtp_layers
@@ -305,11 +314,11 @@ def _drain(named: Iterator[Any]) -> None:
 def progress[T](
     things: Iterable[T], what: str, count: int | None, size: int, shown: bool
 ) -> Iterable[T]:
-    """``things``, with a progress bar while they are taken, if their ``size`` [bytes] is worth it.
+    """``things``, with a progress bar if their ``size`` [bytes] is large.
 
     Args:
-        count: of things, where it is known.
-        shown: False: never.
+        count: number of things; None: unknown.
+        shown: False: no progress bar, whatever the size.
     """
     if not shown or size < _MANY:
         return things

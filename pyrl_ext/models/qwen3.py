@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pyrl_ext.models import Family, blocks
+from pyrl_ext.plan.model.families.qwen3 import Qwen3
 
 
-def config(sizes: Any) -> dict[str, Any]:
+def config(sizes: Qwen3) -> dict[str, Any]:
     return blocks.common(sizes) | blocks.grouped_query(sizes)
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from pyrl_ext.models import Family, blocks, qwen3
+from pyrl_ext.plan.model.families.qwen3_moe import Qwen3Moe
 
 
-def config(sizes: Any) -> dict[str, Any]:
+def config(sizes: Qwen3Moe) -> dict[str, Any]:
     return qwen3.config(sizes) | {
         "moe_router_score_function": "softmax",
         # normalizing the chosen experts' probabilities is the softmax of their logits alone

@@ -1,4 +1,4 @@
-"""Checkpoint names <-> live megatron parameters, under any layout: one table row per parameter."""
+"""Checkpoint tensors <-> megatron parameters, for any layout: one table row per parameter."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.plan.model.sizes import ModelSizes
+
 Shard = Literal["same", "rows", "columns", "gated", "grouped", "vocab"]
 Size = tuple[int, ...]
 
@@ -21,15 +24,16 @@ class Weight:
 
     Args:
         hf_names: checkpoint names, in the order they are stacked.
-        megatron_name: with the layer's and the expert's ids counted over the whole model.
-        shard:   how tensor-parallel ranks divide it: not at all, by rows, by columns, by rows
-                 within each stacked tensor (gate and up), by rows with the tensors' query groups
-                 taking turns (query, key, value), or by rows of a vocabulary padded to a multiple.
+        megatron_name: its name, with global ids of layer and expert.
+        shard:   how tensor-parallel ranks split it. "same": not at all; "rows"; "columns"; "gated":
+                 by rows within each stacked tensor (gate and up); "grouped": by rows, with query,
+                 key and value interleaved by query group; "vocab": by rows of the vocabulary,
+                 padded to a multiple of the ranks.
         shapes:  of the checkpoint tensors, in the order of ``hf_names``.
-        expert:  id of the expert it belongs to (then the expert-parallel groups divide it), or
-                 None.
-        heads:   (query heads, key/value heads) of a "grouped" one.
-        float32: whether it is that, whatever the type of the model.
+        expert:  id of its expert, whose expert-tensor-parallel ranks split it; None: not an
+                 expert's.
+        heads:   (query heads, key/value heads) if ``shard`` is "grouped".
+        float32: whether it is float32 whatever the model's dtype.
     """
 
     hf_names: tuple[str, ...]
@@ -60,7 +64,7 @@ class Weight:
     def grouped(
         cls, q: str, k: str, v: str, name: str, heads: tuple[int, int], *head: int
     ) -> Weight:
-        """``head``: the size of one query, key or value head."""
+        """``head``: the shape of one query, key or value head."""
         width, *rest = head
         shapes = tuple((n * width, *rest) for n in (heads[0], heads[1], heads[1]))
         return cls((q, k, v), name, "grouped", shapes, heads=heads)
@@ -70,7 +74,7 @@ class Weight:
         return cls((hf,), name, "vocab", (size,))
 
     def part(self, size: int) -> Size:
-        """Shape of the part that each of ``size`` tensor-parallel ranks holds."""
+        """Shape of the part on each of ``size`` tensor-parallel ranks."""
         rows, *rest = self.shapes[0]
         if self.shard == "same":
             return self.shapes[0]
@@ -79,11 +83,11 @@ class Weight:
         return -(-sum(shape[0] for shape in self.shapes) // size), *rest
 
 
-# rows that families have in common ---------------------------------------------------------------
+# rows that several families use ------------------------------------------------------------------
 
 
-def language_model(sizes: Any, layers: Iterable[list[Weight]]) -> list[Weight]:
-    """Embedding, ``layers``, final norm, and the head where it is not the embedding again."""
+def language_model(sizes: ModelSizes, layers: Iterable[list[Weight]]) -> list[Weight]:
+    """Embedding, ``layers``, final norm, and the head unless it is tied to the embedding."""
     hidden, size = sizes.hidden_size, (sizes.vocab_size, sizes.hidden_size)
     table = [Weight.vocab("model.embed_tokens.weight", "embedding.word_embeddings.weight", *size)]
     for layer in layers:
@@ -97,7 +101,7 @@ def language_model(sizes: Any, layers: Iterable[list[Weight]]) -> list[Weight]:
 def mlp(
     layer: int, hf_name: str, mc_name: str, hidden: int, width: int, expert: int | None = None
 ) -> list[Weight]:
-    """A gated MLP of layer ``layer``, or one expert's, with ``width`` rows of gate and up each."""
+    """The gated MLP of a layer or of one expert; gate and up have ``width`` rows each."""
     hf, mc = f"model.layers.{layer}.{hf_name}.", f"decoder.layers.{layer}.{mc_name}."
     gate, up, down = (f"{hf}{name}_proj.weight" for name in ("gate", "up", "down"))
     return [
@@ -106,7 +110,7 @@ def mlp(
     ]
 
 
-def routed_experts(layer: int, sizes: Any) -> list[Weight]:
+def routed_experts(layer: int, sizes: ModelSizes) -> list[Weight]:
     """The router of layer ``layer`` and its experts."""
     hf, mc = f"model.layers.{layer}.mlp.gate.weight", f"decoder.layers.{layer}.mlp.router.weight"
     hidden, width = sizes.hidden_size, sizes.moe_intermediate_size
@@ -121,7 +125,7 @@ def routed_experts(layer: int, sizes: Any) -> list[Weight]:
 
 
 class Sliceable(Protocol):
-    """A tensor, or one of a file, of which only the part that is asked for is read."""
+    """A tensor in memory, or one in a file, from which only the requested slice is read."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -130,9 +134,9 @@ class Sliceable(Protocol):
 
 
 def shard_of(weight: Weight, tensors: Sequence[Sliceable], size: int, rank: int) -> Tensor:
-    """The part of checkpoint ``tensors`` that rank ``rank`` of ``size`` holds.
+    """The part of checkpoint ``tensors`` on rank ``rank`` of ``size``.
 
-    No more of them is read, but for query groups that ranks share: these are read whole.
+    Reads only that part, except that a query group which several ranks share is read whole.
     """
     if weight.shard == "same":
         return tensors[0][:]
@@ -141,9 +145,9 @@ def shard_of(weight: Weight, tensors: Sequence[Sliceable], size: int, rank: int)
     if weight.shard == "vocab":
         (full,) = tensors
         part = _part(full.shape[0], size, rank)
-        found = full[part]
-        padding = found.new_zeros(part.stop - part.start - len(found), full.shape[1])
-        return torch.cat([found, padding]) if len(padding) else found
+        rows = full[part]
+        padding = rows.new_zeros(part.stop - part.start - len(rows), full.shape[1])
+        return torch.cat([rows, padding]) if len(padding) else rows
     if weight.shard == "grouped":
         return _grouped_shard(weight, tensors, size, rank)
     parts = [t[_part(t.shape[0], size, rank)] for t in tensors]
@@ -168,8 +172,8 @@ def _grouped_shard(weight: Weight, tensors: Sequence[Sliceable], size: int, rank
 def pieces_of(weight: Weight, shards: Sequence[Tensor]) -> list[tuple[list[Tensor], int]]:
     """The checkpoint tensors that ``shards`` (by rank) were cut from: the inverse of `shard_of`.
 
-    Returns: of each tensor the pieces, and the dimension to concatenate them in. They are views of
-        the shards, but for query groups.
+    Returns: the pieces of each tensor and the dimension to concatenate them along. The pieces are
+        views of the shards, except those of "grouped" weights.
     """
     if weight.shard == "same":
         return [([shards[0]], 0)]
@@ -188,7 +192,7 @@ def pieces_of(weight: Weight, shards: Sequence[Tensor]) -> list[tuple[list[Tenso
 
 
 def whole_of(weight: Weight, shards: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of `pieces_of`, concatenated; views of the shards where they can be."""
+    """The tensors of `pieces_of`, concatenated; a tensor of one piece is not copied."""
     pieces = pieces_of(weight, shards)
     return [each[0] if len(each) == 1 else torch.cat(each, dim) for each, dim in pieces]
 
@@ -198,10 +202,10 @@ def named_parameters_global(
 ) -> dict[str, Tensor]:
     """This rank's parameters and persistent buffers by their name in the whole model.
 
-    Layer ids are read off the live layers (``layer_number``), never counted. The decoder layers
-    inside MTP layers count on from the decoder's last.
+    Layer ids come from the ``layer_number`` of the live layers, never from their order. The decoder
+    layers inside MTP layers have the ids after the decoder's last.
     """
-    found: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}
     for chunk in chunks:
         decoder: Any = chunk.get_submodule("decoder")
         layer_ids = [layer.layer_number - 1 for layer in decoder.layers]
@@ -224,22 +228,22 @@ def named_parameters_global(
                 lambda m: f".local_experts.{ep_rank * local_experts + int(m[1])}.",
                 name,
             )
-            found[name] = tensor
-    return found
+            named[name] = tensor
+    return named
 
 
 def check_claims(table: Sequence[Weight], mine: Mapping[str, Tensor]) -> None:
-    """Every live tensor has exactly one row of the table.
+    """Check that every live tensor has exactly one row in the table.
 
-    Raises: ValueError listing live tensors without a row, and rows that occur twice.
+    Raises: ValueError listing live tensors without a row, and names with two rows.
     """
     names = [w.megatron_name for w in table]
     twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
     unclaimed = sorted(set(mine) - set(names))
     if unclaimed or twice:
         raise ValueError(
-            f"models: live tensors without a row in the family's table {unclaimed[:8]}, rows that "
-            f"occur twice {twice[:8]}; expected exactly one row for each of {len(mine)} tensors"
+            f"models: live tensors without a row in the family's table {unclaimed[:8]}, names with "
+            f"two rows {twice[:8]}; expected exactly one row for each of {len(mine)} tensors"
         )
 
 
@@ -248,15 +252,16 @@ def load(
     table: Iterable[Weight],
     mine: Mapping[str, Tensor],
     read: Callable[[str], Sliceable],
-    topo: Any,
+    topo: Topology,
 ) -> None:
-    """Copy a checkpoint into this rank's live tensors, whatever its float type.
+    """Copy a checkpoint of any float type into this rank's live tensors.
 
     Args:
-        read: checkpoint name -> full tensor, called only for names this rank needs, and sliced to
-            the part that it holds.
+        mine: this rank's tensors by their name in the whole model.
+        read: checkpoint name -> full tensor. It is called only for the names that this rank needs,
+            and the result is sliced to this rank's part.
 
-    Raises: ValueError naming the tensor whose shape is not the model's.
+    Raises: ValueError naming a tensor whose shape differs from the model's.
     """
     for weight in table:
         if (target := mine.get(weight.megatron_name)) is None:
@@ -267,21 +272,20 @@ def load(
             if tuple(tensor.shape) != shape:
                 raise ValueError(
                     f"checkpoint: {name} is {list(tensor.shape)}, expected {list(shape)} for "
-                    f"{weight.megatron_name} of this model; is the checkpoint of another?"
+                    f"{weight.megatron_name}; is the checkpoint of another model?"
                 )
         target.copy_(shard_of(weight, tensors, size, rank))
 
 
-def tensor_split(weight: Weight, topo: Any) -> tuple[int, int, Any]:
-    """(size, rank, group) of the tensor-parallel group that divides this weight."""
+def tensor_split(weight: Weight, topo: Topology) -> tuple[int, int, Any]:
+    """(size, rank, group) of the tensor-parallel group that splits this weight."""
     group = topo.groups.tp if weight.expert is None else topo.groups.expt_tp
     return group.size(), group.rank(), group
 
 
 class RandomWeights:
-    """Initial weights from a seed, alike under every layout: each tensor has its own random stream.
-
-    Matrices are normal with standard deviation ``std``, norms one, biases zero.
+    """Initial weights from a seed, the same under every layout: each tensor has its own random
+    stream. Matrices are normal with standard deviation ``std``, norms one, biases zero.
     """
 
     def __init__(self, table: Sequence[Weight], std: float, seed: int):
@@ -294,6 +298,6 @@ class RandomWeights:
             return torch.ones(shape)
         if name.endswith("bias"):
             return torch.zeros(shape)
-        # one stream a name, so that a tensor does not depend on which others a rank draws
+        # one stream per name: a tensor does not depend on which others this rank draws
         stream = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
         return torch.randn(shape, generator=stream) * self.std

@@ -172,9 +172,7 @@ def test_it_is_the_model_of_transformers(tmp_path, hf):
     assert held == {part: getattr(counts, part) for part in held}
 
 
-@pytest.mark.parametrize(
-    ("biased", "word"), [(False, "are not the model's"), (True, "are missing")]
-)
+@pytest.mark.parametrize(("biased", "word"), [(False, "are unknown"), (True, "are missing")])
 def test_names_that_do_not_fit_are_listed(tmp_path, biased, word):
     write_model(tmp_path, GLM | {"attention_bias": not biased})
     folder, sizes = SafetensorsFolder(tmp_path), read_sizes(GLM | {"attention_bias": biased})
