@@ -20,7 +20,7 @@ from pyrl_ext.ops import serve_gpu_from
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.plan.command import parse_plan, plan_parser
-from pyrl_ext.run.failure import no_silent_exit, report_failure
+from pyrl_ext.run.failure import no_silent_exit, report_failure, report_stop
 from pyrl_ext.run.folder import RunFolder
 from pyrl_ext.run.interrupt import Interrupt
 from pyrl_ext.trainer.step import Step
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped at once; the same command resumes from the last checkpoint", flush=True)
+        report_stop(run)
         return STOPPED
     except BaseException as error:  # SystemExit of user code too: an unfinished run is no success
         report_failure(run, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import traceback
@@ -12,6 +13,7 @@ from typing import NoReturn
 
 from pyrl_ext.dist.disk import FolderError, write_text
 from pyrl_ext.dist.user_code import printable
+from pyrl_ext.megatron import checkpoint
 
 EXPECTED = (ValueError, OSError, RuntimeError, FloatingPointError)  # their messages say it all
 _SHOWN = 4000  # characters of a message on the terminal
@@ -40,14 +42,26 @@ def report_failure(run: Path, error: BaseException) -> None:
             print(trace, file=sys.stderr)
 
 
+def report_stop(run: Path) -> None:
+    """Print that a second Ctrl-C ended the run, and how it goes on."""
+    newest = checkpoint.latest(run / "checkpoints")
+    resumes = "there is no checkpoint yet: with resume=never the same command starts over"
+    if newest is not None:
+        resumes = f"the same command resumes from {newest}"
+    print(f"stopped at once; {resumes}", flush=True)
+
+
 @contextmanager
 def no_silent_exit() -> Iterator[None]:
     """Inside, ``os._exit(0)`` exits with code 1 and says where it was called.
 
     It ends the process without unwinding, so nothing else could turn it into a failure. Other exit
     codes pass, and so do processes forked from this one, which end that way as a matter of course.
+    From here on a crash of native code prints the Python stack.
     """
     leave, process = os._exit, os.getpid()
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # stderr; the file object may be replaced
 
     def refuse(status: int) -> NoReturn:
         if status == 0 and os.getpid() == process:

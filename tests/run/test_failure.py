@@ -1,6 +1,7 @@
 """How a run that fails ends: with a message, and never with exit code 0."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext import train
-from pyrl_ext.run.failure import report_failure
+from pyrl_ext.run.failure import report_failure, report_stop
 from tests.helpers.tiny import CONFIG, QUICK
 
 ROOT = Path(__file__).parents[2]
 LEAVES = """
-import os, sys
+import ctypes, os, sys
 def by_sys(prompt, text, tokens): sys.exit(0)
 def by_os(prompt, text, tokens): os._exit(0)
 def by_number(prompt, text, tokens): os._exit(7)
+def by_crash(prompt, text, tokens): ctypes.string_at(0)
 def after_fork(prompt, text, tokens):
     if (child := os.fork()) == 0:
         os._exit(0)
@@ -47,6 +49,7 @@ def command(folder: Path, reward: str) -> "subprocess.CompletedProcess[str]":
         ("leaves:by_sys", 1, "SystemExit"),
         ("leaves:by_os", 1, "leaves.py:4: os._exit(0) was called before the last step"),
         ("leaves:by_number", 7, ""),
+        ("leaves:by_crash", -signal.SIGSEGV, 'leaves.py", line 6 in by_crash'),
         ("leaves:after_fork", 0, ""),
         ("leaves_at_import:fn", 1, "leaves_at_import.py:2: os._exit(0) was called before the last"),
     ],
@@ -74,6 +77,16 @@ def test_report_failure_writes_the_traceback_or_says_why_not(tmp_path, capsys, e
     assert message in capsys.readouterr().err
     report_failure(Path("/dev/null/run"), error)
     assert "no traceback in the run folder" in capsys.readouterr().err
+
+
+def test_report_stop_names_the_checkpoint_or_says_that_there_is_none(tmp_path, capsys):
+    report_stop(tmp_path)
+    assert "no checkpoint yet: with resume=never" in capsys.readouterr().out
+    checkpoint = tmp_path / "checkpoints/step-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "counters.json").touch()
+    report_stop(tmp_path)
+    assert capsys.readouterr().out.endswith(f"the same command resumes from {checkpoint}\n")
 
 
 def test_report_failure_shortens_and_escapes_a_message(tmp_path, capsys):
