@@ -83,6 +83,13 @@ def finish(step: Step, run: RunFolder, clock: Clock) -> None:
         print(f"stopped after step {reached}; the same command resumes from here", flush=True)
 
 
+def print_notes(plan: Plan, topo: Topology) -> None:
+    """On the main rank: old names of keys, and what else a reader may not expect of the plan."""
+    if topo.is_main:
+        for note in plan.notes:
+            print(f"note: {note}", flush=True)
+
+
 def load_kernels(plan: Plan, topo: Topology) -> None:
     """Let Triton load the kernels that were compiled for this plan, and say so."""
     if (folder := plan.kernels.prebuilt) is None:
@@ -112,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             heartbeats(topo) as heartbeat,
             locked(run, topo.is_main),
         ):
+            print_notes(plan, topo)
             plan = fetch(plan, topo)
             load_kernels(plan, topo)
             done = train(plan, topo, heartbeat)

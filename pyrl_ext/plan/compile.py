@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from pydantic import ValidationError
 
 from pyrl_ext.plan import notes, rules
 from pyrl_ext.plan.language.errors import ConfigError, Key, describe
-from pyrl_ext.plan.language.fields import InvalidField, Section
+from pyrl_ext.plan.language.fields import InvalidField
 from pyrl_ext.plan.language.paths import refuse_pipe
 from pyrl_ext.plan.language.resolve import resolve
 from pyrl_ext.plan.language.yaml_tree import Source, apply, read
 from pyrl_ext.plan.model.sizes import read_sizes
-from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.schema import Config
 
 
@@ -33,10 +33,7 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     """
     source = load(path, overrides)
     draft = draft_of(source)
-    for key, message in rules.check(draft):
-        source.problems.append(source.problem(tuple(key.split(".")), message))
-    if source.problems:
-        raise ConfigError(source.problems)
+    refuse(source, rules.check(draft))
     derived = {
         "source": draft.source,
         "world_size": draft.parallel.world_size,
@@ -65,20 +62,23 @@ def changed_plan(saved: Plan, changes: Mapping[str, Any], overrides: Sequence[st
     apply(source, overrides)
     resolve(source)
     _check_fields(source)
-    if source.problems:
-        raise ConfigError(source.problems)
+    refuse(source)
     plan = Plan.model_validate(
         source.tree | {"source": saved.source, "world_size": 1, "hf": saved.hf}
     )
     plan.check_resumes(saved)
     touched = {*changes, *(key[0] for key in source.overrides)}
-    for key, message in rules.check(plan):
-        if key.split(".")[0] in touched:
-            source.problems.append(source.problem(tuple(key.split(".")), message))
-    if source.problems:
-        raise ConfigError(source.problems)
+    refuse(source, (broken for broken in rules.check(plan) if broken[0].split(".")[0] in touched))
     refused = tuple(r for r in notes.unsupported(plan) if r.split(".")[0] in touched)
     return plan.model_copy(update={"world_size": plan.parallel.world_size, "unsupported": refused})
+
+
+def refuse(source: Source, broken: Iterable[tuple[str, str]] = ()) -> None:
+    """Raise `ConfigError` where `source` has problems, or rules are broken: (key, message)."""
+    for key, message in broken:
+        source.problems.append(source.problem(tuple(key.split(".")), message))
+    if source.problems:
+        raise ConfigError(source.problems)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
@@ -91,9 +91,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
     return source
 
 
-def draft_of(source: Source) -> Plan:
+def draft_of(source: Source) -> PartialPlan:
     """What rules look at: a plan of the fields of `source` that are right, wrong ones recorded."""
-    draft = _draft(source, _check_fields(source))
+    draft = PartialPlan.of(os.path.abspath(source.path), source.tree, _check_fields(source))
     _read_hf(source, draft)
     return draft
 
@@ -116,24 +116,7 @@ def _check_fields(source: Source) -> set[Key]:
     return wrong
 
 
-def _draft(source: Source, wrong: set[Key]) -> Plan:
-    """A plan of the fields that are right; reading one of the others raises `InvalidField`."""
-    plan = Plan.model_construct(source=os.path.abspath(source.path))
-    for name, field in Config.model_fields.items():
-        if (name,) in wrong:
-            vars(plan).pop(name, None)  # its default would be an answer too
-        elif name in source.tree:
-            value, kind = source.tree[name], field.annotation
-            if isinstance(kind, type) and issubclass(kind, Section):
-                bad = {key[1] for key in wrong if key[0] == name}
-                value = kind.model_construct(**{k: v for k, v in value.items() if k not in bad})
-                for key in bad:
-                    vars(value).pop(key, None)
-            vars(plan)[name] = value
-    return plan
-
-
-def _read_hf(source: Source, draft: Plan) -> None:
+def _read_hf(source: Source, draft: PartialPlan) -> None:
     """Put the HF config into `draft`, where it can be read and states the sizes it must."""
     try:
         path, family = draft.config_path, draft.model.family
@@ -155,7 +138,7 @@ def _read_hf(source: Source, draft: Plan) -> None:
                 name = ".".join(str(part) for part in each["loc"])
                 problems.append(f"{shown}: {name}: {describe({**each, 'loc': ('', name)})}")
         else:
-            vars(draft)["hf"] = hf
+            draft.learn(hf)
     for message in problems:
         source.problems.append(source.problem(("model", "config"), message))
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ValidationError
 
-from pyrl_ext.plan.language.errors import ConfigError, Problem, show
+from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, show
+from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
 from pyrl_ext.plan.language.renamed import renamed_tree
 from pyrl_ext.plan.model import ranks
@@ -270,6 +271,44 @@ class Plan(Config):
         changed = [Problem(self.source, 0, f"{each}, {advice}") for each in self.diff(saved)]
         if changed:
             raise ConfigError(changed)
+
+
+class PartialPlan(Plan):
+    """A plan before its rules are checked, of the fields that are right; reading another raises
+    `InvalidField`. Frozen for its readers; its methods alone set fields."""
+
+    @classmethod
+    def of(cls, source: str, tree: Mapping[str, Any], wrong: Set[Key]) -> PartialPlan:
+        """The sections of `tree`, and their defaults, without the fields in `wrong`."""
+        plan = cls.model_construct(source=source)
+        for name, field in Config.model_fields.items():
+            if (name,) in wrong:
+                vars(plan).pop(name, None)  # its default would be an answer too
+            elif name in tree:
+                value, kind = tree[name], field.annotation
+                if isinstance(kind, type) and issubclass(kind, Section):
+                    bad = {key[1] for key in wrong if key[0] == name}
+                    value = kind.model_construct(**{k: v for k, v in value.items() if k not in bad})
+                    for key in bad:
+                        vars(value).pop(key, None)
+                vars(plan)[name] = value
+        return plan
+
+    def learn(self, hf: dict[str, Any]) -> None:
+        """Set the HF config, once it was read."""
+        vars(self)["hf"] = hf
+
+    def changed(self, values: Mapping[Key, Any]) -> Self:
+        """This plan with other values, unchecked; what follows from them is computed again."""
+        updates: dict[str, dict[str, Any]] = {}
+        for (section, key), value in values.items():
+            updates.setdefault(section, {})[key] = value
+        plan = self.model_copy()
+        for section, update in updates.items():
+            vars(plan)[section] = getattr(plan, section).model_copy(update=update)
+        vars(plan)["world_size"] = plan.parallel.world_size
+        vars(plan).pop("stages", None)
+        return plan
 
 
 def _flatten(tree: dict[str, Any], ignored: Set[str], prefix: str = "") -> dict[str, Any]:

@@ -12,22 +12,25 @@ from pydantic import Field, model_validator
 from pyrl_ext.plan.language.fields import (
     MAX_RANKS,
     MAX_SAMPLES,
+    NO_BOUNDS,
     Count,
     Dtype,
-    File,
-    Folder,
-    Function,
-    Layers,
-    Momentum,
-    Name,
-    NonNegative,
     Positive,
-    Rate,
+    RelativePath,
     Section,
-    Size,
-    Text,
     bounded,
 )
+
+Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+Layers = Annotated[int, Field(ge=1, le=4096)]
+NonNegative = Annotated[float, Field(ge=0, le=NO_BOUNDS[1])]
+Rate = Annotated[float, Field(gt=0, le=NO_BOUNDS[1])]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+File = Annotated[Text, RelativePath()]
+Folder = Annotated[Text, RelativePath(or_hub_id=True)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
+Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class Model(Section):

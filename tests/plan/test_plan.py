@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.plan.compile import draft_of, load
+from pyrl_ext.plan.language.fields import InvalidField
 from pyrl_ext.plan.model import ranks
+from pyrl_ext.plan.plan import PartialPlan
 from pyrl_ext.plan.schema import Parallel
 
 REPOSITORY = Path(__file__).parents[2]
@@ -111,3 +114,22 @@ def test_json_is_the_plan_and_what_follows():
     assert derived == json.loads(json.dumps(plan.derived))
     assert derived["groups"]["pp"] == [[0, 2], [1, 3]]
     assert [[chunk["layers"] for chunk in s] for s in derived["stages"]] == [[[0, 1]], [[2, 3]]]
+
+
+def test_partial_plan_of_raises_where_a_wrong_field_is_read():
+    tree = {"steps": 3, "seed": "x", "parallel": {"tp": 2, "cp": "x"}}
+    plan = PartialPlan.of("/a.yaml", tree, {("seed",), ("parallel", "cp")})
+    assert (plan.steps, plan.parallel.tp, plan.parallel.dp) == (3, 2, 1)
+    for read in (lambda: plan.seed, lambda: plan.parallel.cp, lambda: plan.model, lambda: plan.hf):
+        with pytest.raises(InvalidField):
+            read()
+    plan.learn({"model_type": "qwen3"})
+    assert plan.hf == {"model_type": "qwen3"}
+
+
+def test_partial_plan_changed_computes_again_what_follows():
+    plan = draft_of(load(REPOSITORY / "configs/tiny.yaml", ["parallel.pp=2"]))
+    assert len(plan.stages) == 2
+    other = plan.changed({("parallel", "pp"): 4, ("model", "recompute"): "full"})
+    assert (len(other.stages), other.world_size, other.model.recompute) == (4, 4, "full")
+    assert (len(plan.stages), plan.parallel.pp, plan.model.recompute) == (2, 2, "none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.language.errors import fields_of
-from pyrl_ext.plan.language.renamed import RENAMED, current, renamed_tree
+from pyrl_ext.plan.language.renamed import MOVED, RENAMED, current, renamed_tree
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = str(REPOSITORY / "configs/glm47.yaml")
@@ -78,6 +79,32 @@ def test_compile_plan_names_the_new_key_in_a_problem(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         compile_plan(config)
     assert f"{config}:2: rollout.gpu_memory_utilization: 2, expected at most 1" in str(caught.value)
+
+
+MOVED_REWARD = "pyrl_ext.rollout.rewards:number_match"
+
+
+def test_compile_plan_accepts_the_old_place_of_a_reward(tmp_path: Path):
+    """In a file, as an override and in a saved plan; the reward of an earlier run is the same."""
+    new = MOVED[MOVED_REWARD]
+    told = f"{MOVED_REWARD} was renamed to {new}; {ONLY}"
+    config = tmp_path / "child.yaml"
+    config.write_text(f"extends: {CONFIG}\ndata:\n  reward: {MOVED_REWARD}\n")
+    plan = compile_plan(config)
+    assert plan.data.reward == new and f"{config}:3: data.reward: {told}" in plan.notes
+    override = f"data.reward={MOVED_REWARD}"
+    plan = compile_plan(CONFIG, [override])
+    assert plan.data.reward == new and f"command line: {override}: {told}" in plan.notes
+    saved = tmp_path / "plan.json"
+    saved.write_text(plan.to_json().replace(f'"reward": "{new}"', f'"reward": "{MOVED_REWARD}"'))
+    assert MOVED_REWARD in json.loads(saved.read_text())["data"].values()
+    plan.check_resumes(Plan.read(saved))
+
+
+@pytest.mark.parametrize("new", MOVED.values())
+def test_moved_names_functions_that_exist(new: str):
+    module, function = new.split(":")
+    assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_main_prints_the_note(capsys: pytest.CaptureFixture[str]):

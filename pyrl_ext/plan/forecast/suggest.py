@@ -16,16 +16,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pyrl_ext.plan.compile import compile_plan, draft_of, load
+from pyrl_ext.plan.compile import compile_plan, draft_of, load, refuse
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import memory_of
 from pyrl_ext.plan.forecast.parameters import rank_parameters
 from pyrl_ext.plan.forecast.step_time import StepTime, quick_seconds, step_time
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
-from pyrl_ext.plan.language.errors import ConfigError, Key, show
+from pyrl_ext.plan.language.errors import Key, show
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
 from pyrl_ext.plan.model.sizes import parameters
-from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.rules import RULES, check
 from pyrl_ext.plan.rules._rule import divisors
 
@@ -110,8 +110,7 @@ def suggest(
     """
     source = load(path, overrides)
     draft = draft_of(source)
-    if source.problems:
-        raise ConfigError(source.problems)
+    refuse(source)
     given = _Given(draft, frozenset(source.overrides), gpus, gpu)
     search, held = Search(0), []
     everywhere: Counter[tuple[str, str]] = Counter()
@@ -124,11 +123,7 @@ def suggest(
             everywhere.update({(key, message) for _, key, message in found})
         else:
             held.append(layout)
-    for (key, message), times in everywhere.items():
-        if times == search.layouts:
-            source.problems.append(source.problem(tuple(key.split(".")), message))
-    if source.problems:
-        raise ConfigError(source.problems)
+    refuse(source, (each for each, times in everywhere.items() if times == search.layouts))
     search.held = len(held)
     _try(given, held, most, search, progress)
     for each in search.found:
@@ -191,7 +186,7 @@ def _try(
 class _Given:
     """The given plan, and its candidates on the wanted GPUs."""
 
-    def __init__(self, draft: Plan, pinned: frozenset[Key], gpus: int, gpu: str) -> None:
+    def __init__(self, draft: PartialPlan, pinned: frozenset[Key], gpus: int, gpu: str) -> None:
         self.draft, self.pinned, self.gpus = draft, pinned, gpus
         self.machine: Values = {GPU: gpu}
         if draft.hardware.gpu != gpu:
@@ -210,15 +205,7 @@ class _Given:
 
     def plan(self, values: Values) -> Plan:
         """The given plan with other values; not checked."""
-        changed: dict[str, dict[str, Any]] = {}
-        for (section, key), value in (self.machine | values).items():
-            changed.setdefault(section, {})[key] = value
-        plan = self.draft.model_copy()
-        for section, update in changed.items():
-            vars(plan)[section] = getattr(plan, section).model_copy(update=update)
-        vars(plan)["world_size"] = plan.parallel.world_size
-        vars(plan).pop("stages", None)  # computed again from the new values
-        return plan
+        return self.draft.changed(self.machine | values)
 
     def layouts(self) -> Iterator[Values]:
         """Every layout of the ranks, with the layers split into its stages."""

@@ -1,4 +1,4 @@
-"""What sections of the schema are made of: their base class, and the kinds of values."""
+"""What the sections of the schema have in common: their base class, and kinds of values."""
 
 from __future__ import annotations
 
@@ -51,17 +51,7 @@ MAX_SAMPLES = 2**17
 NO_BOUNDS = (2**62, 1e30)
 Positive = Annotated[int, Field(ge=1, le=NO_BOUNDS[0])]
 Count = Annotated[int, Field(ge=0, le=NO_BOUNDS[0])]
-Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
-Layers = Annotated[int, Field(ge=1, le=4096)]
-NonNegative = Annotated[float, Field(ge=0, le=NO_BOUNDS[1])]
-Rate = Annotated[float, Field(gt=0, le=NO_BOUNDS[1])]
-Momentum = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
-File = Annotated[Text, RelativePath()]
-Folder = Annotated[Text, RelativePath(or_hub_id=True)]
 Dtype = Literal["float32", "bfloat16"]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
-Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 def bounded[S: Section](section: S, names: tuple[str, ...], what: str, most: int) -> S:

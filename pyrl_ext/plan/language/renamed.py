@@ -1,4 +1,4 @@
-"""Renamed keys: the old name is accepted for one version, and a note names the new one."""
+"""Renamed keys and functions: old names work for one version, and a note names the new ones."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ RENAMED: dict[Key, str] = {
     ("rollout", "max_running"): "max_num_seqs",
     ("rollout", "logprobs"): "logprobs_mode",
 }
+# Functions that moved to another module, as a key names them.
+MOVED = {
+    f"pyrl_ext.rollout.rewards:{name}": f"pyrl_ext.data.rewards:{name}"
+    for name in ("exact_match", "number_match")
+}
 
 
 def current(key: Key) -> Key:
@@ -21,18 +26,15 @@ def current(key: Key) -> Key:
     return (key[0], new, *key[2:]) if new else key
 
 
-def renamed_note(key: Key) -> str:
-    """The note for a user who wrote the old name `key`."""
-    return (
-        f"{'.'.join(key)} was renamed to {'.'.join(current(key))}; only this version accepts the "
-        "old name"
-    )
+def renamed_note(old: str, new: str) -> str:
+    """The note for a user who wrote the name `old`."""
+    return f"{old} was renamed to {new}; only this version accepts the old name"
 
 
 def renamed_tree(tree: dict[str, Any]) -> dict[str, Any]:
     """The sections of a saved plan by today's names."""
     return {
-        section: {current((section, name))[1]: inner for name, inner in value.items()}
+        section: {current((section, k))[1]: MOVED.get(str(v), v) for k, v in value.items()}
         if isinstance(value, dict)
         else value
         for section, value in tree.items()

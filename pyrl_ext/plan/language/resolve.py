@@ -10,6 +10,7 @@ from typing import Any, get_args
 from pyrl_ext.plan.language.errors import Key, fields_of
 from pyrl_ext.plan.language.fields import RelativePath
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
+from pyrl_ext.plan.language.renamed import MOVED, renamed_note
 from pyrl_ext.plan.language.yaml_tree import Place, Source
 
 _REFERENCE = re.compile(r"\$\{[^{}]*\}")
@@ -40,7 +41,10 @@ def _resolved(source: Source, key: Key, written: Any) -> Any:
         return _size(source, key, written, unit_of(field))
     if mark := relative_path_of(field):
         return _from_main_file(source, key, written, mark)
-    return written
+    if new := MOVED.get(written):
+        old = source.problem(key, renamed_note(written, new))
+        source.notes.append(f"{old.where}: {old.message}")
+    return new or written
 
 
 def _size(source: Source, key: Key, text: str, unit: str | None) -> int | str:

@@ -73,7 +73,7 @@ class Source:
     complete: bool = True
     """Every file could be read, so that what is missing was not written."""
     notes: list[str] = field(default_factory=list)
-    """Old spellings that were accepted, each with its place."""
+    """Old names that were accepted, each with its place."""
     failed: set[Key] = field(default_factory=set)
     """Fields whose value could not be read; the reason is in `problems`."""
 
@@ -265,7 +265,9 @@ def _mapping(node: MappingNode, at: Key, source: Source) -> dict[str, Any]:
             continue
         written = (*at, key_node.value)
         if (key := current(written)) != written:
-            source.notes.append(f"{source.path}:{line}: {renamed_note(written)}")
+            source.notes.append(
+                f"{source.path}:{line}: {renamed_note('.'.join(written), '.'.join(key))}"
+            )
         if key[-1] in found:
             message = f"repeated, first on line {source.places[key].line}. Keep one"
             source.problems.append(source.problem(key, message, line))
@@ -302,7 +304,7 @@ def _override(source: Source, text: str) -> None:
         return
     source.overrides[key] = text
     if key != typed:
-        source.notes.append(f"{where}: {renamed_note(typed)}")
+        source.notes.append(f"{where}: {renamed_note('.'.join(typed), '.'.join(key))}")
     at: Any = source.tree
     for part in key[:-1]:
         at = at.setdefault(part, {}) if isinstance(at, dict) else None

@@ -19,20 +19,11 @@ from pyrl_ext.plan.rules._rule import (
 # Key of the section -> the engines that read it; all others are read by every engine, or have a
 # rule of their own.
 READERS = {
-    "tp": ("vllm",),
-    "gpus": ("vllm",),
-    "gpu_memory_utilization": ("vllm",),
-    "sleep": ("hf", "vllm"),
-    "engine_options": ("vllm",),
-    "offload_trainer": ("hf", "vllm"),
-    "dtype": ("hf", "vllm"),
-    "transport": ("hf", "vllm"),
+    **dict.fromkeys(("tp", "gpus", "gpu_memory_utilization", "engine_options"), ("vllm",)),
+    **dict.fromkeys(("sleep", "offload_trainer", "dtype", "transport"), ("hf", "vllm")),
     "max_num_seqs": ("hf",),
-    "stop": ("hf", "vllm"),
-    "oversample": ("hf", "vllm"),
-    "record": ("hf", "vllm"),
-    "check_tensors": ("hf", "vllm"),
-    "max_mismatch": ("hf", "vllm"),
+    **dict.fromkeys(("stop", "oversample", "record"), ("hf", "vllm")),
+    **dict.fromkeys(("check_tensors", "max_mismatch"), ("hf", "vllm")),
 }
 # vLLM pads the vocabulary to a multiple of this before it splits it.
 VOCABULARY_UNIT = 64
