@@ -71,7 +71,7 @@ class BucketStream(ABC):
     """Named tensors that are assembled bucket by bucket.
 
     Iterating yields (name, tensor); these tensors stay valid. `buckets` assembles them in memory
-    of the caller's choice instead, which saves a copy for who sends that memory on.
+    that the caller allocates, which saves a copy if the caller sends that memory.
     """
 
     @abstractmethod

@@ -18,8 +18,8 @@ class Clock:
         sync: called before a phase is entered and before it is left, such as
             ``torch.cuda.synchronize``; None waits for nothing.
         on_phase: called with the name of the phase on entering it and with that of the surrounding
-            phase (None: no phase) on leaving it. After an error it is not called, so that whoever
-            listens still knows where the error happened.
+            phase (None: no phase) on leaving it. It is not called on leaving with an error, so that
+            the listener still knows the phase of the error.
 
     Attributes:
         seconds: phase -> wall time since the last `take`.

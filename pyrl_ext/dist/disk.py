@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all, and folders that one process owns."""
+"""Replace files atomically; lock folders for one process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checkpoints by megatron's dist_checkpointing: for any layout, whole or not at all, verified.
+"""Checkpoints in megatron's dist_checkpointing format: any layout, complete or absent, verified.
 
-A checkpoint is a folder ``step-<n>``: megatron's files, the plan, the counters (written after
-those), and the digest of each file (``digests.json``), against which it is verified when loaded.
+A checkpoint is a folder ``step-<n>`` with megatron's files, the plan, the counters (written after
+them) and ``digests.json``, the digest of each file. Loading verifies the files against the digests.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def save(
     """`write_whole` of models, optimizer, counters, the plan and the digest of every file.
 
     Args:
-        optimizer: megatron's, or None for a model that is not trained.
-        also: write further files into the folder they are called with, on every rank.
+        optimizer: megatron's; None for a model that is not trained.
+        also: functions that write further files into the folder; every rank calls them.
     """
     from megatron.core import dist_checkpointing
 
@@ -62,11 +62,11 @@ def save(
 
 
 def write_whole(folder: Path, topo: Topology, *stages: Callable[[Path], None]) -> None:
-    """Let ``stages`` write into ``<folder>.writing``, and rename it when all ranks are done.
+    """Run ``stages`` on ``<folder>.writing``, then rename it to ``folder``.
 
-    Communicates: as the stages do, and after each whether a rank failed.
-    Raises: OSError naming the folder when a rank cannot write (no space, no permission); the
-        unfinished folder is deleted, and what was there before is untouched.
+    Communicates: as the stages do, and after each stage whether a rank failed.
+    Raises: OSError naming the folder if a rank cannot write (no space, no permission); the
+        unfinished folder is deleted, and a checkpoint of the same name stays as it was.
     """
     replaced = folder.with_name(folder.name + _REPLACED)
 
@@ -88,7 +88,7 @@ def write_whole(folder: Path, topo: Topology, *stages: Callable[[Path], None]) -
 
 
 def _on_all_ranks(stage: Callable[[Path], None], writing: Path, topo: Topology) -> None:
-    """Run ``stage``; where it failed on any rank, clean up and raise on every rank."""
+    """Run ``stage``; if it fails on any rank, clean up and raise on every rank."""
     from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
     problem = None
@@ -118,16 +118,16 @@ def _problems(problem: str | None, topo: Topology) -> list[str]:
 def load(
     folder: Path, models: Sequence[Module], optimizer: Any, plan: Plan, topo: Topology
 ) -> dict[str, Any]:
-    """Verify ``folder``, then fill models and optimizer from it, whatever layout wrote it.
+    """Verify ``folder``, then load models and optimizer from it; any layout may have written it.
 
     Args:
         optimizer: megatron's; None leaves the saved optimizer state unread.
 
     Returns: the counters that `save` was given.
     Communicates: one gather over the world, then as megatron's load does.
-    Raises: ConfigError with the fields in which the plan that wrote it and ``plan`` differ and may
-        not. ValueError naming the file that is damaged, on every rank, or when an earlier version
-        of this package wrote it, in a form that depends on the layout.
+    Raises: ConfigError listing the fields that differ between ``plan`` and the plan that wrote the
+        checkpoint, and must not. ValueError on every rank, naming a damaged file, or if an earlier
+        version of this package wrote the checkpoint in a form that depends on the layout.
     """
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
@@ -155,7 +155,7 @@ def load(
 
 
 def _verify(folder: Path, topo: Topology) -> None:
-    """Each rank checks its share of the files; without digests, an earlier version wrote it."""
+    """Check this rank's share of the files; a checkpoint of an earlier version has no digests."""
     problem = None
     if (folder / DIGESTS).exists():
         try:
@@ -173,9 +173,9 @@ def _verify(folder: Path, topo: Topology) -> None:
 
 
 def read_counters(folder: Path) -> dict[str, Any]:
-    """What `save` wrote into ``counters.json``, with ``layout`` and ``plan`` of the run.
+    """The contents of ``counters.json``: the counters, and the run's ``layout`` and ``plan``.
 
-    Raises: ValueError when the file is not one, or of an earlier version.
+    Raises: ValueError if the file is damaged or an earlier version wrote it.
     """
     path = folder / COUNTERS
     try:
@@ -201,7 +201,7 @@ def read_counters(folder: Path) -> dict[str, Any]:
 
 
 def _instead(folder: Path) -> str:
-    """What to do when ``folder`` cannot be used."""
+    """A sentence that says what to do if ``folder`` cannot be used."""
     older = [p for p in whole(folder.parent) if p != folder and _number(p) < _number(folder)]
     if older:
         return (
@@ -227,15 +227,15 @@ def _number(folder: Path) -> int:
 
 
 def whole(folder: Path) -> list[Path]:
-    """The checkpoints under ``folder`` that were written to their end, oldest first.
+    """The complete checkpoints under ``folder``, oldest first.
 
-    Exactly folders called ``step-<n>`` that hold counters.json; ``step-8.writing`` is none.
+    A complete checkpoint is a folder ``step-<n>`` with counters.json; ``step-8.writing`` is none.
     """
     return [p for p in _numbered(folder) if (p / COUNTERS).is_file()]
 
 
 def incomplete(folder: Path) -> list[Path]:
-    """Folders called ``step-<n>`` under ``folder`` without counters.json, oldest first."""
+    """Folders ``step-<n>`` under ``folder`` without counters.json, oldest first."""
     return [p for p in _numbered(folder) if not (p / COUNTERS).is_file()]
 
 
@@ -244,12 +244,12 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint under ``folder`` that was written to its end."""
+    """The newest complete checkpoint under ``folder``."""
     return next(reversed(whole(folder)), None)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints, and what interrupted saves left behind."""
+    """Delete all but the newest ``keep`` checkpoints, and the leftovers of interrupted saves."""
     for old in whole(folder)[:-keep]:
         shutil.rmtree(old)
     for left in folder.glob("step-*"):
@@ -260,8 +260,8 @@ def prune(folder: Path, keep: int) -> None:
 def _collect_in_process() -> None:
     """Collect the results of a save in a plain queue instead of a manager process.
 
-    megatron-core 0.19.2 uses the process even when it writes in this one: started by spawn, it
-    imports the whole program again (3 to 10 s at the first save) and outlives a crash.
+    megatron-core 0.19.2 starts that process even for a synchronous save. It is spawned, so it
+    imports the whole program again (3 to 10 s at the first save), and it outlives a crash.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -278,7 +278,7 @@ def _last_line(error: BaseException) -> str:
 def _state(
     models: Sequence[Module], optimizer: Any, topo: Topology, loading: bool = False
 ) -> dict[str, Any]:
-    """Sharded tensors by names that do not depend on the layout: layers by their global number."""
+    """Sharded tensors, whose names contain global layer numbers and do not depend on the layout."""
     metadata = {"dp_cp_group": topo.groups.dp_cp}
     state: dict[str, Any] = {
         "models": {

@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -> Any:
-    """megatron's config: what the family and the plan say, and what packed RL training needs."""
+    """megatron's config from the family, the plan, and the needs of packed RL training."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -59,7 +59,7 @@ def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, A
         **LOCAL_FIELDS,
     )
     return (MLATransformerConfig if latent else TransformerConfig)(
-        **settings | plan.model.megatron  # rules see to it that nothing of the trainer's is in it
+        **settings | plan.model.megatron  # the plan's rules refuse fields that the trainer sets
     )
 
 

@@ -1,8 +1,7 @@
 """Run megatron-core 0.19.2 on CPU tensors over gloo. The only file that patches torch.cuda.
 
-Every answer below stands for one place where megatron-core takes the device to be CUDA. Nothing
-here is imported on a GPU; `install` is called for plans with ``device: cpu`` and is permanent for
-the process.
+Each patch below replaces one place where megatron-core assumes a CUDA device. A run on a GPU never
+imports this file. Plans with ``device: cpu`` call `install`, which is permanent for the process.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _WRITES_CUDA_LITERALLY = (
 
 
 class _Ordered:
-    """A stream or an event on a device where every operation has finished when its call returns."""
+    """A stream or an event on a device where every operation is complete when its call returns."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -62,7 +61,7 @@ def _on_cpu(factory: Any) -> Any:
 
 @functools.cache
 def install() -> None:
-    """Answer megatron-core's CUDA calls on this machine's CPU, once per process."""
+    """Patch megatron-core and torch.cuda to run on the CPU, once per process."""
     warnings.filterwarnings("ignore", ".*CUDA_DEVICE_MAX_CONNECTIONS")
     _answer_torch_cuda()
     _answer_random_state()

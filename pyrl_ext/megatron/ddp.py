@@ -21,7 +21,7 @@ def wrap_ddp(plan: Plan, chunks: Sequence[Module], groups: Any) -> list[Module]:
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=plan.optimizer.overlap_grad_reduce,
         use_distributed_optimizer=plan.optimizer.distributed,
-        check_for_nan_in_grad=False,  # the optimizer's norm says it once, for all ranks
+        check_for_nan_in_grad=False,  # the optimizer's gradient norm shows it once for all ranks
     )
     with quiet():
         wrapped: list[Any] = [
@@ -43,9 +43,9 @@ def wrap_ddp(plan: Plan, chunks: Sequence[Module], groups: Any) -> list[Module]:
 def release(chunks: Sequence[Any]) -> None:
     """Break the reference cycles of DDP-wrapped chunks.
 
-    They pass through autograd nodes, which the garbage collector cannot see, and dispatchers keep
-    the graph of their last microbatch. A process that builds several models would keep them all,
-    with their process groups.
+    The cycles pass through autograd nodes, which the garbage collector cannot see, and token
+    dispatchers keep the graph of their last microbatch. Without this, a process that builds several
+    models would keep all of them and their process groups.
     """
     for chunk in chunks:
         chunk.grad_accs.clear()
@@ -67,7 +67,7 @@ def buffers(chunks: Sequence[Any]) -> list[Any]:
 
 
 def gather_shards(chunks: Sequence[Any]) -> None:
-    """Complete buffers that the distributed optimizer left reduced in this rank's shard only.
+    """Complete the gradient buffers; the distributed optimizer reduced only this rank's shard.
 
     Communicates: all-gather of the gradients over the ranks that share them.
     """

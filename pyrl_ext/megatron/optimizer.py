@@ -1,4 +1,4 @@
-"""Megatron's optimizer over the wrapped chunks, and its state in one form for every layout."""
+"""Megatron's optimizer over the wrapped chunks, and its state in a layout-independent form."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def warmed_up(lr: float, warmup_steps: int, step: int) -> float:
 
 
 def state_tensors(optimizer: Any) -> list[Tensor]:
-    """The tensors that the optimizer updates on this rank (the weights themselves or fp32 copies of
-    them), and its state of each."""
+    """The tensors that the optimizer updates on this rank (the weights or their fp32 copies), and
+    its state tensors."""
     tensors = []
     for part in _parts(optimizer):
         states = part.optimizer.state.values()

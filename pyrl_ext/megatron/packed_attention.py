@@ -53,15 +53,15 @@ class RowMap:
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """What a layer needs to know of a packed microbatch; built once, shared by all layers.
+    """The description of a packed microbatch, built once and shared by all layers.
 
     ``cu_seqlens_q`` and ``cu_seqlens_kv`` stay None on purpose: with them megatron-core 0.19.2
     applies RoPE one sequence at a time in Python and waits for the device twice a layer. Positions
     come from the batch instead (`PackedRotary`).
 
     Args:
-        layout: of all ranks' rows.
-        place: of this rank; its ``cp_group`` is the one that `PackedAttention` gathers over.
+        layout: rows of all ranks.
+        place: of this rank; `PackedAttention` gathers over its ``cp_group``.
         positions: [T_local] int64 on the device, position of each row in its sample.
         mtp_tokens: [T_local] each, input of every MTP layer.
     """
@@ -111,7 +111,7 @@ class PackedSequences(PackedSeqParams):
 
     @cached_property
     def varlen(self) -> dict[str, Any]:
-        """``varlen_attn``'s sizes, and the key rows in the order it wants; None: as they are."""
+        """Arguments of ``varlen_attn``; "key_rows" reorders the keys unless it is None."""
         q_lens, k_lens = ([c[i] for c in self.chunks] for i in (1, 3))
         key_rows = None
         if q_lens != k_lens:
@@ -158,8 +158,8 @@ def _gather_over(group: Any, rows: Tensor) -> Tensor:
 
 
 class PackedAttention(MegatronModule):
-    """softmax(q k^T * scale) v over each packed sequence, causal. Takes the place of
-    ``TEDotProductAttention`` in the local spec, whose own core attention knows no packed sequences.
+    """softmax(q k^T * scale) v over each packed sequence, causal. It replaces the core attention of
+    megatron's local spec, which does not support packed sequences.
 
     Half precision on a GPU goes through ``torch.nn.attention.varlen`` (FlashAttention), everything
     else through scaled_dot_product_attention, equal shapes in one call.
@@ -240,7 +240,7 @@ class PackedAttention(MegatronModule):
         sizes = packed.varlen
         if (rows := sizes["key_rows"]) is not None:
             key, value = rows.take(key), rows.take(value)
-        # from torch 2.12 on, fewer key/value heads than query heads must be meant
+        # from torch 2.12 on, fewer key/value heads than query heads need an explicit flag
         grouped: dict[str, Any] = {}
         if query.shape[1] != key.shape[1] and "enable_gqa" in signature(varlen_attn).parameters:
             grouped["enable_gqa"] = True

@@ -1,4 +1,4 @@
-"""Silence what megatron-core says at every build."""
+"""Suppress the warnings that megatron-core prints at every build."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class quiet:
-    """Leaves out what megatron says at every build: GPTModel deprecated, no TransformerEngine."""
+    """Inside, megatron's warnings are off: GPTModel deprecated, no TransformerEngine, no Apex."""
 
     def __enter__(self) -> None:
         self.caught = warnings.catch_warnings()

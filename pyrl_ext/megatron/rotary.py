@@ -13,18 +13,18 @@ from pyrl_ext.plan.model.sizes import Yarn
 
 
 class PackedRotary(torch.nn.Module):
-    """Rotary angles of the rows this rank holds, from their positions: no loop over sequences.
+    """Rotary angles of this rank's rows from their positions, without a loop over sequences.
 
-    Stands where megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding`` stands, in the model or
-    in multi-latent attention; its first argument is whatever `get_rotary_seq_len` returned, here
-    the positions themselves.
+    It replaces megatron's ``RotaryEmbedding`` and ``YarnRotaryEmbedding`` in the model and in
+    multi-latent attention. megatron passes the result of `get_rotary_seq_len` as the first argument
+    of the forward; here that is the positions.
     """
 
     def __init__(self, dim: int, base: float, device: torch.device, yarn: Yarn | None = None):
         super().__init__()
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         self.yarn = yarn
-        # fp32 whatever the model's dtype: not a buffer, so that Float16Module leaves it alone
+        # not a buffer, so that Float16Module leaves it in fp32
         self.inv_freq = 1.0 / base**exponents
         if yarn is not None:
             stretched = _stretched_share(dim, base, yarn)
@@ -35,17 +35,19 @@ class PackedRotary(torch.nn.Module):
         return packed.positions
 
     def forward(self, positions: Tensor, packed_seq: bool = True, cp_group: Any = None) -> Any:
-        """[T_local] positions -> [T_local, 1, dim] angles; with yarn, also the factor of what they
-        rotate, as megatron's own does."""
+        """[T_local] positions -> [T_local, 1, dim] angles; with YaRN also the factor of the rotated
+        queries and keys, as megatron's class returns it."""
         half = positions[:, None].float() * self.inv_freq
         angles = torch.cat((half, half), dim=-1)[:, None]
         return angles if self.yarn is None else (angles, self.yarn.rotation_scale)
 
 
 def _stretched_share(dim: int, base: float, yarn: Yarn) -> Tensor:
-    """[dim / 2] in 0..1, how much of the whole factor each wavelength is stretched by: between the
-    dimension that turns ``beta_fast`` times in the original context and the one that does so
-    ``beta_slow`` times it rises evenly."""
+    """[dim / 2] in 0..1, the share of YaRN's factor that stretches each wavelength.
+
+    It is 0 up to the dimension that turns ``beta_fast`` times in the original context, 1 from the
+    dimension that turns ``beta_slow`` times, and rises linearly between them.
+    """
 
     def dimension(turns: float) -> float:
         return dim * math.log(yarn.original_positions / (turns * 2 * math.pi)) / math.log(base) / 2

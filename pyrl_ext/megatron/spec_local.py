@@ -1,10 +1,10 @@
-"""Layer specs of megatron-core's local backend, with our attention and norms in them."""
+"""Layer specs of megatron-core's local backend, with this package's attention and norms."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Fields of megatron's config that belong to this spec: it has none of the fused kernels.
+# Fields of megatron's config that this spec requires: it has no fused kernels.
 LOCAL_FIELDS = {
     "transformer_impl": "local",
     "moe_permute_fusion": False,
@@ -19,7 +19,7 @@ LOCAL_FIELDS = {
 
 
 def local_spec(config: Any, vp_stage: int | None) -> Any:
-    """megatron's decoder block spec with the parts it lacks for packed sequences."""
+    """megatron's decoder block spec with the layers that packed sequences need."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from pyrl_ext.megatron.local_layers import RMSNorm
@@ -55,7 +55,7 @@ def local_mtp_spec(config: Any, vp_stage: int | None) -> Any:
 
 
 def _fit(layer: Any, config: Any) -> None:
-    """Put the parts for packed sequences into the spec of one layer."""
+    """Replace the layers of one layer spec that do not support packed sequences."""
     from megatron.core.transformer import multi_latent_attention
 
     from pyrl_ext.megatron.local_layers import LatentAttention, ReplicatedLinear, RMSNorm
@@ -65,8 +65,8 @@ def _fit(layer: Any, config: Any) -> None:
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:
-        # megatron asks "is this TELinear?" to see whether a down projection is replicated; without
-        # TransformerEngine that name is None, and this is what stands for it
+        # megatron tests for TELinear to see whether a down projection is replicated; without
+        # TransformerEngine that name is None, so it is set to our replicated linear
         multi_latent_attention.TELinear = ReplicatedLinear  # type: ignore[attr-defined]
         parts.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm

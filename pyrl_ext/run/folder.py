@@ -1,4 +1,4 @@
-"""The run folder: the plan it was started with, metrics, checkpoints, and how a run resumes."""
+"""The run folder: plan, metrics, checkpoints, and how a run resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pyrl_ext.trainer.policy import Policy
 
 
 class RunFolder:
-    """What a run writes; only the main rank touches files other than checkpoints.
+    """The files of a run; only the main rank touches files other than checkpoints.
 
     ``plan.json``, ``metrics.jsonl``, ``checkpoints/step-<n>``, ``tensorboard/`` and every step's
     samples (`rollout.recorded.Recorder`) when asked for, ``report.png`` at the end. An earlier run
@@ -44,7 +44,7 @@ class RunFolder:
         self._saved_at: int | None = None
 
     def check(self) -> None:
-        """Whether this plan may continue the run in the folder, before anything is built.
+        """Check that this plan may continue the run in the folder, before anything is built.
 
         Raises: ConfigError when the folder holds a run of a plan that computes something else.
             ValueError when it holds metrics but no checkpoint to resume from.
@@ -58,7 +58,7 @@ class RunFolder:
             self._check_history()
 
     def _check_history(self) -> None:
-        """Without a checkpoint the run would start over, and overwrite the metrics."""
+        """Refuse metrics without a checkpoint: the run would start over and overwrite them."""
         steps = count_rows(self.path / "metrics.jsonl")
         damaged = checkpoint.incomplete(self.checkpoints)
         if steps or damaged:
@@ -71,7 +71,7 @@ class RunFolder:
             )
 
     def resume(self, policy: Policy) -> None:
-        """Load the newest whole checkpoint, if any, and open the sinks where it ends.
+        """Load the newest complete checkpoint, if any, and open the sinks at its step.
 
         Communicates: as `Policy.load`; a barrier where ``resume`` is ``never``.
         """
@@ -114,7 +114,7 @@ class RunFolder:
             )
 
     def _set_aside(self) -> None:
-        """Move what an earlier run wrote into ``before-<n>/``. Communicates: a barrier."""
+        """Move the files of an earlier run to ``before-<n>/``. Communicates: a barrier."""
         if self.topo.is_main:
             recorded = self.plan.rollout.record
             names = [
@@ -138,17 +138,17 @@ class RunFolder:
             sink.write(row)
 
     def note(self, text: str) -> None:
-        """Show how far the step is, on the progress line."""
+        """Show ``text`` on the progress line."""
         if self.progress is not None:
             self.progress.note(text)
 
     def record(self, step: int, samples: Sequence[Sample]) -> None:
-        """Keep the samples of a step, where the plan asks for it."""
+        """Save the samples of a step if the plan asks for it."""
         if self._recorder is not None:
             self._recorder.save(step, samples)
 
     def save(self, policy: Policy) -> None:
-        """Save a checkpoint of ``policy.step``, unless there is one; then prune older ones."""
+        """Save a checkpoint of ``policy.step`` unless it is saved; then prune older ones."""
         if self._saved_at == policy.step:
             return
         policy.save(self.checkpoints / f"step-{policy.step}")
@@ -167,6 +167,6 @@ class RunFolder:
             sink.close()
 
     def report(self) -> None:
-        """Print the table and draw the picture of the whole run."""
+        """Print the table of the whole run and draw its plot."""
         if self.topo.is_main and (self.path / "metrics.jsonl").stat().st_size:
             print_report([load_run(self.path)], self.path / "report.png")
