@@ -47,7 +47,7 @@ class Sampling:
         temperature: logits are divided by it, > 0
         top_p: smallest set of tokens whose probabilities reach it is kept, in (0, 1]
         top_k: number of most likely tokens kept; 0 = all
-        stop_ids: a sampled token of these ends the response and is part of it
+        stop_ids: the first of these that is sampled ends the response and is part of it
         stop: texts; the token that completes one of them in the response's text ends it and is
             part of it
         samples_per_prompt: group size
@@ -87,7 +87,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One prompt with one response, stored by token: entry t of every field is about tokens[t].
+    """One prompt with one response, stored by token: entry t of every field describes tokens[t].
 
     Args:
         prompt_id: samples of one prompt form a group
@@ -104,7 +104,7 @@ class Sample:
         weight_version: of the weights that generated the sample
         finish_reason: "stop" (a stop token was sampled or a stop string is complete) or
             "length" (the budget ran out)
-        reward: nan until scored
+        reward: nan until it is computed
     """
 
     prompt_id: int

@@ -83,8 +83,10 @@ def _wanted(args: tuple[Any, ...]) -> str:
 
 
 def serve_gpu_from(name: str) -> None:
-    """Calls with a tensor on a GPU are served by the backend ``name``, or raise where it declines;
-    ``auto``: by the first that accepts. `use_backend` and ``PYRL_BACKEND`` go first."""
+    """Serve calls with a tensor on a GPU from the backend ``name``, or raise where it declines.
+
+    ``auto``: from the first that accepts. `use_backend` and ``PYRL_BACKEND`` take precedence.
+    """
     global _on_gpu
     _on_gpu = name
 
@@ -94,8 +96,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Serve every operator called inside from the backend ``name``, or raise where it declines.
 
     The environment variable ``PYRL_BACKEND`` does the same for a whole process; ``auto`` is the
-    first that accepts. Neither reaches into a graph that is already compiled by name: the choice
-    is made when the operator runs.
+    first that accepts. The choice is made each time the operator runs, in compiled graphs too.
     """
     token = _named.set(name)
     try:

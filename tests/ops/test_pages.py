@@ -38,7 +38,7 @@ def large_results() -> dict[str, Tensor]:
     floats = torch.zeros(1, 16).expand(len(rows), -1)
     scores, ids = torch.zeros(BYTES // 4 // 512, 512), torch.zeros(BYTES // 4 // 512, 1).long()
     one = torch.ones(1)
-    logits, vectors = torch.zeros(1, BYTES // 4), [one] * 5
+    logits = torch.zeros(1, BYTES // 4)
     return {
         "expand_runs": expand_runs(torch.tensor([0]), torch.tensor([BYTES // 8]), BYTES // 8),
         "gather_rows": gather_rows.gather_rows(wide, rows, wide[0]),
@@ -47,7 +47,7 @@ def large_results() -> dict[str, Tensor]:
         "sum_rows": sum_rows.sum_rows(floats, rows, starts, order),
         "replay_probs": replay_probs(scores, ids)[0],
         "token_logprob_grad": token_logprob.grad(
-            logits, torch.tensor([0]), one, 0, logits.shape[1], *vectors
+            logits, torch.tensor([0]), one, 0, logits.shape[1], one, one, one, one, one
         ),
     }
 

@@ -87,7 +87,9 @@ def test_the_keys_that_messages_name_exist():
 
 def one_rank(plan: Plan) -> Topology:
     """Rank 0 of the plan's grid, without process groups: what a config is made from."""
-    sizes = {axis: getattr(plan.parallel, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
+    sizes: dict[str, Any] = {
+        axis: getattr(plan.parallel, axis) for axis in ("dp", "tp", "pp", "cp", "ep")
+    }
     return Topology(
         device=torch.device("cpu"),
         world_size=plan.world_size,
@@ -95,7 +97,10 @@ def one_rank(plan: Plan) -> Topology:
         etp_size=plan.parallel.etp_size,
         vpp_size=plan.parallel.vpp,
         **{f"{axis}_size": size for axis, size in sizes.items()},
-        **{f"{axis}_rank": 0 for axis in ("dp", "tp", "pp", "cp")},
+        dp_rank=0,
+        tp_rank=0,
+        pp_rank=0,
+        cp_rank=0,
         groups=None,
     )
 

@@ -29,7 +29,7 @@ def test_symbols_names_every_task():
 )
 def test_option_problems_refuses_what_the_task_refuses(task: str, options: dict[str, Any]):
     try:
-        Task(task, list, 0, options=options)
+        Task(task, lambda text: [ord(c) for c in text], 0, options=options)
     except ValueError:
         assert option_problems(task, options)
     else:

@@ -1,4 +1,4 @@
-"""expand_runs: index vectors from a table of runs, of which a packed layout has a few a sequence.
+"""expand_runs: an index vector from a table of runs; a packed layout has a few per sequence.
 
 Backends: native (C++ threads, CPU), reference (torch).
 Gradient: none, row numbers are integers.
@@ -35,7 +35,7 @@ def expand_runs(starts: Tensor, lengths: Tensor, size: int) -> Tensor:
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit, a length is negative, or the runs are
             longer than ``size``.
-        NotImplementedError: ``starts`` is on a device; there is a host's backend only.
+        NotImplementedError: ``starts`` is on a device; every backend runs on the host.
     """
     if starts.ndim != 1 or lengths.shape != starts.shape or lengths.device != starts.device:
         raise ValueError(

@@ -9,7 +9,7 @@ def refuse(starts: Tensor, lengths: Tensor, size: int) -> str | None:
 
 
 def expand_runs(starts: Tensor, lengths: Tensor, size: int) -> Tensor:
-    """Of every entry its run and its place in it; what is left stays -1."""
+    """Find the run and the offset of every entry; entries behind the last run stay -1."""
     ends = lengths.clamp(max=size + 1).cumsum(0)
     before = ends - lengths.clamp(max=size + 1)
     wrong = (lengths < 0) | (ends > size)

@@ -29,14 +29,14 @@ class Fields(NamedTuple):
     views: list[Tensor]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Fields":
-        """The same on ``device``, by one copy.
+        """Copy all fields to ``device`` at once.
 
         Syncs: unless ``non_blocking`` from pinned memory to a device.
         """
         return self.via(lambda flat: flat.to(device, non_blocking=non_blocking))
 
     def via(self, copy: Callable[[Tensor], Tensor]) -> "Fields":
-        """The same in what ``copy`` makes of ``flat``."""
+        """The fields as views of ``copy(flat)``."""
         flat = copy(self.flat)
         return Fields(flat, _views(flat, self.views, len(self.views[0])))
 

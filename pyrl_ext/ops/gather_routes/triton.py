@@ -43,7 +43,7 @@ def gather_routes(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int
 
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The calls of a run of ``plan``: one for each number of layers that a rank's routes span."""
+    """The launches of a run of ``plan``: one per number of layers that a rank's routes span."""
     if not plan.router_layers:
         return
     top_k, experts = plan.sizes.topk, plan.sizes.num_experts

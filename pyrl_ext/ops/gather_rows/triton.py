@@ -78,7 +78,7 @@ def attention_widths(plan: Plan, config: Mapping[str, Any]) -> list[int]:
 
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The calls of a run of ``plan``: keys and values in the order of attention."""
+    """The launches of a run of ``plan``: keys and values in the order of attention."""
     dtype = getattr(torch, plan.model.dtype)
     for width in attention_widths(plan, config):
 

@@ -1,13 +1,13 @@
-"""replay_probs: a router's probabilities of experts that are given, and the map of who goes where.
+"""replay_probs: the probabilities a router gives to known experts, and the routing map.
 
-What megatron-core computes behind a router's scores once the experts are known: gather, normalise,
-scale, cast, and two dense tensors, here in one kernel that writes every element once.
+Once the experts are known, megatron-core gathers their scores, normalises, scales and casts them,
+and fills two dense tensors. Here one kernel does all of it and writes every element once.
 
 Backends: native (C++ threads on CPU, CUDA), triton, reference (torch, megatron-core's operations).
 In float32 the native one has the bits of megatron-core's: it adds in the order of torch's kernels
 of the same device.
 Gradient: to ``scores``, from the gradient of the probabilities at ``ids``; one kernel,
-deterministic. It has no derivative of its own.
+deterministic. There is no second derivative.
 """
 
 import torch
@@ -70,7 +70,7 @@ def replay_probs(
     scale: float | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``probs[m, ids[m, j]] = scale * norm(scores[m, ids[m]])[j]``, 0 elsewhere, and where it is.
+    """``probs[m, ids[m, j]] = scale * norm(scores[m, ids[m]])[j]``, else 0; and the routing map.
 
     With ``v`` the K scores of a token, in float32 (float64 for float64 scores)::
 

@@ -78,7 +78,7 @@ def _power_of_two_from(n: int) -> int:
 
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The calls of a run of ``plan``; none for a softmax of the chosen, which `refuse` declines."""
+    """The launches of a run of ``plan``; none where `refuse` declines a softmax."""
     sigmoid = config.get("moe_router_score_function") == "sigmoid"
     if not (plan.router_layers and plan.replay.enabled and sigmoid):
         return

@@ -4,10 +4,10 @@ import triton.language as tl
 
 @triton.jit
 def _sum_of_threads(x, ROWS: tl.constexpr, SLOTS: tl.constexpr, THREADS: tl.constexpr):
-    """[ROWS, SLOTS] -> [ROWS, 1], in the order of a reduction of torch's on CUDA.
+    """[ROWS, SLOTS] -> [ROWS, 1], added in the order in which torch reduces on CUDA.
 
     THREADS of a row take its elements in turn, then neighbours are added. A sum of two has one
-    order, so what layout Triton chooses does not matter.
+    order, so the layout that Triton chooses does not matter.
     """
     if SLOTS > THREADS:
         x = tl.sum(tl.reshape(x, (ROWS, 2, THREADS)), 1)

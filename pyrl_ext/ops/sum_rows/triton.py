@@ -40,8 +40,7 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor
 
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The calls of a run of ``plan``: the gradients of gathered keys and values, and two sums per
-    sample."""
+    """The launches of a run of ``plan``: gradients of keys and values, and two sums per sample."""
     dtype = getattr(torch, plan.model.dtype)
     sizes = [(dtype, width) for width in attention_widths(plan, config)] + [(torch.float32, 2)]
     for dtype, width in sizes:

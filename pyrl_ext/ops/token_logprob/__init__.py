@@ -12,7 +12,7 @@ formed before anything is scaled or rounded, so large common offsets cost no acc
 
 Backends: native (C++ threads with AVX-512, AVX2 or portable code chosen at run time; CUDA), triton,
 reference (torch; float64 too).
-Gradient: none of their own; ``token_logprob_grad`` is the derivative.
+Gradient: not registered; ``token_logprob_grad`` computes it.
 """
 
 from collections.abc import Callable

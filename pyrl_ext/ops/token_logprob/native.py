@@ -23,7 +23,7 @@ def refuse_grad(logits: Tensor, *rest: Any) -> str | None:
 
 
 class Shard:
-    """Contiguous tensors of which ``C.LogitsShard`` holds the addresses; keeps them alive."""
+    """Contiguous tensors whose addresses ``C.LogitsShard`` holds; keeps them alive."""
 
     def __init__(self, logits: Tensor, targets: Tensor, scale: Tensor, keep: Tensor | None):
         self.logits, self.targets = logits.contiguous(), targets.contiguous()

@@ -80,7 +80,7 @@ def grad(
 
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The calls of a run of ``plan``, on every tensor-parallel rank."""
+    """The launches of a run of ``plan``, on every tensor-parallel rank."""
     tp, model = plan.parallel.tp, getattr(torch, plan.model.dtype)
     columns = -(-plan.sizes.vocab_size // tp)
     dtypes = [torch.float32 if plan.logprob.head == "fused" else model]

@@ -90,7 +90,7 @@ class Slots:
     Attributes:
         running: rows in use, 0..running-1
         length: [num_slots] numpy int64 on the host, tokens held by each row
-        job: [num_slots] numpy int64 on the host, which sample a row is
+        job: [num_slots] numpy int64 on the host, the sample that each row holds
         tokens: [num_slots, capacity] int64; logprobs: the same, float32
         keys: [num_slots] int64, random streams
         routes: [num_slots, capacity, L, K], or None

@@ -13,7 +13,7 @@ def stream_keys(seed: int, prompt_ids: Tensor, indices: Tensor) -> Tensor:
     """One random stream per (seed, prompt id, sample index).
 
     Args:
-        seed: any integer; its low 64 bits count
+        seed: any integer; its low 64 bits are used
         prompt_ids: [N] int64
         indices: [N] int64, sample index in the group
 
