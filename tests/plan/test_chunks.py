@@ -214,7 +214,7 @@ def a_layout(dice: random.Random, layers: int, mtp: int, pp: int, vpp: int) -> s
     return text
 
 
-def test_generated_pipelines_are_split_as_megatron_splits_them(tmp_path: Path):
+def test_plan_stages_splits_generated_pipelines_as_megatron_does(tmp_path: Path):
     """What compiles has megatron's stages, and what does not is what megatron cannot split."""
     dice, seen, refused = random.Random(5), Counter(), 0
     base = compiled(tmp_path, {}, [0, 1])
@@ -235,7 +235,7 @@ def test_generated_pipelines_are_split_as_megatron_splits_them(tmp_path: Path):
     assert min(seen[key] for key in (FIRST, LAST, EMBEDDING, LOSS, LAYOUT, "vpp", "mtp")) >= 100
 
 
-def test_generated_layouts_are_read_as_megatron_reads_them():
+def test_plan_stages_reads_generated_layouts_as_megatron_does():
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     dice, read = random.Random(6), 0
@@ -255,7 +255,7 @@ def test_generated_layouts_are_read_as_megatron_reads_them():
 # Named pipelines ---------------------------------------------------------------------------------
 
 
-def test_moonlight_in_two_stages(tmp_path: Path):
+def test_plan_stages_splits_moonlight_in_two(tmp_path: Path):
     kinds = [0] + [1] * 26
     with pytest.raises(ConfigError, match=r"num_layers_in_first_pipeline_stage 13$"):
         compiled(tmp_path, {"pp": 2}, kinds)
@@ -270,7 +270,7 @@ def test_moonlight_in_two_stages(tmp_path: Path):
     assert table == theirs(parallel, kinds)
 
 
-def test_layout_with_chunks_and_an_mtp_stage_of_its_own():
+def test_plan_stages_reads_a_layout_with_chunks_and_an_mtp_stage():
     parallel = Parallel(pp=2, vpp=3, pipeline_model_parallel_layout="Et*3|(tt|)*2,t,||mL")
     stages = plan_stages(parallel, 8, 1)
     assert stages == (
@@ -287,11 +287,11 @@ def test_layout_with_chunks_and_an_mtp_stage_of_its_own():
     )
 
 
-def test_one_rank_holds_everything():
+def test_plan_stages_gives_one_rank_everything():
     assert plan_stages(Parallel(), 3, 1) == ((ModelChunk(True, (0, 1, 2), 1, True),),)
 
 
-def test_a_split_that_no_rule_has_checked_is_refused():
+def test_plan_stages_refuses_a_split_that_no_rule_has_checked():
     with pytest.raises(ValueError, match=r"plan_stages: Et\|tL, expected 3 layers"):
         plan_stages(Parallel(pp=2), 3)
     negative = Parallel(pp=2, num_layers_in_first_pipeline_stage=4)  # megatron would build -1
@@ -299,7 +299,7 @@ def test_a_split_that_no_rule_has_checked_is_refused():
         plan_stages(negative, 3)
 
 
-def test_both_counts_of_two_interleaved_stages_divide_by_zero_in_megatron():
+def test_megatron_divides_by_zero_where_chunks_problem_refuses():
     """Why a rule refuses them: when this fails, megatron-core can do it and the rule can go."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -324,7 +324,7 @@ def test_both_counts_of_two_interleaved_stages_divide_by_zero_in_megatron():
         ("Ett|Ltt", "ends with Ltt, expected L; the last stage ends with the loss"),
     ],
 )
-def test_layout_that_is_refused(layout: str, message: str):
+def test_layout_problem_names_what_is_wrong(layout: str, message: str):
     parallel = Parallel(pp=2, pipeline_model_parallel_layout=layout)
     assert (layout_problem(parallel, 4, 0) or "no problem").startswith(message)
 
@@ -339,13 +339,13 @@ def test_layout_that_is_refused(layout: str, message: str):
         ("Etttt||mm|L", None),
     ],
 )
-def test_layout_of_chunks_and_mtp(layout: str, message: str | None):
+def test_layout_problem_of_chunks_and_mtp(layout: str, message: str | None):
     parallel = Parallel(pp=2, vpp=2, pipeline_model_parallel_layout=layout)
     found = layout_problem(parallel, 4, 2)
     assert found is None if message is None else (found or "no problem").startswith(message)
 
 
-def test_problem_of_a_stage_count_names_one_that_fits(tmp_path: Path):
+def test_counts_problem_names_a_count_that_fits(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"Use num_layers_in_first_pipeline_stage 12$"):
         compiled(tmp_path, {"pp": 4, FIRST: 13, LAST: 20}, [1] * 48)
     plan = compiled(tmp_path, {"pp": 4, FIRST: 12, LAST: 20}, [1] * 48)
@@ -357,7 +357,7 @@ def test_problem_of_a_stage_count_names_one_that_fits(tmp_path: Path):
 # What is said about them -------------------------------------------------------------------------
 
 
-def test_table_of_stages(tmp_path: Path):
+def test_print_plan_shows_the_table_of_stages(tmp_path: Path):
     layout = {"pp": 2, "vpp": 2, LAYOUT: "Ett|tt|t*3,|mL"}
     console = Console(record=True, width=120, file=io.StringIO())
     print_plan(compiled(tmp_path, layout, [0, 1, 1, 0, 1, 1, 1], mtp=1), console)
@@ -372,13 +372,13 @@ def test_table_of_stages(tmp_path: Path):
 
 
 @pytest.mark.parametrize("split", [{FIRST: 1}, {LOSS: True}, {LAYOUT: "Ettt|L"}])
-def test_stages_hold_every_parameter_once(tmp_path: Path, split: dict[str, Any]):
+def test_stage_parameters_hold_every_parameter_once(tmp_path: Path, split: dict[str, Any]):
     plan = compiled(tmp_path, {"pp": 2} | split, [0, 1, 1])
     first, last = stage_parameters(plan)
     assert first.total + last.total == parameters(plan.sizes).total
 
 
-def test_tied_embedding_is_held_by_both_ends(tmp_path: Path):
+def test_stage_parameters_hold_a_tied_embedding_at_both_ends(tmp_path: Path):
     plan = compiled(tmp_path, {"pp": 2}, [0, 1])
     plan.hf["tie_word_embeddings"] = True
     first, last = stage_parameters(plan)

@@ -61,13 +61,13 @@ def expected_problems(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", BROKEN, ids=lambda path: path.stem)
-def test_broken_config(path: Path):
+def test_compile_plan_reports_the_problems_that_a_broken_config_names(path: Path):
     expected = expected_problems(path)
     assert expected, "the file says what is wrong with it"
     assert problems_of(path.relative_to(REPOSITORY)) == expected
 
 
-def test_every_rule_is_broken_by_a_config():
+def test_check_finds_every_rule_broken_by_a_config():
     left = {rule.__name__ for _, rule in RULES}
     assert len(left) == len(RULES), "rules are told apart by their names"
     for path in BROKEN:
@@ -82,7 +82,7 @@ def broken_rules(path: Path) -> set[str]:
     return {rule.__name__ for key, rule in RULES if [*check(draft, [(key, rule)])]}
 
 
-def test_all_problems_at_once(tmp_path: Path):
+def test_compile_plan_reports_all_problems_at_once(tmp_path: Path):
     path = tmp_path / "many.yaml"
     path.write_text(
         SMALL.replace("config.json", str(TINY)).replace("steps: 10", 'steps: "10"')
@@ -124,7 +124,7 @@ def test_all_problems_at_once(tmp_path: Path):
         ("log.progress=&a on", "not YAML: anchor, alias or tag"),
     ],
 )
-def test_override_that_is_refused(small: Path, override: str, message: str):
+def test_compile_plan_refuses_an_override_by_its_text(small: Path, override: str, message: str):
     assert problems_of(small, override)[0].startswith(f"command line: {override}: {message}")
 
 
@@ -152,13 +152,13 @@ def test_compile_plan_refuses_numbers_that_float32_does_not_hold(small: Path, ov
     assert found.startswith(f"command line: {override}: ")
 
 
-def test_repeated_override(small: Path):
+def test_compile_plan_refuses_a_repeated_override(small: Path):
     found = problems_of(small, "parallel.dp=2", "parallel.dp=2")
     expected = "repeats parallel.dp=2, expected each key once"
     assert found == [f"command line: parallel.dp=2: {expected}"]
 
 
-def test_overrides_take_effect(small: Path):
+def test_compile_plan_applies_overrides(small: Path):
     plan = compile_plan(
         small, ["parallel.dp=2", "optimizer.lr=2e-4", "replay=off", "data.task_options.length=5"]
     )
@@ -183,19 +183,21 @@ def test_overrides_take_effect(small: Path):
         (b"run: *a\n", "1: not YAML"),
     ],
 )
-def test_file_that_cannot_be_read(tmp_path: Path, content: bytes | None, message: str):
+def test_compile_plan_refuses_a_file_that_cannot_be_read(
+    tmp_path: Path, content: bytes | None, message: str
+):
     path = tmp_path / "x.yaml"
     if content is not None:
         path.write_bytes(content)
     assert problems_of(path)[0].startswith(f"{path}:{'' if content is not None else ' '}{message}")
 
 
-def test_missing_file_is_the_only_problem(tmp_path: Path):
+def test_compile_plan_reports_only_overrides_beside_a_missing_file(tmp_path: Path):
     found = problems_of(tmp_path / "none.yaml", "steps=3", "tp=2")
     assert [line.rpartition(": ")[2][:12] for line in found] == ["No such file", "unknown key "]
 
 
-def test_folder_instead_of_a_file(tmp_path: Path):
+def test_compile_plan_refuses_a_folder(tmp_path: Path):
     assert problems_of(tmp_path) == [f"{tmp_path}: Is a directory, expected a YAML file"]
 
 
@@ -230,7 +232,9 @@ words = st.sampled_from(
 @example([(SMALL.index("owner/name"), 10, "a/" + "x" * 999)])
 @example([(SMALL.index("runs/x"), 6, r'"\ud800"')])
 @example([(0, 0, '"a\\nb": 1\n')])
-def test_mutated_text(small: Path, edits: list[tuple[int, int, str]]):
+def test_compile_plan_places_every_problem_of_mutated_text(
+    small: Path, edits: list[tuple[int, int, str]]
+):
     text = SMALL
     for at, length, word in edits:
         text = text[:at] + word + text[at + length :]
@@ -251,7 +255,9 @@ leaves = [
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(leaves), values, max_size=4))
-def test_mutated_values(small: Path, changes: dict[tuple[str, str], object]):
+def test_compile_plan_places_every_problem_of_mutated_values(
+    small: Path, changes: dict[tuple[str, str], object]
+):
     tree = yaml.safe_load(SMALL)
     tree["optimizer"]["lr"] = 1e-3
     for (section, key), value in changes.items():
@@ -274,7 +280,7 @@ def check_only_placed_problems(path: Path) -> None:
 # The plan ----------------------------------------------------------------------------------------
 
 
-def test_derived_fields(small: Path):
+def test_compile_plan_derives_sizes_and_paths(small: Path):
     plan = compile_plan(small, ["parallel.dp=2", "parallel.tp=2", "parallel.cp=2", "parallel.ep=4"])
     assert (plan.world_size, plan.samples, plan.samples_per_minibatch) == (8, 8, 8)
     assert (plan.row_alignment, plan.max_rows) == (8, 16)  # 2 * cp * tp; 8 + 4 - 1 rows
@@ -290,14 +296,14 @@ def test_derived_fields(small: Path):
     assert there.tokenizer_path == "/cache/words" and there.fingerprint == plan.fingerprint
 
 
-def test_defaults_of_every_optional_section(small: Path):
+def test_compile_plan_fills_in_defaults(small: Path):
     plan = compile_plan(small)
     assert plan.replay.old and plan.replay.reference and plan.replay.train
     assert plan.optimizer.betas == (0.9, 0.98)
     assert not plan.model.mtp and plan.rollout.top_p == 1.0
 
 
-def test_plan_is_frozen(small: Path):
+def test_plan_refuses_assignment(small: Path):
     plan = compile_plan(small)
     with pytest.raises(ValidationError, match="frozen"):
         plan.parallel.tp = 2
@@ -305,7 +311,7 @@ def test_plan_is_frozen(small: Path):
         plan.steps = 2
 
 
-def test_local_folders_become_absolute(small: Path, tmp_path: Path):
+def test_plan_paths_of_local_folders_are_absolute(small: Path, tmp_path: Path):
     (tmp_path / "words").mkdir()
     (tmp_path / "words/tokenizer.json").write_text("{}")
     (tmp_path / "numbers.jsonl").write_text("")
@@ -318,7 +324,7 @@ def test_local_folders_become_absolute(small: Path, tmp_path: Path):
     assert plan.eval_prompts_path is None
 
 
-def test_json_round_trip(small: Path, tmp_path: Path):
+def test_read_returns_the_plan_that_was_saved(small: Path, tmp_path: Path):
     plan = compile_plan(small, ["data.task_options={length: 3}", "parallel.vpp=2", "parallel.pp=2"])
     (tmp_path / "plan.json").write_text(plan.model_dump_json())
     assert Plan.read(tmp_path / "plan.json") == plan
@@ -329,7 +335,7 @@ def test_json_round_trip(small: Path, tmp_path: Path):
         Plan.read(tmp_path / "none.json")
 
 
-def test_resuming_with_another_plan(small: Path):
+def test_check_resumes_names_what_may_not_change(small: Path):
     saved = compile_plan(small)
     free = ["steps=99", "log.tensorboard=on", "checkpoint.keep=9", "evaluate.every=3", "run=b"]
     free += ["parallel.tp=2", "optimizer.distributed=on", "model.recompute=full", "device=cuda"]
@@ -368,7 +374,7 @@ def test_diff_names_the_key_of_the_hf_config(small: Path):
         ("parallel.dynamic_cp=2", "parallel.dynamic_cp: 2 is not built yet"),
     ],
 )
-def test_what_cannot_run_yet_compiles_and_is_named(small: Path, override: str, reason: str):
+def test_unsupported_names_what_cannot_run_yet(small: Path, override: str, reason: str):
     two = ("parallel.dp=2",)
     before, after = (compile_plan(small, o).unsupported for o in (two, (*two, override)))
     (found,) = set(after) - set(before)
@@ -382,7 +388,7 @@ def test_what_cannot_run_yet_compiles_and_is_named(small: Path, override: str, r
         (("replay={old: true, train: false}",), "replay.old and replay.train differ"),
     ],
 )
-def test_what_a_reader_may_not_expect_is_noted(small: Path, overrides: tuple, note: str):
+def test_notes_name_what_a_reader_may_not_expect(small: Path, overrides: tuple, note: str):
     assert any(note in found for found in compile_plan(small, overrides).notes)
     if overrides:
         assert not any(note in found for found in compile_plan(small).notes)
@@ -394,7 +400,7 @@ def test_what_a_reader_may_not_expect_is_noted(small: Path, overrides: tuple, no
 @pytest.mark.parametrize(
     ("path", "changes"), [(TINY, {}), (TINY, {"q_lora_rank": None}), (GLM47, {})]
 )
-def test_parameter_count_is_transformers_count(path: Path, changes: dict):
+def test_parameters_are_those_that_transformers_counts(path: Path, changes: dict):
     torch = pytest.importorskip("torch")
     from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 
@@ -404,7 +410,7 @@ def test_parameter_count_is_transformers_count(path: Path, changes: dict):
     assert parameters(read_sizes(hf)).total == sum(p.numel() for p in model.parameters())
 
 
-def test_tiny_config_suits_every_engine():
+def test_read_sizes_of_the_tiny_config_suit_every_engine():
     hf = json.loads(TINY.read_text())
     sizes = read_sizes(hf)
     assert sizes.hidden_size % 32 == 0
@@ -417,7 +423,7 @@ def test_tiny_config_suits_every_engine():
     assert config.mlp_layer_types == ["dense", "sparse", "sparse", "sparse"]
 
 
-def test_glm47_config_has_the_published_sizes():
+def test_read_sizes_of_glm47_are_the_published_ones():
     from transformers import Glm4MoeLiteConfig
 
     ours, theirs = json.loads(GLM47.read_text()), Glm4MoeLiteConfig()
@@ -435,7 +441,7 @@ def bytes_of(path: Path, *overrides: str) -> dict[str, int]:
     return {item.name: item.bytes for item in stage.items}
 
 
-def test_bytes_of_a_rank_by_hand(small: Path):
+def test_stage_memory_is_what_a_hand_computes(small: Path):
     count = parameters(read_sizes(json.loads(TINY.read_text()))).total
     whole = bytes_of(small)
     assert [whole[x] for x in ("weights", "gradients", "optimizer")] == [
@@ -450,7 +456,7 @@ def test_bytes_of_a_rank_by_hand(small: Path):
 
 
 @pytest.mark.parametrize("layout", [["parallel.pp=4"], ["parallel.pp=2", "parallel.vpp=2"]])
-def test_stages_hold_every_parameter_once(small: Path, layout: list[str]):
+def test_stage_parameters_hold_every_parameter_once(small: Path, layout: list[str]):
     plan = compile_plan(small, layout)
     stages = stage_parameters(plan)
     assert sum(stage.total for stage in stages) == parameters(plan.sizes).total
@@ -469,13 +475,13 @@ def test_stages_hold_every_parameter_once(small: Path, layout: list[str]):
         (("logprob.loss_in_chunk=true",), 128 * (4 + 4)),  # 64 tokens, 64 wide
     ],
 )
-def test_logits_of_a_microbatch(small: Path, overrides: tuple[str, ...], expected: int):
+def test_logits_bytes_of_a_microbatch(small: Path, overrides: tuple[str, ...], expected: int):
     plan = compile_plan(small, overrides)
     assert plan.sizes.vocab_size == 128
     assert logits_bytes(plan) == expected * plan.batching.tokens_per_microbatch
 
 
-def test_logits_take_no_more_than_their_chunk_and_cache(small: Path):
+def test_logits_bytes_are_at_most_chunk_and_cache(small: Path):
     chosen = ["logprob.chunk_bytes=1000", "logprob.cache_bytes=300"]
     assert logits_bytes(compile_plan(small, chosen)) == 1300
 
@@ -484,13 +490,13 @@ def test_logits_take_no_more_than_their_chunk_and_cache(small: Path):
 
 
 @pytest.mark.parametrize("name", ["tiny", "glm47"])
-def test_shipped_configs_compile(name: str):
+def test_compile_plan_takes_the_shipped_configs(name: str):
     plan = compile_plan(f"configs/{name}.yaml")
     assert any("is taken as a hub id" in each for each in plan.notes) == (name == "glm47")
     assert plan.unsupported == () or name == "glm47"
 
 
-def test_command_prints_tables_and_json(small: Path, capsys: pytest.CaptureFixture[str]):
+def test_main_prints_tables_and_json(small: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(small), "parallel.tp=2"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name, _ in facts(compile_plan(small)))
@@ -499,7 +505,7 @@ def test_command_prints_tables_and_json(small: Path, capsys: pytest.CaptureFixtu
     assert Plan.from_json(capsys.readouterr().out) == compile_plan(small, ["steps=3"])
 
 
-def test_command_refuses_with_a_problem_a_line(small: Path, capsys: pytest.CaptureFixture[str]):
+def test_main_prints_a_problem_a_line(small: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(small), "parallel.tp=3", "stepss=3"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err

@@ -49,7 +49,7 @@ def child(folder: Path, text: str) -> Path:
 # Parents -----------------------------------------------------------------------------------------
 
 
-def test_a_child_says_what_differs(folder: Path):
+def test_compile_plan_takes_what_a_child_leaves_out_from_its_parent(folder: Path):
     base = compile_plan(folder / "base/base.yaml")
     plan = compile_plan(child(folder, "parallel: {dp: 2}\nrollout: {max_new_tokens: 5}\n"))
     assert (plan.parallel.dp, plan.rollout.max_new_tokens) == (2, 5)
@@ -78,7 +78,7 @@ def test_load_merges_options_and_replaces_what_is_in_them(
     assert load(path).tree["model"]["megatron"] == expected
 
 
-def test_replay_merges_pass_by_pass(folder: Path):
+def test_compile_plan_merges_replay_pass_by_pass(folder: Path):
     written(folder, "extends: base.yaml\nreplay: off\n", "base/middle.yaml")
     path = written(folder, "extends: base/middle.yaml\nreplay: {train: on}\n")
     replay = compile_plan(path).replay
@@ -87,7 +87,7 @@ def test_replay_merges_pass_by_pass(folder: Path):
     assert not compile_plan(path, ["replay=on", "replay.old=off"]).replay.old
 
 
-def test_problems_of_a_chain_are_where_they_were_written(folder: Path):
+def test_compile_plan_places_problems_in_the_file_that_wrote_them(folder: Path):
     middle = written(folder, "extends: base.yaml\nparallel:\n  tp: 3\n", "base/middle.yaml")
     path = written(folder, "extends: base/middle.yaml\nsteps: 0\nzzz: 1\nparallel: {dp: x}\n")
     found = problems_of(path)
@@ -103,7 +103,7 @@ def test_problems_of_a_chain_are_where_they_were_written(folder: Path):
     assert compile_plan(path).parallel.tp == 2
 
 
-def test_paths_start_where_they_are_written(folder: Path):
+def test_resolve_starts_paths_where_they_are_written(folder: Path):
     (folder / "base/words").mkdir(exist_ok=True)
     (folder / "base/words/tokenizer.json").write_text("{}")
     for place in ("base/a.jsonl", "b.jsonl"):
@@ -139,7 +139,7 @@ def test_paths_start_where_they_are_written(folder: Path):
         (r'"\ud800"', "extends: '\\ud800', expected another YAML file"),
     ],
 )
-def test_parent_that_is_refused(folder: Path, name: str, message: str):
+def test_read_refuses_a_wrong_parent(folder: Path, name: str, message: str):
     path = written(folder, f"steps: 1\nextends: {name}\n")
     (found,) = problems_of(path)
     assert found.startswith(f"{path}:2: " + message.format(folder=folder))
@@ -161,7 +161,7 @@ def test_read_stops_at_a_text_without_end():
     ]
 
 
-def test_parents_in_a_circle(folder: Path):
+def test_read_refuses_parents_in_a_circle(folder: Path):
     a, b = folder / "a.yaml", folder / "b.yaml"
     a.write_text("extends: b.yaml\n")
     b.write_text("steps: 1\nextends: a.yaml\n")
@@ -169,14 +169,14 @@ def test_parents_in_a_circle(folder: Path):
     assert found.startswith(f"{b}:2: extends: {a} -> {b} -> {a}, expected a parent")
 
 
-def test_parent_that_is_no_yaml(folder: Path):
+def test_read_refuses_a_parent_that_is_no_yaml(folder: Path):
     for content, message in [("", "empty"), ("a: [", "not YAML"), ("- 1", "a list")]:
         parent = written(folder, content, "parent.yaml")
         (found,) = problems_of(written(folder, "extends: parent.yaml\nsteps: x\n"))
         assert found.startswith(f"{parent}:1: {message}")
 
 
-def test_the_parent_from_the_command_line(folder: Path):
+def test_read_takes_the_parent_from_the_command_line(folder: Path):
     path = written(folder, "extends: none.yaml\nsteps: 3\n")
     assert compile_plan(path, ["extends=base/base.yaml"]).steps == 3
     assert problems_of(path, "extends=x.yaml") == [
@@ -234,7 +234,7 @@ def test_resolve_leaves_dollars_and_braces_alone(folder: Path):
         ("k", None, "k"),
     ],
 )
-def test_sizes(text: str, unit: str | None, expected: object):
+def test_read_size_reads_units(text: str, unit: str | None, expected: object):
     assert read_size(text, unit) == expected
 
 
@@ -253,7 +253,7 @@ def test_sizes(text: str, unit: str | None, expected: object):
         ("optimizer.lr", "1k", "is text, expected a number"),
     ],
 )  # fmt: skip
-def test_size_that_is_refused(folder: Path, key: str, text: str, message: str):
+def test_read_size_refuses_what_has_two_meanings(folder: Path, key: str, text: str, message: str):
     (found,) = problems_of(folder / "base/base.yaml", f"{key}={text}")
     assert found.startswith(f"command line: {key}={text}: '{text}' {message}")
 
@@ -305,7 +305,9 @@ def mutate(text: str, changes: list[tuple[int, int, str]]) -> str:
 @given(edits, edits, pieces)
 @example([(0, 0, "${")], [], "${run}")
 @example([], [(8, 99, '"\\ud800"')], "null")
-def test_mutated_files(folder: Path, mine: list, parents: list, override: str):
+def test_compile_plan_places_every_problem_of_mutated_files(
+    folder: Path, mine: list, parents: list, override: str
+):
     written(folder, mutate(SMALL, parents), "base/mutated.yaml")
     path = written(folder, mutate(CHILD, mine))
     check_places(path, (f"run={override}",) if override.strip() else ())
@@ -318,7 +320,9 @@ keys = st.sampled_from([(name, key) for name in fields_of() for key in fields_of
 
 @settings(max_examples=80, deadline=None)
 @given(st.dictionaries(keys, values, max_size=3), st.dictionaries(keys, values, max_size=3))
-def test_mutated_values(folder: Path, mine: dict, parents: dict):
+def test_compile_plan_places_every_problem_of_mutated_values(
+    folder: Path, mine: dict, parents: dict
+):
     for changes, tree, name in [
         (mine, {"extends": "base/mutated.yaml"}, "child.yaml"),
         (parents, yaml.safe_load(SMALL) | {"optimizer": {"lr": 0.1}}, "base/mutated.yaml"),
@@ -353,7 +357,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
-def test_explain_a_field(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_explain_shows_a_field(folder: Path, capsys: pytest.CaptureFixture[str]):
     text = said(capsys, "--explain", "parallel.cp")
     assert "context-parallel size" in text
     assert "type whole number, at least 1" in text and "unit ranks" in text
@@ -376,7 +380,7 @@ def test_explain_a_field(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert broken.startswith("valueunknownfromcommandline:threads=${zz}")
 
 
-def test_explain_a_section(capsys: pytest.CaptureFixture[str]):
+def test_explain_shows_a_section(capsys: pytest.CaptureFixture[str]):
     text = said(capsys, "--explain", "checkpoint", "configs/tiny.yaml", "checkpoint.keep=7")
     assert (
         "What is written to resume from" in text and "newest checkpoints" in text and " 7 " in text
@@ -392,12 +396,14 @@ def test_explain_a_section(capsys: pytest.CaptureFixture[str]):
         ("data.task_options.a", "unknown key, expected data.task_options"),
     ],
 )
-def test_explain_an_unknown_key(name: str, message: str, capsys: pytest.CaptureFixture[str]):
+def test_explain_refuses_an_unknown_key(
+    name: str, message: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(["--explain", name]) == 2
     assert capsys.readouterr().err.startswith(f"command line: --explain {name}: {message}")
 
 
-def test_every_field_is_explained(capsys: pytest.CaptureFixture[str]):
+def test_explain_shows_every_field(capsys: pytest.CaptureFixture[str]):
     for section in [(), *((name,) for name in fields_of() if fields_of(name))]:
         for name, field in fields_of(*section).items():
             assert field.description or fields_of(name), name
@@ -405,12 +411,12 @@ def test_every_field_is_explained(capsys: pytest.CaptureFixture[str]):
             assert "default" in text or fields_of(name)
 
 
-def test_the_reference_is_current():
+def test_page_is_the_shipped_reference():
     """`python -m pyrl_ext.plan --reference > configs/REFERENCE.md` writes it anew."""
     assert (REPOSITORY / "configs/REFERENCE.md").read_text() == page()
 
 
-def test_schema_is_of_every_key(capsys: pytest.CaptureFixture[str]):
+def test_schema_describes_every_key(capsys: pytest.CaptureFixture[str]):
     assert main(["--schema"]) == 0
     tree = json.loads(capsys.readouterr().out)
     for name in fields_of():
