@@ -170,7 +170,7 @@ def results(two, four, one):
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_it_goes_on_with_the_numbers_of_a_run_that_never_stopped(name, results, never_stopped):
+def test_load_continues_with_the_numbers_of_an_uninterrupted_run(name, results, never_stopped):
     bf16 = BF16 in JOBS[name].overrides
     close, close_weights = ((0.03, 1e-2), (2e-3, 0.02)) if bf16 else ((2e-5, 1e-6), (1e-6, 1e-4))
     for updates, metrics, weights in results[name]:
@@ -195,7 +195,7 @@ def content(folder):
 
 
 @pytest.mark.parametrize("name", TWO | FOUR)
-def test_what_was_loaded_is_what_was_saved(name, results, folder):
+def test_load_restores_what_save_wrote(name, results, folder):
     """Bit for bit, under names that no layout shows in; model and optimizer."""
     source = JOBS[name].source
     saved, back = content(folder / source), content(folder / f"{name}, loaded")
@@ -207,7 +207,7 @@ def test_what_was_loaded_is_what_was_saved(name, results, folder):
         assert saved[key].dtype == back[key].dtype and torch.equal(saved[key], back[key]), key
 
 
-def test_a_run_changes_its_layout_and_says_so(two, folder):
+def test_load_reports_a_changed_layout(two, folder):
     for result in two:
         assert result["exit"] == 0
     said = "(step 2 of 3), written under one rank on cpu; now dp 2 on cpu"
@@ -284,7 +284,7 @@ def test_megatrons_distributed_optimizer_does_not_load_what_it_saved(
         assert len({id(entry["step"]) for entry in inner.state.values()}) == len(inner.state)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
+def test_load_refuses_a_checkpoint_of_an_earlier_version(tmp_path):
     with topology.start(plan := tiny_plan()) as topo:
         policy = Policy.build(plan, topo)
         policy.save(tmp_path / "step-0")
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
             policy.load(tmp_path / "step-0")
 
 
-def test_a_checkpoint_of_another_plan_is_refused_with_its_fields(tmp_path):
+def test_load_names_the_fields_of_another_plan(tmp_path):
     with topology.start(plan := tiny_plan()) as topo:
         policy = Policy.build(plan, topo)
         policy.save(tmp_path / "step-0")
@@ -415,6 +415,6 @@ def damaged_on_ranks(group, folder):
         return str(caught.value)
 
 
-def test_ranks_share_the_check_and_raise_the_same(tmp_path):
+def test_load_raises_the_same_on_every_rank(tmp_path):
     one, two = run_ranks(damaged_on_ranks, 2, tmp_path)
     assert one == two and "__0_0.distcp: its sha256 is" in one

@@ -106,7 +106,7 @@ def compared(group, folder):
 
 
 @pytest.mark.parametrize("world_size", RUNS)
-def test_log_probs_and_gradients_are_those_of_logits(tmp_path, world_size):
+def test_score_tokens_equals_scores_from_logits(tmp_path, world_size):
     for off in run_ranks(compared, world_size, tmp_path, timeout=300)[0]:
         model, overrides = off["run"]
         assert max(off["logprobs"], off["entropy"], off["metrics"]) < 1e-6, off
@@ -115,7 +115,7 @@ def test_log_probs_and_gradients_are_those_of_logits(tmp_path, world_size):
         assert ("lm_head.weight" in off["grads"]) == (model != "tied")
 
 
-def test_bfloat16_loses_no_more_than_logits_rounded_to_it(tmp_path):
+def test_score_tokens_in_bfloat16_errs_no_more_than_rounded_logits(tmp_path):
     """Against float32 weights of the same values; the routers follow the same routes."""
     weights = tmp_path / "weights"
     with topology.start(plan := tiny_plan("model.dtype=bfloat16")) as topo:
@@ -205,7 +205,7 @@ def test_loss_rows_are_those_of_a_plain_loop(folder):
     assert loss_rows(Microbatch.of(batch, (), place), batch).tolist() == []
 
 
-def test_a_run_learns_alike(tmp_path):
+def test_a_run_learns_the_same_with_the_fused_head(tmp_path):
     """Ten steps with two updates each: the same curve with logits and without."""
     quick = ("batching.prompts=4", "rollout.max_new_tokens=6", "log.progress=false")
     common = (*quick, "steps=10", "evaluate.every=0", "checkpoint.every=0")

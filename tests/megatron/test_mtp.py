@@ -116,7 +116,7 @@ def megatron_rope_by_position():
 
 
 @pytest.mark.parametrize("detach", ["true", "false"])
-def test_what_its_gradient_reaches(folder, detach):
+def test_mtp_detach_limits_what_the_gradient_reaches(folder, detach):
     """Detached, the layers ahead learn and what the policy uses is left as without them."""
     override = f"objective.mtp_detach={detach}"
     with_mtp, without = (
@@ -167,7 +167,7 @@ def test_weights_go_out_and_come_back_under_checkpoint_names(folder):
         assert all(torch.equal(loaded[name], other[name]) for name in other)
 
 
-def test_a_run_trains_them(folder):
+def test_a_run_trains_the_mtp_layers(folder):
     """The engine takes the weights it has a place for; the loss of the layers ahead falls."""
     config = f"model.config={mtp_plan(folder).config_path}"
     overrides = [config, "model.mtp=true", "optimizer.lr=1e-2", *QUICK, f"run={folder / 'run'}"]

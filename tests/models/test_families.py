@@ -116,7 +116,7 @@ def test_routed_layers_and_bytes():
         ("glm47_355b", {"num_key_value_heads": 7}, "num_key_value_heads 7 does not divide"),
     ],
 )
-def test_sizes_that_contradict_each_other(model, changes, words):
+def test_contradictions_name_the_sizes(model, changes, words):
     (found,) = read_sizes(MODELS[model] | changes).contradictions()
     assert words in found
 
@@ -138,7 +138,7 @@ def test_sizes_that_contradict_each_other(model, changes, words):
         ("qwen3_8b", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is yarn"),
     ],
 )
-def test_what_the_trainer_cannot_run_is_named(model, changes, words):
+def test_unsupported_names_what_the_trainer_cannot_run(model, changes, words):
     found = read_sizes(MODELS[model] | changes).unsupported()
     assert [words in each for each in found] == ([] if words is None else [True]), found
 
@@ -147,7 +147,7 @@ def test_what_the_trainer_cannot_run_is_named(model, changes, words):
 
 
 @pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
-def test_it_is_the_model_of_transformers(tmp_path, hf):
+def test_family_equals_the_model_of_transformers(tmp_path, hf):
     """Log-probs, the tensors that come back, and the counts of parameters by how they are split."""
     theirs, batch = write_model(tmp_path, hf), random_batch(9)
     plan = plan_of(tmp_path, "replay=off")
@@ -173,7 +173,7 @@ def test_it_is_the_model_of_transformers(tmp_path, hf):
 
 
 @pytest.mark.parametrize(("biased", "word"), [(False, "are unknown"), (True, "are missing")])
-def test_names_that_do_not_fit_are_listed(tmp_path, biased, word):
+def test_load_lists_names_that_do_not_fit(tmp_path, biased, word):
     write_model(tmp_path, GLM | {"attention_bias": not biased})
     folder, sizes = SafetensorsFolder(tmp_path), read_sizes(GLM | {"attention_bias": biased})
     kind = family("glm4_moe")

@@ -160,7 +160,7 @@ def fill_disk(models):
 
 @pytest.mark.parametrize("source", ["", "bf16", "fused"])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_tensor_comes_back(models, tmp_path, name, source):
+def test_save_and_read_restore_every_tensor(models, tmp_path, name, source):
     """Also from what transformers writes with a layer's experts in one tensor."""
     overrides = (BF16,) * (source == "bf16")
     there_and_back(models / name / source, tmp_path / "out", *overrides)
@@ -179,7 +179,7 @@ def test_types_of_file_and_model_may_differ(models, tmp_path):
         assert json.loads((tmp_path / folder / "config.json").read_text())["dtype"] == dtype
 
 
-def test_the_config_says_what_was_written(tmp_path):
+def test_written_config_describes_the_checkpoint(tmp_path):
     quantised = {"quantization_config": {"quant_method": "fp8"}, "num_nextn_predict_layers": 1}
     hf = LITE | quantised | {"torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(hf))
@@ -192,7 +192,7 @@ def test_the_config_says_what_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_loads_what_is_written(models, tmp_path, name):
+def test_transformers_loads_the_written_checkpoint(models, tmp_path, name):
     """Without a missing or unexpected name; its log-probs are megatron's, as is the tokenizer."""
     batch = random_batch(9)
     batch = batch.with_(tokens=batch.tokens % 125, targets=batch.targets % 125)
@@ -261,13 +261,13 @@ def test_a_run_is_exported(run, tmp_path, capsys):
         (("model.family=qwen3",), 2, "model.family: 'qwen3' now, 'glm4_moe_lite' in"),
     ],
 )
-def test_what_cannot_be_exported(run, tmp_path, capsys, changes, code, words):
+def test_export_refuses_wrong_arguments(run, tmp_path, capsys, changes, code, words):
     assert export.main([str(run), str(tmp_path / "out"), *changes]) == code
     assert words in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_overwritten(run, tmp_path, capsys):
+def test_export_overwrites_nothing(run, tmp_path, capsys):
     assert export.main([str(run), str(tmp_path)]) == 1
     assert f"{tmp_path} exists, expected a new folder" in capsys.readouterr().err
 
@@ -283,7 +283,7 @@ def test_every_layout_writes_the_same(two, models, name):
 
 
 @pytest.mark.parametrize("name", dict(jobs()))
-def test_a_rank_reads_what_it_holds_and_no_more(two, name):
+def test_load_reads_only_the_part_of_the_rank(two, name):
     for read, held in (result[name] for result in two):
         padding = 2 * 64 * 4 if name == "odd vocabulary tp2" else 0  # a row of embedding and head
         assert held - padding <= read <= held
@@ -294,7 +294,7 @@ def test_two_ranks_export_the_same(two, run, models):
     equal(tensors_of(models / "exported by two"), tensors_of(run / "checkpoints/step-2/hf"))
 
 
-def test_a_disk_that_is_full_ends_every_rank_and_leaves_nothing(two, models):
+def test_a_full_disk_fails_every_rank_and_leaves_nothing(two, models):
     for result in two:
         assert "full could not be written (rank 0: " in result["full"]
         assert "rank 1" not in result["full"]
@@ -305,7 +305,7 @@ def test_a_disk_that_is_full_ends_every_rank_and_leaves_nothing(two, models):
     ("size", "shown", "bar"),
     [(2 << 30, True, True), (1 << 20, True, False), (2 << 30, False, False)],
 )
-def test_many_bytes_have_a_progress_bar(capsys, size, shown, bar):
+def test_progress_shows_a_bar_for_many_bytes(capsys, size, shown, bar):
     assert list(progress(iter("abc"), "reading weights", 3, size, shown)) == list("abc")
     assert ("reading weights" in capsys.readouterr().err) == bar
 
@@ -344,7 +344,7 @@ HOW = ("a file is missing", "truncated", "in two files", "no index", "elsewhere"
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_files_that_do_not_fit_together(models, tmp_path, how):
+def test_reading_refuses_inconsistent_files(models, tmp_path, how):
     there_and_back(models / "qwen3", tmp_path)
     kind, words = spoil(tmp_path, how)
     with pytest.raises(kind, match=words):
@@ -380,12 +380,12 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
     ],
     ids=["missing", "unknown", "wrong shape", "fp8"],
 )
-def test_tensors_that_do_not_fit_the_model(models, tmp_path, changes, words):
+def test_check_refuses_tensors_that_do_not_fit_the_model(models, tmp_path, changes, words):
     with pytest.raises(ValueError, match=words):
         read_changed(models, tmp_path, "qwen3_moe", changes)
 
 
-def test_copies_in_a_file_are_left_out(models, tmp_path):
+def test_check_ignores_copies(models, tmp_path):
     """The head of a tied model, and rotary frequencies as older checkpoints have them."""
     copies = {"lm_head.weight": torch.zeros(128, 64)}
     copies["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)

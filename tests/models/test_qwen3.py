@@ -42,7 +42,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=list(CHANGES))
-def test_it_is_the_model_of_transformers(tmp_path, changes):
+def test_family_equals_the_model_of_transformers(tmp_path, changes):
     """Log-probs, the tensors that come back, and the plan's count of parameters."""
     theirs, batch = write_model(tmp_path, changed(changes)), random_batch(9)
     plan = plan_of(tmp_path)
@@ -76,7 +76,7 @@ def test_layouts_equal_one_process(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_query_groups_take_turns(size):
+def test_shard_of_interleaves_query_groups(size):
     """Rows q0 q1 k0 v0 | q2 q3 k1 v1 ... as megatron's linear_qkv has them, over any split."""
     weight = Weight.grouped("q", "k", "v", "qkv", (8, 4), 3, 1)
     q, k, v = (
@@ -139,7 +139,7 @@ def test_a_run(tmp_path):
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type is linear"),
     ],
 )
-def test_what_is_not_built_is_named(tmp_path, changes, reason):
+def test_unsupported_names_what_is_not_built(tmp_path, changes, reason):
     (tmp_path / "config.json").write_text(json.dumps(changed(changes)))
     plan = tiny_plan(f"model.config={tmp_path}/config.json", config=QWEN3)
     assert [u for u in plan.unsupported if u.startswith(f"model.config: {reason}")]

@@ -62,7 +62,7 @@ def with_routes(sample: Sample, token: int, layer: int, experts: list[int]) -> S
 
 
 @pytest.mark.parametrize("num_experts", [EXPERTS, 300])
-def test_rows_are_the_shifted_tokens(num_experts):
+def test_of_shifts_the_tokens(num_experts):
     samples = make_samples(num_experts=num_experts)
     batch = of(samples, num_experts=num_experts, layer_ids=LAYERS, topk=TOPK)
     advantages = grpo(batch.rewards, torch.tensor([s.prompt_id for s in samples]))
@@ -87,7 +87,7 @@ def test_rows_are_the_shifted_tokens(num_experts):
     assert batch.routes.dtype == (torch.uint8 if num_experts <= 256 else torch.uint16)
 
 
-def test_stats_count_what_the_samples_hold():
+def test_stats_equal_counts_of_the_samples():
     samples = make_samples()
     samples[0] = replace(samples[0], reward=0.25)
     samples[1] = replace(samples[1], reward=0.25)
@@ -107,7 +107,7 @@ def test_stats_count_what_the_samples_hold():
     assert stats["route/coverage"] == pytest.approx(1 - 2 / rows)
 
 
-def test_samples_without_routes():
+def test_of_accepts_samples_without_routes():
     samples = [
         replace(s, routes=None, layer_ids=(), route_mask=torch.zeros_like(s.route_mask))
         for s in make_samples()
@@ -123,7 +123,7 @@ def test_samples_without_routes():
         of([make_sample(10, 0, 2, 3), samples[1]])
 
 
-def test_ids_of_tokens_without_a_route_do_not_matter():
+def test_of_ignores_ids_of_tokens_without_a_route():
     sample = with_routes(make_sample(3, 0, 4, 3), 1, 2, [7, 7, 7, 200])
     mask = sample.route_mask.clone()
     mask[1] = False
@@ -141,7 +141,7 @@ def test_ids_of_tokens_without_a_route_do_not_matter():
         (["E", 2, 1, 0], r"are out of range, expected ids from 0 to "),
     ],
 )
-def test_wrong_expert_ids_are_named(num_experts, experts, what):
+def test_of_names_wrong_expert_ids(num_experts, experts, what):
     samples = make_samples(num_experts=num_experts)
     experts = [num_experts if e == "E" else e for e in experts]
     samples[5] = with_routes(samples[5], 2, 1, experts)
@@ -150,7 +150,7 @@ def test_wrong_expert_ids_are_named(num_experts, experts, what):
         of(samples, num_experts=num_experts)
 
 
-def test_expert_range_is_checked_only_when_known():
+def test_of_checks_the_range_of_ids_only_if_known():
     sample = with_routes(make_sample(3, 0, 4, 3), 1, 2, [250, 3, 2, 1])
     assert of([sample]).routes is not None
 
@@ -186,7 +186,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_wrong_samples_are_named(case):
+def test_of_names_wrong_samples(case):
     change, match = CASES[case]
     samples = make_samples()
     samples[4] = change(samples[4])
@@ -194,7 +194,7 @@ def test_wrong_samples_are_named(case):
         of(samples)
 
 
-def test_expected_layers_and_topk_are_arguments():
+def test_of_checks_the_layers_and_topk_it_is_given():
     samples = make_samples()
     with pytest.raises(
         ValueError, match=r"prompt 10, sample 0.*layers \[1, 2, 5\], expected \[1, 2"
@@ -206,7 +206,7 @@ def test_expected_layers_and_topk_are_arguments():
         of([])
 
 
-def test_wrong_advantages_are_refused():
+def test_of_refuses_wrong_advantages():
     with pytest.raises(ValueError, match=r"returned \[3\], expected \[8\]"):
         Batch.of(make_samples(), lambda rewards, groups: rewards[:3])
     with pytest.raises(ValueError, match="returned inf for sample 0"):
@@ -269,7 +269,7 @@ def test_num_loss_tokens_ahead_equals_a_loop(depth):
     assert batch.num_loss_tokens_ahead(depth) == want
 
 
-def test_select_refuses_a_sample_that_is_not_there():
+def test_select_refuses_an_unknown_sample():
     with pytest.raises(IndexError, match="sample 8, expected 0 to 7"):
         of(make_samples()).select([0, 8])
 
@@ -288,7 +288,7 @@ def test_split_keeps_groups_whole_and_in_order():
         batch.split(3)
 
 
-def test_fields_of_another_length_are_refused():
+def test_batch_refuses_fields_of_another_length():
     batch = of(make_samples())
     with pytest.raises(ValueError, match=r"old_logprobs has shape \[3\], expected \d+ rows"):
         batch.with_(old_logprobs=torch.zeros(3))

@@ -149,7 +149,7 @@ def test_rows_of_no_sequences():
         ),
     ],
 )
-def test_layout_refuses(make, message):
+def test_layout_refuses_wrong_arguments(make, message):
     with pytest.raises(ValueError) as error:
         make()
     assert message in str(error.value)

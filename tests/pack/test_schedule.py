@@ -35,7 +35,7 @@ def best_fullest_bin(loads: list[int], num_bins: int) -> int:
     align=st.sampled_from([1, 2, 8]),
 )
 @settings(max_examples=300, deadline=None)
-def test_every_sample_once_and_limits_kept(seqlens, dp_size, limit, align):
+def test_plan_microbatches_places_every_sample_once_within_limits(seqlens, dp_size, limit, align):
     limit = max(limit, *(padded(n, align) for n in seqlens))
     plan = plan_microbatches(seqlens, dp_size, limit, align)
     assert all(len(each.bins) == dp_size for each in plan)
@@ -57,7 +57,7 @@ def test_every_sample_once_and_limits_kept(seqlens, dp_size, limit, align):
     limit=st.integers(10, 60),
 )
 @settings(max_examples=150, deadline=None)
-def test_fullest_bin_within_four_thirds_of_the_optimum(loads, dp_size, limit):
+def test_plan_microbatches_fills_bins_within_four_thirds_of_the_optimum(loads, dp_size, limit):
     limit = max(limit, *loads)
     plan = plan_microbatches(loads, dp_size, limit)
     num_bins = dp_size * len(plan)
@@ -72,37 +72,37 @@ def test_fullest_bin_within_four_thirds_of_the_optimum(loads, dp_size, limit):
     limit=st.integers(30, 40),
 )
 @settings(max_examples=100, deadline=None)
-def test_microbatches_close_to_the_fewest_possible(loads, dp_size, limit):
+def test_plan_microbatches_makes_few_microbatches(loads, dp_size, limit):
     fewest = next(n for n in range(1, 8) if best_fullest_bin(loads, n) <= limit)
     first_fit = (11 * fewest + 6) // 9  # bins that first fit decreasing needs at most
     assert len(plan_microbatches(loads, dp_size, limit)) <= -(-first_fit // dp_size)
 
 
-def test_first_fit_saves_a_microbatch_that_balancing_alone_would_need():
+def test_plan_microbatches_first_fit_saves_a_microbatch():
     seqlens = [3, 3, 2, 2, 2]  # emptiest first gives 3 + 2 + 2 and 3 + 2
     assert bins_of(seqlens, 2, 7) == [((0, 2, 4), (1, 3))]
     assert bins_of(seqlens, 2, 6) == [((0, 1), (2, 3, 4))]
 
 
-def test_first_fit_leaves_no_rank_without_a_sample():
+def test_plan_microbatches_leaves_no_rank_without_a_sample():
     """Emptiest first overflows 7 bins of 30, first fit fills 6 of them to the brim."""
     seqlens = [20, 18, 16, 15, 15, 14, 13, 12, 10, 9, 9, 8, 7, 7, 7]
     (bins,) = bins_of(seqlens, 7, 30)
     assert sorted(sum(seqlens[i] for i in ids) for ids in bins)[:2] == [10, 20]
 
 
-def test_totals_of_ranks_even_out():
+def test_plan_microbatches_evens_out_the_totals_of_ranks():
     assert bins_of([8, 7, 6, 5], 2, 8) == [((0,), (1,)), ((3,), (2,))]
 
 
-def test_ranks_get_like_microbatches_together():
+def test_plan_microbatches_pairs_microbatches_of_equal_size():
     seqlens = [100, 100, 50, 50, 10, 10]
     plan = plan_microbatches(seqlens, 2, 100)
     for _, (first, second) in plan:
         assert sum(seqlens[i] for i in first) == sum(seqlens[i] for i in second)
 
 
-def test_fewer_samples_than_ranks_leaves_empty_microbatches():
+def test_plan_microbatches_leaves_bins_empty_if_samples_are_few():
     assert bins_of([5, 7], 4, 8) == [((1,), (0,), (), ())]
 
 
@@ -117,6 +117,6 @@ def test_fewer_samples_than_ranks_leaves_empty_microbatches():
         (([1], 1, 8, 0), r"align is 0"),
     ],
 )
-def test_messages(args, match):
+def test_plan_microbatches_refuses_wrong_arguments(args, match):
     with pytest.raises(ValueError, match=match):
         plan_microbatches(*args)

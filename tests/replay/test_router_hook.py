@@ -52,7 +52,7 @@ def expected_map(batch, micro, layer):
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_ids_used_are_ids_given(recompute):
+def test_use_forces_the_given_ids(recompute):
     plan, batch = tiny_plan(f"model.recompute={recompute}"), random_batch(12)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
@@ -145,7 +145,7 @@ def test_use_leaves_padding_out_of_the_counts(replayed):
                 replay.use(0, None)
 
 
-def test_tokens_without_a_route_are_routed_natively():
+def test_use_lets_the_router_choose_for_tokens_without_a_route():
     """With no route at all, a replayed pass is the native one."""
     plan, batch = tiny_plan(), random_batch(8, unrouted=1.1)
     schedule = plan_microbatches(batch.seqlens, 1, 128)
@@ -181,7 +181,7 @@ def test_agreement_counts_what_the_router_would_have_chosen():
     assert half_scores.agreement[1] == (rows / 2, 0, rows)
 
 
-def test_the_gate_gets_its_gradient():
+def test_use_keeps_the_gradient_of_the_gate():
     plan, batch = tiny_plan(), random_batch(8, unrouted=0.0)
     batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
     with topology.start(plan) as topo:
@@ -194,7 +194,7 @@ def test_the_gate_gets_its_gradient():
         assert (after[name] != weight).all(), name
 
 
-def test_no_state_is_left_also_after_an_exception():
+def test_session_leaves_no_state_after_an_exception():
     plan, batch = tiny_plan("model.recompute=full"), random_batch(8)
     batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
     schedule = plan_microbatches(batch.seqlens, 1, 64)
@@ -213,7 +213,7 @@ def test_no_state_is_left_also_after_an_exception():
         assert torch.equal(policy.scores(batch, schedule).logprobs, clean)
 
 
-def test_missing_layers_are_refused():
+def test_prepare_refuses_missing_layers():
     plan, batch = tiny_plan(), random_batch(4)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
@@ -227,7 +227,7 @@ def test_missing_layers_are_refused():
             )
 
 
-def test_a_fused_router_is_refused():
+def test_replay_refuses_a_fused_router():
     from pyrl_ext.replay.router_hook import Replay
 
     plan = tiny_plan()
