@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from pydantic.fields import FieldInfo
+
 from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.schema import Config
 
@@ -38,7 +40,7 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def fields_of(section: str | None = None) -> dict[str, Any]:
+def fields_of(section: str | None = None) -> dict[str, FieldInfo]:
     """Field name -> pydantic's field info, of a section or of the top level."""
     if section is None:
         return Config.model_fields

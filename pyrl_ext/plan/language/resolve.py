@@ -7,6 +7,8 @@ import re
 from decimal import Decimal
 from typing import Any, get_args
 
+from pydantic.fields import FieldInfo
+
 from pyrl_ext.plan.language.errors import Key, fields_of
 from pyrl_ext.plan.language.fields import RelativePath
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
@@ -100,13 +102,13 @@ def read_size(text: str, unit: str | None) -> int | str:
     return int(value)
 
 
-def unit_of(field: Any) -> str | None:
+def unit_of(field: FieldInfo) -> str | None:
     """The unit in brackets in the description of `field`."""
     found = _UNIT.search(field.description or "")
     return found[1] if found else None
 
 
-def relative_path_of(field: Any) -> RelativePath | None:
+def relative_path_of(field: FieldInfo) -> RelativePath | None:
     """How the text of `field` is a path, where it is one."""
     marks = [*field.metadata, *_annotations(field.annotation)]
     return next((mark for mark in marks if isinstance(mark, RelativePath)), None)
@@ -117,7 +119,7 @@ def _annotations(annotation: Any) -> list[Any]:
     return [*inner, *(each for part in inner for each in _annotations(part))]
 
 
-def _field(key: Key) -> Any:
+def _field(key: Key) -> FieldInfo | None:
     """The schema's field of `key`, None for what is no field of its own."""
     *section, name = key
     return fields_of(*section).get(name) if len(key) <= 2 else None
