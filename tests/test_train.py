@@ -328,6 +328,7 @@ def test_train_leaves_no_half_checkpoint_on_a_full_disk(tmp_path):
     done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "step-2 could not be written" in done.stderr and "OSError" in done.stderr
+    assert "the same command resumes from " in done.stderr
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
     assert run(tmp_path, "steps=2", *overrides) == 0
 
@@ -337,6 +338,7 @@ def test_train_names_a_checkpoint_folder_that_cannot_be_written(tmp_path, capsys
     assert run(tmp_path, "steps=1", "evaluate.every=0") == 1
     error = capsys.readouterr().err
     assert "step-1 could not be written (rank 0: " in error
+    assert "with resume=never the same command starts over" in error
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1  # the step itself is kept
 
 

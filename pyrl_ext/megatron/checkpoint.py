@@ -103,9 +103,16 @@ def _on_all_ranks(stage: Callable[[Path], None], writing: Path, topo: Topology) 
         shutil.rmtree(writing, ignore_errors=True)
     raise OSError(
         f"checkpoint: {writing.with_suffix('')} could not be written ({'; '.join(failed)}); the "
-        "unfinished folder is deleted, older checkpoints are untouched. Make room, then start the "
-        "same command again"
+        "unfinished folder is deleted, older checkpoints are untouched. Make room for it; "
+        f"{how_to_resume(writing.parent)}"
     ) from problem
+
+
+def how_to_resume(folder: Path) -> str:
+    """What the next start of a run does, from the checkpoints in ``folder``."""
+    if (newest := latest(folder)) is None:
+        return "there is no checkpoint yet: with resume=never the same command starts over"
+    return f"the same command resumes from {newest}"
 
 
 def _problems(problem: str | None, topo: Topology) -> list[str]:

@@ -86,7 +86,8 @@ class JsonlSink:
         except OSError as error:
             raise OSError(
                 f"{self.path}: step {row['step']} cannot be written ({error.strerror}), expected "
-                "space on its file system. Make room, then start the same command again"
+                "space on its file system. Make room; the same command resumes from the newest "
+                "checkpoint, and with resume=never starts over where there is none"
             ) from error
         self._last_step = row["step"]
 

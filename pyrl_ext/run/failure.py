@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,26 +29,22 @@ def report_failure(run: Path, error: BaseException) -> None:
         message = f"exit code {error.code} was asked for before the last step, by sys.exit or exit"
     elif not isinstance(error, EXPECTED) or not message:
         message = f"{type(error).__name__}: {message}".removesuffix(": ")
-    print(f"error: {printable(message, _SHOWN)}", file=sys.stderr)
-    if isinstance(error, FolderError):
-        return  # the folder belongs to another process, or to nobody
-    trace = "".join(traceback.format_exception(error))
-    try:
-        write_text(run / "error.txt", trace.encode("utf-8", "backslashreplace").decode())
-        print(f"(traceback: {run / 'error.txt'})", file=sys.stderr)
-    except (OSError, ValueError) as problem:
-        print(f"(no traceback in the run folder: {problem})", file=sys.stderr)
-        if not isinstance(error, EXPECTED):
-            print(trace, file=sys.stderr)
+    lines = [f"error: {printable(message, _SHOWN)}"]
+    if not isinstance(error, FolderError):  # else the folder is another process's, or nobody's
+        trace = "".join(traceback.format_exception(error))
+        try:  # before anything is printed: user code may have closed stderr
+            write_text(run / "error.txt", trace.encode("utf-8", "backslashreplace").decode())
+            lines.append(f"(traceback: {run / 'error.txt'})")
+        except (OSError, ValueError) as problem:
+            lines.append(f"(no traceback in the run folder: {problem})")
+            lines += [] if isinstance(error, EXPECTED) else [trace]
+    with suppress(OSError, ValueError):
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def report_stop(run: Path) -> None:
     """Print that a second Ctrl-C ended the run, and how it goes on."""
-    newest = checkpoint.latest(run / "checkpoints")
-    resumes = "there is no checkpoint yet: with resume=never the same command starts over"
-    if newest is not None:
-        resumes = f"the same command resumes from {newest}"
-    print(f"stopped at once; {resumes}", flush=True)
+    print(f"stopped at once; {checkpoint.how_to_resume(run / 'checkpoints')}", flush=True)
 
 
 @contextmanager

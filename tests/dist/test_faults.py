@@ -124,12 +124,12 @@ def test_train_names_a_lost_rank_and_the_same_command_resumes(tmp_path):
 
 def test_train_on_two_hosts():
     """The same numbers as on one host; a pulled cable ends both sides, which name each other."""
-    import two_hosts
+    from tests import two_hosts
 
     if reason := two_hosts.why_not():
         pytest.skip(reason)
-    command, pipe = [sys.executable, two_hosts.__file__], subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    command, pipe = [sys.executable, "-m", "tests.two_hosts"], subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     assert f"pyrl-{process.pid}-" not in os.listdir("/var/run/netns"), output

@@ -79,6 +79,14 @@ def test_report_failure_writes_the_traceback_or_says_why_not(tmp_path, capsys, e
     assert "no traceback in the run folder" in capsys.readouterr().err
 
 
+def test_report_failure_keeps_the_traceback_when_stderr_is_closed(tmp_path, monkeypatch):
+    closed = (tmp_path / "stderr").open("w")
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    report_failure(tmp_path, ValueError("the reason"))
+    assert "the reason" in (tmp_path / "error.txt").read_text()
+
+
 def test_report_stop_names_the_checkpoint_or_says_that_there_is_none(tmp_path, capsys):
     report_stop(tmp_path)
     assert "no checkpoint yet: with resume=never" in capsys.readouterr().out
