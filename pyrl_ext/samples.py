@@ -1,4 +1,4 @@
-"""What engine and trainer exchange: Prompt and Sampling go in, Sample comes out."""
+"""The types that engine and trainer exchange: Prompt and Sampling go in, Sample comes out."""
 
 from __future__ import annotations
 

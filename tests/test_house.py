@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -183,6 +184,22 @@ def test_functions_and_files_stay_short():
     )
     over = {house: lines for house, lines in code.items() if lines > MAX_CODE[house]}
     assert not over, f"{over} lines of code, expected at most {MAX_CODE}"
+
+
+# How no docstring begins, and words that a reader takes twice
+ODD_ENGLISH = re.compile(
+    r'"""(Of|What|Where) |\b(alike|for ever|let go of|of (its|their) own|are told|is said)\b'
+)
+
+
+def test_docstrings_and_messages_are_plain_english():
+    odd = [
+        f"{place(file, number)}: {line.strip()}"
+        for file in FILES
+        for number, line in enumerate(lines_of(file), 1)
+        if ODD_ENGLISH.search(line)
+    ]
+    assert not odd, "say it with subject, verb and object:\n" + "\n".join(odd)
 
 
 @pytest.mark.parametrize(

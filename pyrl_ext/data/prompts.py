@@ -21,7 +21,7 @@ _SHOWN_PROBLEMS = 50
 
 
 class Tokenizer(Protocol):
-    """What prompts and rewards use of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that prompts and rewards use."""
 
     eos_token_id: int
     unk_token_id: int | None

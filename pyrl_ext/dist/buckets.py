@@ -22,7 +22,7 @@ Allocate = Callable[[int], Tensor]
 
 
 class Slot(NamedTuple):
-    """Where one tensor lies in a buffer.
+    """The place of one tensor in a buffer.
 
     Args:
         name:  of the tensor

@@ -96,7 +96,7 @@ class Heartbeat:
 
     @property
     def place(self) -> str:
-        """Where this rank is, as in ``update of step 7``."""
+        """The phase and step of this rank, as in ``update of step 7``."""
         if self.step is None:
             return "start-up"
         inside = "" if self._phase in (None, "step") else f"{self._phase} of "

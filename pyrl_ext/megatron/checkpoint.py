@@ -109,7 +109,7 @@ def _on_all_ranks(stage: Callable[[Path], None], writing: Path, topo: Topology) 
 
 
 def how_to_resume(folder: Path) -> str:
-    """What the next start of a run does, from the checkpoints in ``folder``."""
+    """Say what the next start of a run does, from the checkpoints in ``folder``."""
     if (newest := latest(folder)) is None:
         return "there is no checkpoint yet: with resume=never the same command starts over"
     return f"the same command resumes from {newest}"

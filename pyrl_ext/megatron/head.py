@@ -1,4 +1,4 @@
-"""What the last pipeline stage makes of hidden states: log-probs and entropies, not logits.
+"""The last pipeline stage: log-probs and entropies from hidden states, not logits.
 
 megatron-core's GPTModel hands its hidden states and output layer to an ``output_processor``;
 `score_tokens` is one.

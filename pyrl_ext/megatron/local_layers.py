@@ -37,7 +37,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class ReplicatedLinear(MegatronModule):
-    """y = x W^T with W alike on every tensor-parallel rank, on the rank's shard of the sequence.
+    """y = x W^T with the same W on every tensor-parallel rank, on the rank's shard of the sequence.
 
     What TELinear(parallel_mode="duplicated") is to the TE spec. megatron's local spec has
     column-parallel down projections in multi-latent attention instead, and then the rotary key's

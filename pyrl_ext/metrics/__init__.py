@@ -1,1 +1,1 @@
-"""What a run reports: one definition a metric, where it is written, and the report at the end."""
+"""The numbers of a run: one definition a metric, the files they go to, and the report."""

@@ -1,4 +1,4 @@
-"""Where the numbers of a step go: a file of JSON lines, TensorBoard, the terminal.
+"""The destinations of a step's numbers: a file of JSON lines, TensorBoard, the terminal.
 
 A row is one step: ``{"step": 3, "reward": 0.5, ...}``.
 """

@@ -1,4 +1,4 @@
-"""What all Triton backends share, without importing Triton."""
+"""Helpers of all Triton backends, without importing Triton."""
 
 import os
 from collections.abc import Callable

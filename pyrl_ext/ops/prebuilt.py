@@ -42,7 +42,7 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
 
 
 def facts(plan: Plan, config: Mapping[str, Any], target: int) -> dict[str, Any]:
-    """What prebuilt kernels depend on; ``target``: compute capability, 90 for sm_90."""
+    """The facts that prebuilt kernels depend on; ``target``: compute capability, 90 for sm_90."""
     names = [name for name, _ in launches(plan, config)]
     return {"triton": triton.__version__, "target": f"sm_{target}", "launches": names}
 

@@ -1,4 +1,4 @@
-"""Where every token of a packed batch lives: the index vectors that all consumers share.
+"""The place of every token of a packed batch: the index vectors that all consumers share.
 
 Three orders of the same tokens:
 
@@ -177,7 +177,7 @@ class TokenLayout:
             raise ValueError(f"TokenLayout: {kind}_rank is {rank}, expected one in [0, {size})")
 
     def _chunks(self, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where in its sequence each chunk of this rank begins, and its rows, in local order."""
+        """(first position in its sequence, rows) of each chunk of this rank, in local order."""
         self._check_rank("cp", cp_rank)
         if self.cp_size == 1:
             return np.zeros_like(self._padded), self._padded

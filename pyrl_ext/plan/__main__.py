@@ -99,7 +99,7 @@ def _write_page(path: str | None, content: Plan | ConfigError) -> bool:
 
 
 def _run(module: str, options: argparse.Namespace, *more: str) -> int:
-    """What needs torch runs in a process of its own: the plan imports nothing of it."""
+    """Run a command that needs torch in a separate process: the plan imports none of it."""
     command = [sys.executable, "-m", module, options.config, *options.overrides, *more]
     return subprocess.run(command, check=False).returncode
 

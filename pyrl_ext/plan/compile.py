@@ -82,7 +82,7 @@ def refuse(source: Source, broken: Iterable[tuple[str, str]] = ()) -> None:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
-    """What the files and `overrides` say, unchecked. Raises `ConfigError` where a file is missing
+    """Read the files and `overrides`, unchecked. Raises `ConfigError` where a file is missing
     or no YAML: what follows from that would only hide it."""
     source = read(path, tuple(overrides))
     if not source.complete:
@@ -92,7 +92,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
 
 
 def draft_of(source: Source) -> PartialPlan:
-    """What rules look at: a plan of the fields of `source` that are right, wrong ones recorded."""
+    """The plan that rules look at: the fields of `source` that are right, wrong ones recorded."""
     draft = PartialPlan.of(os.path.abspath(source.path), source.tree, _check_fields(source))
     _read_hf(source, draft)
     return draft

@@ -1,4 +1,4 @@
-"""What a plan should say although nothing is wrong, and what the trainer cannot run yet."""
+"""Notes on plans that hold, and the parts that the trainer cannot run yet."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 
 def _placement(plan: Plan) -> list[str]:
-    """What a layout costs beside its ranks."""
+    """Costs of a layout beside its ranks."""
     parallel, node, found = plan.parallel, plan.hardware.gpus_per_node, []
     columns = -(-plan.sizes.vocab_size // parallel.tp) * parallel.tp
     if columns > plan.sizes.vocab_size:
@@ -61,7 +61,7 @@ def _placement(plan: Plan) -> list[str]:
 
 
 def unsupported(plan: Plan) -> tuple[str, ...]:
-    """What `plan` names that the trainer refuses to start, each with its key."""
+    """Parts of `plan` that the trainer refuses to start, each with its key."""
     found = [f"model.config: {reason}" for reason in plan.sizes.unsupported()]
     if plan.model.backend != "local":
         found.append(f"model.backend: {plan.model.backend} is not connected yet. Use local")
@@ -71,7 +71,7 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
 
 
 def _engine(plan: Plan) -> list[str]:
-    """What vLLM can and is not asked for yet."""
+    """Parts that vLLM supports and the trainer does not use yet."""
     rollout, found = plan.rollout, []
     if rollout.engine != "vllm":
         return found

@@ -67,7 +67,7 @@ class Plan(Config):
 
     @property
     def derived(self) -> dict[str, Any]:
-        """What follows: row counts, the stages' layers, the ranks' coordinates and groups."""
+        """Derived values: row counts, the stages' layers, the ranks' coordinates and groups."""
         return {
             "fingerprint": self.fingerprint,
             "row_alignment": self.row_alignment,
@@ -82,7 +82,7 @@ class Plan(Config):
 
     @property
     def kernel_sizes(self) -> dict[str, Any]:
-        """What the kernels of a run are specialised for."""
+        """The sizes that the kernels of a run are specialised for."""
         sizes, fused = self.sizes, self.logprob.head == "fused"
         return {
             "route_ids": route_id_dtype(sizes.num_experts),
@@ -175,7 +175,7 @@ class Plan(Config):
     def engine_of_rank(self) -> tuple[int | None, ...]:
         """By trainer rank, the engine that it holds, or holds a part of; None: it holds none.
 
-        One in a process of its own belongs to one rank, one in process to as many as it has parts.
+        One in a separate process belongs to one rank, one in process to as many as it has parts.
         """
         world, tp, gpus = self.world_size, self.rollout.tp, self.rollout.gpus
         if self.transport == "inprocess":

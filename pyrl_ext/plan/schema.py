@@ -1,4 +1,4 @@
-"""What the YAML may say: one frozen model a section, one described field a key.
+"""The sections of the YAML: one frozen model a section, one described field a key.
 
 A description names the unit in brackets; sizes such as 2GiB are read by it.
 """
@@ -177,9 +177,9 @@ class Rollout(Section):
     """which state of the trainer is offloaded to host memory while a shared GPU generates"""
     transport: Literal["auto", "inprocess", "shm", "ipc", "broadcast"] = "auto"
     """how weights reach the engine. inprocess: it runs in the trainer's process and takes them as
-    they are; the others run it in a process of its own, and pass them through shared memory (shm,
+    they are; the others run it in a separate process, and pass them through shared memory (shm,
     CPU), through the GPU that both use (ipc) or by gloo or NCCL (broadcast). auto: broadcast with
-    gpus of its own, else inprocess"""
+    separate gpus, else inprocess"""
     bucket_bytes: Positive = 2**30
     """of weights that travel to the engine together [bytes]; a layer's experts, and a tensor, are
     never split"""
@@ -217,7 +217,7 @@ class Rollout(Section):
 
 
 class Replay(Section):
-    """Where the trainer's routers take the experts that the engine chose, instead of their own."""
+    """The passes in which the trainer's routers use the experts that the engine chose."""
 
     old: bool = True
     """in the forward pass for the log-probs before the update"""
@@ -233,7 +233,7 @@ class Replay(Section):
 
 
 class Objective(Section):
-    """What is optimised."""
+    """The objective of the optimisation."""
 
     advantage: Name = "grpo"
     """built-in name or module:function"""
@@ -288,7 +288,7 @@ class Optimizer(Section):
 
 
 class Data(Section):
-    """Where prompts and rewards come from: a built-in task, or a file with a reward function."""
+    """The source of prompts and rewards: a built-in task, or a file with a reward function."""
 
     task: Name | None = None
     """built-in task, which brings prompts and reward"""
@@ -318,7 +318,7 @@ class Evaluate(Section):
 
 
 class Checkpoint(Section):
-    """What is written to resume from."""
+    """Checkpoints, from which a run resumes."""
 
     every: Count = 50
     """rollout steps between checkpoints; 0: only the last step"""
@@ -330,7 +330,7 @@ class Checkpoint(Section):
 
 
 class Log(Section):
-    """Where progress is shown, besides metrics.jsonl."""
+    """Displays of progress besides metrics.jsonl."""
 
     tensorboard: bool = False
     """write tensorboard events into the run folder"""
@@ -339,7 +339,7 @@ class Log(Section):
 
 
 class Hardware(Section):
-    """What the run is planned for: memory and time are estimated for it, and held against it."""
+    """The machines the run is planned for; memory and time are estimated for them."""
 
     gpu: Literal["A100", "H100", "H200", "B200"] | None = None
     """one rank's device; null: none is named, so nothing is held against a limit"""
@@ -357,7 +357,7 @@ class Estimate(Section):
     response_tokens: Positive | None = None
     """mean length of responses [tokens]; null: half of rollout.max_new_tokens"""
     spread: Annotated[float, Field(ge=0, le=10)] = 0.5
-    """standard deviation of the logarithm of lengths; 0: all alike"""
+    """standard deviation of the logarithm of lengths; 0: all the same"""
 
 
 class Config(Section):

@@ -41,7 +41,7 @@ class TaskOptions(BaseModel):
 
 
 class OptionProblem(NamedTuple):
-    """What is wrong with one option of a task."""
+    """The problem of one option of a task, or None."""
 
     option: str
     message: str
@@ -61,7 +61,7 @@ def task_problem(task: str) -> str | None:
 
 
 def option_problems(task: str, options: Mapping[str, Any]) -> list[OptionProblem]:
-    """What is wrong with the options of `task`, a key of `SYMBOLS`; empty: nothing."""
+    """The problems of the options of `task`, a key of `SYMBOLS`; empty: nothing."""
     try:
         read = TaskOptions.model_validate(dict(options))
     except ValidationError as error:

@@ -16,7 +16,7 @@ from pyrl_ext.samples import Sampling
 
 
 def build_engine(plan: Plan, device: torch.device, rank: int = 0) -> Engine:
-    """The engine of this rank: in this process, in a process of its own, or an idle stand-in.
+    """The engine of this rank: in this process, in a separate process, or an idle stand-in.
 
     Raises: RuntimeError when there are fewer GPUs than the trainer's ranks and the engines need.
     """

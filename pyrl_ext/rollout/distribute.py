@@ -20,7 +20,7 @@ Score = Callable[[list[Sample]], list[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """What all engines together have to generate.
+    """A request to all engines together.
 
     Args:
         prompts: with distinct ids

@@ -20,7 +20,7 @@ __all__ = ["Capabilities", "Engine", "Prompt", "Sample", "Sampling", "in_order",
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do; a plan that needs more is refused before it starts.
+    """The abilities of an engine; a plan that needs more is refused before it starts.
 
     Args:
         routes: samples carry routed experts
@@ -43,7 +43,7 @@ class Engine(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this engine can do."""
+        """The abilities of this engine."""
         ...
 
     def load_weights(

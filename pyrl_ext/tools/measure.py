@@ -50,7 +50,7 @@ CONTEXT = "CUDA and NCCL"  # not given out by torch's allocator
 
 
 class Saved:
-    """What autograd holds for backward passes; ``peak`` is the most bytes at a time.
+    """The memory that autograd holds for backward passes; ``peak`` is the most bytes at a time.
 
     Args:
         known: tensors that are held anyway, and not counted.
@@ -233,7 +233,7 @@ def _parameters(policy: Policy) -> list[Tensor]:
 
 
 def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
-    """What this rank held and took in a step, and what was predicted for the rows it computed.
+    """Measure what this rank held and took in a step, beside the prediction for its rows.
 
     Communicates, Syncs: as steps of the run.
     """

@@ -34,7 +34,7 @@ from pyrl_ext.weights.gather import GatheredWeights
 
 @dataclass(frozen=True)
 class Scores:
-    """A forward pass over a batch, alike on every rank.
+    """A forward pass over a batch, the same on every rank.
 
     Args:
         logprobs:  [T] fp32, of each row's target.

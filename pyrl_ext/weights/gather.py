@@ -35,7 +35,7 @@ _STAGE_KEY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Where the shards of one parameter lie in the scratch buffer.
+    """The places of one parameter's shards in the scratch buffer.
 
     Args:
         row:    of the weight table.

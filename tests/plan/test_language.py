@@ -382,9 +382,7 @@ def test_explain_shows_a_field(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_explain_shows_a_section(capsys: pytest.CaptureFixture[str]):
     text = said(capsys, "--explain", "checkpoint", "configs/tiny.yaml", "checkpoint.keep=7")
-    assert (
-        "What is written to resume from" in text and "newest checkpoints" in text and " 7 " in text
-    )
+    assert "from which a run resumes" in text and "newest checkpoints" in text and " 7 " in text
 
 
 @pytest.mark.parametrize(

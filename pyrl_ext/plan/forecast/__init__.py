@@ -1,1 +1,1 @@
-"""What a plan will need and take: memory, time, and layouts that do better."""
+"""Forecasts of a plan: memory, time, and layouts that do better."""

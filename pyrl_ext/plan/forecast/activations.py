@@ -159,7 +159,7 @@ class Kept(NamedTuple):
 
 
 def chunk_activations(plan: Plan, chunk: ModelChunk) -> Kept:
-    """What one microbatch saves in a model chunk, under the plan's recompute choice."""
+    """The tensors that one microbatch saves in a model chunk, under the plan's recompute choice."""
     hidden, tp = plan.sizes.hidden_size, plan.parallel.tp
     each = DTYPE_BYTES[plan.model.dtype]
     sparse = [i in plan.router_layers for i in chunk.layers]

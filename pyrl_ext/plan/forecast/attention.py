@@ -11,7 +11,7 @@ from pyrl_ext.plan.plan import Plan
 
 
 class Heads(NamedTuple):
-    """What attention computes of one row on a tensor-parallel rank, in elements."""
+    """The elements that attention computes for one row on a tensor-parallel rank."""
 
     query: int
     key: int

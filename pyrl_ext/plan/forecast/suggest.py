@@ -83,7 +83,7 @@ class Search:
     held: int = 0
     """Layouts that break no rule."""
     too_large: int = 0
-    """Of these, layouts that were tried and do not fit."""
+    """The number of these layouts that do not fit."""
     found: tuple[Suggestion, ...] = ()
     """Fastest first; for each layout the fastest setting that fits."""
     smallest: tuple[int, tuple[str, ...]] | None = None

@@ -31,7 +31,7 @@ class ConfigError(ValueError):
 
 
 def _order(problem: Problem) -> tuple[str, int]:
-    """What has no line first, then file by file."""
+    """Problems without a line first, then file by file."""
     return problem.where.rpartition(":")[0] if problem.line else "", problem.line
 
 

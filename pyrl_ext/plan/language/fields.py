@@ -1,4 +1,4 @@
-"""What the sections of the schema have in common: their base class, and kinds of values."""
+"""The base class of the schema's sections, and the kinds of values they share."""
 
 from __future__ import annotations
 

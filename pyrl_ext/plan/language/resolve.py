@@ -120,6 +120,6 @@ def _annotations(annotation: Any) -> list[Any]:
 
 
 def _field(key: Key) -> FieldInfo | None:
-    """The schema's field of `key`, None for what is no field of its own."""
+    """The schema's field of `key`, None if the schema has no such field."""
     *section, name = key
     return fields_of(*section).get(name) if len(key) <= 2 else None

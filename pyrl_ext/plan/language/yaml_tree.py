@@ -52,7 +52,7 @@ for _tag, _pattern, _first in [
 
 
 class Place(NamedTuple):
-    """Where a key was written."""
+    """The file and line of a key."""
 
     file: str
     line: int
@@ -63,7 +63,7 @@ _DEEPEST = 64  # what writes a plan as JSON gives up at 255
 
 @dataclass
 class Source:
-    """What was written, where, and what could not be read."""
+    """The values that were written, their lines, and the problems of reading them."""
 
     path: str
     tree: dict[str, Any] = field(default_factory=dict)

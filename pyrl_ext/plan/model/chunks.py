@@ -30,7 +30,7 @@ SPLIT_WAYS = {
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """What one model chunk of a pipeline rank holds."""
+    """The layers that one model chunk of a pipeline rank holds."""
 
     embedding: bool
     """The token embedding."""

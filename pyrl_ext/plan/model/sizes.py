@@ -25,7 +25,7 @@ class Parameters:
     expert: int = 0
     """Routed experts: split over expert-parallel and expert-tensor-parallel ranks."""
     active_expert: int = 0
-    """Of `expert`, those that one token uses."""
+    """The parameters of `expert` that one token uses."""
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(
@@ -52,7 +52,7 @@ class Yarn:
     at all."""
 
     factor: float
-    """Of the context's length."""
+    """The factor of the context's length."""
     original_positions: float
     """Length of the context before."""
     beta_fast: float
@@ -68,7 +68,7 @@ class Yarn:
 
 
 class ModelSizes(BaseModel, ABC):
-    """What all families state; ``plan/families/<family>.py`` adds what one of them does.
+    """The sizes that all families state; ``plan/families/<family>.py`` adds what one of them does.
 
     Fields keep their HF names where the families agree on one; `key` gives the name a config uses.
     What a checkpoint may leave out has transformers' default.
@@ -120,7 +120,7 @@ class ModelSizes(BaseModel, ABC):
 
     @property
     def whole_projections(self) -> int:
-        """Of `attention`, matrices that every tensor-parallel rank holds whole."""
+        """The matrices of `attention` that every tensor-parallel rank holds whole."""
         return 0
 
     @property
@@ -170,11 +170,11 @@ class ModelSizes(BaseModel, ABC):
 
     @property
     def yarn(self) -> Yarn | None:
-        """Where `rope_type` is yarn, how it bends the wavelengths."""
+        """How YaRN stretches the wavelengths; None unless `rope_type` is yarn."""
         return None
 
     def contradictions(self) -> tuple[str, ...]:
-        """What cannot be true of any model, each a message of a rule."""
+        """Contradictions that no model can have, each the message of a rule."""
         if self.topk <= self.num_experts:
             return ()
         return (
@@ -183,7 +183,7 @@ class ModelSizes(BaseModel, ABC):
         )
 
     def unsupported(self) -> tuple[str, ...]:
-        """What transformers builds from such a config, and the trainer does not."""
+        """Parts that transformers builds from such a config and the trainer does not."""
         found = []
         if self.rope_type not in self.rope_types:
             found.append(f"rope_type is {self.rope_type}; its rotary embeddings are not built")
@@ -192,7 +192,7 @@ class ModelSizes(BaseModel, ABC):
         return tuple(found)
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader may not expect of the family."""
+        """Facts about the family that may surprise a reader."""
         return ()
 
 
@@ -227,7 +227,7 @@ def _sparse_layer(sizes: ModelSizes) -> Parameters:
 
 def mtp_parameters(sizes: ModelSizes) -> Parameters:
     """Parameters of a layer for multi-token prediction: a decoder layer with experts, behind a
-    projection of two normed inputs and before a norm of its own."""
+    projection of two normed inputs and before a separate norm."""
     hidden = sizes.hidden_size
     return _sparse_layer(sizes) + Parameters(replicated=3 * hidden, tensor=2 * hidden * hidden)
 

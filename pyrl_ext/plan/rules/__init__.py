@@ -1,4 +1,4 @@
-"""What must hold between fields: one named function a rule, a file a topic.
+"""Conditions between fields: one named function a rule, a file a topic.
 
 A rule returns None, or its message: `<what, with value>, expected <rule>[; <consequence>][. <what
 to do>]`. Ranges of a single field are in the schema. A rule that reads a field which is itself

@@ -1,4 +1,4 @@
-"""What a rule is, how all of them are evaluated, and phrases that several share."""
+"""The rule decorator, the evaluation of all rules, and phrases that several share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rule(key: str) -> Callable[[Rule], Rule]:
 
 
 def sentence(rule: Rule) -> str:
-    """What a rule demands, in words: its name is a sentence."""
+    """The demand of a rule in words: its name is a sentence."""
     return rule.__name__.replace("_", " ")
 
 
@@ -59,7 +59,7 @@ def relative(path: str) -> str:
 
 
 def in_config(plan: Plan) -> str:
-    """Where the sizes of the model are written."""
+    """The file that holds the sizes of the model."""
     return f"({relative(plan.config_path)})"
 
 

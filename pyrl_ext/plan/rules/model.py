@@ -72,7 +72,7 @@ def fp8_widths_are_multiples_of_16(plan: Plan) -> Found:
 
 @rule("model.offload_layers")
 def offloading_suits_megatron(plan: Plan) -> Found:
-    """What megatron-core's TransformerConfig and TransformerBlock refuse."""
+    """Combinations that megatron-core's TransformerConfig and TransformerBlock refuse."""
     model, layers = plan.model, plan.sizes.num_hidden_layers
     reasons = {
         f"model.backend {model.backend}": model.backend != "te",

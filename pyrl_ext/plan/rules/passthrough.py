@@ -1,4 +1,4 @@
-"""What is passed on to megatron-core and vLLM as it is: nothing that the plan, the HF config or the
+"""Options passed to megatron-core and vLLM unchanged: nothing that the plan, the HF config or the
 trainer sets, and nothing that does not exist."""
 
 from __future__ import annotations

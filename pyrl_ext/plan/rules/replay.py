@@ -18,7 +18,7 @@ def replay_needs_routers(plan: Plan) -> Found:
 
 @rule("rollout.path")
 def recorded_routes_are_of_this_model(plan: Plan) -> Found:
-    """Of the first file; the others are looked at when they are read."""
+    """Checks the first file; the others are looked at when they are read."""
     path = plan.recorded_path
     if not (plan.replay.enabled and plan.rollout.engine == "recorded" and path):
         return None

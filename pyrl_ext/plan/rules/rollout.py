@@ -17,7 +17,7 @@ from pyrl_ext.plan.rules._rule import (
 )
 
 # Key of the section -> the engines that read it; all others are read by every engine, or have a
-# rule of their own.
+# separate rule.
 READERS = {
     **dict.fromkeys(("tp", "gpus", "gpu_memory_utilization", "engine_options"), ("vllm",)),
     **dict.fromkeys(("sleep", "offload_trainer", "dtype", "transport"), ("hf", "vllm")),
@@ -92,8 +92,8 @@ def weights_can_reach_the_engine(plan: Plan) -> Found:
         return None
     if way == "inprocess" and not shared:
         return (
-            f"inprocess with rollout.gpus {rollout.gpus}, expected broadcast; an engine on GPUs of "
-            "its own has a process of its own"
+            f"inprocess with rollout.gpus {rollout.gpus}, expected broadcast; an engine on "
+            "separate GPUs runs in a separate process"
         )
     if way == "shm" and not on_cpu:
         return "shm with device cuda, expected another; weights would go through host memory"

@@ -101,7 +101,7 @@ def value_of(key: Key, source: Source) -> Any:
 
 
 def came_from(key: Key, source: Source) -> str:
-    """Where a value came from: an override, a line of the file or of a parent, or the default."""
+    """The origin of a value: an override, a line of the file or of a parent, or the default."""
     tree: Any = source.tree
     for part in key[:-1]:
         tree = tree.get(part, {})

@@ -1,4 +1,4 @@
-"""Where each tensor of a Hugging Face checkpoint goes in a live transformers model."""
+"""The place of each tensor of a Hugging Face checkpoint in a live transformers model."""
 
 from __future__ import annotations
 

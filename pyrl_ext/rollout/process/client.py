@@ -190,7 +190,7 @@ class ProcessEngine(Engine):
         self._pending += 1
 
     def _result(self, call: str) -> Any:
-        """What the call returned; samples that come before it are dropped."""
+        """The result of the call; samples that come before it are dropped."""
         while isinstance(message := self._recv(call), bytes):
             continue
         return message

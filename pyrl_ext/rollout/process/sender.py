@@ -41,7 +41,7 @@ class ReaderLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What a reader is sent about a bucket.
+    """The message that a reader gets about a bucket.
 
     Args:
         index:  which of the two buffers it is in
@@ -83,7 +83,7 @@ class Sender:
 
     @property
     def incoming(self) -> Incoming:
-        """What the readers iterate over; another one after a transfer that failed."""
+        """The stream that the readers iterate over; a new one after a transfer that failed."""
         if self._door is None:
             self._door = socket.socket(socket.AF_UNIX)
             self._door.bind("")  # the kernel picks a name, which is in no folder
@@ -183,7 +183,7 @@ def _readers() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Incoming:
-    """What a `Sender` sends, as (name, tensor); pickled to another process it is read there.
+    """The tensors that a `Sender` sends, as (name, tensor); another process reads a pickled copy.
 
     A tensor is valid until the next one is asked for: its buffer is filled again.
 

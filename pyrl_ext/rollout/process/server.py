@@ -54,7 +54,7 @@ class Failure(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a call returned."""
+    """The result of a call."""
 
     value: Any
 

@@ -1,4 +1,4 @@
-"""What families have in common: two kinds of attention, and routers that score by sigmoid."""
+"""Blocks that families share: two kinds of attention, and routers that score by sigmoid."""
 
 from __future__ import annotations
 
