@@ -182,7 +182,8 @@ class Batch:
         chosen = np.asarray(ids, dtype=np.int64)
         lengths = np.asarray(self.seqlens, dtype=np.int64)[chosen]
         ends = np.cumsum(lengths)
-        return np.arange(lengths.sum()) + np.repeat(self.starts[chosen] - (ends - lengths), lengths)
+        firsts: np.ndarray = np.repeat(self.starts[chosen] - (ends - lengths), lengths)
+        return np.arange(len(firsts), dtype=np.int64) + firsts
 
     def select(self, ids: Sequence[int]) -> Batch:
         """The sub-batch of samples ``ids``, in that order: one ragged gather a field.
