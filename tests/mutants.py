@@ -225,7 +225,7 @@ MUTANTS = [
 
 
 def copy_tree(folder: Path) -> None:
-    """What tests need of the repository, the native extension included."""
+    """The parts of the repository that tests need, the native extension included."""
     for name in COPIED:
         source, ignore = REPOSITORY / name, shutil.ignore_patterns("__pycache__")
         if source.is_dir():

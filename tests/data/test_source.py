@@ -1,4 +1,4 @@
-"""What a plan's data section becomes: prompts, reward and scorer."""
+"""The data section of a plan as objects: prompts, reward and scorer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a topology says when the processes are not those of the plan."""
+"""Errors of a topology whose processes are not those of the plan."""
 
 import pytest
 import torch

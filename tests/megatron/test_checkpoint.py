@@ -387,7 +387,7 @@ def test_load_names_the_file_with_a_changed_bit(pair):
 @pytest.mark.parametrize("name", FILES[:-1])
 @pytest.mark.parametrize("contents", [b"", b"{}", b'{"step": "two", "updates": 0}', b"\x80abc"])
 def test_load_names_a_damaged_file_without_digests(pair, tmp_path, name, contents):
-    """Of an earlier version, which wrote none."""
+    """A checkpoint of an earlier version, which wrote none."""
     folder = shutil.copytree(pair, tmp_path / "pair")
     newest = folder / "step-2"
     counters = json.loads((newest / "counters.json").read_text())

@@ -1,4 +1,4 @@
-"""Where the numbers of a step go: files that survive crashes, TensorBoard, the terminal."""
+"""The destinations of a step's numbers: files that survive crashes, TensorBoard, the terminal."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What every operator promises `torch.library`: opcheck, full graphs, shapes without data."""
+"""Every operator's contract with `torch.library`: opcheck, full graphs, shapes without data."""
 
 import importlib
 import pkgutil

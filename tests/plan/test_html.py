@@ -211,7 +211,7 @@ needs_browser = pytest.mark.skipif(
 
 
 def measured(page: str, folder: Path, dark: bool = False, rank: int = 0) -> tuple[dict, Path]:
-    """What measure_page.js finds in a page at 1280 px, and a picture of it."""
+    """The faults that measure_page.js finds in a page at 1280 px, and a picture of it."""
     script = Path(browser.__file__).with_name("measure_page.js").read_text(encoding="utf-8")
     copy, picture = folder / "page.html", folder / "page.png"
     script = f"<script>{script.replace('RANK', str(rank))}</script></body>"

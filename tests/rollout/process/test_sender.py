@@ -15,7 +15,7 @@ from pyrl_ext.rollout.process.sender import Reader, Sender
 
 
 def tensors(seed: int) -> list[tuple[str, Tensor]]:
-    """Of all kinds and sizes."""
+    """Tensors of all kinds and sizes."""
     g = torch.Generator().manual_seed(seed)
     found = []
     for i in range(60):
