@@ -6,11 +6,11 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ class Place:
         cp_size, cp_rank, cp_group: context-parallel ranks that share its rows (zigzag); the group
             is None for one rank.
         tp_size, tp_rank: tensor-parallel ranks that share the rows of a context-parallel rank.
-        dp_rank: data-parallel rank, which selects the bin of a round.
         align: every sequence is padded to a multiple of this [rows]; FP8 asks for more than the
             sizes above.
     """
@@ -45,7 +44,6 @@ class Place:
     cp_group: Any = None
     tp_size: int = 1
     tp_rank: int = 0
-    dp_rank: int = 0
     align: int = 1
 
 
@@ -55,6 +53,8 @@ class Topology:
 
     Sizes and ranks are plain ints; ``groups`` is megatron-core's ``ProcessGroupCollection``
     (``tp pp cp ep expt_tp dp dp_cp expt_dp ...``), which its functions take as an argument.
+    ``cp_groups`` holds this rank's context-parallel group of each size that a microbatch may take;
+    None for a group of one rank.
     """
 
     device: torch.device
@@ -72,26 +72,32 @@ class Topology:
     pp_rank: int
     cp_rank: int
     groups: Any
+    cp_groups: Mapping[int, Any]
     fp8: bool = False
+
+    @property
+    def grid_rank(self) -> int:
+        """This rank in the grid of data- and context-parallel ranks, in which schedules count."""
+        return self.dp_rank * self.cp_size + self.cp_rank
 
     def place(self, cp_size: int | None = None) -> Place:
         """This rank's place in a microbatch that ``cp_size`` ranks share; None: as the plan says.
 
         Raises: ValueError for a size without process groups.
         """
-        if cp_size not in (None, self.cp_size):
+        size = self.cp_size if cp_size is None else cp_size
+        if size not in self.cp_groups:
             raise ValueError(
-                f"Topology.place: cp_size is {cp_size}, expected {self.cp_size} (parallel.cp); "
-                "process groups exist for that size only"
+                f"Topology.place: cp_size is {size}, expected one of {sorted(self.cp_groups)} "
+                "(parallel.cp to parallel.dynamic_cp), the sizes with process groups"
             )
         return Place(
-            cp_size=self.cp_size,
-            cp_rank=self.cp_rank,
-            cp_group=self.groups.cp if self.cp_size > 1 else None,
+            cp_size=size,
+            cp_rank=self.grid_rank % size,
+            cp_group=self.cp_groups[size],
             tp_size=self.tp_size,
             tp_rank=self.tp_rank,
-            dp_rank=self.dp_rank,
-            align=alignment(self.tp_size, self.cp_size, self.fp8),
+            align=alignment(self.tp_size, size, self.fp8),
         )
 
     @property
@@ -174,6 +180,7 @@ def start(plan: Plan, timeout: timedelta = timedelta(minutes=30)) -> Iterator[To
     finally:
         _leave_groups()
         if ours:
+            _group_of.cache_clear()
             dist.destroy_process_group()
 
 
@@ -235,5 +242,33 @@ def _groups(plan: Plan, device: torch.device) -> Topology:
         pp_rank=groups.pp.rank(),
         cp_rank=groups.cp.rank(),
         groups=groups,
+        cp_groups=_cp_groups(plan, groups),
         fp8=plan.model.fp8 is not None,
     )
+
+
+def _cp_groups(plan: Plan, groups: Any) -> dict[int, Any]:
+    """This rank's context-parallel group of each size from ``parallel.cp`` to ``dynamic_cp``.
+
+    A group of c ranks holds neighbours in the grid of data- and context-parallel ranks, from a
+    multiple of c on.
+    """
+    smallest = groups.cp.size()
+    found = {smallest: groups.cp if smallest > 1 else None}
+    grid = dist.get_process_group_ranks(groups.dp_cp)
+    rank, size = grid.index(dist.get_rank()), 2 * smallest
+    while size <= (plan.parallel.dynamic_cp or 0):
+        first = rank // size * size
+        found[size] = _group_of(tuple(grid[first : first + size]))
+        size *= 2
+    return found
+
+
+@cache
+def _group_of(ranks: tuple[int, ...]) -> Any:
+    """The group of ``ranks``, which they alone create: any number of ranks costs a rank as much.
+
+    It lives as long as the process. torch names such a group by its ranks, and the store keeps the
+    addresses under a name; a second group of that name would connect to them and hang.
+    """
+    return dist.new_group(ranks, use_local_synchronization=True)

@@ -1,31 +1,109 @@
-"""Which samples run together, and on which rank: rounds of microbatches.
+"""Schedule: which samples run together, in which microbatch, on which ranks.
 
 The plan's forecast packs with the same function (`plan/forecast/packing.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.packing import pack_samples
 
-__all__ = ["Round", "Schedule", "plan_microbatches"]
+__all__ = ["Group", "Schedule", "plan_microbatches"]
 
 
-class Round(NamedTuple):
-    """One microbatch on every data-parallel rank.
+class Group(NamedTuple):
+    """The ranks that run some samples together in one microbatch.
 
     Args:
-        cp_size: context-parallel ranks that share the rows of a microbatch.
-        bins: [dp_size] sample ids of each data-parallel rank's microbatch, ascending.
+        first: first of its ranks in the grid of data- and context-parallel ranks, where rank
+            ``dp_rank * cp_size + cp_rank`` counts. A multiple of ``cp_size``.
+        cp_size: number of its ranks, which share the rows of its samples.
+        samples: ids, ascending. Without samples it computes padding, so that its ranks take part
+            in the collectives of the others.
     """
 
+    first: int
     cp_size: int
-    bins: tuple[tuple[int, ...], ...]
+    samples: tuple[int, ...]
+
+    @property
+    def ranks(self) -> range:
+        """Its ranks in the grid."""
+        return range(self.first, self.first + self.cp_size)
 
 
-Schedule = Sequence[Round]
+Microbatch = tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Microbatches in their order, the same on every rank.
+
+    Args:
+        num_ranks: ranks of the grid, data-parallel times context-parallel.
+        microbatches: groups of each microbatch by their first rank; together they hold every rank
+            of the grid once.
+        makespan: cost of the slowest rank of each microbatch, summed; nan without a cost model.
+        lower_bound: total cost over the number of ranks; nan without a cost model.
+    """
+
+    num_ranks: int
+    microbatches: tuple[Microbatch, ...]
+    makespan: float = math.nan
+    lower_bound: float = math.nan
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def group_of(self, microbatch: int, rank: int) -> Group:
+        """The group of grid rank ``rank`` in a microbatch."""
+        groups = self.microbatches[microbatch]
+        return groups[bisect_right(groups, rank, key=lambda group: group.first) - 1]
+
+    @property
+    def samples(self) -> list[int]:
+        """All sample ids, microbatch by microbatch."""
+        return [i for groups in self.microbatches for group in groups for i in group.samples]
+
+    @property
+    def digest(self) -> int:
+        """32 bits, equal for equal schedules."""
+        return zlib.crc32(repr(self.microbatches).encode())
+
+    def single(self) -> Iterator[Schedule]:
+        """Each microbatch as a schedule."""
+        return (replace(self, microbatches=(groups,)) for groups in self.microbatches)
+
+    def renumbered(self, ids: Sequence[int]) -> Schedule:
+        """The same microbatches, with sample ``ids[i]`` in place of sample i."""
+        moved = (
+            tuple(g._replace(samples=tuple(ids[i] for i in g.samples)) for g in groups)
+            for groups in self.microbatches
+        )
+        return replace(self, microbatches=tuple(moved))
+
+    def padded(self, multiple: int) -> Schedule:
+        """With microbatches of padding at the end, so that ``multiple`` divides their number."""
+        empty = tuple(group._replace(samples=()) for group in self.microbatches[-1])
+        missing = -len(self) % multiple
+        return replace(self, microbatches=self.microbatches + (empty,) * missing)
+
+    def to_json(self) -> str:
+        """The schedule as one JSON object; nan becomes null."""
+        microbatches = [
+            [{"ranks": [*g.ranks], "cp_size": g.cp_size, "samples": [*g.samples]} for g in groups]
+            for groups in self.microbatches
+        ]
+        costs = {"makespan": self.makespan, "lower_bound": self.lower_bound}
+        known = {name: None if math.isnan(cost) else cost for name, cost in costs.items()}
+        return json.dumps({"num_ranks": self.num_ranks, **known, "microbatches": microbatches})
 
 
 def plan_microbatches(
@@ -34,10 +112,10 @@ def plan_microbatches(
     tokens_per_microbatch: int,
     align: int = 1,
     cp_size: int = 1,
-) -> tuple[Round, ...]:
+) -> Schedule:
     """Samples of every microbatch of every data-parallel rank, deterministic and balanced.
 
-    `pack_samples` documents the algorithm.
+    Every group has ``cp_size`` ranks. `pack_samples` documents the algorithm.
 
     Args:
         seqlens: rows of each sample [tokens].
@@ -48,7 +126,7 @@ def plan_microbatches(
         cp_size: context-parallel ranks that share the rows of a microbatch.
 
     Returns:
-        One `Round` a microbatch. A bin is empty only if there are fewer samples than bins.
+        A group is empty only if there are fewer samples than groups.
 
     Raises:
         ValueError: a sample does not fit into a microbatch alone, or a size is not positive.
@@ -56,7 +134,11 @@ def plan_microbatches(
     limit = tokens_per_microbatch * cp_size
     _check_sizes(seqlens, dp_size, limit, align)
     table = pack_samples([_padded(n, align) for n in seqlens], dp_size, limit)
-    return tuple(Round(cp_size, bins) for bins in zip(*table, strict=True))
+    microbatches = (
+        tuple(Group(dp_rank * cp_size, cp_size, ids) for dp_rank, ids in enumerate(bins))
+        for bins in zip(*table, strict=True)
+    )
+    return Schedule(dp_size * cp_size, tuple(microbatches))
 
 
 def _check_sizes(seqlens: Sequence[int], dp_size: int, limit: int, align: int) -> None:

@@ -37,7 +37,7 @@ from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.schedule import Round
+from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
@@ -182,26 +182,26 @@ class Bench:
             found["engine weights"] = list(model.parameters())
         return {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
 
-    def largest(self, batch: Batch) -> tuple[Batch, Round, int]:
-        """The minibatch, round and rows of the largest microbatch that this rank trains on."""
+    def largest(self, batch: Batch) -> tuple[Batch, Schedule, int]:
+        """The minibatch, microbatch and rows of the largest microbatch that this rank trains on."""
         parts = batch.split(self.plan.batching.minibatches)
         microbatches = [
-            (self.rows(part, each), number, each)
+            (self.rows(part, one), number, one)
             for number, part in enumerate(parts)
-            for each in plan_schedule(self.plan, part)
+            for one in plan_schedule(self.plan, part).single()
         ]
-        most, number, each = max(microbatches, key=lambda found: found[0])
-        return parts[number], each, most
+        most, number, one = max(microbatches, key=lambda found: found[0])
+        return parts[number], one, most
 
-    def rows(self, part: Batch, each: Round) -> int:
-        """Rows that this rank computes of a round, without the padding of an empty microbatch."""
-        align, ids = self.plan.row_alignment, each.bins[self.topo.dp_rank]
-        return sum(-(-part.seqlens[i] // align) * align for i in ids) // each.cp_size
+    def rows(self, part: Batch, one: Schedule) -> int:
+        """Rows that this rank computes of a microbatch, without the padding of an empty one."""
+        align, group = self.plan.row_alignment, one.group_of(0, self.topo.grid_rank)
+        return sum(-(-part.seqlens[i] // align) * align for i in group.samples) // group.cp_size
 
-    def routes(self, part: Batch, each: Round) -> int:
+    def routes(self, part: Batch, one: Schedule) -> int:
         """Bytes of a microbatch's routes, as they come to the device and as routers take them."""
         replay = self.policy.llm.replay
-        prefetch = MicrobatchPrefetcher(part, [each], self.topo, replay, self.plan.replay.train)
+        prefetch = MicrobatchPrefetcher(part, one, self.topo, replay, self.plan.replay.train)
         _, ready = next(prefetch.microbatches(0))
         if (routes := ready.routes) is None:
             return 0

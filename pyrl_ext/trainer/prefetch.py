@@ -12,7 +12,7 @@ from pyrl_ext.dist.upload import Upload
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.pack.schedule import Round, Schedule
+from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.replay.routed_experts import RoutedExperts
 from pyrl_ext.replay.router_hook import Replay
 
@@ -39,8 +39,8 @@ class MicrobatchPrefetcher:
 
     Args:
         batch:    on the host.
-        schedule: rounds of microbatches.
-        topo:     gives this rank's place in each round.
+        schedule: of the samples of ``batch``.
+        topo:     gives this rank's place in each microbatch.
         replay:   the routers of the model.
         replayed: whether routers use the routes of the batch; else they choose for themselves.
         depths:   MTP layers whose inputs are needed.
@@ -64,19 +64,17 @@ class MicrobatchPrefetcher:
             )
         self.batch, self.topo, self.replay = batch, topo, replay
         self.replayed, self.depths = replayed, depths
-        self.rounds = list(schedule)
-        if topo.vpp_size is not None:  # interleaving wants a multiple of pp_size: add padding
-            empty = Round(self.rounds[-1].cp_size, ((),) * len(self.rounds[-1].bins))
-            self.rounds += [empty] * (-len(self.rounds) % topo.pp_size)
+        # an interleaved pipeline runs pp_size microbatches of a chunk at a time
+        self.schedule = schedule if topo.vpp_size is None else schedule.padded(topo.pp_size)
         self._upload = Upload(topo.device)
         self._ready: dict[int, DeviceMicrobatch] = {}
         self._made = 0
 
     def __len__(self) -> int:
-        return len(self.rounds)
+        return len(self.schedule)
 
     def microbatches(self, chunk: int) -> Iterator[tuple[int, DeviceMicrobatch]]:
-        """(``chunk``, microbatch) of every round in turn, for one model chunk."""
+        """(``chunk``, microbatch) in the order of the schedule, for one model chunk."""
         for number in range(len(self)):
             while self._made <= number:
                 self._prepare()
@@ -95,11 +93,10 @@ class MicrobatchPrefetcher:
             self._prepare()
 
     def _prepare(self) -> None:
-        cp_size, bins = self.rounds[self._made]
-        place = self.topo.place(cp_size)
+        group = self.schedule.group_of(self._made, self.topo.grid_rank)
+        place = self.topo.place(group.cp_size)
         with record_function("pyrl: pack"):
-            ids = bins[place.dp_rank]
-            micro = Microbatch.of(self.batch, ids, place, self.depths, self._upload)
+            micro = Microbatch.of(self.batch, group.samples, place, self.depths, self._upload)
             packed = PackedSequences.of(micro)
         routes = self.replay.prepare(self.batch, micro, self.replayed, self._upload)
         self._ready[self._made] = DeviceMicrobatch(micro, packed, routes, len(self.replay.hooks))

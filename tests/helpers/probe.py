@@ -12,9 +12,9 @@ from torch import Tensor
 from pyrl_ext.pack.batch import Batch
 
 
-def local_rows(batch: Batch, ids, topo) -> list[int]:
+def local_rows(batch: Batch, ids, place) -> list[int]:
     """Row of the batch in each row of this context-parallel rank, -1 = padding; one by one."""
-    cp, tp = topo.cp_size, topo.tp_size
+    cp, tp = place.cp_size, place.tp_size
     unit = tp if cp == 1 else 2 * cp * tp
     rows: list[int] = []
     for i in ids:
@@ -25,7 +25,7 @@ def local_rows(batch: Batch, ids, topo) -> list[int]:
             rows += whole
         else:
             size = padded // (2 * cp)
-            for chunk in (topo.cp_rank, 2 * cp - 1 - topo.cp_rank):
+            for chunk in (place.cp_rank, 2 * cp - 1 - place.cp_rank):
                 rows += whole[chunk * size : (chunk + 1) * size]
     return rows
 
@@ -52,8 +52,9 @@ class Probe:
     def expect(self, batch: Batch, schedule, training: bool, replay: bool = True) -> None:
         """The pass that comes is over ``batch``, cut by ``schedule``."""
         self.batch, self.training, self.replay = batch, training, replay
+        groups = (schedule.group_of(m, self.topo.grid_rank) for m in range(len(schedule)))
         self.rows = [
-            local_rows(batch, each.bins[self.topo.dp_rank], self.topo) for each in schedule
+            local_rows(batch, group.samples, self.topo.place(group.cp_size)) for group in groups
         ]
         tokens = [tuple(int(batch.tokens[r]) if r >= 0 else 0 for r in rows) for rows in self.rows]
         assert len(set(filter(any, tokens))) == len([*filter(any, tokens)]), "two alike: no oracle"

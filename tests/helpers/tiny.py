@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.schedule import Round
+from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.plan import Plan, compile_plan
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
@@ -24,9 +24,13 @@ def tiny_plan(*overrides: str, config: Path = CONFIG) -> Plan:
     return compile_plan(config, overrides)
 
 
-def rounds(*bins: Sequence[Sequence[int]], cp_size: int = 1) -> tuple[Round, ...]:
-    """A schedule of one round for each of ``bins`` ([dp rank] -> sample ids)."""
-    return tuple(Round(cp_size, tuple(map(tuple, each))) for each in bins)
+def schedule_of(*bins: Sequence[Sequence[int]], cp_size: int = 1) -> Schedule:
+    """One microbatch for each of ``bins`` ([dp rank] -> sample ids)."""
+    microbatches = (
+        tuple(Group(i * cp_size, cp_size, tuple(ids)) for i, ids in enumerate(each))
+        for each in bins
+    )
+    return Schedule(len(bins[0]) * cp_size, tuple(microbatches))
 
 
 def random_routes(rows: int, generator: torch.Generator) -> Tensor:

@@ -23,7 +23,7 @@ from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers.probe import local_rows
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import CONFIG, random_batch, rounds, tiny_plan
+from tests.helpers.tiny import CONFIG, random_batch, schedule_of, tiny_plan
 from tests.parity import BOUNDS, apart, compiled
 
 OVERLAPPED = ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true")
@@ -225,7 +225,9 @@ def test_a_run_learns_the_same_with_the_fused_head(tmp_path):
 def test_a_model_for_multi_token_prediction_says_what_it_needs(folder):
     with topology.start(plan := compiled("glm mtp", folder)) as topo:
         policy, batch = Policy.build(plan, topo), random_batch(2)
-        [(_, ready)] = policy._prefetch(batch, rounds([[0, 1]]), replayed=False).microbatches(0)
+        [(_, ready)] = policy._prefetch(batch, schedule_of([[0, 1]]), replayed=False).microbatches(
+            0
+        )
         inputs = ready.micro.tokens[None], ready.packed.positions[None], None
         with pytest.raises(TypeError, match="output_processor is None, expected a function"):
             unwrap(policy.llm.chunks[0]).eval()(*inputs, packed_seq_params=ready.packed)

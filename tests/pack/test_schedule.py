@@ -1,16 +1,22 @@
 """plan_microbatches: every sample once, limits kept, close to the optimum, the same every time."""
 
+import json
 from itertools import product
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.pack.schedule import Group, Schedule, plan_microbatches
 
 
 def bins_of(*args):
-    return [each.bins for each in plan_microbatches(*args)]
+    return bins(plan_microbatches(*args))
+
+
+def bins(schedule):
+    """[microbatch][data-parallel rank] -> sample ids."""
+    return [tuple(g.samples for g in groups) for groups in schedule.microbatches]
 
 
 def padded(n: int, align: int) -> int:
@@ -38,17 +44,18 @@ def best_fullest_bin(loads: list[int], num_bins: int) -> int:
 def test_plan_microbatches_places_every_sample_once_within_limits(seqlens, dp_size, limit, align):
     limit = max(limit, *(padded(n, align) for n in seqlens))
     plan = plan_microbatches(seqlens, dp_size, limit, align)
-    assert all(len(each.bins) == dp_size for each in plan)
-    placed = sorted(i for each in plan for ids in each.bins for i in ids)
-    assert placed == list(range(len(seqlens)))
-    held = [sum(padded(seqlens[i], align) for i in ids) for each in plan for ids in each.bins]
+    assert plan.num_ranks == dp_size
+    assert all([g.first for g in groups] == [*range(dp_size)] for groups in plan.microbatches)
+    assert sorted(plan.samples) == list(range(len(seqlens)))
+    held = [sum(padded(seqlens[i], align) for i in ids) for each in bins(plan) for ids in each]
     assert max(held) <= limit
     assert all(held) or len(seqlens) < len(held)
     assert plan == plan_microbatches(tuple(seqlens), dp_size, limit, align)
     shared = plan_microbatches(seqlens, dp_size, -(-limit // 2), align, cp_size=2)
-    assert all(each.cp_size == 2 for each in shared)
+    for groups in shared.microbatches:
+        assert [(g.first, g.cp_size) for g in groups] == [(2 * i, 2) for i in range(dp_size)]
     if limit % 2 == 0:
-        assert [each.bins for each in shared] == [each.bins for each in plan]
+        assert bins(shared) == bins(plan)
 
 
 @given(
@@ -62,7 +69,7 @@ def test_plan_microbatches_fills_bins_within_four_thirds_of_the_optimum(loads, d
     plan = plan_microbatches(loads, dp_size, limit)
     num_bins = dp_size * len(plan)
     assume(num_bins ** len(loads) <= 20_000)
-    held = [sum(loads[i] for i in ids) for each in plan for ids in each.bins]
+    held = [sum(loads[i] for i in ids) for each in bins(plan) for ids in each]
     assert 3 * max(held) <= 4 * best_fullest_bin(loads, num_bins)
 
 
@@ -87,8 +94,8 @@ def test_plan_microbatches_first_fit_saves_a_microbatch():
 def test_plan_microbatches_leaves_no_rank_without_a_sample():
     """Emptiest first overflows 7 bins of 30, first fit fills 6 of them to the brim."""
     seqlens = [20, 18, 16, 15, 15, 14, 13, 12, 10, 9, 9, 8, 7, 7, 7]
-    (bins,) = bins_of(seqlens, 7, 30)
-    assert sorted(sum(seqlens[i] for i in ids) for ids in bins)[:2] == [10, 20]
+    (only,) = bins_of(seqlens, 7, 30)
+    assert sorted(sum(seqlens[i] for i in ids) for ids in only)[:2] == [10, 20]
 
 
 def test_plan_microbatches_evens_out_the_totals_of_ranks():
@@ -98,7 +105,7 @@ def test_plan_microbatches_evens_out_the_totals_of_ranks():
 def test_plan_microbatches_pairs_microbatches_of_equal_size():
     seqlens = [100, 100, 50, 50, 10, 10]
     plan = plan_microbatches(seqlens, 2, 100)
-    for _, (first, second) in plan:
+    for first, second in bins(plan):
         assert sum(seqlens[i] for i in first) == sum(seqlens[i] for i in second)
 
 
@@ -120,3 +127,36 @@ def test_plan_microbatches_leaves_bins_empty_if_samples_are_few():
 def test_plan_microbatches_refuses_wrong_arguments(args, match):
     with pytest.raises(ValueError, match=match):
         plan_microbatches(*args)
+
+
+def test_schedule_group_of_finds_the_group_of_a_rank():
+    groups = (Group(0, 4, (0, 1)), Group(4, 2, ()), Group(6, 1, (2,)), Group(7, 1, (3,)))
+    schedule = Schedule(8, (groups,))
+    expected = [groups[0]] * 4 + [groups[1]] * 2 + [groups[2], groups[3]]
+    assert [schedule.group_of(0, rank) for rank in range(8)] == expected
+    assert [rank for group in groups for rank in group.ranks] == [*range(8)]
+
+
+def test_schedule_padded_appends_empty_microbatches():
+    schedule = plan_microbatches([5, 7, 9], 1, 10, cp_size=2)
+    longer = schedule.padded(4)
+    assert longer.microbatches[: len(schedule)] == schedule.microbatches
+    assert longer.microbatches[len(schedule) :] == ((Group(0, 2, ()),),) * (4 - len(schedule))
+    assert schedule.padded(len(schedule)) == schedule
+
+
+def test_schedule_renumbered_names_other_samples():
+    schedule = plan_microbatches([5, 7, 9], 1, 10).renumbered([30, 10, 20])
+    assert sorted(schedule.samples) == [10, 20, 30]
+    assert schedule.digest != plan_microbatches([5, 7, 9], 1, 10).digest
+
+
+def test_schedule_to_json_names_every_group():
+    found = json.loads(plan_microbatches([5, 7], 2, 10, cp_size=2).to_json())
+    assert found["num_ranks"] == 4 and found["makespan"] is None
+    assert found["microbatches"] == [
+        [
+            {"ranks": [0, 1], "cp_size": 2, "samples": [1]},
+            {"ranks": [2, 3], "cp_size": 2, "samples": [0]},
+        ]
+    ]

@@ -102,6 +102,7 @@ def one_rank(plan: Plan) -> Topology:
         pp_rank=0,
         cp_rank=0,
         groups=None,
+        cp_groups={},
     )
 
 

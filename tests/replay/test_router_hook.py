@@ -12,7 +12,16 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
-from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, QWEN3, TOPK, random_batch, rounds, tiny_plan
+from tests.helpers.tiny import (
+    CONFIG,
+    EXPERTS,
+    LAYERS,
+    QWEN3,
+    TOPK,
+    random_batch,
+    schedule_of,
+    tiny_plan,
+)
 
 RECOMPUTE = ["none", "selective", "full"]
 
@@ -59,7 +68,7 @@ def test_use_forces_the_given_ids(recompute):
         probe, schedule = Probe(policy), plan_microbatches(batch.seqlens, 1, 64)
         batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
         policy.update(batch, schedule, build_loss(plan.objective))
-        micros = [Microbatch.of(batch, each.bins[0], topo.place()) for each in schedule]
+        micros = [Microbatch.of(batch, g.samples, topo.place()) for (g,) in schedule.microbatches]
     passes = 1 if recompute == "none" else 2
     for layer in LAYERS:
         assert len(probe.used[layer]) == passes * len(micros)
@@ -89,7 +98,7 @@ def test_given_experts_are_routed_as_megatron_does(config, fields):
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"megatron": fields})})
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        prefetch = policy._prefetch(batch, rounds([range(6)]), replayed=True)
+        prefetch = policy._prefetch(batch, schedule_of([range(6)]), replayed=True)
         _, ready = next(prefetch.microbatches(0))
         assert ready.routes is not None and ready.routes.use is None
         policy.llm.replay.use(0, ready.routes)
@@ -167,7 +176,7 @@ def test_agreement_counts_what_the_router_would_have_chosen():
         policy.scores(batch, schedule, replay=False)
         assert batch.routes is not None
         own = torch.stack([probe.used[layer][0].int().topk(TOPK).indices for layer in LAYERS], 1)
-        order = Microbatch.of(batch, schedule[0].bins[0], topo.place()).rows
+        order = Microbatch.of(batch, schedule.samples, topo.place()).rows
         routes = torch.empty_like(batch.routes)
         routes[order] = own.to(torch.uint8)
         own_scores = policy.scores(batch.with_(routes=routes), schedule)

@@ -22,7 +22,7 @@ from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers.probe import Probe, local_rows
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import rounds
+from tests.helpers.tiny import schedule_of
 from tests.parity import (
     BOUNDS,
     LAYOUTS,
@@ -133,7 +133,7 @@ def deal(samples, dp_size, split, cp_size):
     bins = [[[] for _ in range(dp_size)] for _ in range(split)]
     for i in range(samples):
         bins[i // dp_size % split][i % dp_size].append(i)
-    return rounds(*bins, cp_size=cp_size)
+    return schedule_of(*bins, cp_size=cp_size)
 
 
 @pytest.mark.parametrize("layout", [n for some in SPLIT_LAYOUTS.values() for n in some])
@@ -241,7 +241,7 @@ def unmended_roll(group, folder):
         rolled: Any = roll_tensor(tokens, cp_group=topo.groups.cp, packed_seq_params=params)[0]
         want = {
             m: int(batch.tokens[row + 1])
-            for m, row in enumerate(local_rows(batch, ids, topo))
+            for m, row in enumerate(local_rows(batch, ids, topo.place()))
             if row >= 0 and row + 1 < batch.ends[row]
         }
         theirs = sum(int(rolled[0, m]) != token for m, token in want.items())

@@ -9,7 +9,7 @@ from pyrl_ext.dist import topology
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
-from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, random_batch, rounds, tiny_plan
+from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, random_batch, schedule_of, tiny_plan
 from tests.parity import batches, compiled
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -46,7 +46,7 @@ def test_microbatches_replay_mtp_layers_if_samples_have_their_routes(tmp_path, r
     batch = batches(plan, mtp_routes=reported)[0]
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        prefetch = policy._prefetch(batch, rounds([range(8)]), replayed=True, depths=2)
+        prefetch = policy._prefetch(batch, schedule_of([range(8)]), replayed=True, depths=2)
         _, ready = next(prefetch.microbatches(0))
         policy.llm.replay.use(0, ready.routes)
         used = {hook.layer_id: hook.current for hook in policy.llm.replay.hooks[0]}
@@ -74,7 +74,7 @@ def test_microbatches_without_replay_spread_padding_over_all_experts(tmp_path, e
     plan, batch = tiny_plan(f"model.config={tmp_path}/config.json"), random_batch(3)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        schedule = rounds([range(3)], [()])
+        schedule = schedule_of([range(3)], [()])
         prefetch = policy._prefetch(batch, schedule, replayed=False)
         routes = [ready.routes for _, ready in prefetch.microbatches(0)]
         (native,), (padding,) = (each.of_layers([1]) for each in routes if each is not None)
