@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from pyrl_ext.data.prompts import DataError, Tokenizer
+from pyrl_ext.data.chat import Tokenizer
+from pyrl_ext.data.files import DataError
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

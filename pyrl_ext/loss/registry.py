@@ -13,6 +13,7 @@ from pyrl_ext.dist.user_code import load_function
 from pyrl_ext.loss.advantages import grpo
 from pyrl_ext.loss.grpo import grpo_loss
 from pyrl_ext.loss.inputs import AdvantageFn, LossFn, LossInputs, ObjectiveConfig, Sums
+from pyrl_ext.loss.sft import sft_loss
 
 
 def build_advantage(config: ObjectiveConfig) -> AdvantageFn:
@@ -26,7 +27,9 @@ def build_loss(config: ObjectiveConfig) -> LossFn:
     """The loss function that ``objective.loss`` names: (logprobs, entropy, LossInputs) -> sums."""
     if config.loss == "grpo":
         return partial(grpo_loss, config=config)
-    loss = load_function("objective.loss", config.loss, 3, ("grpo",), config=config)
+    if config.loss == "sft":
+        return sft_loss
+    loss = load_function("objective.loss", config.loss, 3, ("grpo", "sft"), config=config)
     return _checked(f"objective.loss: {config.loss!r}", loss)
 
 

@@ -10,7 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pyrl_ext.data.prompts import DataError, PromptSource, load_prompts
+from pyrl_ext.data.files import DataError
+from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import number_match
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.samples import Prompt

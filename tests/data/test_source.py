@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyrl_ext.data.prompts import DataError
+from pyrl_ext.data.files import DataError
 from pyrl_ext.data.rewards import number_match
 from pyrl_ext.data.source import build_source
 from pyrl_ext.plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pyrl_ext.data.prompts import DataError
+from pyrl_ext.data.files import DataError
 from pyrl_ext.data.tokenizer import load_tokenizer
 from tests.helpers.prompts import CONFIGS
 

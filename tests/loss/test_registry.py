@@ -59,8 +59,8 @@ def test_build_takes_functions_of_the_user():
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("gpro", r"objective.loss: 'gpro', expected grpo or package.module:function"),
-        (":plain", r"expected grpo or package.module:function"),
+        ("gpro", r"objective.loss: 'gpro', expected grpo or sft or package.module:function"),
+        (":plain", r"expected grpo or sft or package.module:function"),
         ("no_such_module_x:f", r"'no_such_module_x:f': no module 'no_such_module_x'"),
         ("os.no_such:f", r"no module 'os.no_such'"),
         (

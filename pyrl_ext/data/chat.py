@@ -1,0 +1,147 @@
+"""Chat templates: messages as text, and as tokens with a mask of those that the assistant wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from pyrl_ext.data.files import Broken, cut
+
+# as transformers looks for it
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that prompts, records and rewards use."""
+
+    eos_token_id: int
+    unk_token_id: int | None
+    chat_template: str | None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Mapping[str, list[int]]: ...
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def get_chat_template(self) -> str: ...
+
+    def apply_chat_template(self, conversation: list[Any], **options: Any) -> Any: ...
+
+
+def render(messages: Any, tokenizer: Tokenizer, generate: bool) -> str:
+    """The text of a conversation.
+
+    Args:
+        generate: up to where the assistant begins its next turn
+
+    Raises: Broken.
+    """
+    check_messages(messages, tokenizer)
+    return _apply(messages, tokenizer, tokenize=False, add_generation_prompt=generate)
+
+
+def check_messages(messages: Any, tokenizer: Tokenizer) -> None:
+    """Refuse what is no conversation, and any if the tokenizer has no template. Raises: Broken."""
+    rule = 'a non-empty list of {"role": text, "content": non-empty text}'
+    if not isinstance(messages, list) or not messages:
+        raise Broken(f"messages {cut(messages)}", rule)
+    for number, message in enumerate(messages):
+        role, content = (
+            (message.get("role"), message.get("content")) if isinstance(message, dict) else (0, 0)
+        )
+        if not (isinstance(role, str) and role and isinstance(content, str) and content):
+            raise Broken(f"messages[{number}] {cut(message)}", rule)
+    if not tokenizer.chat_template:
+        raise Broken("messages, but the tokenizer has no chat template", "a tokenizer with one")
+
+
+def tokens_of_chat(messages: list[Any], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """(tokens, 1 for each token of an assistant's turn, else 0) of a conversation.
+
+    A turn is what the template marks with ``{% generation %}``; without such marks it is what
+    comes after the generation prompt, up to where the next turn begins: the tokens of the whole,
+    without those of the conversation cut there.
+
+    Raises:
+        Broken: there is no assistant's turn, or the template does not render the conversation up to
+            a turn as a part of the whole
+    """
+    if not any(message["role"] == "assistant" for message in messages):
+        raise Broken("messages without an assistant's turn", "at least one; the loss is over it")
+    if not _GENERATION_MARK.search(tokenizer.get_chat_template()):
+        return _tokens_by_prefixes(messages, tokenizer)
+    marked = _apply(
+        *(messages, tokenizer),
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    return list(marked["input_ids"]), list(marked["assistant_masks"])
+
+
+def _tokens_by_prefixes(messages: list[Any], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    def encode(end: int, generate: bool) -> list[int]:
+        options = {"tokenize": False, "add_generation_prompt": generate}
+        text = _apply(messages[:end], tokenizer, **options)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    if messages[0]["role"] == "assistant":
+        raise Broken("messages[0] of the assistant", "a turn before it that it answers")
+    whole = encode(len(messages), False)
+    mask = [0] * len(whole)
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, until = encode(turn, True), encode(turn + 1, False)
+        if not len(before) < len(until) or any(p != whole[: len(p)] for p in (before, until)):
+            raise Broken(
+                f"messages[{turn}]: the chat template renders the turns up to it in another way "
+                "than within the whole",
+                "the same tokens; use a template with {% generation %} marks, or write `tokens` "
+                "and `loss_mask`",
+            )
+        mask[len(before) : len(until)] = [1] * (len(until) - len(before))
+    return whole, mask
+
+
+def _apply(messages: list[Any], tokenizer: Tokenizer, **options: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # templates raise what they like
+        raise Broken(
+            f"chat template: {type(error).__name__}: {error}", "messages it can render"
+        ) from None
+
+
+def check_size(text: str, tokenizer: Tokenizer, most: int, limit: str) -> None:
+    """Refuse a text that has too many characters for ``most`` tokens, without encoding it: that
+    takes minutes for the largest.
+
+    Args:
+        limit: the key that sets the limit
+
+    Raises: Broken.
+    """
+    if len(text) <= 32 * most:
+        return
+    longest = max(map(len, tokenizer.get_vocab()))
+    if len(text) > longest * most:
+        raise Broken(
+            f"{len(text):,} characters in {cut(text)}",
+            f"1 to {limit} {most}; no token has more than {longest} characters",
+        )
+
+
+def check_known(text: str, tokens: list[int], tokenizer: Tokenizer) -> None:
+    """Refuse ``text`` if its ``tokens`` hold the unknown token. Raises: Broken."""
+    if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in tokens:
+        return
+    for character in dict.fromkeys(text):
+        if tokenizer.unk_token_id in tokenizer(character, add_special_tokens=False)["input_ids"]:
+            found = f"character {character!r} (U+{ord(character):04X})"
+            break
+    else:
+        found = "an unknown token"
+    raise Broken(f"{found} in {cut(text)}", "characters the tokenizer knows")

@@ -1,0 +1,212 @@
+"""The samples of a run without rollouts: records of conversations, or of tokens with a mask."""
+
+# torch.from_numpy is not fully typed
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from pyrl_ext.data.chat import Tokenizer, check_known, check_size, render, tokens_of_chat
+from pyrl_ext.data.epochs import Epochs
+from pyrl_ext.data.files import Broken, Records, cut
+from pyrl_ext.samples import Sample
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns a record into a sample.
+
+    A record holds `messages`, a list of {"role": ..., "content": ...} of which the assistant's
+    turns are trained on, or `tokens` and `loss_mask`, two lists of equal length; other fields are
+    ignored.
+
+    Args:
+        tokenizer: None: records hold tokens
+        vocab_size: token ids are below
+        max_tokens: longest sample [tokens]
+        truncate: cut a longer one; False: refuse it
+    """
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_tokens: int
+    truncate: bool = False
+
+    def __call__(self, record: Any) -> Sample:
+        """The sample of a record; ``finish_reason`` is "length" where it was cut.
+
+        Raises: Broken.
+        """
+        if not isinstance(record, dict):
+            raise Broken(f"a {type(record).__name__}", "a JSON object")
+        if ("messages" in record) == ("tokens" in record):
+            has = ", ".join(record) or "nothing"
+            raise Broken(f"fields {has[:200]}", "either `messages`, or `tokens` and `loss_mask`")
+        read = self._of_messages if "messages" in record else self._of_tokens
+        tokens, mask = read(record)
+        length = len(tokens)
+        if length < 2 or (length > self.max_tokens and not self.truncate):
+            raise Broken(
+                f"{length} tokens",
+                f"2 to data.max_tokens {self.max_tokens}; data.truncate: true cuts longer ones",
+            )
+        kept = mask[: self.max_tokens]
+        if not kept.any():
+            where = f" in the first {self.max_tokens} of {length} tokens" if mask.any() else ""
+            raise Broken(f"no token under the loss mask{where}", "at least one to train on")
+        if kept[0]:
+            raise Broken("loss_mask[0] is 1", "0; nothing predicts the first token")
+        return _sample(tokens[: self.max_tokens], kept, truncated=length > self.max_tokens)
+
+    def _of_messages(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        if self.tokenizer is None:
+            raise Broken("messages, with model.tokenizer null", "a tokenizer, or `tokens`")
+        messages = record["messages"]
+        if isinstance(messages, list):  # Parquet fills absent fields with null
+            messages = [
+                {k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m
+                for m in messages
+            ]
+        text = render(messages, self.tokenizer, generate=False)
+        if not self.truncate:
+            check_size(text, self.tokenizer, self.max_tokens, "data.max_tokens")
+        tokens, mask = tokens_of_chat(messages, self.tokenizer)
+        check_known(text, tokens, self.tokenizer)
+        return np.array(tokens, dtype=np.int64), np.array(mask, dtype=bool)
+
+    def _of_tokens(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        if "loss_mask" not in record:
+            raise Broken("tokens without loss_mask", "a loss_mask of 1 for tokens to train on")
+        tokens, mask = (_whole_numbers(record, name) for name in ("tokens", "loss_mask"))
+        if len(tokens) != len(mask):
+            raise Broken(f"{len(tokens)} tokens and {len(mask)} of loss_mask", "as many of both")
+        for name, values, most in (("tokens", tokens, self.vocab_size), ("loss_mask", mask, 2)):
+            if (wrong := np.flatnonzero((values < 0) | (values >= most))).size:
+                at = wrong[0]
+                rule = f"0 to {most - 1}" + (", a token of the model" if name == "tokens" else "")
+                raise Broken(f"{name}[{at}] is {values[at]}", rule)
+        return tokens, mask.astype(bool)
+
+
+def _whole_numbers(record: dict[str, Any], name: str) -> np.ndarray:
+    """[T] int64, the list that the record holds as ``name``."""
+    values, rule = record[name], "a list of whole numbers"
+    if not isinstance(values, list):
+        raise Broken(f"{name} {cut(values)}", rule)
+    try:
+        found = np.asarray(values, dtype=None if values else np.int64)
+    except ValueError:  # lists of several lengths
+        found = np.empty(0, dtype=object)
+    if found.ndim != 1 or found.dtype.kind not in ("ib" if name == "loss_mask" else "i"):
+        raise Broken(f"{name} {cut(values)}", rule)
+    return found.astype(np.int64)
+
+
+def _sample(tokens: np.ndarray, mask: np.ndarray, truncated: bool) -> Sample:
+    size = len(tokens)
+    return Sample(
+        prompt_id=0,
+        index=0,
+        tokens=torch.from_numpy(tokens.copy()),
+        prompt_len=int(np.argmax(mask)),
+        loss_mask=torch.from_numpy(mask.copy()),
+        rollout_logprobs=torch.zeros(size),
+        routes=None,
+        layer_ids=(),
+        route_mask=torch.zeros(size, dtype=torch.bool),
+        weight_version=0,
+        finish_reason="length" if truncated else "stop",
+        reward=0.0,
+    )
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Facts about a share of the records, from `SftSource.check`.
+
+    Args:
+        problems: (number of the record, place and reason) of each that cannot be used
+        lengths: tokens of the others, after cutting
+        loss_tokens: number of their tokens under the loss mask
+        truncated: number of records that were cut
+    """
+
+    problems: list[tuple[int, str]]
+    lengths: list[int]
+    loss_tokens: int
+    truncated: int
+
+
+class SftSource:
+    """The samples of every step, and those held out.
+
+    What a step takes is a function of its number (`Epochs`), whatever the ranks; each rank encodes
+    its share only.
+
+    Args:
+        records: of the run's file
+        encode: makes the sample of a record
+        held_out: number of records at the end of the file that are not trained on
+        seed, shuffle: as in `Epochs`
+
+    Raises: ValueError when nothing is left to train on.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        encode: Encoder,
+        held_out: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+    ):
+        self.records, self.encode = records, encode
+        self.size = len(records) - held_out
+        if records and self.size < 1:
+            raise ValueError(
+                f"data.held_out: {held_out} of {len(records)} records in {records.path}, expected "
+                "fewer; none would be left to train on"
+            )
+        self._epochs = Epochs(self.size, seed, shuffle)
+
+    def check(self, rank: int = 0, ranks: int = 1) -> Findings:
+        """Encode every ``ranks``-th record, starting with number ``rank``, and keep nothing."""
+        found = Findings([], [], 0, 0)
+        for number in range(rank, len(self.records), ranks):
+            try:
+                sample = self.encode(self.records.read(number))
+            except Broken as broken:
+                found.problems.append((number, f"{self.records.where(number)}: {broken}"))
+                continue
+            found.lengths.append(sample.tokens.numel())
+            loss_tokens = found.loss_tokens + int(sample.loss_mask.sum())
+            truncated = found.truncated + (sample.finish_reason == "length")
+            found = replace(found, loss_tokens=loss_tokens, truncated=truncated)
+        return found
+
+    def take(self, step: int, n: int, rank: int = 0, ranks: int = 1) -> list[Sample]:
+        """Every ``ranks``-th of a step's n samples, starting with number ``rank``.
+
+        ``prompt_id`` is the place in the stream of all steps, step * n + i.
+        """
+        taken = list(enumerate(self._epochs.take(step, n), start=step * n))
+        return [self._sample(number, place) for place, number in taken[rank::ranks]]
+
+    def held_out(self, rank: int = 0, ranks: int = 1) -> list[Sample]:
+        """Every ``ranks``-th of the held-out samples; ``prompt_id`` is -1, -2, ..."""
+        numbers = range(self.size, len(self.records))
+        return [self._sample(n, self.size - n - 1) for n in numbers[rank::ranks]]
+
+    def _sample(self, number: int, place: int) -> Sample:
+        try:
+            sample = self.encode(self.records.read(number))
+        except Broken as broken:  # it was right when the run began
+            raise ValueError(
+                f"{self.records.where(number)}: {broken}; the file changed during the run"
+            ) from None
+        return replace(sample, prompt_id=place)
