@@ -44,8 +44,14 @@ def several_passes(logits: Tensor, targets: Tensor) -> Pair:
 
 @cache
 def compiled(backend: str) -> Callable[[Tensor, Tensor], Pair]:
-    """Once for every size; of a size that nobody times no code need be generated."""
-    return torch.compile(eager, dynamic=False, backend=backend)
+    """Once for every size; of a size that nobody times no code need be generated.
+
+    Inductor's cache does not tell code for one vector width from code for another, and runs either.
+    So the width is named, which is part of the cache's key.
+    """
+    width = {"AVX512": 512, "AVX2": 256}.get(torch.backends.cpu.get_cpu_capability())
+    options = {"cpp.simdlen": width} if backend == "inductor" and width else None
+    return torch.compile(eager, dynamic=False, backend=backend, options=options)
 
 
 def megatron(logits: Tensor, targets: Tensor) -> Pair:

@@ -123,7 +123,10 @@ def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    return f"cpu, {threads} thread{'s' * (threads > 1)}, {torch.backends.cpu.get_cpu_capability()}"
+    isa = C.auto_isa() if C else "none"
+    return (
+        f"cpu, {threads} thread{'s' * (threads > 1)}, torch's {torch.backends.cpu.get_cpu_capability()}, ours {isa}"
+    )
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -40,6 +40,7 @@ void bind_common(py::module_& m) {
       .value("f32", DType::f32)
       .value("f64", DType::f64);
   m.def("has_isa", [](const std::string& isa) { return pyrl::has_isa(isa); }, arg("isa"));
+  m.def("auto_isa", &pyrl::auto_isa);
 }
 
 void bind_expand_runs(py::module_& m) {

@@ -8,14 +8,17 @@ namespace pyrl {
 // Whether this processor and this build can run "avx512", "avx2" or "portable".
 bool has_isa(std::string_view isa);
 
-// Returns the kernels built for `isa`, or for "auto" those of the widest instruction set that this
-// processor has. Null where this build has none.
+// The instruction set that "auto" names: PYRL_ISA of the environment, read once, or without it the
+// widest that this processor has. Throws std::invalid_argument where PYRL_ISA names none of those.
+const std::string& auto_isa();
+
+// Returns the kernels built for `isa`. Null where this build has none.
 template <class T>
 const T& pick(std::string_view isa, const T& portable, const T* avx2, const T* avx512) {
-  const bool any = isa == "auto";
-  if ((any || isa == "avx512") && avx512 && has_isa("avx512")) return *avx512;
-  if ((any || isa == "avx2") && avx2 && has_isa("avx2")) return *avx2;
-  if (any || isa == "portable") return portable;
+  if (isa == "auto") isa = auto_isa();
+  if (isa == "avx512" && avx512 && has_isa(isa)) return *avx512;
+  if (isa == "avx2" && avx2 && has_isa(isa)) return *avx2;
+  if (isa == "portable") return portable;
   throw std::invalid_argument("isa is " + std::string(isa) +
                               ", expected auto or one that this processor has");
 }

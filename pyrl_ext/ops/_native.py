@@ -12,6 +12,7 @@ try:
     from pyrl_ext import _C  # type: ignore[attr-defined]
 
     C = _C
+    C.auto_isa()  # a ValueError where PYRL_ISA names what this processor does not have
 except ImportError as error:
     _missing = f"pyrl_ext._C is not built ({error})"
     warnings.warn(
