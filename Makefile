@@ -104,11 +104,11 @@ check: build  ## formatter, linter, types
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# wrong results end it with an error; a missed bar is printed and counted: other machines are slower
 bench: build  ## kernels: what they compile to, then each against a copy and its peers on the CPU
 	$(BIN)/python -m benchmarks.binaries
-	for family in $(FAMILIES); do \
-	  $(BIN)/python -m benchmarks.run $$family --threads 1 $(BENCH) || exit 1; done
 	$(BIN)/python -m benchmarks.profile_step
+	$(BIN)/python -m benchmarks.run $(FAMILIES) --threads 1 $(BENCH)
 
 gpu: build  ## needs a GPU: the kernels' tests, compute-sanitizer where there is one, benchmarks
 	$(BIN)/python -m pytest -q -rs $(KERNEL_TESTS) tests/megatron/test_packed_attention.py tests/trainer/test_prefetch.py
@@ -116,8 +116,7 @@ gpu: build  ## needs a GPU: the kernels' tests, compute-sanitizer where there is
 	@command -v compute-sanitizer > /dev/null || exit 0; for tool in memcheck racecheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest -q $(KERNEL_TESTS) \
 	    -k "gpu or cuda" || exit 1; done
-	for family in $(filter-out layout,$(FAMILIES)); do \
-	  $(BIN)/python -m benchmarks.run $$family --device cuda || exit 1; done
+	$(BIN)/python -m benchmarks.run $(filter-out layout,$(FAMILIES)) --device cuda
 
 clean:  ## what was built, not the environment
 	rm -rf build dist pyrl_ext/_C*.so $(VENV)/.built

@@ -1,7 +1,10 @@
-"""Microbenchmarks: ``python -m benchmarks.run FAMILY [--device cpu|cuda] [--threads N]``.
+"""Microbenchmarks: ``python -m benchmarks.run FAMILY... [--device cpu|cuda] [--threads N]``.
 
 The family's tests run first, and each case is compared with its baselines: what is wrong is not
-timed. The floor is a copy of as many bytes as the operation must move, in the same run.
+timed, and ends the command with exit status 1. The floor is a copy of as many bytes as the
+operation must move, in the same run. Bars say how fast an idle machine should be. A bar that is
+missed is printed with ``!`` and counted in the last line; the exit status stays 0, since a busy or
+another machine may miss it.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from rich.table import Table
 from benchmarks import measure as timing
 from benchmarks.cases import FAMILIES, FRESH_MEMORY, cases_of
 from benchmarks.measure import keep_memory, measure
+from pyrl_ext.ops._native import C
 
 NOTE = (
     "median: of all calls; GB/s, % of floor, x written and ratios: of the fastest calls. floor: a "
@@ -41,19 +46,23 @@ TESTS = {
 
 def main() -> None:
     args = _arguments()
-    title = args.family
+    if len(args.families) > 1:
+        run_each(args.families)
+        return
+    (family,) = args.families
+    title = family
     if args.tests:
-        _run_tests(args.family)
+        _run_tests(family)
     else:
         title += ", NOT TESTED in this run"
     if args.threads:
         torch.set_num_threads(args.threads)
 
-    kept = args.malloc or ("default" if args.family in FRESH_MEMORY else "keep")
+    kept = args.malloc or ("default" if family in FRESH_MEMORY else "keep")
     if kept == "keep":
         keep_memory()
     timing.clock = timing.CLOCKS[args.clock]
-    rows = [measure(case, args.device) for case in cases_of(args.family)(args.device)]
+    rows = [measure(case, args.device) for case in cases_of(family)(args.device)]
     where = device_name(args.device)
     load = os.getloadavg()[0]  # above the threads used, others took part of the processor
     how = where if args.device == "cuda" else f"{where}, malloc {kept}, {args.clock} time"
@@ -65,7 +74,8 @@ def main() -> None:
         show(title, columns, cells)
     for line in bars(rows):
         print(line)
-    report = dict(family=args.family, torch=torch.__version__, device=how, load=load, rows=rows)
+    print(count_bars(rows))
+    report = dict(family=family, torch=torch.__version__, device=how, load=load, rows=rows)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -77,7 +87,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("families", choices=FAMILIES, nargs="+", metavar="FAMILY")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, help="CPU threads; torch's default otherwise")
     parser.add_argument(
@@ -98,7 +108,34 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU, expected one")
+    if len(args.families) > 1 and (args.json or args.plot):
+        parser.error(f"--json, --plot: {len(args.families)} families, expected one")
     return args
+
+
+def run_each(families: Sequence[str]) -> None:
+    """Run every family in its own process, for what malloc keeps; exit with 1 if any failed."""
+    options = [option for option in sys.argv[1:] if option not in families]
+    rows, failed = [], []
+    with TemporaryDirectory() as folder:
+        for family in families:
+            file = Path(folder, family)
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.run",
+                family,
+                *options,
+                "--json",
+                f"{file}",
+            ]
+            if subprocess.run(command).returncode:
+                failed.append(family)
+            else:
+                rows += json.loads(file.read_text())["rows"]
+    print(f"all {len(families)} families: {count_bars(rows)}")
+    if failed:
+        sys.exit(f"benchmarks: failed, see above: {', '.join(failed)}")
 
 
 def _run_tests(family: str) -> None:
@@ -123,10 +160,8 @@ def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    isa = C.auto_isa() if C else "none"
-    return (
-        f"cpu, {threads} thread{'s' * (threads > 1)}, torch's {torch.backends.cpu.get_cpu_capability()}, ours {isa}"
-    )
+    isas = {torch.backends.cpu.get_cpu_capability(), C.auto_isa().upper() if C else "no kernels"}
+    return f"cpu, {threads} thread{'s' * (threads > 1)}, {' and '.join(sorted(isas))}"
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -180,6 +215,12 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[str]:
         + "  ".join(f"{b['found']:.3g}{'' if b['pass'] else '!'}" for b in own)
         for text, own in found.items()
     ]
+
+
+def count_bars(rows: Sequence[dict[str, Any]]) -> str:
+    """How many bars the cases have, and how many of them are missed."""
+    passed = [bar["pass"] for row in rows for bar in row["bars"]]
+    return f"{len(passed)} bars, {passed.count(False)} missed"
 
 
 if __name__ == "__main__":

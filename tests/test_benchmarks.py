@@ -73,6 +73,7 @@ def test_bars_pass_and_fail_by_what_was_measured():
         ["FAIL", "fill at least 1e+09:"],
     ]
     assert lines[1].endswith("!") and not lines[0].endswith("!")
+    assert run.count_bars([row, row]) == "6 bars, 4 missed"
 
 
 def test_floors_of_products_and_errors_of_everyone():
@@ -196,17 +197,15 @@ def test_a_picture_of_errors_holds_every_case(tmp_path):
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_family_whose_tests_fail_is_not_timed(tmp_path):
-    env = {**os.environ, "PYTEST_ADDOPTS": "--maxfail=1 -k no_test_has_this_name"}
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", "gather_routes"],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 1, result.stderr
-    assert "gather_routes: its tests fail, so it is not timed" in result.stdout
+def test_run_each_times_no_family_whose_tests_fail(monkeypatch, capfd):
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--maxfail=1 -k no_test_has_this_name")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["run", "gather_routes", "--threads", "1"])
+    with pytest.raises(SystemExit, match="failed, see above: gather_routes"):
+        run.run_each(["gather_routes"])
+    shown = capfd.readouterr().out
+    assert "gather_routes: its tests fail, so it is not timed" in shown
+    assert shown.endswith("all 1 families: 0 bars, 0 missed\n")
 
 
 def _ones(**bars) -> Case:
