@@ -173,13 +173,15 @@ MUTANTS = [
         "the experts that vLLM keeps during a publish are left out of memory",
         "pyrl_ext/plan/forecast/memory.py",
         [("held += each * experts", "held += 0")],
-        ["tests/plan/test_memory.py::test_publish_holds_the_experts_of_a_layer_that_vllm_keeps"],
+        [
+            "tests/plan/test_memory.py::test_stage_memory_of_a_publish_holds_the_experts_that_vllm_keeps"
+        ],
     ),
     Mutant(
         "setting gradients to zero is left out of a step's time",
         STEP_TIME,
         [("moved = 8 * held", "moved = 4 * held")],
-        ["tests/plan/test_step_time.py::test_optimizer_bytes_by_hand"],
+        ["tests/plan/test_step_time.py::test_step_time_counts_the_bytes_of_the_optimizer"],
     ),
     Mutant(
         "offloading is priced one way",
@@ -188,7 +190,7 @@ MUTANTS = [
             ('"offload trainer", 2 * offloaded', '"offload trainer", offloaded'),
             ('"offload activations", 2 * held', '"offload activations", held'),
         ],
-        ["tests/plan/test_step_time.py::test_offloaded_bytes_move_both_ways"],
+        ["tests/plan/test_step_time.py::test_step_time_moves_offloaded_bytes_both_ways"],
     ),
     Mutant(
         "ranks that share a key/value head are refused",
@@ -200,7 +202,7 @@ MUTANTS = [
         "a warm-up of all updates is refused",
         "pyrl_ext/plan/rules/optimizer.py",
         [("plan.optimizer.warmup_steps > updates", "plan.optimizer.warmup_steps >= updates")],
-        ["tests/plan/test_rules.py::test_warmup_ends_with_the_last_update_at_the_latest"],
+        ["tests/plan/test_rules.py::test_compile_plan_refuses_a_warmup_beyond_the_last_update"],
     ),
     Mutant(
         "groups are consecutive samples, whatever their prompt",

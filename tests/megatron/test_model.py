@@ -31,7 +31,7 @@ def exported(tmp_path_factory):
 
 
 @pytest.mark.parametrize("pattern", ["dsss", "dsdssd", "sdsd"])
-def test_logits_agree_with_transformers(tmp_path, pattern):
+def test_scores_agree_with_transformers(tmp_path, pattern):
     """Log-probs and entropies of packed rows equal those of one sequence at a time in
     transformers, with dense layers before, between and behind those with experts."""
     kinds = [{"d": "dense", "s": "sparse"}[letter] for letter in pattern]
@@ -58,7 +58,7 @@ def test_logits_agree_with_transformers(tmp_path, pattern):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_round_trip_is_bit_equal(exported, tmp_path, dtype):
+def test_weights_are_bit_equal_after_a_round_trip(exported, tmp_path, dtype):
     source = {
         name: t if name.endswith("e_score_correction_bias") else t.to(getattr(torch, dtype))
         for name, t in load_file(exported / "model.safetensors").items()
@@ -73,7 +73,7 @@ def test_round_trip_is_bit_equal(exported, tmp_path, dtype):
         assert torch.equal(tensor, source[name]), name
 
 
-def test_names_are_those_transformers_saves(exported, tmp_path):
+def test_save_safetensors_names_tensors_as_transformers_does(exported, tmp_path):
     """What transformers itself writes for this config, so that nothing of ours names the
     tensors."""
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
@@ -84,7 +84,7 @@ def test_names_are_those_transformers_saves(exported, tmp_path):
     assert not saved
 
 
-def test_a_checkpoint_of_another_model_is_refused(exported, tmp_path):
+def test_build_refuses_a_checkpoint_of_another_model(exported, tmp_path):
     tensors = load_file(exported / "model.safetensors")
     tensors["model.layers.1.mlp.typo.weight"] = tensors.pop("model.layers.1.mlp.gate.weight")
     save_file(tensors, tmp_path / "model.safetensors")
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_another_model_is_refused(exported, tmp_path):
         Policy.build(plan, topo)
 
 
-def test_a_wrong_shape_names_the_tensor(exported, tmp_path):
+def test_build_names_a_tensor_of_the_wrong_shape(exported, tmp_path):
     tensors = load_file(exported / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :32].contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
@@ -106,7 +106,7 @@ def test_a_wrong_shape_names_the_tensor(exported, tmp_path):
         Policy.build(plan, topo)
 
 
-def test_multi_token_prediction_layers_are_left_out_by_name(exported, tmp_path):
+def test_build_leaves_mtp_layers_out_by_name(exported, tmp_path):
     tensors = load_file(exported / "model.safetensors")
     tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 128)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -119,7 +119,7 @@ def test_multi_token_prediction_layers_are_left_out_by_name(exported, tmp_path):
     assert len(back) == len(tensors) - 1
 
 
-def test_a_family_is_a_file_of_its_name_in_both_rooms():
+def test_family_is_a_file_of_its_name_in_both_rooms():
     package = Path(models.__file__).parents[1]
     for name in get_args(Model.model_fields["family"].annotation):
         assert family(name).weights and (package / f"plan/model/families/{name}.py").is_file()

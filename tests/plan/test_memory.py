@@ -39,7 +39,7 @@ def items_of(plan: Plan, stage: int = 0) -> dict[str, int]:
     return {item.name: item.bytes for item in stage_memory(plan)[stage].items}
 
 
-def test_vocabulary_and_latents_are_whole_where_megatron_holds_them_whole():
+def test_stage_memory_holds_vocabulary_and_latents_whole_where_megatron_does():
     tp2 = items_of(tiny_plan("parallel.tp=2"))
     norms = 4 * (2 * 64 + 32 + 32) + 64  # two, and of the latents, of 4 layers; the last
     routers, latents = 3 * 8 * 64, 4 * 64 * (32 + 32 + 16)
@@ -50,7 +50,7 @@ def test_vocabulary_and_latents_are_whole_where_megatron_holds_them_whole():
     assert items_of(plan)["weights"] == tp2["weights"] + 2 * 4 * 64
 
 
-def test_activations_of_a_dense_layer_by_hand():
+def test_stage_memory_of_a_dense_layer_equals_a_count_by_hand():
     """One layer, float32, on a CPU: every tensor that autograd saves, in floats a row."""
     plan = tiny_plan("parallel.pp=4")
     plan.hf["mlp_layer_types"] = ["dense"] * 4
@@ -65,7 +65,7 @@ def test_activations_of_a_dense_layer_by_hand():
     assert held[3] == rows * (row + ends + 4 * (norm + 64))  # the last norm, and the head's input
 
 
-def test_routes_by_hand():
+def test_stage_memory_of_routes_equals_a_count_by_hand():
     plan = tiny_plan("parallel.tp=2", "parallel.pp=2")
     rows = plan.batching.tokens_per_microbatch // 2
     first, last = (items_of(plan, stage) for stage in range(2))
@@ -76,7 +76,7 @@ def test_routes_by_hand():
     assert "routes" not in items_of(tiny_plan("replay=off"))
 
 
-def test_recomputation_and_packing_shrink_activations():
+def test_stage_memory_shrinks_with_recomputation_and_packing():
     def kept(*overrides: str) -> int:
         return items_of(tiny_plan(*overrides))["activations"]
 
@@ -90,7 +90,7 @@ def test_recomputation_and_packing_shrink_activations():
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("vpp", [1, 2, 3])
 @pytest.mark.parametrize("samples", [2, 8, 64])
-def test_microbatches_in_flight_are_megatrons(pp: int, vpp: int, samples: int):
+def test_in_flight_equals_megatrons_warm_up(pp: int, vpp: int, samples: int):
     from types import SimpleNamespace as Fields
 
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
@@ -119,7 +119,7 @@ def held_by(*overrides: str) -> StageMemory:
     return stage
 
 
-def test_a_shared_gpu_holds_the_engine_as_the_plan_says():
+def test_stage_memory_of_a_shared_gpu_holds_the_engine():
     total = parameters(compile_plan(GLM47).sizes).total
     state = held_by("rollout.gpus=8").held("rollout", exact=True)
     assert held_by().held("rollout", exact=True) == state + 600 * 10**9
@@ -134,7 +134,7 @@ def test_a_shared_gpu_holds_the_engine_as_the_plan_says():
     assert away.held("update") == held_by().held("update")
 
 
-def test_publish_holds_the_experts_of_a_layer_that_vllm_keeps():
+def test_stage_memory_of_a_publish_holds_the_experts_that_vllm_keeps():
     """GLM-4.7-Flash in bfloat16: a vocabulary of 154,880 x 2,048, 64 experts of width 1,536."""
     table, experts, bucket = 154_880 * 2048, 64 * 3 * 2048 * 1536, 100 * 2**20
     one = f"rollout.bucket_bytes={bucket}"
@@ -145,18 +145,18 @@ def test_publish_holds_the_experts_of_a_layer_that_vllm_keeps():
     assert engines_apart == gathered + 2 * bucket  # two buckets in flight, vLLM's experts elsewhere
 
 
-def test_the_optimizer_in_host_memory():
+def test_stage_memory_moves_an_offloaded_optimizer_to_the_host():
     half, none = held_by("optimizer.offload=0.5"), held_by()
     assert 2 * half.bytes_of("optimizer") == none.bytes_of("optimizer")
     assert half.held("update", host=True) > none.held("update", host=True)
 
 
-def test_a_cpu_has_no_context():
+def test_stage_memory_has_no_context_on_a_cpu():
     assert not [i for i in stage_memory(tiny_plan())[0].items if "CUDA" in i.name]
     assert held_by().bytes_of("CUDA and NCCL") == (1024 + 3 * 256) * 2**20  # dp, dp_cp, ep
 
 
-def test_every_item_says_when_and_why():
+def test_stage_memory_says_when_and_why_of_every_item():
     for plan in (tiny_plan("objective.kl_coef=0.1"), compile_plan(GLM47)):
         for stage in stage_memory(plan):
             names = [item.name for item in stage.items]
@@ -168,7 +168,7 @@ def test_every_item_says_when_and_why():
 # Whether it fits --------------------------------------------------------------------------------
 
 
-def test_what_is_sure_not_to_fit_is_a_problem():
+def test_fits_names_what_is_sure_not_to_fit():
     plan = compile_plan(GLM47, ["rollout.gpus=8", "parallel.ep=2"])
     plan = plan.model_copy(update={"hardware": Hardware(gpu="H100")})
     assert fits(plan) == (
@@ -179,14 +179,14 @@ def test_what_is_sure_not_to_fit_is_a_problem():
     assert seems_to_fit(plan) is None  # said once
 
 
-def test_what_may_not_fit_is_a_note():
+def test_seems_to_fit_notes_what_may_not_fit():
     plan = compile_plan(GLM47, ["hardware.gpu=H100", "rollout.gpus=8"])
     assert fits(plan) is None
     note = seems_to_fit(plan)
     assert note and note.startswith("a rank needs about ") and "optimizer scratch" in note
 
 
-def test_without_a_limit_nothing_is_held_against_it():
+def test_fits_and_seems_to_fit_accept_anything_without_a_limit():
     plan = compile_plan(GLM47, ["hardware.gpu=null", "batching.tokens_per_microbatch=100000000"])
     assert fits(plan) is seems_to_fit(plan) is None
 
@@ -204,7 +204,7 @@ STEPS = [
     [*((CONFIG, some) for some in STEPS), *((QWEN3, STEPS[i]) for i in (0, 4))],
     ids=lambda each: each.stem if isinstance(each, Path) else ",".join(each),
 )
-def test_a_step_holds_what_was_predicted(config: Path, overrides: tuple[str, ...]):
+def test_stage_memory_predicts_what_a_step_holds(config: Path, overrides: tuple[str, ...]):
     from pyrl_ext.dist import topology
     from pyrl_ext.tools.measure import measure, report
 
@@ -281,7 +281,7 @@ def of_an_update(plan: Plan) -> dict[str, tuple[int, int]]:
         return {name: (memory.bytes_of(name), size) for name, size in held.items()}
 
 
-def test_ranks_hold_what_was_predicted():
+def test_stage_memory_predicts_what_every_rank_holds():
     for layout, *ranks in zip(LAYOUTS, *run_ranks(on_rank, 2, timeout=400), strict=True):
         for found in ranks:
             for name, (predicted, measured) in found.items():
@@ -293,7 +293,7 @@ def test_ranks_hold_what_was_predicted():
 # The command ------------------------------------------------------------------------------------
 
 
-def test_steps_are_run_by_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch):
+def test_main_measures_in_another_process(monkeypatch: pytest.MonkeyPatch):
     calls: list[list[str]] = []
 
     def run(command: list[str], check: bool) -> CompletedProcess:
@@ -305,7 +305,7 @@ def test_steps_are_run_by_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert calls == [["-m", "pyrl_ext.tools.measure", str(CONFIG), "steps=3", "--json"]]
 
 
-def test_the_measuring_command_prints_json_and_tables(capsys: pytest.CaptureFixture[str]):
+def test_measure_main_prints_json_and_tables(capsys: pytest.CaptureFixture[str]):
     from pyrl_ext.tools.measure import main
 
     assert main([str(CONFIG), "--json", *SHORT]) == 0

@@ -68,7 +68,7 @@ def grouped_fields() -> Iterator[str]:
             yield from each["fields"] if group == "breaking" else [each]
 
 
-def test_every_field_of_megatron_stands_in_one_group():
+def test_megatron_fields_has_every_field_once():
     named = sorted(grouped_fields())
     assert named == sorted(field.name for field in fields(MLATransformerConfig))
     assert set(named) == field_names()
@@ -79,7 +79,7 @@ def keys_of_the_plan() -> set[str]:
     return {*sections, *(f"{name}.{key}" for name in sections for key in fields_of(name))}
 
 
-def test_the_keys_that_messages_name_exist():
+def test_megatron_fields_and_engine_keys_name_keys_of_the_plan():
     assert {*megatron_fields()["plan"].values()} <= keys_of_the_plan()
     named = " and ".join(ENGINE_KEYS.values()).split(" and ")
     assert {*named} - {"model.config"} <= keys_of_the_plan()
@@ -112,7 +112,7 @@ def megatron_config(config: Path, *overrides: str) -> Any:
     return transformer_config(plan, one_rank(plan), theirs)
 
 
-def test_passed_on_fields_arrive_and_others_stay():
+def test_transformer_config_takes_passed_on_fields_and_keeps_the_rest():
     names = {field.name for field in fields(MLATransformerConfig)} - CALLABLES
     plain = megatron_config(TINY)
     passed = {"moe_router_dtype": "fp64", "deterministic_mode": True, "moe_z_loss_coeff": 0.25}
@@ -121,7 +121,7 @@ def test_passed_on_fields_arrive_and_others_stay():
     assert changed == passed
 
 
-def test_passed_on_fields_replace_nothing_that_the_trainer_needs():
+def test_megatron_fields_refuse_what_the_trainer_sets():
     """What the trainer sets itself is refused, but for what changes rounding or speed alone."""
     tree = ast.parse(inspect.getsource(transformer_config))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -154,7 +154,9 @@ def test_passed_on_fields_replace_nothing_that_the_trainer_needs():
         }
     ),
 )
-def test_megatron_takes_every_plan_that_holds(config: Path, values: dict[str, object]):
+def test_transformer_config_takes_every_plan_that_the_rules_accept(
+    config: Path, values: dict[str, object]
+):
     overrides = [f"{key}={value}" for key, value in values.items()]
     if not problems_of(config, *overrides):  # about one in five
         megatron_config(config, *overrides)
@@ -163,7 +165,7 @@ def test_megatron_takes_every_plan_that_holds(config: Path, values: dict[str, ob
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("layers", [1, 3, 4, 5])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_offloaded_layers_are_refused_as_megatron_refuses_them(pp, layers, recompute):
+def test_compile_plan_refuses_the_offloaded_layers_that_megatron_refuses(pp, layers, recompute):
     plan = ["device=cuda", "model.backend=te", f"parallel.pp={pp}", f"model.recompute={recompute}"]
     again: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
     again = {} if recompute == "none" else again | {"recompute_granularity": recompute}
@@ -181,7 +183,7 @@ def test_offloaded_layers_are_refused_as_megatron_refuses_them(pp, layers, recom
         )
 
 
-def test_sizes_of_dynamic_cp_are_those_of_megatrons_groups():
+def test_compile_plan_takes_the_dynamic_cp_of_megatrons_groups():
     """megatron-core has groups of each power of two below the dp * cp ranks; ours goes to all."""
     for ranks in (2, 4, 6, 8):
         fits = [
@@ -194,7 +196,7 @@ def test_sizes_of_dynamic_cp_are_those_of_megatrons_groups():
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_alignment_is_the_layouts(fp8: bool):
+def test_alignment_equals_the_layouts(fp8: bool):
     for tp, cp, rows in product((1, 2, 3, 8), (1, 2, 4), (1, 15, 16, 17, 100)):
         layout = TokenLayout((rows,), cp, tp, align=16 * cp if fp8 else 1)
         unit = alignment(tp, cp, fp8)
@@ -211,7 +213,7 @@ def test_unfit_for_heads_accepts_divisors_and_multiples(tp: int):
 
 
 @pytest.mark.parametrize(("steps", "minibatches"), [(1, 1), (3, 2)])
-def test_warmup_ends_with_the_last_update_at_the_latest(steps: int, minibatches: int):
+def test_compile_plan_refuses_a_warmup_beyond_the_last_update(steps: int, minibatches: int):
     updates = steps * minibatches
     run = (f"steps={steps}", f"batching.minibatches={minibatches}")
     plan = compile_plan(TINY, [*run, f"optimizer.warmup_steps={updates}"])
@@ -265,14 +267,14 @@ def test_declared_reads_hold_every_read_of_a_run(monkeypatch: pytest.MonkeyPatch
 # Notes -------------------------------------------------------------------------------------------
 
 
-def test_experts_on_several_nodes_are_noted():
+def test_compile_plan_notes_experts_on_several_nodes():
     note = "ep 16 * etp 1 = 16 ranks are more than hardware.gpus_per_node 8"
     plan = compile_plan(GLM47, ["parallel.dp=16", "parallel.ep=16"])
     assert any(note in found for found in plan.notes)
     assert not any("per_node" in found for found in compile_plan(GLM47).notes)
 
 
-def test_padded_vocabulary_is_noted(tmp_path: Path):
+def test_compile_plan_notes_a_padded_vocabulary(tmp_path: Path):
     sizes = json.loads((REPOSITORY / "configs/tiny/config.json").read_text())
     path = tmp_path / "config.json"
     path.write_text(json.dumps(sizes | {"vocab_size": 130}))
@@ -288,12 +290,12 @@ SHOWN = re.findall(r"```\n\$ python -m pyrl_ext\.plan ([^\n]*)\n(.*?)\n```", PAG
 
 
 @pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command for command, _ in SHOWN])
-def test_page_of_errors_shows_what_is_said(
+def test_main_prints_what_the_page_of_errors_shows(
     command: str, shown: str, capsys: pytest.CaptureFixture[str]
 ):
     assert main(command.split()) == 2
     assert capsys.readouterr().err.strip() == shown
 
 
-def test_page_of_errors_has_all_its_mistakes():
+def test_main_is_shown_every_mistake_of_the_page_of_errors():
     assert len(SHOWN) == PAGE.count("\n## ") == 4

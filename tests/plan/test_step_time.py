@@ -53,7 +53,7 @@ def amounts(plan: Plan, phase: str) -> dict[str, float]:
 # Lengths ----------------------------------------------------------------------------------------
 
 
-def test_lengths_have_the_stated_mean_and_spread():
+def test_quantiles_have_the_stated_mean_and_spread():
     found = quantiles(4000, 300.0, 0.5, 10**6)
     assert found == sorted(found)
     assert sum(found) / len(found) == pytest.approx(300, rel=0.01)
@@ -64,7 +64,7 @@ def test_lengths_have_the_stated_mean_and_spread():
     assert max(quantiles(4000, 300.0, 0.5, 400)) == 400
 
 
-def test_samples_of_a_plan():
+def test_step_samples_are_groups_of_the_stated_lengths():
     plan = glm47("estimate.prompt_tokens=100", "estimate.response_tokens=300")
     samples = step_samples(plan)
     assert len(samples) == plan.samples == 512
@@ -76,7 +76,7 @@ def test_samples_of_a_plan():
     assert halves[0] == pytest.approx(halves[1], rel=0.1)  # an order that mixes lengths
 
 
-def test_rounds_hold_every_sample_once():
+def test_step_rounds_hold_every_sample_once():
     plan = glm47("parallel.cp=2", "parallel.dp=4")
     samples = step_samples(plan)
     for rounds in (step_rounds(plan), [r for part in update_rounds(plan) for r in part]):
@@ -87,7 +87,7 @@ def test_rounds_hold_every_sample_once():
         assert sum(each.pairs for each in bins) == sum(s.rows * (s.rows + 1) / 2 for s in samples)
 
 
-def test_dynamic_context_parallelism_takes_the_ranks_that_the_longest_sample_needs():
+def test_step_rounds_give_the_longest_sample_the_ranks_it_needs():
     plan = glm47(
         "parallel.dynamic_cp=4", "batching.tokens_per_microbatch=8192", "data.max_prompt_tokens=64"
     )
@@ -106,7 +106,7 @@ def test_dynamic_context_parallelism_takes_the_ranks_that_the_longest_sample_nee
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_qwen3"])
-def test_forward_flops_are_those_that_torch_counts(name: str):
+def test_model_flops_equal_torchs_count(name: str):
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -139,7 +139,7 @@ LAYOUTS = [(1, 1, 3), (2, 1, 1), (4, 1, 9), (8, 1, 3), (2, 2, 4), (4, 2, 4), (4,
 
 
 @pytest.mark.parametrize(("pp", "vpp", "count"), LAYOUTS)
-def test_every_rank_runs_in_megatrons_order(pp: int, vpp: int, count: int):
+def test_order_equals_megatrons_on_every_rank(pp: int, vpp: int, count: int):
     pytest.importorskip("megatron.core")
     from megatron.core.pipeline_parallel.schedules import (
         get_pp_rank_microbatches,
@@ -162,7 +162,7 @@ def test_every_rank_runs_in_megatrons_order(pp: int, vpp: int, count: int):
 
 
 @pytest.mark.parametrize(("pp", "vpp", "count"), LAYOUTS)
-def test_bubble_is_the_closed_form(pp: int, vpp: int, count: int):
+def test_bubble_share_equals_the_closed_form(pp: int, vpp: int, count: int):
     slots = pipeline(pp, vpp, count, 1.0, 2.0)
     ideal = 3 * vpp * count
     end = max(slot.end for slot in slots)
@@ -170,7 +170,7 @@ def test_bubble_is_the_closed_form(pp: int, vpp: int, count: int):
     assert bubble_share(slots) == pytest.approx(1 - ideal / end)
 
 
-def test_passes_wait_for_their_input_and_their_rank():
+def test_pipeline_starts_a_pass_after_its_input_and_its_rank():
     draw = random.Random(0)
     forward = {
         at: draw.random() for at in ((r, c, m) for r in range(4) for c in (0, 1) for m in range(8))
@@ -194,13 +194,13 @@ def test_passes_wait_for_their_input_and_their_rank():
         assert all(before.end <= after.start for before, after in pairwise(mine))
 
 
-def test_forward_passes_alone_fill_a_pipeline():
+def test_pipeline_of_forward_passes_alone_is_full():
     slots = pipeline(4, 1, 6, 1.0, None)
     assert {slot.kind for slot in slots} == {"F"}
     assert max(slot.end for slot in slots) == 6 + 3
 
 
-def test_interleaving_needs_whole_rounds():
+def test_pipeline_refuses_to_interleave_a_part_of_a_round():
     with pytest.raises(ValueError, match=r"order: 6 microbatches, expected a multiple of pp 4"):
         pipeline(4, 2, 6, 1.0, 2.0)
 
@@ -208,7 +208,7 @@ def test_interleaving_needs_whole_rounds():
 # Hardware ---------------------------------------------------------------------------------------
 
 
-def test_rates_of_groups():
+def test_group_rate_and_exchange_rate_take_the_slowest_link():
     gpu = GPUS["H100"]
     assert group_rate(gpu, 8, 8, 1) == gpu.link
     assert group_rate(gpu, 8, 16, 1) == 8 * gpu.network  # rings through all adapters of a node
@@ -219,12 +219,12 @@ def test_rates_of_groups():
 
 
 @pytest.mark.parametrize("text", ["8H200", "H200x8", "0xH200", "8xV100", "", "8x"])
-def test_gpus_that_are_refused(text: str):
+def test_parse_gpus_refuses_unknown_gpus_and_counts(text: str):
     with pytest.raises(ValueError, match="8xH200"):
         parse_gpus(text)
 
 
-def test_gpus_are_read():
+def test_parse_gpus_reads_count_and_kind():
     assert parse_gpus("8xH200") == (8, "H200")
     assert parse_gpus(" 128 x h100") == (128, "H100")
 
@@ -232,11 +232,11 @@ def test_gpus_are_read():
 # A step -----------------------------------------------------------------------------------------
 
 
-def test_no_gpu_no_time():
+def test_step_time_is_none_without_a_gpu():
     assert step_time(compile_plan(CONFIGS / "tiny.yaml")) is None
 
 
-def test_costs_add_up_and_say_what_they_assume():
+def test_step_time_adds_up_and_says_what_it_assumes():
     found = time_of(glm47())
     assert tuple(dict.fromkeys(c.phase for c in found.costs)) == tuple(
         phase for phase in STEP_PHASES if phase != "ref_logprobs"
@@ -248,7 +248,7 @@ def test_costs_add_up_and_say_what_they_assume():
     assert any("512 samples" in sentence for sentence in found.assumed)
 
 
-def test_operations_of_an_update_by_hand():
+def test_step_time_counts_the_operations_of_an_update():
     plan = glm47("parallel.dp=1", "parallel.ep=1", "model.recompute=none")
     samples, sizes, counts = step_samples(plan), plan.sizes, parameters(plan.sizes)
     rows = sum(sample.rows for sample in samples)
@@ -269,7 +269,7 @@ def test_operations_of_an_update_by_hand():
         ("logprob.cache_bytes=0", 8),
     ],
 )
-def test_operations_of_the_head(override: str, times: int):
+def test_step_time_counts_the_operations_of_the_head(override: str, times: int):
     plan = glm47(override)
     scored = sum(sample.response for sample in step_samples(plan))
     each = plan.sizes.vocab_size * plan.sizes.hidden_size
@@ -283,7 +283,7 @@ def test_operations_of_the_head(override: str, times: int):
     ("recompute", "projections", "experts", "attention"),
     [("none", 3, 3, 3), ("selective", 3, 4, 4), ("full", 4, 4, 4)],
 )
-def test_recompute_costs_a_forward_pass(
+def test_step_time_adds_a_forward_pass_for_recompute(
     recompute: str, projections: int, experts: int, attention: int
 ):
     plan = glm47(f"model.recompute={recompute}", "batching.minibatches=1")
@@ -295,7 +295,7 @@ def test_recompute_costs_a_forward_pass(
         assert found[name] == pytest.approx(times * once[name]), name
 
 
-def test_bytes_between_ranks_by_hand():
+def test_step_time_counts_the_bytes_between_ranks():
     plan = glm47(
         *("parallel.dp=2", "parallel.tp=2", "parallel.cp=2", "parallel.ep=4"),
         *("parallel.etp=1", "batching.minibatches=1", "batching.tokens_per_microbatch=1000000"),
@@ -312,7 +312,7 @@ def test_bytes_between_ranks_by_hand():
     assert found["context parallel"] == pytest.approx(47 * rows / 2 * 10 * 512 * 2, rel=0.01)
 
 
-def test_gradients_are_summed_over_copies_by_hand():
+def test_step_time_sums_gradients_over_copies():
     plan = glm47("batching.minibatches=1")
     counts = parameters(plan.sizes)
     dense, found = counts.total - counts.expert, amounts(plan, "update")
@@ -323,7 +323,7 @@ def test_gradients_are_summed_over_copies_by_hand():
     assert "gather weights" not in twice
 
 
-def test_optimizer_bytes_by_hand():
+def test_step_time_counts_the_bytes_of_the_optimizer():
     plan = glm47("batching.minibatches=1")
     counts = parameters(plan.sizes)
     dense, expert = counts.total - counts.expert, counts.expert / 8
@@ -341,7 +341,7 @@ def test_optimizer_bytes_by_hand():
     assert half["optimizer on the host"] == pytest.approx(34 * (dense / 8 + expert) / 2)
 
 
-def test_offloaded_bytes_move_both_ways():
+def test_step_time_moves_offloaded_bytes_both_ways():
     plan = glm47("rollout.offload_trainer=all")
     counts = parameters(plan.sizes)
     dense, expert = counts.total - counts.expert, counts.expert / 8
@@ -360,7 +360,7 @@ def test_offloaded_bytes_move_both_ways():
     assert amounts(plan, "update")["offload activations"] == pytest.approx(moved)
 
 
-def test_a_pipeline_has_a_bubble_that_interleaving_shrinks():
+def test_step_time_has_a_bubble_that_interleaving_shrinks():
     layout = ["parallel.pp=4", "parallel.dp=2", "parallel.ep=2"]
     plain = [*layout, "parallel.num_layers_in_first_pipeline_stage=11"]
     chunks = "Et*5|t*6|t*6|t*6|t*6|t*6|t*6|t*6L"
@@ -369,7 +369,7 @@ def test_a_pipeline_has_a_bubble_that_interleaving_shrinks():
     assert 100 > bubbles[0] > bubbles[1] > 0
 
 
-def test_costs_appear_with_what_causes_them():
+def test_step_time_has_a_cost_for_each_cause():
     def names(*overrides: str) -> set[tuple[str, str]]:
         return {(cost.phase, cost.name) for cost in time_of(glm47(*overrides)).costs}
 
@@ -381,7 +381,7 @@ def test_costs_appear_with_what_causes_them():
         "rollout.engine=recorded", "rollout.path=glm47/config.json"))  # fmt: skip
 
 
-def test_overlapped_gradients_cost_what_is_left():
+def test_step_time_of_overlapped_gradients_is_the_rest():
     seconds = [
         {cost.name: cost.seconds for cost in time_of(glm47(*each)).costs if cost.phase == "update"}
         for each in ((), ("optimizer.overlap_grad_reduce=true",))
@@ -389,13 +389,13 @@ def test_overlapped_gradients_cost_what_is_left():
     assert seconds[0]["reduce gradients"] > seconds[1].get("reduce gradients", 0.0)
 
 
-def test_sequences_run_until_they_end():
+def test_running_over_time_counts_sequences_until_they_end():
     assert running_over_time((3, 5, 2), 3) == [(2, 3), (1, 2), (2, 1)]
     assert running_over_time((3, 5, 2), 1) == [(3, 1), (5, 1), (2, 1)]
     steps = running_over_time((7, 1, 4, 4, 9, 2), 2)
     assert sum(count * running for count, running in steps) == 27
 
 
-def test_slower_hardware_takes_longer():
+def test_step_time_grows_with_slower_hardware():
     totals = [time_of(glm47(f"hardware.gpu={name}")).total for name in ("B200", "H200", "A100")]
     assert totals == sorted(totals)

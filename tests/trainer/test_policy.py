@@ -97,7 +97,7 @@ def on_many(group, layouts, folder):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_layouts_equal_one_process(ranks, world_size):
+def test_Policy_of_every_layout_equals_one_process(ranks, world_size):
     rows = ranks[world_size]["parity"]
     assert len(rows) == len(PARITY[world_size])
     assert not parity.too_far(rows)
@@ -137,7 +137,7 @@ def deal(samples, dp_size, split, cp_size):
 
 
 @pytest.mark.parametrize("layout", [n for some in SPLIT_LAYOUTS.values() for n in some])
-def test_the_loss_scale_does_not_depend_on_the_split(ranks, layout):
+def test_accumulate_has_one_loss_scale_for_every_split(ranks, layout):
     whole_metrics, whole = ranks[1]["split"][1]
     assert {"loss", "mtp_loss", "policy/entropy", "policy/ref_kl"} <= whole_metrics.keys()
     size = next(n for n, some in SPLIT_LAYOUTS.items() if layout in some)
@@ -178,7 +178,7 @@ def after_an_exception(folder, overrides):
         return clear, max(apart(grads[0][n], grads[1][n]) for n in grads[0])
 
 
-def test_an_exception_leaves_nothing_behind(ranks):
+def test_accumulate_leaves_nothing_behind_after_an_exception(ranks):
     for clear, off in [ranks[1]["exception"], *ranks[2]["exception"]]:
         assert clear
         assert off == 0
@@ -249,18 +249,18 @@ def unmended_roll(group, folder):
     return theirs, ours
 
 
-def test_megatrons_down_projections_lose_a_gradient(ranks):
+def test_spec_local_mends_down_projections_that_lose_a_gradient(ranks):
     off, name = ranks[2]["unmended"]["down projections"]
     assert off > 100 * BOUNDS["grad"], name
 
 
-def test_megatron_counts_padding_as_load(ranks):
+def test_leave_out_padding_mends_padding_that_counts_as_load(ranks):
     off, name = ranks[2]["unmended"]["padding"]
     assert name.endswith("e_score_correction_bias")
     assert off > BOUNDS["change"]
 
 
-def test_megatrons_roll_is_wrong_under_context_parallelism(ranks):
+def test_Microbatch_rolls_right_where_megatrons_is_wrong_under_cp(ranks):
     theirs, ours = ranks[2]["unmended"]["roll"]
     assert theirs > 0
     assert ours == 0
@@ -274,7 +274,7 @@ class Forgetful(deque):
 
 
 @pytest.mark.parametrize("memory", [deque, Forgetful])
-def test_recomputation_needs_the_routes_of_its_own_microbatch(folder, memory):
+def test_router_hook_keeps_the_routes_of_a_microbatch_for_recomputation(folder, memory):
     """Two forward passes, then two backward passes, as in a pipeline."""
     from megatron.core.tensor_parallel.random import is_checkpointing
 
@@ -309,7 +309,7 @@ def test_recomputation_needs_the_routes_of_its_own_microbatch(folder, memory):
         assert policy.llm.replay.is_clear and not is_checkpointing()
 
 
-def test_bounds_are_those_promised():
+def test_BOUNDS_are_those_promised():
     assert BOUNDS["loss"] <= 1e-6
     assert BOUNDS["grad"] <= 2e-5
     assert BOUNDS["change"] <= 1e-3
