@@ -76,7 +76,7 @@ def changed_plan(saved: Plan, changes: Mapping[str, Any], overrides: Sequence[st
 def refuse(source: Source, broken: Iterable[tuple[str, str]] = ()) -> None:
     """Raise `ConfigError` where `source` has problems, or rules are broken: (key, message)."""
     for key, message in broken:
-        source.problems.append(source.problem(tuple(key.split(".")), message))
+        source.report(tuple(key.split(".")), message)
     if source.problems:
         raise ConfigError(source.problems)
 
@@ -100,19 +100,15 @@ def draft_of(source: Source) -> PartialPlan:
 
 def _check_fields(source: Source) -> set[Key]:
     """Record every unknown key, missing key and wrong value; returns where they are."""
+    wrong = set(source.failed)
     try:
         Config.model_validate(source.tree)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-    else:
-        found = []
-    wrong = set(source.failed)
-    for each in found:
-        key = tuple(str(part) for part in each["loc"])
-        if key[:2] in source.failed:
-            continue
-        wrong.add(key[:2])
-        source.problems.append(source.problem(key, describe(each)))
+        for each in error.errors(include_url=False):
+            key = tuple(str(part) for part in each["loc"])
+            if key[:2] not in source.failed:
+                wrong.add(key[:2])
+                source.report(key, describe(each))
     return wrong
 
 
@@ -122,40 +118,35 @@ def _read_hf(source: Source, draft: PartialPlan) -> None:
         path, family = draft.config_path, draft.model.family
     except InvalidField:
         return
-    problems: list[str] = []
-    hf = _read_json(path, problems)
     shown = rules.relative(path)
-    if hf is not None and hf.get("model_type") != family:
-        problems.append(
-            f"{shown}: model_type is {hf.get('model_type')!r}, expected {family!r}, the "
-            "model.family"
-        )
-    elif hf is not None:
-        try:
-            read_sizes(hf)
-        except ValidationError as error:
-            for each in error.errors(include_url=False):
-                name = ".".join(str(part) for part in each["loc"])
-                problems.append(f"{shown}: {name}: {describe({**each, 'loc': ('', name)})}")
-        else:
-            draft.learn(hf)
-    for message in problems:
-        source.problems.append(source.problem(("model", "config"), message))
+    try:
+        hf = _read_json(path, shown)
+        if hf.get("model_type") != family:
+            given = f"model_type is {hf.get('model_type')!r}"
+            raise ValueError(f"{shown}: {given}, expected {family!r}, the model.family")
+        read_sizes(hf)
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            name = ".".join(str(part) for part in each["loc"])
+            message = f"{shown}: {name}: {describe({**each, 'loc': ('', name)})}"
+            source.report(("model", "config"), message)
+    except ValueError as error:
+        source.report(("model", "config"), str(error))
+    else:
+        draft.learn(hf)
 
 
-def _read_json(path: str, problems: list[str]) -> dict[str, Any] | None:
-    shown = rules.relative(path)
+def _read_json(path: str, shown: str) -> dict[str, Any]:
+    """The JSON object in the file at `path`. Raises `ValueError` where there is none."""
     try:
         refuse_pipe(path)
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        problems.append(f"{shown}: {error.strerror}, expected an HF config.json")
+        raise ValueError(f"{shown}: {error.strerror}, expected an HF config.json") from error
     except json.JSONDecodeError as error:
-        problems.append(f"{shown}:{error.lineno}: not JSON: {error.msg}")
+        raise ValueError(f"{shown}:{error.lineno}: not JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:
-        problems.append(f"{shown}: not JSON: {error}")
-    else:
-        if isinstance(found, dict):
-            return found
-        problems.append(f"{shown}: expected a JSON object of sizes")
-    return None
+        raise ValueError(f"{shown}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{shown}: expected a JSON object of sizes")
+    return found

@@ -19,7 +19,6 @@ from pyrl_ext.plan.language.renamed import renamed_tree
 from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
-from pyrl_ext.plan.model.route_ids import route_id_dtype
 from pyrl_ext.plan.model.sizes import ModelSizes, read_sizes
 from pyrl_ext.plan.schema import Config
 
@@ -77,30 +76,17 @@ class Plan(Config):
             "stages": [[vars(chunk) for chunk in stage] for stage in self.stages],
             "ranks": [rank._asdict() for rank in ranks.ranks(self.parallel)],
             "groups": ranks.groups(self.parallel),
-            "kernels": self.kernel_sizes,
-        }
-
-    @property
-    def kernel_sizes(self) -> dict[str, Any]:
-        """The sizes that the kernels of a run are specialised for."""
-        sizes, fused = self.sizes, self.logprob.head == "fused"
-        return {
-            "route_ids": route_id_dtype(sizes.num_experts),
-            "topk": sizes.topk,
-            "experts": sizes.num_experts,
-            "routed_layers": [
-                sum(i in self.router_layers for chunk in stage for i in chunk.layers)
-                for stage in self.stages
-            ],
-            "vocab_columns": -(-sizes.vocab_size // self.parallel.tp),
-            "logits": "float32" if fused else self.model.dtype,
         }
 
     @property
     def fingerprint(self) -> str:
         """Hash of all that a resumed run may not change."""
-        fields = _flatten(self.model_dump(mode="json"), {*FREE_ON_RESUME, *NOT_COMPARED})
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+        fields = json.dumps(self._compared(), sort_keys=True)
+        return hashlib.sha256(fields.encode()).hexdigest()[:16]
+
+    def _compared(self) -> dict[str, Any]:
+        """Values by dotted name of all that a resumed run may not change."""
+        return _flatten(self.model_dump(mode="json"), {*FREE_ON_RESUME, *NOT_COMPARED})
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -259,11 +245,9 @@ class Plan(Config):
 
     def diff(self, saved: Plan) -> tuple[Difference, ...]:
         """Fields in which this plan and a `saved` one differ and a resumed run may not."""
-        ignored = {*FREE_ON_RESUME, *NOT_COMPARED}
-        before, after = (_flatten(p.model_dump(mode="json"), ignored) for p in (saved, self))
-        names = dict.fromkeys((*after, *before))
-        pairs = ((name, before.get(name), after.get(name)) for name in names)
-        return tuple(Difference(*pair) for pair in pairs if pair[1] != pair[2])
+        before, after = saved._compared(), self._compared()
+        found = (Difference(name, before.get(name), after.get(name)) for name in after | before)
+        return tuple(each for each in found if each.saved != each.now)
 
     def check_resumes(self, saved: Plan) -> None:
         """Raise `ConfigError` where this plan would continue `saved` as a different run."""
@@ -300,12 +284,9 @@ class PartialPlan(Plan):
 
     def changed(self, values: Mapping[Key, Any]) -> Self:
         """This plan with other values, unchecked; what follows from them is computed again."""
-        updates: dict[str, dict[str, Any]] = {}
-        for (section, key), value in values.items():
-            updates.setdefault(section, {})[key] = value
         plan = self.model_copy()
-        for section, update in updates.items():
-            vars(plan)[section] = getattr(plan, section).model_copy(update=update)
+        for (section, key), value in values.items():
+            vars(plan)[section] = getattr(plan, section).model_copy(update={key: value})
         vars(plan)["world_size"] = plan.parallel.world_size
         vars(plan).pop("stages", None)
         return plan

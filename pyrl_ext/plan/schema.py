@@ -5,9 +5,9 @@ A description names the unit in brackets; sizes such as 2GiB are read by it.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pyrl_ext.plan.language.fields import (
     MAX_RANKS,
@@ -94,9 +94,7 @@ class Parallel(Section):
     pipeline_model_parallel_layout: Text | None = None
     """every stage written out, such as Et*3|(tt|)*2,m|L; null: split by the keys above"""
 
-    @model_validator(mode="after")
-    def _world_isbounded(self) -> Self:
-        return bounded(self, ("dp", "tp", "pp", "cp"), "ranks", MAX_RANKS)
+    _world_is_bounded = bounded(("dp", "tp", "pp", "cp"), "ranks", MAX_RANKS)
 
     @property
     def world_size(self) -> int:
@@ -127,9 +125,7 @@ class Batching(Section):
     """most that a rank holds in one forward pass [tokens]; cp ranks share a sample, and hold cp
     times as many; bounds activations"""
 
-    @model_validator(mode="after")
-    def _step_isbounded(self) -> Self:
-        return bounded(self, ("prompts", "samples_per_prompt"), "samples a step", MAX_SAMPLES)
+    _step_is_bounded = bounded(("prompts", "samples_per_prompt"), "samples a step", MAX_SAMPLES)
 
 
 class Logprob(Section):

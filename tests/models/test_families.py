@@ -100,7 +100,7 @@ def test_routed_layers_and_bytes():
         sizes = read_sizes(MODELS[model])
         assert sizes.router_layers == tuple(routers)
         assert sizes.route_bytes_per_token == each
-        assert sizes.contradictions() == ()
+        assert sizes.contradictions() == []
 
 
 @pytest.mark.parametrize(

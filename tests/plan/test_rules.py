@@ -28,6 +28,7 @@ from pyrl_ext.models import family
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
+from pyrl_ext.plan.compile import draft_of, load
 from pyrl_ext.plan.language.errors import fields_of, show
 from pyrl_ext.plan.language.fields import InvalidField, Section
 from pyrl_ext.plan.model.alignment import alignment
@@ -207,9 +208,11 @@ def test_alignment_equals_the_layouts(fp8: bool):
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 5, 6, 8, 12, 16])
 def test_unfit_for_heads_accepts_divisors_and_multiples(tp: int):
     """Ranks share a key/value head as well as they hold several."""
-    problem = unfit_for_heads(tp, 4, "why", "(config.json)")
+    grouped, latent = draft_of(load(QWEN3)), draft_of(load(TINY))
+    grouped.learn(grouped.hf | {"num_key_value_heads": 4})
+    problem = unfit_for_heads(grouped, tp, "why")
     assert (problem is None) == (tp in (1, 2, 4, 8, 12, 16))
-    assert unfit_for_heads(tp, None, "why", "(config.json)") is None
+    assert unfit_for_heads(latent, tp, "why") is None
 
 
 @pytest.mark.parametrize(("steps", "minibatches"), [(1, 1), (3, 2)])

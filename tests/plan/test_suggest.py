@@ -49,7 +49,7 @@ def test_suggest_finds_plans_that_hold_and_fit(eight: Search):
 
 
 def test_suggest_counts_layouts_by_the_rule_they_break(eight: Search):
-    assert eight.broken["heads_split_over_tp"] > 0  # 20 heads on 8 ranks
+    assert eight.broken["the_model_splits_over_tp"] > 0  # 20 heads on 8 ranks
     assert 0 < eight.held < eight.layouts
     assert eight.too_large > 0  # all experts on each of eight ranks
 

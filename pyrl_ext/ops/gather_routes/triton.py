@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._triton import Launch, meta, refuse_device
+from pyrl_ext.plan.model.route_ids import route_id_dtype
 
 from .reference import check
 
@@ -47,7 +48,7 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     if not plan.router_layers:
         return
     top_k, experts = plan.sizes.topk, plan.sizes.num_experts
-    dtype = plan.kernel_sizes["route_ids"]
+    dtype = route_id_dtype(experts)
     spans = {1}  # padding, where nothing is replayed
     for stage in plan.stages:
         routed = [i for chunk in stage for i in chunk.layers if i in plan.router_layers]

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 
 from pyrl_ext.plan.forecast.attention import head_widths
 from pyrl_ext.plan.model.chunks import ModelChunk
-from pyrl_ext.plan.model.sizes import ModelSizes, Parameters, layer_parameters, mtp_parameters
+from pyrl_ext.plan.model.sizes import ModelSizes, Parameters, mtp_parameters
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Flops:
 def chunk_flops(sizes: ModelSizes, chunk: ModelChunk) -> Flops:
     """Operations of a model chunk for one row, pair or scored row; MTP layers score as well."""
     head = 2 * sizes.vocab_size * sizes.hidden_size * (chunk.loss + chunk.mtp)
-    kinds = [layer_parameters(sizes, layer) for layer in chunk.layers]
+    kinds = [sizes.layers[layer] for layer in chunk.layers]
     kinds += [mtp_parameters(sizes)] * chunk.mtp
     total = Flops(head=head)
     for held, number in Counter(kinds).items():

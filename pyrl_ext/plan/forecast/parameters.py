@@ -9,7 +9,6 @@ from pyrl_ext.plan.model.sizes import (
     Parameters,
     embedding_parameters,
     head_parameters,
-    layer_parameters,
     mtp_parameters,
 )
 from pyrl_ext.plan.plan import Plan
@@ -43,7 +42,7 @@ def chunk_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
     and the vocabulary is padded to a multiple of tp."""
     sizes, total = plan.sizes, Parameters()
     for index in chunk.layers:
-        total += layer_parameters(sizes, index)
+        total += sizes.layers[index]
     for _ in range(chunk.mtp):
         total += mtp_parameters(sizes)
     tables, reads_tokens = 0, chunk.embedding or chunk.mtp > 0

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class InvalidField(LookupError):
@@ -54,10 +54,14 @@ Count = Annotated[int, Field(ge=0, le=NO_BOUNDS[0])]
 Dtype = Literal["float32", "bfloat16"]
 
 
-def bounded[S: Section](section: S, names: tuple[str, ...], what: str, most: int) -> S:
-    """`section`, where the product of its sizes `names` is at most `most`. Raises `ValueError`."""
-    sizes = {name: getattr(section, name) for name in names}
-    if (product := math.prod(sizes.values())) > most:
-        factors = " * ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(f"{factors} = {product} {what}, expected at most {most}")
-    return section
+def bounded(names: tuple[str, ...], what: str, most: int) -> Any:
+    """The validator of a section that the product of its sizes `names` is at most `most`."""
+
+    def check[S: Section](section: S) -> S:
+        sizes = {name: getattr(section, name) for name in names}
+        if (product := math.prod(sizes.values())) > most:
+            factors = " * ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ValueError(f"{factors} = {product} {what}, expected at most {most}")
+        return section
+
+    return model_validator(mode="after")(check)

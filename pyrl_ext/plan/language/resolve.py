@@ -22,8 +22,7 @@ _UNIT = re.compile(r"\[(\w+)\]")
 
 def resolve(source: Source) -> None:
     """Replace what `source.tree` holds by what it means; values without a meaning have failed."""
-    for name, value in source.tree.items():
-        source.tree[name] = _resolved(source, (name,), value)
+    source.tree = _resolved(source, (), source.tree)
 
 
 def _resolved(source: Source, key: Key, written: Any) -> Any:
@@ -39,9 +38,14 @@ def _resolved(source: Source, key: Key, written: Any) -> Any:
         return written
     if (field := _field(key)) is None:
         return written
-    if int in (field.annotation, *_annotations(field.annotation)):
-        return _size(source, key, written, unit_of(field))
-    if mark := relative_path_of(field):
+    kinds = [*field.metadata, field.annotation, *_annotations(field.annotation)]
+    if int in kinds:
+        try:
+            return read_size(written, unit_of(field))
+        except ValueError as error:
+            source.fail(key, str(error))
+            return written
+    if mark := next((kind for kind in kinds if isinstance(kind, RelativePath)), None):
         return _from_main_file(source, key, written, mark)
     if new := MOVED.get(written):
         old = source.problem(key, renamed_note(written, new))
@@ -49,17 +53,9 @@ def _resolved(source: Source, key: Key, written: Any) -> Any:
     return new or written
 
 
-def _size(source: Source, key: Key, text: str, unit: str | None) -> int | str:
-    try:
-        return read_size(text, unit)
-    except ValueError as error:
-        source.fail(key, str(error))
-        return text
-
-
 def _from_main_file(source: Source, key: Key, path: str, mark: RelativePath) -> str:
     """A path that a parent file says, relative to the folder of the main file."""
-    _, place = source.origin(key) or ((), None)
+    _, place = source.origin(key)
     if not isinstance(place, Place) or place.file == source.path or not path:
         return path
     if os.path.isabs(path) or (mark.or_hub_id and is_hub_id(place.file, path)):
@@ -106,12 +102,6 @@ def unit_of(field: FieldInfo) -> str | None:
     """The unit in brackets in the description of `field`."""
     found = _UNIT.search(field.description or "")
     return found[1] if found else None
-
-
-def relative_path_of(field: FieldInfo) -> RelativePath | None:
-    """How the text of `field` is a path, where it is one."""
-    marks = [*field.metadata, *_annotations(field.annotation)]
-    return next((mark for mark in marks if isinstance(mark, RelativePath)), None)
 
 
 def _annotations(annotation: Any) -> list[Any]:

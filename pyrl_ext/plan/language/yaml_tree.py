@@ -58,6 +58,7 @@ class Place(NamedTuple):
     line: int
 
 
+_KINDS = {MappingNode: "a mapping", SequenceNode: "a list", ScalarNode: "a single value"}
 _DEEPEST = 64  # what writes a plan as JSON gives up at 255
 
 
@@ -77,28 +78,33 @@ class Source:
     failed: set[Key] = field(default_factory=set)
     """Fields whose value could not be read; the reason is in `problems`."""
 
-    def origin(self, key: Key) -> tuple[Key, Place | str] | None:
-        """The override (its text) or else the place that wrote `key`, or the section around it."""
+    def origin(self, key: Key) -> tuple[Key, Place | str]:
+        """The override (its text) or else the place that wrote `key`, or the section around it,
+        or the first line."""
         around = [key[:depth] for depth in range(len(key), -1, -1)]
         for written in (self.overrides, self.places):
             for at in around:
                 if at in written:
                     return at, written[at]
-        return None
+        return (), Place(self.path, 1)
 
     def problem(self, key: Key, message: str, line: int | None = None) -> Problem:
         """A problem at `line`, or where `key` or its section was written, or on the first line."""
         text = f"{'.'.join(key)}: {message}" if key else message
-        at, place = self.origin(key) or ((), Place(self.path, 1))
+        at, place = self.origin(key)
         if isinstance(place, str):
             return Problem(f"command line: {place}", 0, message if at == key else text)
         if line is not None:
             place = Place(self.path, line)
         return Problem(f"{place.file}:{place.line}", place.line, text)
 
+    def report(self, key: Key, message: str, line: int | None = None) -> None:
+        """Record a `problem`."""
+        self.problems.append(self.problem(key, message, line))
+
     def fail(self, key: Key, message: str) -> None:
         """Record that the value of `key` cannot be read."""
-        self.problems.append(self.problem(key, message))
+        self.report(key, message)
         self.failed.add(key[:2])
 
 
@@ -119,22 +125,16 @@ def apply(source: Source, overrides: Sequence[str]) -> None:
         _override(source, text)
 
 
-def _read_text(path: str) -> str:
-    """The text of the file or pipe at `path`; a device could hold text without end."""
-    with open(path, encoding="utf-8") as file:
-        text = file.read(_LONGEST + 1)
-    if len(text) > _LONGEST:
-        raise OSError(errno.EFBIG, f"More than {_LONGEST:,} characters")
-    return text
-
-
 def _read_file(source: Source, child: Source | None = None) -> None:
     """Read the tree of `source.path`, a parent that `child` names."""
     source.complete = False
     try:
         if child:
             refuse_pipe(source.path)
-        text = _read_text(source.path)
+        with open(source.path, encoding="utf-8") as file:
+            text = file.read(_LONGEST + 1)  # a device could hold text without end
+        if len(text) > _LONGEST:
+            raise OSError(errno.EFBIG, f"More than {_LONGEST:,} characters")
     except UnicodeDecodeError as error:
         source.problems.append(Problem(f"{source.path}:1", 1, f"not UTF-8 text: {error}"))
         return
@@ -152,14 +152,13 @@ def _read_file(source: Source, child: Source | None = None) -> None:
             source.problems.append(Problem(f"{source.path}:1", 1, message))
         return
     line = node.start_mark.line + 1
-    if isinstance(node, MappingNode):
-        source.complete = True
-        source.places[()] = Place(source.path, line)
-        source.tree = _mapping(node, (), source)
-        _spread_replay(source.tree)
-    else:
-        message = f"{_kind(node)}, expected a mapping of sections"
-        source.problems.append(source.problem((), message, line))
+    if not isinstance(node, MappingNode):
+        source.report((), f"{_KINDS[type(node)]}, expected a mapping of sections", line)
+        return
+    source.complete = True
+    source.places[()] = Place(source.path, line)
+    source.tree = _mapping(node, (), source)
+    _spread_replay(source.tree)
 
 
 def _spread_replay(tree: dict[str, Any]) -> None:
@@ -173,18 +172,16 @@ def _extend(source: Source, chain: tuple[str, ...]) -> None:
     name = source.tree.pop("extends", None)
     if name is None:
         return
-    path = ""
+    source.complete = False
     if not isinstance(name, str) or not name or not name.isprintable():
-        message = f"{show(name)}, expected another YAML file, relative to this one"
-    else:
-        path = os.path.normpath(os.path.join(os.path.dirname(source.path), name))
-        again = os.path.realpath(path) in map(os.path.realpath, chain)
-        chain = (*chain, path)
-        message = f"{' -> '.join(chain)}, expected a parent that leads to no file again"
-        message = message if again else None
-    if message:
-        source.fail(("extends",), message)
-        source.complete = False
+        source.fail(("extends",), f"{show(name)}, expected another YAML file, relative to this one")
+        return
+    path = os.path.normpath(os.path.join(os.path.dirname(source.path), name))
+    again = os.path.realpath(path) in map(os.path.realpath, chain)
+    chain = (*chain, path)
+    if again:
+        rule = "expected a parent that leads to no file again"
+        source.fail(("extends",), f"{' -> '.join(chain)}, {rule}")
         return
     parent = Source(path, problems=source.problems, notes=source.notes, failed=source.failed)
     _read_file(parent, source)
@@ -246,10 +243,8 @@ def _value(node: Node, at: Key, source: Source) -> Any:
         return _mapping(node, at, source)
     if isinstance(node, SequenceNode):
         return [_value(item, (*at, str(i)), source) for i, item in enumerate(node.value)]
-    assert isinstance(node, ScalarNode)
-    loader = _Loader("")
     try:
-        return loader.construct_object(node)
+        return _Loader("").construct_object(node)
     except ValueError as error:  # an integer of thousands of digits
         source.fail(at, f"not a value: {error}")
         return None
@@ -260,8 +255,7 @@ def _mapping(node: MappingNode, at: Key, source: Source) -> dict[str, Any]:
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, ScalarNode):
-            message = f"the key is {_kind(key_node)}, expected a word"
-            source.problems.append(source.problem(at, message, line))
+            source.report(at, f"the key is {_KINDS[type(key_node)]}, expected a word", line)
             continue
         written = (*at, key_node.value)
         if (key := current(written)) != written:
@@ -269,18 +263,12 @@ def _mapping(node: MappingNode, at: Key, source: Source) -> dict[str, Any]:
                 f"{source.path}:{line}: {renamed_note('.'.join(written), '.'.join(key))}"
             )
         if key[-1] in found:
-            message = f"repeated, first on line {source.places[key].line}. Keep one"
-            source.problems.append(source.problem(key, message, line))
+            first = source.places[key].line
+            source.report(key, f"repeated, first on line {first}. Keep one", line)
             continue
         source.places[key] = Place(source.path, line)
         found[key[-1]] = _value(value_node, key, source)
     return found
-
-
-def _kind(node: Node) -> str:
-    if isinstance(node, MappingNode):
-        return "a mapping"
-    return "a list" if isinstance(node, SequenceNode) else "a single value"
 
 
 def _override(source: Source, text: str) -> None:

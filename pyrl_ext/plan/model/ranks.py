@@ -6,8 +6,8 @@ pp x edp x ep x etp.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import product
+from operator import attrgetter
 from typing import NamedTuple
 
 from pyrl_ext.plan.schema import Parallel
@@ -26,21 +26,17 @@ class Rank(NamedTuple):
     etp: int
 
 
-def _axes(parallel: Parallel) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes of the dense and of the expert grid, slowest axis first."""
-    etp = parallel.etp_size
-    edp = parallel.world_size // (parallel.pp * parallel.ep * etp)
-    dense = {"pp": parallel.pp, "dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp}
-    return dense, {"pp": parallel.pp, "edp": edp, "ep": parallel.ep, "etp": etp}
-
-
 def ranks(parallel: Parallel) -> tuple[Rank, ...]:
     """Every rank of the world, in order."""
-    dense, expert = (product(*map(range, axes.values())) for axes in _axes(parallel))
+    pp, ep, etp = parallel.pp, parallel.ep, parallel.etp_size
+    dense = product(*map(range, (pp, parallel.dp, parallel.cp, parallel.tp)))
+    expert = product(*map(range, (pp, parallel.world_size // (pp * ep * etp), ep, etp)))
     pairs = zip(dense, expert, strict=True)
     return tuple(Rank(i, *here, *there[1:]) for i, (here, there) in enumerate(pairs))
 
 
+DENSE_GRID = ("pp", "dp", "cp", "tp")
+EXPERT_GRID = ("pp", "edp", "ep", "etp")
 # Groups that the trainer communicates in: name -> the axes along which their ranks differ.
 GROUPS = {
     "tp": ("tp",),
@@ -56,16 +52,13 @@ GROUPS = {
 
 def groups(parallel: Parallel) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Name -> every group of that kind, as rising ranks; kinds of one rank are left out."""
-    everyone = ranks(parallel)
-    found = {name: _along(everyone, axes) for name, axes in GROUPS.items()}
-    return {name: kind for name, kind in found.items() if len(kind) < len(everyone)}
-
-
-def _along(everyone: Iterable[Rank], axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    expert = axes[0] in ("edp", "ep", "etp")
-    grid = ("pp", "edp", "ep", "etp") if expert else ("pp", "dp", "cp", "tp")
-    kept = [axis for axis in grid if axis not in axes]
-    together: dict[tuple[int, ...], list[int]] = {}
-    for each in everyone:
-        together.setdefault(tuple(getattr(each, axis) for axis in kept), []).append(each.rank)
-    return tuple(map(tuple, together.values()))
+    everyone, found = ranks(parallel), {}
+    for name, axes in GROUPS.items():
+        grid = EXPERT_GRID if axes[0] in EXPERT_GRID else DENSE_GRID
+        place = attrgetter(*(axis for axis in grid if axis not in axes))
+        kind: dict[tuple[int, ...], list[int]] = {}
+        for each in everyone:
+            kind.setdefault(place(each), []).append(each.rank)
+        if len(kind) < len(everyone):
+            found[name] = tuple(map(tuple, kind.values()))
+    return found

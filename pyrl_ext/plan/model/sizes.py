@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,12 +29,7 @@ class Parameters:
     """The parameters of `expert` that one token uses."""
 
     def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(
-            self.replicated + other.replicated,
-            self.tensor + other.tensor,
-            self.expert + other.expert,
-            self.active_expert + other.active_expert,
-        )
+        return Parameters(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def total(self) -> int:
@@ -98,6 +94,8 @@ class ModelSizes(BaseModel, ABC):
     topk: Count = Field(0, alias="num_experts_per_tok")
     moe_intermediate_size: Count = 0
 
+    has_output_bias: ClassVar[bool] = True
+    """Whether ``attention_bias`` means the output projection too, which the trainer cannot."""
     has_router_bias: ClassVar[bool] = False
     """Whether routers have a bias that only chooses experts, and can be moved towards balance."""
     rope_types: ClassVar[frozenset[str]] = frozenset({"default"})
@@ -130,7 +128,8 @@ class ModelSizes(BaseModel, ABC):
 
     @cached_property
     def layers(self) -> tuple[Parameters, ...]:
-        """Parameters of every decoder layer; many plans are priced with one set of sizes."""
+        """Parameters of every decoder layer, without its router's bias buffer; many plans are
+        priced with one set of sizes."""
         kinds, routers = (_dense_layer(self), _sparse_layer(self)), {*self.router_layers}
         return tuple(kinds[layer in routers] for layer in range(self.num_hidden_layers))
 
@@ -173,27 +172,28 @@ class ModelSizes(BaseModel, ABC):
         """How YaRN stretches the wavelengths; None unless `rope_type` is yarn."""
         return None
 
-    def contradictions(self) -> tuple[str, ...]:
+    def contradictions(self) -> list[str]:
         """Contradictions that no model can have, each the message of a rule."""
-        if self.topk <= self.num_experts:
-            return ()
-        return (
+        few = (
             f"num_experts_per_tok {self.topk}, expected at most {self.key('num_experts')} "
-            f"{self.num_experts}; a token uses distinct experts",
+            f"{self.num_experts}; a token uses distinct experts"
         )
+        return [few] if self.topk > self.num_experts else []
 
-    def unsupported(self) -> tuple[str, ...]:
+    def unsupported(self) -> list[str]:
         """Parts that transformers builds from such a config and the trainer does not."""
         found = []
         if self.rope_type not in self.rope_types:
             found.append(f"rope_type is {self.rope_type}; its rotary embeddings are not built")
         if self.hidden_act != "silu":
             found.append(f"hidden_act is {self.hidden_act}; layers are built with silu")
-        return tuple(found)
+        if self.attention_bias and self.has_output_bias:
+            found.append("attention_bias is true; attention is built without biases")
+        return found
 
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> list[str]:
         """Facts about the family that may surprise a reader."""
-        return ()
+        return []
 
 
 class Sparse(ModelSizes):
@@ -202,11 +202,6 @@ class Sparse(ModelSizes):
     num_experts: Positive = Field()
     topk: Positive = Field(alias="num_experts_per_tok")
     moe_intermediate_size: Positive = Field()
-
-
-def layer_parameters(sizes: ModelSizes, layer: int) -> Parameters:
-    """Parameters of decoder layer `layer` (0-based), without its router's bias buffer."""
-    return sizes.layers[layer]
 
 
 def _dense_layer(sizes: ModelSizes) -> Parameters:
@@ -247,10 +242,7 @@ def head_parameters(sizes: ModelSizes) -> Parameters:
 
 def parameters(sizes: ModelSizes) -> Parameters:
     """Parameters of the whole model, layers for multi-token prediction apart."""
-    total = embedding_parameters(sizes) + head_parameters(sizes)
-    for layer in range(sizes.num_hidden_layers):
-        total += layer_parameters(sizes, layer)
-    return total
+    return sum(sizes.layers, embedding_parameters(sizes) + head_parameters(sizes))
 
 
 def read_sizes(hf: dict[str, Any]) -> ModelSizes:

@@ -5,21 +5,12 @@ to do>]`. Ranges of a single field are in the schema. A rule that reads a field 
 wrong raises `InvalidField` by that read, and is skipped.
 """
 
-from pyrl_ext.plan.rules import (  # noqa: F401 (each registers its rules)
-    batching,
-    data,
-    dynamic_cp,
-    hardware,
-    kernels,
-    logprob,
-    model,
-    optimizer,
-    parallel,
-    passthrough,
-    pipeline,
-    replay,
-    rollout,
-)
+import importlib
+import pkgutil
+
 from pyrl_ext.plan.rules._rule import RULES, changed, check, relative, rule, sentence
 
 __all__ = ["RULES", "changed", "check", "relative", "rule", "sentence"]
+
+for _topic in pkgutil.iter_modules(__path__):  # by name; each registers its rules
+    importlib.import_module(f"{__name__}.{_topic.name}")

@@ -63,33 +63,30 @@ def in_config(plan: Plan) -> str:
     return f"({relative(plan.config_path)})"
 
 
-def indivisible(
-    number: int, wholes: dict[str, int], why: str, *also: int, where: str = ""
-) -> Found:
+def indivisible(number: int, wholes: dict[str, int], why: str, where: str = "") -> Found:
     """The problem that `number` does not divide each of the named `wholes`, with what does.
 
     Args:
         why: the consequence
-        also: what else the advised numbers divide
         where: the file that states the wholes, in brackets
     """
     odd = [f"{name} {whole}" for name, whole in wholes.items() if whole % number]
     if odd:
         each = " of each" if len(wholes) > 1 else ""
-        usable = choice(divisors(*filter(None, (*wholes.values(), *also))))
+        usable = choice(divisors(*wholes.values()))
         return (
             f"{number} does not divide {', '.join(odd)}{where and f' {where}'}, expected a "
             f"divisor{each}; {why}. Use {usable}"
         )
 
 
-def unfit_for_heads(tp: int, groups: int | None, why: str, where: str) -> Found:
-    """The problem that `tp` ranks cannot hold whole key/value heads (`groups`; None: no groups)."""
-    if groups and groups % tp and tp % groups:
+def unfit_for_heads(plan: Plan, tp: int, why: str) -> Found:
+    """The problem that `tp` ranks cannot hold whole key/value heads."""
+    if (groups := plan.sizes.query_groups) and groups % tp and tp % groups:
         return (
-            f"{tp} neither divides num_key_value_heads {groups} nor is a multiple of it {where}, "
-            f"expected one of both; {why}. Use {choice(divisors(groups))}, or a multiple "
-            f"of {groups}"
+            f"{tp} neither divides num_key_value_heads {groups} nor is a multiple of it "
+            f"{in_config(plan)}, expected one of both; {why}. Use {choice(divisors(groups))}, or a "
+            f"multiple of {groups}"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from pyrl_ext.plan.forecast.hardware import GPUS, gpu_of
@@ -89,7 +88,7 @@ def offloading_suits_megatron(plan: Plan) -> Found:
 
 @rule("model.tokenizer")
 def tokenizer_exists(plan: Plan) -> Found:
-    return _folder_or_hub_id(plan, plan.model.tokenizer, "tokenizer.json")
+    return _missing(_folder(plan, plan.model.tokenizer), "tokenizer.json")
 
 
 # What a folder may hold instead of safetensors -> what that is, and what to do.
@@ -102,17 +101,17 @@ OTHER_WEIGHTS = {
 
 @rule("model.weights")
 def weights_exist(plan: Plan) -> Found:
-    folder = _weights_folder(plan)
+    folder = _folder(plan, plan.model.weights)
     if folder and not any(folder.glob("*.safetensors")):
         for pattern, (what, fix) in OTHER_WEIGHTS.items():
             if first := min(folder.glob(pattern), default=None):
                 return f"{relative(str(first))} is {what}, expected *.safetensors. {fix}"
-    return _folder_or_hub_id(plan, plan.model.weights, "*.safetensors")
+    return _missing(folder, "*.safetensors")
 
 
 @rule("model.weights")
 def no_shard_is_missing(plan: Plan) -> Found:
-    folder = _weights_folder(plan)
+    folder = _folder(plan, plan.model.weights)
     index = folder / "model.safetensors.index.json" if folder else None
     if index is None or not index.exists():
         return None
@@ -128,21 +127,14 @@ def no_shard_is_missing(plan: Plan) -> Found:
         )
 
 
-def _weights_folder(plan: Plan) -> Path | None:
-    name = plan.model.weights
-    if name is None or plan.is_hub_id(name) or not os.path.isdir(plan.resolve(name)):
-        return None
-    return Path(plan.resolve(name))
+def _folder(plan: Plan, name: str | None) -> Path | None:
+    return None if name is None or plan.is_hub_id(name) else Path(plan.resolve(name))
 
 
-def _folder_or_hub_id(plan: Plan, name: str | None, content: str) -> Found:
-    if name is None or plan.is_hub_id(name):
-        return None
-    folder = plan.resolve(name)
-    is_folder = os.path.isdir(folder)
-    if not is_folder or not any(Path(folder).glob(content)):
-        missing = f"holds no {content}" if is_folder else "is no folder"
-        return f"{relative(folder)} {missing}, expected a folder with {content} or a hub id"
+def _missing(folder: Path | None, content: str) -> Found:
+    if folder and not any(folder.glob(content)):
+        missing = f"holds no {content}" if folder.is_dir() else "is no folder"
+        return f"{relative(str(folder))} {missing}, expected a folder with {content} or a hub id"
 
 
 @rule("model.tokenizer")

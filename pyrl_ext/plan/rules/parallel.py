@@ -7,23 +7,15 @@ from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule, unfit
 
 
 @rule("parallel.tp")
-def heads_split_over_tp(plan: Plan) -> Found:
-    heads = {"num_attention_heads": plan.sizes.num_attention_heads}
-    why = "attention heads are split over tensor-parallel ranks"
-    return indivisible(plan.parallel.tp, heads, why, where=in_config(plan))
-
-
-@rule("parallel.tp")
-def widths_split_over_tp(plan: Plan) -> Found:
-    sizes, why = plan.sizes, "these widths are split over tensor-parallel ranks"
-    heads, where = sizes.num_attention_heads, in_config(plan)
-    return indivisible(plan.parallel.tp, sizes.tp_widths, why, heads, where=where)
+def the_model_splits_over_tp(plan: Plan) -> Found:
+    sizes, why = plan.sizes, "each of them is split over tensor-parallel ranks"
+    wholes = {"num_attention_heads": sizes.num_attention_heads} | sizes.tp_widths
+    return indivisible(plan.parallel.tp, wholes, why, in_config(plan))
 
 
 @rule("parallel.tp")
 def query_groups_split_over_tp(plan: Plan) -> Found:
-    why = "a key/value head is whole on a rank"
-    return unfit_for_heads(plan.parallel.tp, plan.sizes.query_groups, why, in_config(plan))
+    return unfit_for_heads(plan, plan.parallel.tp, "a key/value head is whole on a rank")
 
 
 @rule("parallel.tp")
@@ -49,7 +41,7 @@ def nodes_are_whole(plan: Plan) -> Found:
 def experts_split_over_ep(plan: Plan) -> Found:
     experts = {plan.sizes.key("num_experts"): plan.sizes.num_experts}
     why = "every rank holds the same number of experts"
-    return indivisible(plan.parallel.ep, experts, why, where=in_config(plan))
+    return indivisible(plan.parallel.ep, experts, why, in_config(plan))
 
 
 @rule("parallel.ep")
@@ -65,7 +57,7 @@ def there_are_experts_to_spread(plan: Plan) -> Found:
 def expert_width_splits_over_etp(plan: Plan) -> Found:
     width = {"moe_intermediate_size": plan.sizes.moe_intermediate_size}
     why = "an expert's width is split over etp ranks (null: tp)"
-    return indivisible(plan.parallel.etp_size, width, why, where=in_config(plan))
+    return indivisible(plan.parallel.etp_size, width, why, in_config(plan))
 
 
 @rule("parallel.ep")

@@ -4,6 +4,7 @@ trainer sets, and nothing that does not exist."""
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,17 @@ def field_names() -> set[str]:
     return names.union(*(groups[group] for group in groups if group != "breaking"))
 
 
+def _refused(
+    plan: Plan, options: dict[str, Any], problem_of: Callable[[Plan, str], str | None]
+) -> Found:
+    """(name, message) of the options that have a problem."""
+    problems = {name: problem_of(plan, name) for name in options}
+    return [(name, f"{show(options[name])}, {why}") for name, why in problems.items() if why]
+
+
 @rule("model.megatron")
 def megatron_fields_are_free(plan: Plan) -> Found:
-    return [
-        (name, f"{show(value)}, {problem}")
-        for name, value in plan.model.megatron.items()
-        if (problem := _megatron_problem(plan, name))
-    ]
+    return _refused(plan, plan.model.megatron, _megatron_problem)
 
 
 def _megatron_problem(plan: Plan, name: str) -> str | None:
@@ -70,21 +75,20 @@ def _megatron_problem(plan: Plan, name: str) -> str | None:
     return None
 
 
+_SAME_NAMES = ("gpu_memory_utilization", "logprobs_mode", "temperature", "top_p", "top_k")
 # Argument of vLLM's engine, or of its sampling -> the key of the plan that sets it.
 ENGINE_KEYS = {
     **dict.fromkeys(("model", "hf_config_path", "hf_overrides"), "model.config"),
     "tokenizer": "model.tokenizer",
     "dtype": "rollout.dtype",
     "tensor_parallel_size": "rollout.tp",
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "enable_sleep_mode": "rollout.sleep",
     "max_model_len": "data.max_prompt_tokens and rollout.max_new_tokens",
     "max_tokens": "rollout.max_new_tokens",
     "n": "batching.samples_per_prompt",
-    "logprobs_mode": "rollout.logprobs_mode",
     "enable_return_routed_experts": "replay",
-    **{name: f"rollout.{name}" for name in ("temperature", "top_p", "top_k")},
     "seed": "seed",
+    **{name: f"rollout.{name}" for name in _SAME_NAMES},
 }
 
 _SAMPLING = "the trainer scores the distribution that temperature alone makes"
@@ -107,11 +111,7 @@ ENGINE_WITHOUT_ROUTES = {
 @rule("rollout.engine_options")
 def engine_arguments_are_free(plan: Plan) -> Found:
     options = plan.rollout.engine_options if plan.rollout.engine == "vllm" else {}
-    return [
-        (name, f"{show(value)}, {problem}")
-        for name, value in options.items()
-        if (problem := _engine_problem(plan, name))
-    ]
+    return _refused(plan, options, _engine_problem)
 
 
 def _engine_problem(plan: Plan, name: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from pyrl_ext.plan.plan import Plan
@@ -22,11 +21,10 @@ def recorded_routes_are_of_this_model(plan: Plan) -> Found:
     path = plan.recorded_path
     if not (plan.replay.enabled and plan.rollout.engine == "recorded" and path):
         return None
-    files = sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [Path(path)]
-    shapes = _shapes(files[0]) if files else None
-    if shapes is None:
+    first = min(Path(path).glob("*.safetensors"), default=Path(path))
+    if (shapes := _shapes(first)) is None:
         return None  # the engine says what is wrong with such a file
-    shown = relative(str(files[0]))
+    shown = relative(str(first))
     if "routes" not in shapes:
         return (
             f"{shown} has no routes, expected them with replay on; the trainer's routers would "

@@ -20,10 +20,10 @@ from pyrl_ext.plan.rules._rule import (
 # separate rule.
 READERS = {
     **dict.fromkeys(("tp", "gpus", "gpu_memory_utilization", "engine_options"), ("vllm",)),
-    **dict.fromkeys(("sleep", "offload_trainer", "dtype", "transport"), ("hf", "vllm")),
     "max_num_seqs": ("hf",),
-    **dict.fromkeys(("stop", "oversample", "record"), ("hf", "vllm")),
-    **dict.fromkeys(("check_tensors", "max_mismatch"), ("hf", "vllm")),
+    **dict.fromkeys(("sleep", "offload_trainer", "dtype", "transport"), ("hf", "vllm")),
+    **dict.fromkeys(("stop", "oversample", "record", "check_tensors"), ("hf", "vllm")),
+    "max_mismatch": ("hf", "vllm"),
 }
 # vLLM pads the vocabulary to a multiple of this before it splits it.
 VOCABULARY_UNIT = 64
@@ -132,14 +132,13 @@ def the_model_splits_over_an_engine(plan: Plan) -> Found:
         wholes[sizes.key("num_experts")] = sizes.num_experts
     why = "vLLM splits each of them evenly over an engine's GPUs"
     if rollout.engine == "vllm":
-        return indivisible(rollout.tp, wholes, why, where=in_config(plan))
+        return indivisible(rollout.tp, wholes, why, in_config(plan))
 
 
 @rule("rollout.tp")
 def key_value_heads_split_over_an_engine(plan: Plan) -> Found:
-    why = "vLLM keeps a key/value head whole on a GPU"
     if plan.rollout.engine == "vllm":
-        return unfit_for_heads(plan.rollout.tp, plan.sizes.query_groups, why, in_config(plan))
+        return unfit_for_heads(plan, plan.rollout.tp, "vLLM keeps a key/value head whole on a GPU")
 
 
 @rule("rollout.tp")

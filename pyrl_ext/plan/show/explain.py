@@ -13,7 +13,7 @@ from rich.table import Table
 from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, fields_of, show, unknown
 from pyrl_ext.plan.language.fields import NO_BOUNDS
 from pyrl_ext.plan.language.resolve import unit_of
-from pyrl_ext.plan.language.yaml_tree import Place, Source
+from pyrl_ext.plan.language.yaml_tree import Source
 from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.rule_reads import rules_of_fields
 
@@ -107,7 +107,7 @@ def came_from(key: Key, source: Source) -> str:
         tree = tree.get(part, {})
     if not isinstance(tree, dict) or key[-1] not in tree:
         return "missing, it has no default" if field_of(key).is_required() else "the default"
-    _, place = source.origin(key) or ((), Place(source.path, 1))
+    _, place = source.origin(key)
     if isinstance(place, str):
         return f"command line: {place}"
     parent = "" if place.file == source.path else ", a parent"

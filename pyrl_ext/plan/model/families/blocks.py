@@ -12,7 +12,6 @@ from pyrl_ext.plan.model.sizes import ModelSizes, Parameters, Sparse, Yarn
 
 # The epsilon of transformers' norms inside multi-latent attention, whatever rms_norm_eps says.
 MLA_NORM_EPS = 1e-6
-BIAS_REASON = "attention_bias is true; attention is built without biases"
 
 
 class GroupedQuery(ModelSizes):
@@ -20,9 +19,6 @@ class GroupedQuery(ModelSizes):
 
     num_key_value_heads: Positive
     head_dim: Positive | None = None
-
-    has_output_bias: ClassVar[bool] = True
-    """Whether ``attention_bias`` means the output projection too, which the trainer cannot."""
 
     @property
     def has_qk_norm(self) -> bool:
@@ -54,19 +50,15 @@ class GroupedQuery(ModelSizes):
             split += width * inputs
         return Parameters(replicated=whole, tensor=split)
 
-    def contradictions(self) -> tuple[str, ...]:
+    def contradictions(self) -> list[str]:
+        found = super().contradictions()
         heads, groups = self.num_attention_heads, self.num_key_value_heads
-        if heads % groups == 0:
-            return super().contradictions()
-        return (
-            *super().contradictions(),
-            f"num_key_value_heads {groups} does not divide num_attention_heads {heads}, "
-            "expected a divisor; as many query heads share each",
-        )
-
-    def unsupported(self) -> tuple[str, ...]:
-        biased = self.attention_bias and self.has_output_bias
-        return (*super().unsupported(), *([BIAS_REASON] if biased else ()))
+        if heads % groups:
+            found.append(
+                f"num_key_value_heads {groups} does not divide num_attention_heads {heads}, "
+                "expected a divisor; as many query heads share each"
+            )
+        return found
 
 
 class Latent(ModelSizes):
@@ -133,29 +125,26 @@ class Latent(ModelSizes):
             mscale_all_dim=everywhere,
         )
 
-    def contradictions(self) -> tuple[str, ...]:
+    def contradictions(self) -> list[str]:
         found = super().contradictions()
         factor = (self.rope_parameters or {}).get("factor")
         if self.rope_type == "yarn" and not isinstance(factor, int | float):
-            found = (*found, f"rope_type yarn with factor {factor}, expected a number")
+            found.append(f"rope_type yarn with factor {factor}, expected a number")
         return found
 
-    def unsupported(self) -> tuple[str, ...]:
-        found = [*super().unsupported()]
-        if self.attention_bias:
-            found.append(BIAS_REASON)
+    def unsupported(self) -> list[str]:
+        found = super().unsupported()
         if not self.rope_interleave:
             found.append("rope_interleave is false; neighbouring elements are rotated together")
-        return tuple(found)
+        return found
 
-    def notes(self) -> tuple[str, ...]:
-        if self.rms_norm_eps == MLA_NORM_EPS:
-            return ()
-        return (
+    def notes(self) -> list[str]:
+        eps = (
             f"rms_norm_eps is {self.rms_norm_eps:g}; transformers computes the q_a and kv_a norms "
             f"with {MLA_NORM_EPS:g}, other engines with {self.rms_norm_eps:g}: log-probs differ "
-            "by about 1e-5",
+            "by about 1e-5"
         )
+        return [eps] if self.rms_norm_eps != MLA_NORM_EPS else []
 
 
 def _sharpness(factor: float, scale: float) -> float:
@@ -193,8 +182,8 @@ class SigmoidRouted(Sparse):
         """Whether some groups of experts are left out before experts are chosen."""
         return self.topk_group < self.n_group
 
-    def contradictions(self) -> tuple[str, ...]:
-        found, experts = [*super().contradictions()], self.num_experts
+    def contradictions(self) -> list[str]:
+        found, experts = super().contradictions(), self.num_experts
         if experts % self.n_group or self.topk_group > self.n_group:
             found.append(
                 f"n_group {self.n_group} and topk_group {self.topk_group}, expected n_group to "
@@ -205,10 +194,10 @@ class SigmoidRouted(Sparse):
                 f"num_experts_per_tok {self.topk}, expected at most the {left} experts of "
                 f"topk_group {self.topk_group} groups"
             )
-        return tuple(found)
+        return found
 
-    def unsupported(self) -> tuple[str, ...]:
-        found = [*super().unsupported()]
+    def unsupported(self) -> list[str]:
+        found = super().unsupported()
         if self.norm_topk_prob != (self.topk > 1):
             found.append(
                 f"norm_topk_prob is {str(self.norm_topk_prob).lower()} with num_experts_per_tok "
@@ -219,4 +208,4 @@ class SigmoidRouted(Sparse):
                 f"num_experts_per_tok {self.topk} with topk_group {self.topk_group}; groups are "
                 "compared by as many experts as they may give, by two only where that is two"
             )
-        return tuple(found)
+        return found

@@ -22,28 +22,20 @@ class Glm4MoeLite(SigmoidRouted, Latent):
             return super().router_layers
         return tuple(i for i, kind in enumerate(self.mlp_layer_types) if kind == "sparse")
 
-    def contradictions(self) -> tuple[str, ...]:
-        found, kinds = super().contradictions(), self.mlp_layer_types
-        if kinds is None:
-            return found
-        if len(kinds) != self.num_hidden_layers:
-            return (
-                *found,
+    def contradictions(self) -> list[str]:
+        found, dense = super().contradictions(), self.first_k_dense_replace
+        kinds = self.mlp_layer_types
+        if kinds is not None and len(kinds) != self.num_hidden_layers:
+            found.append(
                 f"mlp_layer_types has {len(kinds)} entries, expected one for each of "
-                f"num_hidden_layers {self.num_hidden_layers}",
+                f"num_hidden_layers {self.num_hidden_layers}"
             )
-        dense = self.first_k_dense_replace
-        if dense is not None and kinds != _leading_dense(dense, len(kinds)):
-            return (
-                *found,
+        elif dense is not None and self.router_layers != super().router_layers:
+            found.append(
                 f"first_k_dense_replace {dense} and mlp_layer_types disagree, expected the same "
-                "dense layers; engine and trainer would build different models. Remove one",
+                "dense layers; engine and trainer would build different models. Remove one"
             )
         return found
-
-
-def _leading_dense(dense: int, layers: int) -> tuple[str, ...]:
-    return tuple("dense" if layer < dense else "sparse" for layer in range(layers))
 
 
 SIZES = Glm4MoeLite

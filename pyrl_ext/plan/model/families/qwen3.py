@@ -12,10 +12,10 @@ class Qwen3(GroupedQuery):
     head_dim: Positive | None = 128
     use_sliding_window: bool = False
 
-    def unsupported(self) -> tuple[str, ...]:
+    def unsupported(self) -> list[str]:
         found = super().unsupported()
         if self.use_sliding_window:
-            found = (*found, "use_sliding_window is true; every layer attends to whole sequences")
+            found.append("use_sliding_window is true; every layer attends to whole sequences")
         return found
 
 

@@ -28,8 +28,8 @@ class Qwen3Moe(Sparse, Qwen3):
             i for i in range(self.num_hidden_layers) if (i + 1) % step == 0 and i not in dense
         )
 
-    def contradictions(self) -> tuple[str, ...]:
-        found = [*super().contradictions()]
+    def contradictions(self) -> list[str]:
+        found = super().contradictions()
         if outside := [i for i in self.mlp_only_layers or () if i >= self.num_hidden_layers]:
             found.append(
                 f"mlp_only_layers names {outside}, expected 0-based layers below "
@@ -40,7 +40,7 @@ class Qwen3Moe(Sparse, Qwen3):
                 "norm_topk_prob true with num_experts_per_tok 1, expected false; the one expert's "
                 "weight would always be 1, and its router would learn nothing"
             )
-        return tuple(found)
+        return found
 
 
 SIZES = Qwen3Moe
