@@ -1,6 +1,6 @@
 """Schedule: which samples run together, in which microbatch, on which ranks.
 
-The plan's forecast packs with the same function (`plan/forecast/packing.py`).
+The plan's forecast packs with the same functions (`plan/forecast/packing.py`, `dynamic_cp.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from pyrl_ext.plan.forecast.cp_problem import CostModel, problem_of
+from pyrl_ext.plan.forecast.dynamic_cp import search
 from pyrl_ext.plan.forecast.packing import pack_samples
 
-__all__ = ["Group", "Schedule", "plan_microbatches"]
+__all__ = ["CostModel", "Group", "Schedule", "plan_dynamic_cp", "plan_microbatches"]
 
 
 class Group(NamedTuple):
@@ -139,6 +141,61 @@ def plan_microbatches(
         for bins in zip(*table, strict=True)
     )
     return Schedule(dp_size * cp_size, tuple(microbatches))
+
+
+def plan_dynamic_cp(
+    seqlens: Sequence[int],
+    num_ranks: int,
+    max_tokens_per_rank: int,
+    *,
+    cost: CostModel,
+    min_cp_size: int = 1,
+    max_cp_size: int | None = None,
+    tp_size: int = 1,
+    fp8: bool = False,
+    pp_size: int = 1,
+    vpp_size: int = 1,
+) -> Schedule:
+    """Samples and group sizes of every microbatch, deterministic, so that all ranks finish early.
+
+    Group sizes are ``min_cp_size`` times powers of two up to ``max_cp_size``, and ``num_ranks``.
+    `pyrl_ext.plan.forecast.dynamic_cp` documents the algorithm.
+
+    Args:
+        seqlens: rows of each sample [tokens].
+        num_ranks: ranks of the grid, data-parallel times context-parallel.
+        max_tokens_per_rank: most padded rows of a microbatch on one rank [tokens].
+        cost: seconds of a microbatch on a group.
+        min_cp_size: ranks of the smallest groups; divides ``num_ranks``.
+        max_cp_size: ranks of the largest groups; None: ``num_ranks``.
+        tp_size: tensor-parallel ranks that share the rows of a rank of the grid.
+        fp8: each rank's rows are whole tiles of 8-bit products. With ``tp_size`` and a group's
+            size, the padding of its samples (`alignment`).
+        pp_size, vpp_size: pipeline ranks, and model chunks on each. With several chunks the number
+            of microbatches is a multiple of ``pp_size``.
+
+    Returns:
+        A microbatch has no sample at all only if there are fewer samples than microbatches.
+
+    Raises:
+        ValueError: there are no samples, one is empty or longer than the largest group takes, a
+            size is below 1, or the sizes of groups do not fit each other or the costs.
+    """
+    problem = problem_of(
+        seqlens,
+        num_ranks,
+        max_tokens_per_rank,
+        cost=cost,
+        min_cp_size=min_cp_size,
+        max_cp_size=max_cp_size,
+        tp_size=tp_size,
+        fp8=fp8,
+        pp_size=pp_size,
+        vpp_size=vpp_size,
+    )
+    found = search(problem)
+    groups = (tuple(Group(*each) for each in placed) for placed in found.microbatches)
+    return Schedule(num_ranks, tuple(groups), found.makespan, found.lower_bound)
 
 
 def _check_sizes(seqlens: Sequence[int], dp_size: int, limit: int, align: int) -> None:

@@ -1,0 +1,180 @@
+"""Input of a plan of dynamic context parallelism: lengths, limits, and the cost of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pyrl_ext.plan.model.alignment import alignment
+
+
+class CpSize(NamedTuple):
+    """The limits and the costs of groups of one size.
+
+    Seconds of a group whose samples have padded lengths n: fixed + token sum(n) + square sum(n^2).
+    """
+
+    size: int
+    """Ranks."""
+    unit: int
+    """Samples are padded to a multiple of this [tokens]."""
+    limit: int
+    """Most padded tokens of the group, a multiple of `unit`."""
+    fixed: float
+    token: float
+    square: float
+
+
+class Exchange(NamedTuple):
+    """Cost of context parallelism to the ranks of a group, beyond their share of the work."""
+
+    up_to: int
+    """Largest group that these costs hold for [ranks]."""
+    launch_seconds: float
+    """Seconds of a microbatch, whatever is in it."""
+    token_seconds: float
+    """Seconds for each token that a rank receives from the other ranks of its group."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of one microbatch, forward and backward, on a group of c context-parallel ranks.
+
+    launch + (token sum(n) + square sum(n^2)) / c + exchange, with n the padded lengths of its
+    samples; the exchange is that of the group's size, for the (c - 1) / c of its tokens that a rank
+    receives.
+    """
+
+    token_seconds: float
+    """Seconds for each token on one rank: everything but attention scores."""
+    square_seconds: float
+    """Seconds for each squared token of a sample on one rank: attention scores."""
+    launch_seconds: float = 0.0
+    """Seconds of a microbatch, whatever is in it."""
+    exchanges: tuple[Exchange, ...] = ()
+    """By group size, ascending. Nothing at all: communication is free."""
+
+    def exchange(self, cp_size: int) -> Exchange:
+        """The costs of groups of `cp_size` ranks.
+
+        Raises:
+            ValueError: the model has costs, but none for groups so large
+        """
+        if cp_size == 1 or not self.exchanges:
+            return Exchange(cp_size, 0.0, 0.0)
+        for each in self.exchanges:
+            if cp_size <= each.up_to:
+                return each
+        raise ValueError(
+            f"CostModel.exchange: a group has {cp_size} ranks, expected at most "
+            f"{self.exchanges[-1].up_to}, the largest whose exchange is known. Add it to the costs "
+            "or lower max_cp_size"
+        )
+
+    def rates(self, cp_size: int) -> tuple[float, float, float]:
+        """Seconds of a group that has samples, of a token of it, and of a squared token."""
+        exchange = self.exchange(cp_size)
+        received = exchange.token_seconds * ((cp_size - 1) / cp_size)
+        token = self.token_seconds / cp_size + received
+        return exchange.launch_seconds, token, self.square_seconds / cp_size
+
+
+class Problem(NamedTuple):
+    """Input of the search."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sample."""
+    num_ranks: int
+    sizes: tuple[CpSize, ...]
+    """Ascending: the smallest times powers of two; the last may be `num_ranks` instead."""
+    launch: float
+    """Seconds of a microbatch without samples."""
+    multiple: int
+    """The number of microbatches is a multiple of this."""
+
+
+def problem_of(
+    seqlens: Sequence[int],
+    num_ranks: int,
+    max_tokens_per_rank: int,
+    *,
+    cost: CostModel,
+    min_cp_size: int = 1,
+    max_cp_size: int | None = None,
+    tp_size: int = 1,
+    fp8: bool = False,
+    pp_size: int = 1,
+    vpp_size: int = 1,
+) -> Problem:
+    """Check the arguments of `plan_dynamic_cp` and price every group size.
+
+    Raises:
+        ValueError: see `plan_dynamic_cp`
+    """
+    _check_positive(
+        num_ranks=num_ranks,
+        max_tokens_per_rank=max_tokens_per_rank,
+        min_cp_size=min_cp_size,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        vpp_size=vpp_size,
+    )
+    sizes = []
+    for size in _group_sizes(num_ranks, min_cp_size, max_cp_size):
+        unit = alignment(tp_size, size, fp8)
+        limit = max_tokens_per_rank * size // unit * unit
+        sizes.append(CpSize(size, unit, limit, *cost.rates(size)))
+    _check_samples(seqlens, max_tokens_per_rank, sizes)
+    multiple = pp_size if vpp_size > 1 else 1  # interleaved schedules run whole rounds of stages
+    return Problem(tuple(map(int, seqlens)), num_ranks, tuple(sizes), cost.launch_seconds, multiple)
+
+
+def _check_positive(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"plan_dynamic_cp: {name} is {value}, expected at least 1")
+
+
+def _group_sizes(num_ranks: int, least: int, most: int | None) -> list[int]:
+    """`least` times powers of two, and the whole grid if `most` allows.
+
+    Larger groups first, these sizes always begin at multiples of their size: what comes before is a
+    multiple of it, and a group of the whole grid is alone.
+    """
+    if num_ranks % least:
+        raise ValueError(
+            f"plan_dynamic_cp: min_cp_size is {least} and num_ranks {num_ranks}, expected a "
+            "min_cp_size that divides num_ranks; otherwise some ranks are in no group"
+        )
+    sizes = [least]
+    while 2 * sizes[-1] <= num_ranks:
+        sizes.append(2 * sizes[-1])
+    if sizes[-1] != num_ranks:
+        sizes.append(num_ranks)
+    if most is None:
+        return sizes
+    if most not in sizes:
+        raise ValueError(
+            f"plan_dynamic_cp: max_cp_size is {most}, expected one of {sizes}: min_cp_size "
+            f"({least}) times a power of two, or num_ranks ({num_ranks})"
+        )
+    return sizes[: sizes.index(most) + 1]
+
+
+def _check_samples(seqlens: Sequence[int], each: int, sizes: Sequence[CpSize]) -> None:
+    if not len(seqlens):
+        raise ValueError("plan_dynamic_cp: 0 samples, expected at least 1")
+    most = max(size.limit for size in sizes)
+    for sample, length in enumerate(seqlens):
+        if length < 1:
+            raise ValueError(
+                f"plan_dynamic_cp: sample {sample} has {length} tokens, expected at least 1"
+            )
+        if length > most:
+            raise ValueError(
+                f"plan_dynamic_cp: sample {sample} has {length} tokens, expected at most {most}: "
+                f"max_tokens_per_rank ({each}) on the largest group ({sizes[-1].size} ranks), in "
+                f"multiples of {sizes[-1].unit}. Raise batching.tokens_per_microbatch or the "
+                "largest group, or shorten the responses"
+            )
