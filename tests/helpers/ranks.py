@@ -4,7 +4,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.forkserver import ForkServer
 from pathlib import Path
@@ -63,6 +64,28 @@ def run_ranks(
         if stuck:
             raise TimeoutError(f"{fn.__name__}: ranks {stuck} still running after {timeout} s")
         return [torch.load(f"{folder}/{r}.pt", weights_only=False) for r in range(world_size)]
+
+
+@contextmanager
+def fork_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Iterator[list[Any]]:
+    """``fn(rank, world_size, port of a store, *args)`` on many light processes, which are killed
+    when the block ends. Unlike `run_ranks`, no rank waits for another, and any of them may die."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+    context, [server] = mp.get_context("forkserver"), _servers(1)
+    processes = [
+        context.Process(target=fn, args=(rank, world_size, store.port, *args))
+        for rank in range(world_size)
+    ]
+    try:
+        with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+            for process in processes:
+                process.start()
+        yield processes
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 _SERVERS: list[ForkServer] = []
