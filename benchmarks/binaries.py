@@ -1,4 +1,4 @@
-"""What the compilers made of every GPU kernel: ``python -m benchmarks.binaries``.
+"""Registers, memory and spills of every GPU kernel as compiled: ``python -m benchmarks.binaries``.
 
 Registers, spills and shared memory of each Triton variant named in a ``BUILDS`` and of each CUDA
 kernel inside the extension, for every target. Needs no GPU: nothing runs.

@@ -1,4 +1,4 @@
-"""feed: all that stands between samples on the host and a microbatch on the device of a rank."""
+"""feed: the whole way from samples on the host to a microbatch on the device of a rank."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     grads: Tensor  # [2, T] float32, of log-probs and entropies
 
     def gradients(self, logprob: Tensor, entropy: Tensor | None) -> Values:
-        """What there is after the backward; without an entropy the gradients are not ours."""
+        """Log-probs, entropies and gradients; without entropies the gradients are not compared."""
         leaves = self.hidden, self.weight
         if entropy is None:
             torch.autograd.grad(logprob, leaves, self.grads[0] if logprob.ndim else None)
@@ -190,8 +190,12 @@ def _written(problem: Problem) -> int:
 
 
 def agree(ours: Values, theirs: Values, cached: bool) -> bool:
-    """What bfloat16 products, logits rounded to bfloat16 (an error of 0.03) or float32 allow; ours
-    in the cache are rounded too, which gradients show. A sum over tokens has their mean's error."""
+    """Whether results differ by no more than float32, bfloat16 products or logits rounded to
+    bfloat16 (an error of 0.03) allow.
+
+    Ours in the cache are rounded too, which gradients show. A sum over tokens has their mean's
+    error.
+    """
     assert ours[0] is not None and ours[2] is not None and theirs[0] is not None
     narrow = ours[2].dtype == torch.bfloat16
     atol, step = (0.1, 0.1) if narrow else (5e-3, 0.01 if cached else 1e-4)

@@ -1,4 +1,4 @@
-"""Where the time of one training step goes: `python -m benchmarks.profile_step [overrides]`.
+"""The time of one training step by part: `python -m benchmarks.profile_step [overrides]`.
 
 The phases are measured by the wall clock of a step without a profiler. Inside the trainer's passes,
 what this package computes is told apart from the model by a second step under torch's profiler:

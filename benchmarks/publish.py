@@ -4,7 +4,7 @@ A model of 2,000 small tensors on four gloo ranks, in buckets (`pyrl_ext.weights
 gather of one tensor after the other: an all-gather of what tensor-parallel ranks divide, a
 broadcast from the rank that has an expert and one from the stage that has a layer, with shapes
 known beforehand.
-Both end in the embedded engine's `load_weights`, whose share is a row of its own.
+Both end in the embedded engine's `load_weights`, whose share is another row.
 
 What must move is little: 17 MB into a buffer, over a socket and into the engine, 0.05 s with four
 ranks on two cores. What is predicted, before it was measured: a collective of a few KB takes 0.7 to
@@ -63,7 +63,7 @@ TIMES = 3.0  # bar: as fast as this, load included
 
 
 def one_by_one(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """What `Policy.weights` yields, with collectives of its own for every parameter."""
+    """The tensors of `Policy.weights`, with separate collectives for every parameter."""
     live, topo = policy.llm.named_parameters(), policy.topo
     for bucket in policy.llm.buckets:
         for shards in bucket.shards:

@@ -1,4 +1,4 @@
-"""What routing replay does to the mismatch of engine and trainer.
+"""The effect of routing replay on the mismatch of engine and trainer.
 
 `python -m benchmarks.replay_effect [--engine vllm]`: a run in bf16, where the two round apart. At
 every step the same samples are scored by the same weights twice, with the engine's routes forced

@@ -1,6 +1,6 @@
 """Weights to another process: ``python -m benchmarks.transports [--megabytes N] [--bucket MiB]``.
 
-A process reads every tensor into memory of its own, as an engine does; one in this process does the
+A process reads every tensor into its memory, as an engine does; one in this process does the
 same by a copy, which is the floor: with two cores, packing here and reading there overlap, so that
 a transport can come down to one copy. Written before measuring: shared memory takes 1.0 to 1.5
 copies, gloo, which copies four more times and through the kernel, 3 to 6. Bar: shared memory at

@@ -213,7 +213,7 @@ def _batch(plan: Plan, seqlens: list[int], layers: tuple[int, ...], g: torch.Gen
 
 @dataclass
 class Outcome:
-    """What one layout computed; tensors whole, by checkpoint name."""
+    """The results of one layout; tensors whole, by checkpoint name."""
 
     losses: list[float]
     norms: list[float]

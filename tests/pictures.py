@@ -37,13 +37,17 @@ HEIGHT = 2275  # of configs/plan.png [px]: from the verdicts to the end of the m
 
 
 class Picture(NamedTuple):
-    """A PNG of the docs."""
+    """A PNG of the docs.
+
+    Args:
+        path: its file.
+        inputs: the text that it shows.
+        commands: they measure and draw it; none: a browser draws the plan's page in a second.
+    """
 
     path: str
     inputs: Callable[[], str]
-    """What it shows, as text."""
     commands: tuple[str, ...] = ()
-    """What measures and draws it; none: the plan's page in a browser, which takes a second."""
 
     def digest(self) -> str:
         return hashlib.sha256(self.inputs().encode()).hexdigest()[:16]

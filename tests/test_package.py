@@ -1,4 +1,4 @@
-"""What holds for the package as a whole: importing it is free, and the binary stands alone."""
+"""The package as a whole: importing it is free, and the binary needs no torch."""
 
 import re
 import subprocess
@@ -23,10 +23,11 @@ def test_import_loads_nothing_heavy():
     assert not loaded & {"torch", "numpy", "megatron", "vllm", "triton", "transformers", "pydantic"}
 
 
-def test_import_takes_less_than_a_fifth_of_a_second():
-    """Of CPU time, which does not grow when the machine has other work."""
-    script = "import time; t = time.process_time(); import pyrl_ext; print(time.process_time() - t)"
-    assert min(float(run(script)) for _ in range(3)) < 0.2
+def test_import_runs_one_module_and_what_pkgutil_needs():
+    """Counted, not timed: seconds depend on the machine."""
+    script = "import sys; b = set(sys.modules); import {}; print(*set(sys.modules) - b)"
+    loaded, needed = (set(run(script.format(name)).split()) for name in ("pyrl_ext", "pkgutil"))
+    assert loaded <= {"pyrl_ext", "pkgutil"} | needed
 
 
 def test_version_is_that_of_the_project():

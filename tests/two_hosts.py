@@ -32,7 +32,7 @@ ADDRESSES = ("10.93.0.1", "10.93.0.2")  # nobody else sees them
 
 
 def why_not() -> str | None:
-    """What keeps this machine from making network namespaces."""
+    """Why this machine cannot make network namespaces; empty where it can."""
     if shutil.which("ip") is None:
         return "there is no ip command (iproute2)"
     if os.geteuid() != 0:

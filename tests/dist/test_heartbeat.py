@@ -99,7 +99,7 @@ def one_of_many(rank: int, world_size: int, port: int, folder: Path, kind: str) 
 
 
 def ends_of(tmp_path: Path, kind: str, killed: range) -> dict[int, str]:
-    """What each rank of three hosts wrote, after ``killed`` were killed at once."""
+    """The output of each rank of three hosts, after ``killed`` were killed at once."""
     with fork_ranks(one_of_many, HOSTS * PER_HOST, tmp_path, kind) as processes:
         while len(ready := [*tmp_path.glob("*.ready")]) < len(processes):
             time.sleep(0.05)

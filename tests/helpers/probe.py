@@ -57,7 +57,9 @@ class Probe:
             local_rows(batch, group.samples, self.topo.place(group.cp_size)) for group in groups
         ]
         tokens = [tuple(int(batch.tokens[r]) if r >= 0 else 0 for r in rows) for rows in self.rows]
-        assert len(set(filter(any, tokens))) == len([*filter(any, tokens)]), "two alike: no oracle"
+        assert len(set(filter(any, tokens))) == len([*filter(any, tokens)]), (
+            "equal tokens are no oracle"
+        )
         self.by_tokens = {t: i for i, t in enumerate(tokens)}
         self.by_input: dict[tuple[int, bytes], int] = {}
         self.seen: defaultdict[tuple[int, int], int] = defaultdict(int)  # (layer, microbatch)

@@ -1,4 +1,4 @@
-"""An engine that takes its time and little else: what tests start in a process of its own."""
+"""A slow engine that does little else, for tests to start in another process."""
 
 import time
 from collections.abc import Generator, Iterable, Sequence

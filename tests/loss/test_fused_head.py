@@ -60,7 +60,7 @@ def shard_of(group, dtype, sequence_parallel):
 
 
 def solve(group, dtype, mode="recompute", sequence_parallel=False, rows=None):
-    """What ``exact`` gives, on this rank: d(hidden) of its rows, d(weight) of its columns."""
+    """The same as ``exact``, on this rank: d(hidden) of its rows, d(weight) of its columns."""
     hidden, weight, targets, temperature, coefficients = shard_of(group, dtype, sequence_parallel)
     coefficients = coefficients.to(torch.promote_types(dtype, torch.float32))
     settings: dict[str, Any] = dict(

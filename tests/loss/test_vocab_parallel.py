@@ -53,7 +53,7 @@ def shard_of(group, dtype, **change):
 
 
 def solve(group, dtype, masked=False, **change):
-    """What ``exact`` gives, on this rank; the logits must stay, a second backward must agree."""
+    """The same as ``exact``, on this rank; the logits must stay, a second backward must agree."""
     logits, targets, temperature, weights = shard_of(group, dtype, **change)
     before = logits.detach().clone()
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -143,7 +143,7 @@ def never_stopped(folder):
 
 @pytest.fixture(scope="module")
 def started(folder):
-    """A run folder that stands at step 2, and one that went on to step 3 without a stop."""
+    """A run folder at step 2, and one of a run that went on to step 3 without a stop."""
     for name, steps in (("run", 2), ("whole", 3)):
         assert run([str(CONFIG), f"run={folder / name}", *QUICK, f"steps={steps}"]) == 0
     return folder

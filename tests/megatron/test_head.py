@@ -86,7 +86,7 @@ def one_pass(plan):
 
 
 def compared(group, folder):
-    """Of every run, the worst deviations of the fused head from logits."""
+    """The worst deviations of the fused head from logits, for every run."""
     os.environ["WORLD_SIZE"] = str(group.size())
     found = []
     from_logits = cache(lambda model, *layout: one_pass(plan_of(model, folder, *layout, LOGITS)))

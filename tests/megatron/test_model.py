@@ -74,8 +74,7 @@ def test_weights_are_bit_equal_after_a_round_trip(exported, tmp_path, dtype):
 
 
 def test_save_safetensors_names_tensors_as_transformers_does(exported, tmp_path):
-    """What transformers itself writes for this config, so that nothing of ours names the
-    tensors."""
+    """transformers writes the tensors for this config, so that nothing of ours names them."""
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     theirs.save_pretrained(tmp_path)
     saved, ours = load_file(tmp_path / "model.safetensors"), exported / "model.safetensors"

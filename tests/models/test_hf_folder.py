@@ -140,7 +140,7 @@ def on_rank(group, models):
 
 
 def fill_disk(models):
-    """What is raised here when the main rank's file system takes no more than 100 kB a file."""
+    """The error on this rank when the main rank's file system takes no more than 100 kB a file."""
     plan = plan_of(models / "tied", *COMMON, *LAYOUTS["tp2"])
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)

@@ -115,7 +115,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
-    """Of an operator that writes in place, what it wrote."""
+    """The tensors that the operator returned or, where it writes in place, wrote."""
     out = op(*args)
     return [args[0]] if out is None else [out] if isinstance(out, Tensor) else list(out)
 

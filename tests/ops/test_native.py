@@ -1,4 +1,4 @@
-"""The instruction set of the native CPU kernels, in processes of their own: it is read once."""
+"""The instruction set of the native CPU kernels, in other processes: it is read once."""
 
 import os
 import subprocess

@@ -36,7 +36,7 @@ def case(shape, dtype=torch.float32, ids=torch.int64, device="cpu", seed=0):
 
 
 class Given:
-    """What megatron-core asks for the top-k, with experts that are given."""
+    """Gives megatron-core, which asks for the top-k, chosen experts."""
 
     def __init__(self, ids):
         self.ids = ids

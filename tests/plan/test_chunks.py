@@ -216,7 +216,7 @@ def a_layout(dice: random.Random, layers: int, mtp: int, pp: int, vpp: int) -> s
 
 
 def test_plan_stages_splits_generated_pipelines_as_megatron_does(tmp_path: Path):
-    """What compiles has megatron's stages, and what does not is what megatron cannot split."""
+    """Layouts that compile have megatron's stages; megatron cannot split the others."""
     dice, seen, refused = random.Random(5), Counter(), 0
     base = compiled(tmp_path, {}, [0, 1])
     for _ in range(3000):
@@ -355,7 +355,7 @@ def test_stage_counts_names_a_count_that_fits(tmp_path: Path):
         compiled(tmp_path, {"pp": 3, "vpp": 2}, [1] * 47)
 
 
-# What is said about them -------------------------------------------------------------------------
+# The messages about them -------------------------------------------------------------------------
 
 
 def test_print_plan_shows_the_table_of_stages(tmp_path: Path):

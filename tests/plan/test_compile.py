@@ -69,7 +69,7 @@ def test_compile_plan_reports_the_problems_that_a_broken_config_names(path: Path
 
 def test_check_finds_every_rule_broken_by_a_config():
     left = {rule.__name__ for _, rule in RULES}
-    assert len(left) == len(RULES), "rules are told apart by their names"
+    assert len(left) == len(RULES), "every rule has another name"
     for path in BROKEN:
         left -= broken_rules(path)
     assert not left, "rules that no file of broken_configs breaks"

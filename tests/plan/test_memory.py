@@ -1,4 +1,4 @@
-"""What a plan says of memory: by hand, against a real step, and against megatron's buffers."""
+"""The memory forecast of a plan: by hand, against a real step, and against megatron's buffers."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_transformer_config_takes_passed_on_fields_and_keeps_the_rest():
 
 
 def test_megatron_fields_refuse_what_the_trainer_sets():
-    """What the trainer sets itself is refused, but for what changes rounding or speed alone."""
+    """Fields that the trainer sets are refused, except those of rounding or speed alone."""
     tree = ast.parse(inspect.getsource(transformer_config))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     given = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}

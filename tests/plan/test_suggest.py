@@ -55,7 +55,7 @@ def test_suggest_counts_layouts_by_the_rule_they_break(eight: Search):
 
 
 def test_suggest_prices_few_plans_in_full(eight: Search, monkeypatch: pytest.MonkeyPatch):
-    """What takes time is pricing: a search does it for a few settings of each valid layout."""
+    """A search spends its time on prices, and asks for few in each valid layout."""
     priced: list[Plan] = []
 
     def counted(plan: Plan) -> StepTime | None:

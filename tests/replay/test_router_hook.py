@@ -91,7 +91,7 @@ def test_use_forces_the_given_ids(recompute):
     ids=["sigmoid with bias", "softmax", "capacity"],
 )
 def test_given_experts_are_routed_as_megatron_does(config, fields):
-    """Where one kernel takes the place of megatron's function: the same bits, the same gradient."""
+    """One kernel in the place of megatron's function gives the same bits and the same gradient."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     plan, batch = tiny_plan(config=config), random_batch(6, unrouted=0.0)

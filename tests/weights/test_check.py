@@ -128,7 +128,7 @@ class Parts:
         return batch, self.policy.scores(batch, plan_schedule(self.plan, batch))
 
 
-# Whole runs, first: they start and leave a topology of their own.
+# Whole runs, first: each starts and leaves a topology.
 
 
 def run(folder: Path, *overrides: str) -> int:

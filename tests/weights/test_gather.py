@@ -1,4 +1,4 @@
-"""What the plan knows of a checkpoint, its buckets, and that every layout publishes one model."""
+"""The plan's list of tensors, the buckets, and that every layout publishes one model."""
 
 import json
 import math

@@ -1,5 +1,5 @@
-"""An engine in a process of its own: as good as one in this process, and every way that it, its
-trainer or a publish may end."""
+"""An engine in another process: as good as one in this process, and every way that it, its trainer
+or a publish may end."""
 
 from __future__ import annotations
 

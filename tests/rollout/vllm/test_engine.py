@@ -162,7 +162,7 @@ def test_checksums_are_those_of_what_vllm_took_and_holds(pair: Pair):
 
 
 def test_generate_ends_with_the_token_that_completes_a_stop_string(pair: Pair):
-    """Where it ends is where the text, decoded from its start, first holds one."""
+    """A sample ends where its text, decoded from the start, first holds a stop string."""
     decode = load_tokenizer(CONFIGS / "tiny").decode
     free = Sampling(max_new_tokens=30, samples_per_prompt=8, temperature=2.0)
     whole = pair.vllm.generate(prompts(6, 90), free)
@@ -486,7 +486,7 @@ def test_train_ends_at_a_broken_publish(
 
 
 def served(model: str) -> VLLMEngine:
-    """Built in a process of its own, with a process for each half of the model."""
+    """Built in another process, with a process for each half of the model."""
     layers = HFEngine(CONFIGS / model).layer_ids
     return VLLMEngine(
         CONFIGS / model, num_experts=8, layer_ids=layers, max_tokens=256, max_num_seqs=16, tp=2
