@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/dispatch.hpp"
@@ -11,6 +12,7 @@
 #include "expand_runs/api.hpp"
 #include "gather_routes/api.hpp"
 #include "gather_rows/api.hpp"
+#include "plan_dynamic_cp/api.hpp"
 #include "replay_probs/api.hpp"
 #include "sum_rows/api.hpp"
 #include "token_logprob/api.hpp"
@@ -118,6 +120,34 @@ void bind_gather_routes(py::module_& m) {
       [](const Args& args, Address stream) { pyrl::gather_routes_cuda(args, at<void>(stream)); },
       arg("args"), arg("stream"), nogil());
 #endif
+}
+
+void bind_plan_dynamic_cp(py::module_& m) {
+  using pyrl::CpPlan;
+  using pyrl::CpProblem;
+  using pyrl::CpSize;
+  py::class_<CpSize>(m, "CpSize")
+      .def(py::init([](int64_t size, int64_t unit, int64_t limit, double fixed, double token,
+                       double square) {
+             return CpSize{size, unit, limit, fixed, token, square};
+           }),
+           arg("size"), arg("unit"), arg("limit"), arg("fixed"), arg("token"), arg("square"));
+  using Numbers = std::vector<double>;
+  py::class_<CpProblem>(m, "CpProblem")
+      .def(py::init([](std::vector<int64_t> lengths, int64_t num_ranks, std::vector<CpSize> sizes,
+                       double launch, int64_t multiple, Numbers times, Numbers slack,
+                       Numbers weights, int64_t bases) {
+             return CpProblem{std::move(lengths), num_ranks,        std::move(sizes),
+                              launch,             multiple,         std::move(times),
+                              std::move(slack),   std::move(weights), bases};
+           }),
+           py::kw_only(), arg("lengths"), arg("num_ranks"), arg("sizes"), arg("launch"),
+           arg("multiple"), arg("times"), arg("slack"), arg("weights"), arg("bases"));
+  py::class_<CpPlan>(m, "CpPlan")
+      .def_readonly("numbers", &CpPlan::numbers)
+      .def_readonly("makespan", &CpPlan::makespan)
+      .def_readonly("lower_bound", &CpPlan::lower_bound);
+  m.def("plan_dynamic_cp_cpu", &pyrl::plan_dynamic_cp_cpu, arg("problem"), nogil());
 }
 
 void bind_sum_rows(py::module_& m) {
@@ -295,6 +325,7 @@ PYBIND11_MODULE(_C, m) {
   bind_expand_runs(m);
   bind_gather_rows(m);
   bind_gather_routes(m);
+  bind_plan_dynamic_cp(m);
   bind_sum_rows(m);
   bind_replay_probs(m);
   bind_token_logprob(m);

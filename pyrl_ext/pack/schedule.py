@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from pyrl_ext.ops.plan_dynamic_cp import search
 from pyrl_ext.plan.forecast.cp_problem import CostModel, problem_of
-from pyrl_ext.plan.forecast.dynamic_cp import search
 from pyrl_ext.plan.forecast.packing import pack_samples
 
 __all__ = ["CostModel", "Group", "Schedule", "plan_dynamic_cp", "plan_microbatches"]

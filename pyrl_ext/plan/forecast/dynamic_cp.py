@@ -28,11 +28,10 @@ from pyrl_ext.plan.forecast.cp_problem import Problem
 
 TIMES = (0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.45, 1.7)
 """Time limits of a microbatch, relative to an even share of the samples that its tokens allow."""
-WEIGHTS = (0.1, 0.5)
-BASES = 3
-"""Smallest group sizes tried: the first so many of the group sizes."""
-FEW, MORE_WEIGHTS = 64, (0.0, 0.1, 0.3, 1.0, 3.0)
-"""Up to so many samples, these weights and all group sizes are tried."""
+WEIGHTS = ((64, (0.0, 0.1, 0.3, 1.0, 3.0)), (1024, (0.1, 0.5)), (None, (0.3,)))
+"""Weights tried, up to a number of samples."""
+BASES = ((64, 99), (1024, 3), (None, 2))
+"""Smallest group sizes tried, up to a number of samples: the first so many of the group sizes."""
 SLACK = (1.0, 1.02, 1.06, 1.12)
 """Token limits tried for a prescribed number of microbatches, relative to an even share."""
 
@@ -55,6 +54,11 @@ class Found(NamedTuple):
     """Seconds: the slowest group of every microbatch, and the launches."""
     lower_bound: float
     """Seconds that no plan can beat."""
+
+
+def tried[T](table: Sequence[tuple[int | None, T]], samples: int) -> T:
+    """The entry of WEIGHTS or BASES for a number of samples."""
+    return next(entry for up_to, entry in table if up_to is None or samples <= up_to)
 
 
 def search(problem: Problem) -> Found:
@@ -131,14 +135,14 @@ class _Search:
         return Found(tuple(map(self._placed, found)), least, self._lower_bound())
 
     def _variants(self) -> Iterator[_Variant]:
-        few, multiple = len(self.order) <= FEW, self.problem.multiple
-        shares = [1.0]
+        multiple, shares = self.problem.multiple, [1.0]
         if multiple > 1:
             target = -(-self.fewest // multiple) * multiple
             shares = [min(1.0, self.fewest / target * slack) for slack in SLACK]
+        bases = min(tried(BASES, len(self.order)), len(self.sizes))
         for share in shares:
-            for base in range(len(self.sizes) if few else min(BASES, len(self.sizes))):
-                for weight in MORE_WEIGHTS if few else WEIGHTS:
+            for base in range(bases):
+                for weight in tried(WEIGHTS, len(self.order)):
                     yield _Variant(weight, base, share)
 
     def _plan(self, variant: _Variant) -> list[_Microbatch]:
@@ -257,7 +261,7 @@ class _Search:
                     given,
                     True,
                     at + 1,
-                    key=lambda x: self._may_fit(micro, x, time, variant.base, rooms),
+                    key=lambda x: self._fits(micro, x, time, variant.base, rooms),
                 )
                 left += given[at:then]
                 at = then
@@ -312,18 +316,21 @@ class _Search:
         return int(self.sizes[size].limit * share)
 
     def _rooms(self, micro: _Microbatch, share: float) -> list[tuple[int, float, int]]:
-        """(size, least load, most rows that a group has room for) of the sizes in use."""
-        return [
-            (k, of[0][0], self._most_rows(k, share) - min(micro.groups[i].rows for _, i in of))
-            for k, of in enumerate(micro.by_load)
-            if of
-        ]
+        """(size, load, rows it has room for) of groups; no other of that size has less load and as
+        much room."""
+        rooms = []
+        for k, by_load in enumerate(micro.by_load):
+            most = -1
+            for load, index in by_load:
+                room = self._most_rows(k, share) - micro.groups[index].rows
+                if room > most:
+                    rooms.append((k, load, room))
+                    most = room
+        return rooms
 
-    def _may_fit(
-        self, micro: _Microbatch, x: int, time: float, base: int, rooms: list[tuple]
-    ) -> bool:
+    def _fits(self, micro: _Microbatch, x: int, time: float, base: int, rooms: list[tuple]) -> bool:
         return self._opens(micro, x, time, base) is not None or any(
-            load + self.cost[k][x] <= time and self.rows[k][x] <= room for k, load, room in rooms
+            self.rows[k][x] <= room and load + self.cost[k][x] <= time for k, load, room in rooms
         )
 
     def _grow(self, micro: _Microbatch) -> bool:

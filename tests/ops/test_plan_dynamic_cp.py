@@ -1,0 +1,28 @@
+"""The native planner finds the plan of the Python reference, to the last bit of its times."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+
+from pyrl_ext.ops.plan_dynamic_cp import native, reference
+from pyrl_ext.plan.forecast.cp_problem import problem_of
+from tests.helpers.dynamic_cp import COST, problems
+
+
+@given(problems())
+@settings(max_examples=200, deadline=None)
+def test_plan_dynamic_cp_native_equals_reference(problem):
+    args, options = problem
+    checked = problem_of(*args, cost=COST, **options)
+    assert native.search(checked) == reference.search(checked)
+
+
+@pytest.mark.parametrize(("samples", "ranks"), [(200, 12), (1100, 24)])
+def test_plan_dynamic_cp_native_equals_reference_for_many_samples(samples, ranks):
+    """Beyond the numbers of samples at which fewer variants are tried."""
+    draw = random.Random(samples)
+    lengths = [min(12 * 512, int(draw.lognormvariate(6, 1.2)) + 1) for _ in range(samples)]
+    for vpp in (1, 2):
+        checked = problem_of(lengths, ranks, 512, cost=COST, pp_size=4, vpp_size=vpp)
+        assert native.search(checked) == reference.search(checked)
