@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pyrl_ext.plan import notes, rules
 from pyrl_ext.plan.language.errors import ConfigError, Key, describe
 from pyrl_ext.plan.language.fields import InvalidField
+from pyrl_ext.plan.language.kind import check_kind
 from pyrl_ext.plan.language.paths import refuse_pipe
 from pyrl_ext.plan.language.resolve import resolve
 from pyrl_ext.plan.language.yaml_tree import Source, apply, read
@@ -93,7 +94,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
 
 def draft_of(source: Source) -> PartialPlan:
     """The plan that rules look at: the fields of `source` that are right, wrong ones recorded."""
-    draft = PartialPlan.of(os.path.abspath(source.path), source.tree, _check_fields(source))
+    wrong = _check_fields(source) | check_kind(source)
+    draft = PartialPlan.of(os.path.abspath(source.path), source.tree, wrong)
     _read_hf(source, draft)
     return draft
 

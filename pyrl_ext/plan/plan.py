@@ -109,9 +109,14 @@ class Plan(Config):
         return plan_stages(self.parallel, self.sizes.num_hidden_layers, self.num_mtp_layers)
 
     @property
+    def has_rollouts(self) -> bool:
+        """Whether an engine generates the samples; else they are records of data.path."""
+        return self.rollout.engine is not None
+
+    @property
     def samples(self) -> int:
-        """Samples of a rollout step."""
-        return self.batching.prompts * self.batching.samples_per_prompt
+        """Samples of a step."""
+        return self.batching.samples or self.batching.prompts * self.batching.samples_per_prompt
 
     @property
     def prompts_asked(self) -> int:
@@ -131,7 +136,8 @@ class Plan(Config):
     @property
     def longest(self) -> int:
         """Rows of the longest sample: its last token is never an input."""
-        return self.data.max_prompt_tokens + self.rollout.max_new_tokens - 1
+        generated = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        return (generated if self.has_rollouts else self.data.max_tokens) - 1
 
     @property
     def max_rows(self) -> int:
@@ -148,7 +154,7 @@ class Plan(Config):
         """Whether the engine gives the GPU that it shares back while the trainer works."""
         rollout = self.rollout
         shared = self.device == "cuda" and rollout.gpus is None
-        return shared and rollout.sleep and rollout.engine != "recorded"
+        return shared and rollout.sleep and rollout.engine in ("hf", "vllm")
 
     @property
     def transport(self) -> Literal["inprocess", "shm", "ipc", "broadcast"]:
@@ -194,6 +200,11 @@ class Plan(Config):
     def eval_prompts_path(self) -> str | None:
         """Absolute path of the held-out prompts."""
         return self.resolve(self.data.eval_prompts) if self.data.eval_prompts else None
+
+    @property
+    def records_path(self) -> str | None:
+        """Absolute path of the records of a run without rollouts."""
+        return self.resolve(self.data.path) if self.data.path else None
 
     @property
     def recorded_path(self) -> str | None:

@@ -115,12 +115,14 @@ class Parallel(Section):
 class Batching(Section):
     """How much is generated a step, and how it is cut for training."""
 
-    prompts: Positive
+    prompts: Count = 0
     """prompts per rollout step"""
-    samples_per_prompt: Positive
+    samples_per_prompt: Count = 0
     """responses to each prompt: the size of a group"""
+    samples: Annotated[int, Field(ge=0, le=MAX_SAMPLES)] = 0
+    """records of data.path per step (objective: sft)"""
     minibatches: Positive = 1
-    """optimizer steps per rollout step; whole groups each"""
+    """optimizer steps per step; whole groups each"""
     tokens_per_microbatch: Positive
     """most that a rank holds in one forward pass [tokens]; cp ranks share a sample, and hold cp
     times as many; bounds activations"""
@@ -157,8 +159,8 @@ class Kernels(Section):
 class Rollout(Section):
     """The engine that generates responses."""
 
-    engine: Literal["hf", "recorded", "vllm"]
-    """hf: embedded, for small models; recorded: read from a file; vllm"""
+    engine: Literal["hf", "recorded", "vllm"] | None = None
+    """hf: embedded, for small models; recorded: read from a file; vllm; null with objective: sft"""
     dtype: Dtype | None = None
     """of the engine's weights; null: model.dtype"""
     tp: Positive = 1
@@ -179,7 +181,7 @@ class Rollout(Section):
     bucket_bytes: Positive = 2**30
     """of weights that travel to the engine together [bytes]; a layer's experts, and a tensor, are
     never split"""
-    engine_options: dict[str, Any] = Field({})
+    engine_options: dict[str, Any] = Field(default={})
     """arguments of the engine that have no key here, passed on as they are (vllm)"""
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """divisor of the logits, in the engine and in the trainer"""
@@ -187,9 +189,9 @@ class Rollout(Section):
     """sample from the smallest set of tokens with this probability; 1: from all"""
     top_k: Count = 0
     """sample from the k likeliest tokens; 0: from all"""
-    max_new_tokens: Positive
+    max_new_tokens: Count = 0
     """longest response [tokens]"""
-    stop: list[Text] = Field([])
+    stop: list[Text] = Field(default=[])
     """a response that holds one of these texts ends with the token that completes it"""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """prompts asked for each one trained on; the slowest are aborted: short answers are favoured"""
@@ -236,7 +238,7 @@ class Objective(Section):
     normalize_std: bool = True
     """divide advantages by the group's standard deviation"""
     loss: Name = "grpo"
-    """built-in name or module:function"""
+    """grpo, sft (without rollouts, on data.path), or module:function"""
     loss_is_token_wise: bool = False
     """the module:function adds up losses of single loss tokens; other rows are not scored for it"""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -284,7 +286,7 @@ class Optimizer(Section):
 
 
 class Data(Section):
-    """The source of prompts and rewards: a built-in task, or a file with a reward function."""
+    """Prompts and rewards: a built-in task, or a file and a function; or records of tokens."""
 
     task: Name | None = None
     """built-in task, which brings prompts and reward"""
@@ -298,8 +300,16 @@ class Data(Section):
     """longest time that the reward of one response may take [seconds]; null: no limit"""
     eval_prompts: File | None = None
     """held-out prompts, a file like data.prompts; null: every eighth of those"""
-    max_prompt_tokens: Positive
+    max_prompt_tokens: Count = 0
     """longest prompt [tokens]"""
+    path: File | None = None
+    """.jsonl or .parquet of messages, or tokens and loss_mask, relative to this YAML file"""
+    max_tokens: Count = 0
+    """longest record of data.path [tokens]"""
+    truncate: bool = False
+    """cut records that are longer, and count them; false: they are errors"""
+    held_out: Count = 0
+    """records at the end of data.path that are evaluated and not trained on"""
     shuffle: bool = True
     """a new order every epoch, drawn from the seed"""
 
@@ -308,7 +318,7 @@ class Evaluate(Section):
     """The held-out evaluation."""
 
     every: Count = 0
-    """rollout steps between evaluations; 0: never"""
+    """steps between evaluations; 0: never"""
     prompts: Count = 64
     """held-out prompts per evaluation"""
 
@@ -317,7 +327,7 @@ class Checkpoint(Section):
     """Checkpoints, from which a run resumes."""
 
     every: Count = 50
-    """rollout steps between checkpoints; 0: only the last step"""
+    """steps between checkpoints; 0: only the last step"""
     keep: Positive = 2
     """newest checkpoints kept on disk"""
     hf: bool = False
@@ -349,9 +359,9 @@ class Estimate(Section):
     """Lengths that the time of a step is estimated for; training does not read them."""
 
     prompt_tokens: Positive | None = None
-    """mean length of prompts [tokens]; null: half of data.max_prompt_tokens"""
+    """mean length of prompts [tokens]; null: half the longest, or a quarter of data.max_tokens"""
     response_tokens: Positive | None = None
-    """mean length of responses [tokens]; null: half of rollout.max_new_tokens"""
+    """mean length of responses [tokens]; null: as of prompts"""
     spread: Annotated[float, Field(ge=0, le=10)] = 0.5
     """standard deviation of the logarithm of lengths; 0: all the same"""
 
@@ -366,7 +376,7 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """of weights, data and sampling"""
     steps: Positive
-    """rollout steps of the run"""
+    """steps of the run"""
     run: Text
     """run folder, relative to where the command is started"""
     resume: Literal["auto", "never"] = "auto"
@@ -378,7 +388,7 @@ class Config(Section):
     batching: Batching
     logprob: Logprob = Logprob()
     kernels: Kernels = Kernels()
-    rollout: Rollout
+    rollout: Rollout = Rollout()
     replay: Replay = Replay()
     objective: Objective = Objective()
     optimizer: Optimizer

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.forecast.units import size
 from pyrl_ext.plan.plan import Plan
 
@@ -55,7 +54,7 @@ def _most(stages: tuple[StageMemory, ...], exact: bool) -> tuple[int, StageMemor
         (
             (stage.held(phase, exact=exact), stage, phase)
             for stage in stages
-            for phase in reversed(MEMORY_PHASES)
+            for phase in reversed(stage.phases)
         ),
         key=lambda each: each[0],
     )

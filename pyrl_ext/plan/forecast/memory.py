@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyrl_ext.plan.forecast.activations import (
     attention_scratch,
@@ -20,7 +20,7 @@ from pyrl_ext.plan.forecast.parameters import (
     parameters_of_stage,
     rank_parameters,
 )
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, OFFLOADED
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, OFFLOADED, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, GIB
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.plan import Plan
@@ -54,6 +54,8 @@ class StageMemory:
 
     stage: int
     items: tuple[Item, ...]
+    phases: tuple[str, ...] = MEMORY_PHASES
+    """Phases of a step, of `MEMORY_PHASES`."""
 
     def held(self, phase: str, host: bool = False, exact: bool = False) -> int:
         """Bytes held at the same time in `phase`; with `exact`, without estimated items."""
@@ -64,7 +66,7 @@ class StageMemory:
     @property
     def peak(self) -> int:
         """Most device bytes in any phase."""
-        return max(self.held(phase) for phase in MEMORY_PHASES)
+        return max(self.held(phase) for phase in self.phases)
 
     def bytes_of(self, name: str) -> int:
         """Bytes of the items called `name`."""
@@ -85,9 +87,8 @@ class Load:
     @classmethod
     def most(cls, plan: Plan) -> Load:
         """The most that the plan allows: full microbatches, samples of the greatest length."""
-        longest = plan.data.max_prompt_tokens + plan.rollout.max_new_tokens
-        rows = plan.samples * (longest - 1)  # the last token of a sample is never an input
-        return cls(plan.batching.tokens_per_microbatch, rows, longest)
+        rows = plan.samples * plan.longest  # the last token of a sample is never an input
+        return cls(plan.batching.tokens_per_microbatch, rows, plan.longest + 1)
 
 
 def stage_memory(plan: Plan, load: Load | None = None) -> tuple[StageMemory, ...]:
@@ -97,7 +98,12 @@ def stage_memory(plan: Plan, load: Load | None = None) -> tuple[StageMemory, ...
 
 def memory_of(plan: Plan, stage: int, load: Load | None = None) -> StageMemory:
     """Memory of one pipeline stage."""
-    return StageMemory(stage, tuple(_items(plan, stage, load or Load.most(plan))))
+    phases = MEMORY_PHASES if plan.has_rollouts else WITHOUT_ROLLOUTS
+    items = (
+        replace(item, phases=tuple(p for p in item.phases if p in phases))
+        for item in _items(plan, stage, load or Load.most(plan))
+    )
+    return StageMemory(stage, tuple(item for item in items if item.phases), phases)
 
 
 def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
@@ -106,8 +112,9 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     yield from passes
     yield from _optimizer_scratch(plan, stage, passes)
     yield from _routes(plan, stage, load)
-    yield _publish(plan)
-    yield from _engine(plan, load)
+    if plan.has_rollouts:
+        yield _publish(plan)
+        yield from _engine(plan, load)
     yield from _context(plan)
 
 

@@ -10,6 +10,9 @@ STEP_PHASES = ("publish", "rollout", "old_logprobs", "ref_logprobs", "update")
 # Both log-prob passes hold the same memory, so there they are one phase.
 MEMORY_PHASES = ("publish", "rollout", "logprobs", "update")
 
+# Of a run without rollouts.
+WITHOUT_ROLLOUTS = ("update",)
+
 # A part of the trainer's state that can leave the device.
 Offloadable = Literal["weights", "gradients", "optimizer"]
 

@@ -122,7 +122,7 @@ def running_over_time(responses: tuple[int, ...], slots: int) -> list[tuple[int,
 
 def rollout_costs(plan: Plan, gpu: Gpu) -> list[Spent]:
     """Prefill once for each group, then decoding token by token."""
-    if plan.rollout.engine == "recorded":
+    if plan.rollout.engine not in ("hf", "vllm"):
         return []
     engine, each = Decoder(plan, gpu), model_flops(plan.sizes)
     samples, slots, prompts = engine.samples, engine.running, engine.prompts

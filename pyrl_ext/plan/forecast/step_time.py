@@ -92,7 +92,7 @@ def step_time(plan: Plan) -> StepTime | None:
     if gpu is None:
         return None
     run = Passes(plan, gpu)
-    scored = pass_costs(run, step_rounds(plan), ["score"])
+    scored = pass_costs(run, step_rounds(plan), ["score"]) if plan.has_rollouts else ()
     costs = (
         *_phase("publish", _publish(plan, gpu)),
         *_phase("rollout", rollout_costs(plan, gpu)),
@@ -113,7 +113,8 @@ def quick_seconds(plan: Plan) -> float:
     run, number = Passes(plan, gpu, quick=True), plan.batching.minibatches
     scored = sum(each.seconds for each in pass_costs(run, even_rounds(plan, 1), ["score"]))
     updates = sum(each.seconds for each in _minibatch(run, even_rounds(plan, number)))
-    return scored * (2 if plan.objective.kl_coef else 1) + number * updates
+    passes = plan.has_rollouts + (plan.objective.kl_coef > 0)
+    return passes * scored + number * updates
 
 
 def update_flops(plan: Plan) -> float:
@@ -161,7 +162,7 @@ def _assumed(plan: Plan) -> Iterator[str]:
 
 def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     """Every rank gathers the whole model, bucket by bucket, and its engine reads a part of it."""
-    if plan.rollout.engine == "recorded":
+    if plan.rollout.engine not in ("hf", "vllm"):
         return
     total, each = parameters(plan.sizes).total, DTYPE_BYTES[plan.model.dtype]
     held = min(rank_parameters(plan, stage).total for stage in stage_parameters(plan))

@@ -48,13 +48,18 @@ def step_samples(plan: Plan) -> tuple[Sample, ...]:
     """All samples of a step, prompt by prompt: evenly spaced quantiles of lognormals with the means
     and spread of `plan.estimate`, cut at the plan's maxima, shuffled deterministically."""
     estimate, batching = plan.estimate, plan.batching
-    longest = plan.data.max_prompt_tokens, plan.rollout.max_new_tokens
+    if plan.has_rollouts:
+        longest = plan.data.max_prompt_tokens, plan.rollout.max_new_tokens
+    else:  # half of a record is given, half is trained on
+        longest = (plan.data.max_tokens // 2, -(-plan.data.max_tokens // 2))
     means = estimate.prompt_tokens, estimate.response_tokens
     prompt, response = (
         (mean or max(1, most / 2), estimate.spread, most)
         for mean, most in zip(means, longest, strict=True)
     )
-    return _samples(batching.prompts, batching.samples_per_prompt, prompt, response)
+    return _samples(
+        batching.samples or batching.prompts, batching.samples_per_prompt or 1, prompt, response
+    )
 
 
 Lognormal = tuple[float, float, int]  # mean, standard deviation of the logarithm, maximum

@@ -129,7 +129,7 @@ def suggest_path(key: Key) -> str | None:
         return unknown(key[:1])
     section = fields_of(key[0])
     if len(key) == 1:
-        if not section or key[0] == "replay":
+        if not section or key[0] in ("replay", "objective"):
             return None
         example = f"{key[0]}.{next(iter(section))}=value"
         return f"{key[0]} is a section, expected one of its keys. For example {example}"
@@ -153,4 +153,4 @@ def show(value: Any) -> str:
 def _about(key: Key) -> str:
     fields = fields_of(key[0]) if len(key) > 1 else fields_of()
     owner = fields.get(key[min(1, len(key) - 1)])
-    return f"; {owner.description}" if owner is not None and owner.description else ""
+    return "; " + " ".join(owner.description.split()) if owner and owner.description else ""

@@ -158,13 +158,15 @@ def _read_file(source: Source, child: Source | None = None) -> None:
     source.complete = True
     source.places[()] = Place(source.path, line)
     source.tree = _mapping(node, (), source)
-    _spread_replay(source.tree)
+    _spread_short_forms(source.tree)
 
 
-def _spread_replay(tree: dict[str, Any]) -> None:
-    """`replay: off` and `replay: on` stand for all three passes."""
+def _spread_short_forms(tree: dict[str, Any]) -> None:
+    """`replay: off` and `replay: on` stand for all three passes, `objective: sft` for its loss."""
     if isinstance(on := tree.get("replay"), bool):
         tree["replay"] = {"old": on, "reference": on, "train": on}
+    if isinstance(loss := tree.get("objective"), str):
+        tree["objective"] = {"loss": loss}
 
 
 def _extend(source: Source, chain: tuple[str, ...]) -> None:
@@ -298,4 +300,4 @@ def _override(source: Source, text: str) -> None:
         at = at.setdefault(part, {}) if isinstance(at, dict) else None
     if isinstance(at, dict):
         at[key[-1]] = _value(node, key, source)
-        _spread_replay(source.tree)
+        _spread_short_forms(source.tree)

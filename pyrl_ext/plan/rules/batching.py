@@ -9,9 +9,8 @@ from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule
 
 @rule("batching.minibatches")
 def whole_groups_in_a_minibatch(plan: Plan) -> Found:
-    batching = plan.batching
-    prompts, why = {"prompts": batching.prompts}, "a minibatch holds whole groups"
-    return indivisible(batching.minibatches, prompts, why)
+    key, why = _step_key(plan), "a minibatch holds whole groups"
+    return indivisible(plan.batching.minibatches, {key: getattr(plan.batching, key)}, why)
 
 
 @rule("batching.minibatches")
@@ -21,13 +20,14 @@ def a_sample_for_every_replica(plan: Plan) -> Found:
         return (
             f"{samples} samples a minibatch ({plan.samples} samples / "
             f"{plan.batching.minibatches}), expected at least dp {dp}; a replica would have "
-            "nothing to do. Raise batching.prompts"
+            f"nothing to do. Raise batching.{_step_key(plan)}"
         )
 
 
 @rule("batching.samples_per_prompt")
 def groups_have_a_spread(plan: Plan) -> Found:
-    if plan.objective.advantage == "grpo" and plan.batching.samples_per_prompt == 1:
+    each = plan.batching.samples_per_prompt
+    if plan.has_rollouts and plan.objective.advantage == "grpo" and each == 1:
         return (
             "1, expected at least 2 with objective.advantage grpo; an advantage is the distance "
             "from the group's mean, which is always 0 for a group of one"
@@ -43,12 +43,32 @@ def longest_sample_fits(plan: Plan) -> Found:
     least = rows // cp
     if budget < least:
         shared = f", shared by {cp} context-parallel ranks" if cp > 1 else ""
+        summands, lower = _longest(plan)
         return (
-            f"{budget}, expected at least {least}{shared}; the longest sample has "
-            f"data.max_prompt_tokens {plan.data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{plan.rollout.max_new_tokens} - 1 rows, padded to a multiple of {unit}. Raise it, or "
-            "lower rollout.max_new_tokens"
+            f"{budget}, expected at least {least}{shared}; the longest sample has {summands} - 1 "
+            f"rows, padded to a multiple of {unit}. Raise it, or lower {lower}"
         )
+
+
+def _step_key(plan: Plan) -> str:
+    """The key of `batching` that says how much a step takes."""
+    return "prompts" if plan.has_rollouts else "samples"
+
+
+def _longest(plan: Plan) -> tuple[str, str]:
+    """(the tokens of the longest sample as its keys say them, the key that lowers them)."""
+    prompt, response = plan.data.max_prompt_tokens, plan.rollout.max_new_tokens
+    if not plan.has_rollouts:
+        return f"data.max_tokens {plan.data.max_tokens}", "data.max_tokens"
+    summands = f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response}"
+    return summands, "rollout.max_new_tokens"
+
+
+@rule("data.max_tokens")
+def positions_suffice_for_records(plan: Plan) -> Found:
+    most, tokens = plan.sizes.max_position_embeddings, plan.data.max_tokens
+    if tokens > most:
+        return f"{tokens}, expected at most max_position_embeddings {most} {in_config(plan)}"
 
 
 @rule("rollout.max_new_tokens")
@@ -66,4 +86,11 @@ def positions_suffice(plan: Plan) -> Found:
 def evaluation_has_prompts(plan: Plan) -> Found:
     if plan.evaluate.every > 0 and plan.evaluate.prompts == 0:
         every = plan.evaluate.every
+        return f"0 with evaluate.every {every}, expected at least 1. Use every: 0 for never"
+
+
+@rule("data.held_out")
+def evaluation_has_records(plan: Plan) -> Found:
+    every = plan.evaluate.every
+    if every > 0 and not plan.has_rollouts and plan.data.held_out == 0:
         return f"0 with evaluate.every {every}, expected at least 1. Use every: 0 for never"

@@ -11,7 +11,7 @@ from pyrl_ext.plan.task_options import SYMBOLS, option_problems, task_problem
 
 @rule("data")
 def one_source_of_prompts(plan: Plan) -> Found:
-    if (plan.data.task is None) == (plan.data.prompts is None):
+    if plan.has_rollouts and (plan.data.task is None) == (plan.data.prompts is None):
         both = "both task and prompts" if plan.data.task else "neither task nor prompts"
         return f"{both}, expected exactly one of data.task and data.prompts"
 
@@ -61,6 +61,11 @@ def prompts_exist(plan: Plan) -> Found:
 @rule("data.eval_prompts")
 def eval_prompts_exist(plan: Plan) -> Found:
     return _data_file(plan, plan.data.eval_prompts)
+
+
+@rule("data.path")
+def records_exist(plan: Plan) -> Found:
+    return _data_file(plan, plan.data.path)
 
 
 def _data_file(plan: Plan, name: str | None) -> Found:

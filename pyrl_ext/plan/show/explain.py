@@ -12,6 +12,7 @@ from rich.table import Table
 
 from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, fields_of, show, unknown
 from pyrl_ext.plan.language.fields import NO_BOUNDS
+from pyrl_ext.plan.language.kind import REQUIRED
 from pyrl_ext.plan.language.resolve import unit_of
 from pyrl_ext.plan.language.yaml_tree import Source
 from pyrl_ext.plan.schema import Config
@@ -60,7 +61,7 @@ def _explain_section(name: str, source: Source | None, console: Console) -> None
             table.add_column(column, overflow="fold")
     for key, field in fields_of(name).items():
         value = [show(value_of((name, key), source))] if source else []
-        row = [key, type_of(field), default_of(field), *value, field.description]
+        row = [key, type_of(field), default_of(field, (name, key)), *value, field.description]
         table.add_row(*map(escape, row))
     console.print(table)
 
@@ -70,7 +71,7 @@ def _facts(key: Key, source: Source | None) -> Iterator[tuple[str, str]]:
     yield "type", type_of(field)
     if unit := unit_of(field):
         yield "unit", unit
-    yield "default", default_of(field)
+    yield "default", default_of(field, key)
     if source:
         yield "value", show(value_of(key, source)) if key not in source.failed else "unknown"
         yield "from", came_from(key, source)
@@ -114,10 +115,13 @@ def came_from(key: Key, source: Source) -> str:
     return f"{place.file}:{place.line}{parent}"
 
 
-def default_of(field: Any) -> str:
+def default_of(field: Any, key: Key) -> str:
     """The default as it would be written."""
     if field.is_required():
         return "required"
+    for rollouts, word in ((True, "with"), (False, "without")):
+        if key in REQUIRED[rollouts]:
+            return f"required {word} rollouts"
     default = field.get_default(call_default_factory=True)
     if isinstance(default, str):
         return default

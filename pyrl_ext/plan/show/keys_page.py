@@ -41,7 +41,13 @@ def _table(section: Key, fields: dict[str, Any]) -> Iterator[str]:
     for name, field in fields.items():
         rules = "; ".join(words for _, words in rules_of_fields().get((*section, name), ()))
         meaning = " ".join(field.description.split())
-        row = (f"`{name}`", type_of(field), f"`{default_of(field)}`", meaning, rules)
+        row = (
+            f"`{name}`",
+            type_of(field),
+            f"`{default_of(field, (*section, name))}`",
+            meaning,
+            rules,
+        )
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
     yield ""
 

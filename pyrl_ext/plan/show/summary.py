@@ -8,11 +8,11 @@ from typing import Any, Literal, NamedTuple
 from pyrl_ext.plan import rules
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.forecast.units import count, duration, size
-from pyrl_ext.plan.language.errors import show
+from pyrl_ext.plan.language.errors import Key, show
 from pyrl_ext.plan.language.fields import Section
+from pyrl_ext.plan.language.kind import WITH_ROLLOUTS, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.model.ranks import groups as groups_of
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.plan import Plan
@@ -125,9 +125,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("parameters", f"{count(counts.total)}, {count(counts.active)} of them active for a token"),
         ("routers", f"{len(routers)} of {sizes.num_hidden_layers} layers ({ranges(routers)}), "
                     f"each picks {sizes.topk} of {sizes.num_experts} experts"),
-        ("engine", _engine(plan)),
-        ("routes", _routes(plan)),
-        ("rollout step", f"{plan.samples} samples in groups of {batching.samples_per_prompt}"),
+        *_source(plan),
         ("minibatch", f"{plan.samples_per_minibatch} samples, {batching.minibatches} a step"),
         ("microbatches", f"at most {most_microbatches(plan)} a minibatch and replica: samples of "
                          f"{plan.max_rows} rows, padded to a multiple of {plan.row_alignment}"),
@@ -135,16 +133,23 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def values(plan: Plan) -> list[Value]:
-    """Every field, in the order of the schema."""
+    """Every field that this kind of run reads, in the order of the schema."""
     found = []
     for name, field in Config.model_fields.items():
         value = getattr(plan, name)
         if isinstance(value, Section):
             inner = type(value).model_fields.items()
-            found += [_value(f"{name}.{key}", getattr(value, key), each) for key, each in inner]
+            read = [(key, each) for key, each in inner if is_read(plan, (name, key))]
+            found += [_value(f"{name}.{key}", getattr(value, key), each) for key, each in read]
         else:
             found.append(_value(name, value, field))
     return found
+
+
+def is_read(plan: Plan, key: Key) -> bool:
+    """Whether this kind of run, with rollouts or without, reads `key`."""
+    unread = WITHOUT_ROLLOUTS if plan.has_rollouts else WITH_ROLLOUTS
+    return key not in unread and key[:1] not in unread
 
 
 def _value(key: str, value: Any, field: Any) -> Value:
@@ -155,7 +160,7 @@ def _value(key: str, value: Any, field: Any) -> Value:
 
 def peak_phase(stage: StageMemory) -> str:
     """The phase in which a stage holds most on the device."""
-    return max(MEMORY_PHASES, key=stage.held)
+    return max(stage.phases, key=stage.held)
 
 
 def most_microbatches(plan: Plan) -> int:
@@ -177,13 +182,21 @@ def ranges(ids: tuple[int, ...]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs) or "none"
 
 
+def _source(plan: Plan) -> list[tuple[str, str]]:
+    """Facts about where a step's samples come from."""
+    if not plan.has_rollouts:
+        return [("step", f"{plan.samples} records of {plan.data.path}, without rollouts")]
+    step = f"{plan.samples} samples in groups of {plan.batching.samples_per_prompt}"
+    return [("engine", _engine(plan)), ("routes", _routes(plan)), ("rollout step", step)]
+
+
 def _engine(plan: Plan) -> str:
     rollout = plan.rollout
     way = "in the trainer's process"
     if plan.transport != "inprocess":
         way = f"in a separate process, weights by {plan.transport}"
     if rollout.engine != "vllm":
-        return rollout.engine if rollout.engine == "recorded" else f"{rollout.engine}, {way}"
+        return "recorded" if rollout.engine == "recorded" else f"{rollout.engine}, {way}"
     where = "apart from the trainer's" if rollout.gpus else "shared with the trainer"
     number, devices = (
         (rollout.gpus or plan.world_size) // rollout.tp,

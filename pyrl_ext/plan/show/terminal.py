@@ -11,7 +11,6 @@ from rich.text import Text
 
 from pyrl_ext.plan.forecast.memory import Item
 from pyrl_ext.plan.forecast.parameters import chunk_parameters
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.forecast.step_time import StepTime
 from pyrl_ext.plan.forecast.units import amount, count, duration, in_units, size, unit_for
 from pyrl_ext.plan.plan import Plan
@@ -97,20 +96,19 @@ def memory_table(summary: Summary, in_full: bool = False) -> tuple[str, Table]:
     unit, factor = unit_for(max(stage.peak, limit or 0))
     several = len(summary.memory) > 1
     where = f" of stage {stage.stage}, the fullest of {len(summary.memory)}" if several else ""
-    columns = ("item", *MEMORY_PHASES, "how it is counted")
-    table = _table(*columns, whole=len(columns) - 1, right=MEMORY_PHASES)
+    columns = ("item", *stage.phases, "how it is counted")
+    table = _table(*columns, whole=len(columns) - 1, right=stage.phases)
     _reasons_last(table, in_full)
     for host in (False, True):
         items = [item for item in stage.items if item.host == host]
         for item in items:
             held = [
-                in_units(item.bytes, factor) if each in item.phases else ""
-                for each in MEMORY_PHASES
+                in_units(item.bytes, factor) if each in item.phases else "" for each in stage.phases
             ]
             table.add_row(_item_name(item), *held, escape(item.why))
         if not items:
             continue
-        total = [stage.held(phase, host) for phase in MEMORY_PHASES]
+        total = [stage.held(phase, host) for phase in stage.phases]
         name = "together on the host" if host else "together"
         table.add_row(f"[bold]{name}[/]", *(f"[bold]{in_units(each, factor)}[/]" for each in total))
         if limit is not None and not host:

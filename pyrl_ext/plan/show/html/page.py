@@ -11,7 +11,7 @@ from pyrl_ext.plan.language.errors import ConfigError
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.show.html import charts, sections
 from pyrl_ext.plan.show.html.sections import Table, code
-from pyrl_ext.plan.show.summary import Summary, Verdict, facts, values
+from pyrl_ext.plan.show.summary import Summary, Verdict, facts, is_read, values
 
 
 def write_page(path: str | Path, content: Plan | ConfigError) -> None:
@@ -43,7 +43,11 @@ def plan_page(plan: Plan) -> str:
         time=summary.time,
         time_chart=summary.time and sections.time_chart(summary.time),
         time_table=summary.time and sections.time_table(summary.time),
-        rules=[(key, rules.sentence(rule)) for key, rule in rules.RULES],
+        rules=[
+            (key, rules.sentence(rule))
+            for key, rule in rules.RULES
+            if is_read(plan, tuple(key.split(".")))
+        ],
         values=Table(("key", "value", "meaning"), rows, "Every other field has its default"),
     )
 

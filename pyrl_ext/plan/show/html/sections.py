@@ -9,7 +9,6 @@ from markupsafe import Markup
 
 from pyrl_ext.plan.forecast.memory import Item, StageMemory
 from pyrl_ext.plan.forecast.parameters import chunk_parameters
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.forecast.pipeline_schedule import Slot, bubble_share, pipeline
 from pyrl_ext.plan.forecast.step_time import Cost, StepTime
 from pyrl_ext.plan.forecast.units import amount, count, duration, in_units, size, unit_for
@@ -234,12 +233,12 @@ def _schedule(slots: list[Slot], pp: int, vpp: int) -> Chart:
 def memory_chart(summary: Summary, host: bool) -> tuple[Chart, str]:
     """Bars of the device's memory or of the host's, and a remark."""
     stages, limit = summary.memory, None if host else summary.limit
-    most = max(stage.held(phase, host) for stage in stages for phase in MEMORY_PHASES)
+    most = max(stage.held(phase, host) for stage in stages for phase in stage.phases)
     bars = []
     for items, equal in groupby(stages, lambda stage: [i for i in stage.items if i.host == host]):
         numbers = tuple(stage.stage for stage in equal)
         group = f"stage {ranges(numbers)}" if len(stages) > 1 else ""
-        for phase in MEMORY_PHASES:
+        for phase in stages[numbers[0]].phases:
             parts = [_memory_part(item) for item in items if phase in item.phases]
             if parts:
                 total = size(stages[numbers[0]].held(phase, host))
@@ -280,9 +279,9 @@ def _memory_table(summary: Summary, stages: tuple[StageMemory, ...]) -> Table:
             kinds.setdefault((name, item.phases), [0] * len(stages))[i] += item.bytes
     rows: list[tuple[str, ...]] = []
     for (name, phases), held in kinds.items():
-        when = "every phase" if len(phases) == len(MEMORY_PHASES) else ", ".join(phases)
+        when = "every phase" if len(phases) == len(stages[0].phases) else ", ".join(phases)
         rows.append((name, when, *(in_units(each, factor) for each in held)))
-    for phase in MEMORY_PHASES:
+    for phase in stages[0].phases:
         held = [in_units(stage.held(phase), factor) for stage in stages]
         rows.append((Markup("<b>together</b>"), phase, *held))
     if limit is not None:

@@ -1,0 +1,60 @@
+"""The kind of a run: with rollouts, or without them on records of a file; each reads other keys."""
+
+from __future__ import annotations
+
+from pyrl_ext.plan.language.errors import Key, describe, show
+from pyrl_ext.plan.language.yaml_tree import Source
+
+# Keys that only runs with rollouts read, and those that only runs without them read; a section
+# stands for all its keys.
+WITH_ROLLOUTS: tuple[Key, ...] = (
+    *(("rollout",), ("replay",), ("evaluate", "prompts")),
+    *(("batching", key) for key in ("prompts", "samples_per_prompt")),
+    *(("objective", key) for key in ("advantage", "normalize_std", "clip_low", "clip_high")),
+    *(("objective", key) for key in ("kl_coef", "entropy_coef", "tis_cap")),
+    *(("data", key) for key in ("task", "task_options", "prompts", "reward", "reward_timeout")),
+    *(("data", key) for key in ("eval_prompts", "max_prompt_tokens")),
+)
+WITHOUT_ROLLOUTS: tuple[Key, ...] = (
+    *(("data", key) for key in ("path", "max_tokens", "truncate", "held_out")),
+    ("batching", "samples"),
+)
+# By whether a run has rollouts: the keys that it cannot do without.
+REQUIRED: dict[bool, tuple[Key, ...]] = {
+    True: (
+        *(("rollout", "engine"), ("rollout", "max_new_tokens"), ("data", "max_prompt_tokens")),
+        *(("batching", "prompts"), ("batching", "samples_per_prompt")),
+    ),
+    False: (("data", "path"), ("data", "max_tokens"), ("batching", "samples")),
+}
+
+
+def check_kind(source: Source) -> set[Key]:
+    """Record the keys that this kind of run does not read, and remove them; record those that it
+    lacks, and return them. Routes are not replayed without rollouts."""
+    tree = source.tree
+    sections = {name: each for name, each in tree.items() if isinstance(each, dict)}
+    loss, path = (sections.get(s, {}).get(k) for s, k in (("objective", "loss"), ("data", "path")))
+    rollouts = not (loss == "sft" or (path is not None and ":" in str(loss)))
+    reader = "without rollouts (objective: sft)" if rollouts else "with rollouts"
+    for key in WITHOUT_ROLLOUTS if rollouts else WITH_ROLLOUTS:
+        holder = sections.get(key[0], {}) if len(key) > 1 else tree
+        *_, name = key
+        if name in holder:
+            value = holder.pop(name)
+            shown = "set" if isinstance(value, dict) else show(value)
+            message = f"{shown}, expected it left out; only a run {reader} reads it"
+            source.report(key, message)
+    if not rollouts:
+        tree["replay"] = {"old": False, "reference": False, "train": False}
+    lacking: dict[Key, dict[str, object]] = {}
+    for key in REQUIRED[rollouts]:
+        value = sections.get(key[0], {}).get(key[1])
+        if key[0] in sections and not value:
+            kind = "missing" if value is None else "greater_than_equal"
+            lacking[key] = {"type": kind, "input": value, "ctx": {"ge": 1}}
+        elif key[0] == "rollout" and key[0] not in tree:
+            lacking[key[:1]] = {"type": "missing", "input": None}
+    for key, error in lacking.items():
+        source.report(key, describe({**error, "loc": key}))
+    return {*lacking}
