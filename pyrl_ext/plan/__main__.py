@@ -10,10 +10,14 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pyrl_ext.plan.compile import compile_plan, load
 from pyrl_ext.plan.language.errors import ConfigError
 from pyrl_ext.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from pyrl_ext.plan.show.html.sections import Block
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--measure", action="store_true", help="and compare with steps that run")
     parser.add_argument("--suggest", metavar="8xH200", help="the fastest plans for these GPUs")
+    parser.add_argument("--scale", action="store_true", help="what grows with the ranks")
     parser.add_argument("--explain", metavar="KEY", help="what a key or section means, and is")
     parser.add_argument("--schema", action="store_true", help="print a JSON Schema for editors")
     parser.add_argument("--reference", action="store_true", help="print the page of all keys")
@@ -49,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{red}{line}{plain}", file=sys.stderr)
         _write_page(options.html, error)
         return 2
-    if not _write_page(options.html, plan):
+    if not _write_page(options.html, plan, _blocks(plan, options)):
         return 2
     if options.measure:
         return _run("pyrl_ext.tools.measure", options, *["--json"] * options.json)
@@ -61,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # rich costs a tenth of a second that --json and errors need not wait for
     from rich.console import Console
 
+    if options.scale:
+        from pyrl_ext.plan.show.scale import print_scale
+
+        print_scale(plan, Console())
+        return 0
     from pyrl_ext.plan.show.terminal import print_plan
 
     print_plan(plan, Console(), everything=options.all)
@@ -83,14 +93,25 @@ def _document(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write_page(path: str | None, content: Plan | ConfigError) -> bool:
+def _blocks(plan: Plan, options: argparse.Namespace) -> list[Block]:
+    """Sections that the options add to the page."""
+    if options.html is None or not options.scale:
+        return []
+    from pyrl_ext.plan.show.scale import scale_block
+
+    return [scale_block(plan)]
+
+
+def _write_page(
+    path: str | None, content: Plan | ConfigError, blocks: Sequence[Block] = ()
+) -> bool:
     """Write the page of a plan or of its problems, if one is asked for; whether that went well."""
     if path is None:
         return True
     from pyrl_ext.plan.show.html.page import write_page
 
     try:
-        write_page(path, content)
+        write_page(path, content, blocks)
     except OSError as error:
         message = f"{error.strerror or error}, expected a file that can be written"
         print(f"command line: --html {path}: {message}", file=sys.stderr)

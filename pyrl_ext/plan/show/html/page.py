@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -10,19 +11,19 @@ from pyrl_ext.plan import rules
 from pyrl_ext.plan.language.errors import ConfigError
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.show.html import charts, sections
-from pyrl_ext.plan.show.html.sections import Table, code
+from pyrl_ext.plan.show.html.sections import Block, Table, code
 from pyrl_ext.plan.show.summary import Summary, Verdict, facts, is_read, values
 
 
-def write_page(path: str | Path, content: Plan | ConfigError) -> None:
+def write_page(path: str | Path, content: Plan | ConfigError, more: Sequence[Block] = ()) -> None:
     """Write the page of a plan, or of the problems that prevent it. Raises `OSError`."""
     is_plan = isinstance(content, Plan)
-    text = plan_page(content) if is_plan else problems_page(content)
+    text = plan_page(content, more) if is_plan else problems_page(content)
     Path(path).write_text(text, encoding="utf-8", newline="\n")
 
 
-def plan_page(plan: Plan) -> str:
-    """The page of a plan; the same plan gives the same text."""
+def plan_page(plan: Plan, more: Sequence[Block] = ()) -> str:
+    """The page of a plan, with sections that were asked for; the same plan gives the same text."""
     summary = Summary(plan)
     remarks = [("cannot run yet", reason) for reason in plan.unsupported]
     remarks += [("note", note) for note in plan.notes]
@@ -43,6 +44,7 @@ def plan_page(plan: Plan) -> str:
         time=summary.time,
         time_chart=summary.time and sections.time_chart(summary.time),
         time_table=summary.time and sections.time_table(summary.time),
+        more=more,
         rules=[
             (key, rules.sentence(rule))
             for key, rule in rules.RULES
@@ -74,7 +76,7 @@ def _render(title: str, verdicts: tuple[Verdict, ...], **content: object) -> str
     )
     environment.filters["px"] = _pixels
     template = environment.get_template("page.html")
-    constants = {"series": charts.SERIES, "width": charts.WIDTH, "problems": None}
+    constants = {"series": charts.SERIES, "width": charts.WIDTH, "problems": None, "more": ()}
     return template.render(constants | {"title": title, "verdicts": verdicts} | content)
 
 

@@ -40,6 +40,15 @@ class Table(NamedTuple):
     class_: str = ""
 
 
+class Block(NamedTuple):
+    """A section that was asked for on the command line."""
+
+    title: str
+    sentences: tuple[str, ...]
+    charts: tuple[Chart, ...]
+    tables: tuple[Table, ...]
+
+
 def code(text: str) -> Markup:
     """`text` in a monospaced font."""
     return Markup("<code>{}</code>").format(text)

@@ -1,0 +1,337 @@
+"""Growth with the number of ranks: host memory, traffic, the store and start-up, by count.
+
+The layout keeps its tp, pp, cp, ep and etp, and dp grows. Samples have the lengths of
+`workload.step_samples`. `tests/dist/test_scale.py` compares the counts with ranks that run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from pyrl_ext.plan.forecast.parameters import copies, rank_parameters, stage_parameters
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.forecast.workload import Sample, step_samples
+from pyrl_ext.plan.model.sizes import parameters
+from pyrl_ext.plan.plan import Plan
+
+WORLDS = (8, 64, 512, 4096)
+
+# Bytes of one row of a batch. Routes come on top: top-k experts of every layer.
+GENERATED = {"token": 4, "log-prob of the engine": 4, "loss mask": 1, "route mask": 1}
+COMPUTED = {**GENERATED, "target": 4}
+INDEX_BYTES = 48
+"""The numbers of one sample that all ranks know."""
+OBJECT_BYTES = 24
+"""A small pickled tuple in an all-gather, which also sends its size in 8 bytes."""
+METRICS = 13
+"""Metrics of the loss, each a sum and a count in float64."""
+HEARTBEAT_KEYS, WATCHED = 2, 4
+"""Keys that all ranks read, and ranks that each one watches, in `dist.heartbeat`."""
+
+
+class Row(NamedTuple):
+    """One quantity of a rank, or of the store, by number of ranks."""
+
+    part: str
+    name: str
+    unit: str
+    values: tuple[float | None, ...]
+    """None where the layout does not fit that many ranks."""
+    why: str
+    """The source of the number, and the reason if it grows."""
+
+    @property
+    def growth(self) -> Literal["no", "log", "yes"]:
+        """Whether the number grows with the ranks, at the largest numbers of them."""
+        known = [(w, v) for w, v in zip(WORLDS, self.values, strict=True) if v is not None]
+        if len(known) < 2 or known[-1][1] <= known[-2][1] * 1.05:
+            return "no"
+        (few, before), (many, after) = known[-2:]
+        return "log" if after <= before * math.log2(many) / math.log2(few) else "yes"
+
+
+@dataclass(frozen=True)
+class World:
+    """A plan on some number of ranks."""
+
+    plan: Plan
+    """With `dp` of that number."""
+    samples: tuple[Sample, ...]
+    """The samples that a step of the given plan has."""
+    times: float = 1.0
+    """Samples of a step, for each of `samples`."""
+
+    @classmethod
+    def of(cls, plan: Plan, ranks: int, grows: bool, samples: Sequence[Sample]) -> World | None:
+        """`plan` on `ranks` ranks; None: its layout does not fit them.
+
+        Args:
+            plan: as given
+            ranks: of the world
+            grows: the batch is in proportion to dp; otherwise it stays as it is
+            samples: of a step of `plan`
+        """
+        given = plan.parallel
+        dp, odd = divmod(ranks, given.tp * given.pp * given.cp)
+        if odd or ranks % (given.pp * given.ep * given.etp_size):
+            return None
+        parallel = given.model_copy(update={"dp": dp})
+        moved = plan.model_copy(update={"parallel": parallel, "world_size": ranks})
+        return cls(moved, tuple(samples), dp / given.dp if grows else 1.0)
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.world_size
+
+    @property
+    def grid(self) -> int:
+        """Data- times context-parallel ranks: each computes as many rows."""
+        return self.plan.parallel.dp * self.plan.parallel.cp
+
+    @cached_property
+    def rows(self) -> float:
+        """Rows of the step's samples."""
+        return self.times * sum(sample.rows for sample in self.samples)
+
+    @property
+    def number(self) -> float:
+        """Samples of the step."""
+        return self.times * len(self.samples)
+
+    def route_bytes(self, layers: int) -> float:
+        """The experts of one row in so many layers."""
+        routers = self.plan.router_layers
+        if not (self.plan.replay.enabled and routers):
+            return 0.0
+        return self.plan.sizes.route_bytes_per_token / len(routers) * layers
+
+    @cached_property
+    def stage_layers(self) -> int:
+        """Routed layers of the stage that has most."""
+        routers = set(self.plan.router_layers)
+        return max(
+            sum(layer in routers for chunk in stage for layer in chunk.layers)
+            for stage in self.plan.stages
+        )
+
+    # The batch ----------------------------------------------------------------------------------
+
+    @property
+    def generated_bytes(self) -> float:
+        """Rows that this rank's engine generated, with the routes of all layers."""
+        engines = self.ranks / self.plan.rollout.tp
+        row = sum(GENERATED.values()) + self.route_bytes(len(self.plan.router_layers))
+        return self.rows / engines * row
+
+    @property
+    def computed_bytes(self) -> float:
+        """Rows that this rank computes, with the routes of its stage for its share of the rows."""
+        routes = self.route_bytes(self.stage_layers) / self.plan.parallel.tp
+        return self.rows / self.grid * (sum(COMPUTED.values()) + routes)
+
+    @property
+    def batch_bytes(self) -> float:
+        return self.generated_bytes + self.computed_bytes
+
+    @property
+    def exchange_bytes(self) -> float:
+        """Received from other hosts: rows of the same host are read from shared memory."""
+        here = min(1.0, self.plan.hardware.gpus_per_node / self.ranks)
+        return self.computed_bytes * (1 - here)
+
+    @property
+    def exchange_messages(self) -> float:
+        """A message from each rank of another host that generated samples of this one's."""
+        others = max(0, self.ranks - self.plan.hardware.gpus_per_node)
+        return min(others, math.ceil(self.number * self.plan.parallel.cp / self.grid))
+
+    @property
+    def index_bytes(self) -> float:
+        return INDEX_BYTES * self.number
+
+    @property
+    def schedule_bytes(self) -> float:
+        """An id of every sample, and a group of every microbatch and group of ranks."""
+        batching = self.plan.batching
+        rows = self.rows / batching.minibatches / self.grid
+        each = math.ceil(rows / batching.tokens_per_microbatch) * batching.minibatches
+        return 40 * self.number + 136 * each * self.plan.parallel.dp
+
+    # Traffic ------------------------------------------------------------------------------------
+
+    @cached_property
+    def reduced(self) -> list[tuple[int, int]]:
+        """(parameters, ranks that hold them) of the summed gradients, on the fullest stage."""
+        stages = [rank_parameters(self.plan, stage) for stage in stage_parameters(self.plan)]
+        held = max(stages, key=lambda stage: stage.total)
+        pairs = zip(held, copies(self.plan), strict=True)
+        return [(count, ranks) for count, ranks in pairs if count and ranks > 1]
+
+    @property
+    def gradient_bytes(self) -> float:
+        """A ring sends each part (n - 1) / n times, twice unless parts stay where they are."""
+        passes = self.plan.batching.minibatches * (1 if self.plan.optimizer.distributed else 2)
+        return passes * sum(4 * count * (n - 1) / n for count, n in self.reduced)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Weights that the optimizer updated, to the ranks that hold them too. Of megatron's two
+        optimizers, for dense parameters and for experts, each gathers both."""
+        optimizers = 2 if self.plan.router_layers else 1
+        passes = self.plan.batching.minibatches * self.plan.optimizer.distributed * optimizers
+        each = DTYPE_BYTES[self.plan.model.dtype]
+        return passes * sum(each * count * (n - 1) / n for count, n in self.reduced)
+
+    @property
+    def gradient_messages(self) -> float:
+        """A ring takes n - 1 steps each way, for dense parameters and for experts."""
+        minibatches, chunks = self.plan.batching.minibatches, self.plan.parallel.vpp_size
+        return 2 * minibatches * chunks * sum(n - 1 for _, n in self.reduced)
+
+    @property
+    def publish_bytes(self) -> float:
+        """The part of the whole model that a rank does not hold itself."""
+        total = parameters(self.plan.sizes).total
+        held = max(rank_parameters(self.plan, stage).total for stage in stage_parameters(self.plan))
+        return DTYPE_BYTES[self.plan.model.dtype] * (total - min(held, total))
+
+    @property
+    def agreement_bytes(self) -> float:
+        return self.ranks * (OBJECT_BYTES + 8)
+
+    @property
+    def metrics_bytes(self) -> float:
+        """Sums of the loss's metrics and of replay, twice around a ring."""
+        layers = self.plan.sizes.num_hidden_layers + self.plan.num_mtp_layers
+        replay = 32 * layers if self.plan.replay.enabled else 0
+        return 2 * (self.plan.batching.minibatches * 16 * METRICS + replay)
+
+    # The store and start-up ---------------------------------------------------------------------
+
+    @property
+    def keys_read(self) -> float:
+        watched = sum(2**i < self.ranks for i in range(WATCHED))
+        return HEARTBEAT_KEYS + watched if self.ranks > 1 else 0
+
+    @cached_property
+    def groups(self) -> list[tuple[int, int]]:
+        """(ranks, groups of the kind in the world) of every kind of group that megatron makes."""
+        sizes, world = self.plan.parallel, self.ranks
+        dp, tp, pp, cp = sizes.dp, sizes.tp, sizes.pp, sizes.cp
+        ep, etp = sizes.ep, sizes.etp_size
+        model, tied = ep * etp * pp, self.plan.sizes.tie_word_embeddings
+        embedded = sum(
+            any(c.embedding or c.mtp or (c.loss and tied) for c in stage)
+            for stage in self.plan.stages
+        )
+        dense = [1, dp * cp, dp, cp, tp * pp, tp, pp, tp * dp * cp, tp * dp, tp * cp]
+        experts = [1, ep, etp, ep * etp, model, model, world // model]
+        # embeddings: one of every pipeline, of those ranks of it that hold some, or of one
+        pipelines = [(embedded, world // pp), (1, world // pp)]
+        return [(n, world // n) for n in dense + experts] + pipelines + [(world, 1)]
+
+    @property
+    def cp_groups(self) -> list[int]:
+        """Ranks of each larger group of dynamic context parallelism, which its ranks alone make."""
+        cp, most = self.plan.parallel.cp, self.plan.parallel.dynamic_cp or 0
+        return [cp << i for i in range(1, max(1, (most // cp).bit_length()))]
+
+    @property
+    def group_count(self) -> float:
+        """The world, one of each of megatron's kinds, and those of dynamic context parallelism."""
+        return 1 + len(self.groups) + len(self.cp_groups)
+
+    @property
+    def group_calls(self) -> float:
+        """Calls of `new_group`."""
+        return sum(calls for _, calls in self.groups) + len(self.cp_groups)
+
+    @property
+    def group_entries(self) -> float:
+        """Ranks of all groups that this rank is in."""
+        return self.ranks + sum(n for n, _ in self.groups) + sum(self.cp_groups)
+
+    @property
+    def start_requests(self) -> float:
+        """A barrier after each `new_group` (it counts up and waits), and the address of every rank
+        of a group."""
+        return 2 * self.group_calls + self.group_entries
+
+
+BATCH, STEP, STORE, START = (
+    *("host memory of a rank", "sent by a rank in a step"),
+    *("the store, every second", "start-up of a rank"),
+)
+DICT_BYTES = 100
+"""An entry in a dictionary of ranks, about."""
+
+Quantity = tuple[str, str, str, Callable[[World], float], str]
+QUANTITIES: tuple[Quantity, ...] = (
+    (BATCH, "rows of the batch", "byte", lambda w: w.batch_bytes,
+     "those that it generated and those that it computes: tokens, masks, log-probs, routes"),
+    (BATCH, "numbers of samples", "byte", lambda w: w.index_bytes,
+     f"{INDEX_BYTES} bytes a sample: every rank plans the whole batch, so that no plan is sent"),
+    (BATCH, "~ schedule", "byte", lambda w: w.schedule_bytes,
+     "the same on every rank: an id a sample, and the groups of every microbatch, dp of them"),
+    (BATCH, "~ ranks of its groups", "byte", lambda w: DICT_BYTES * w.group_entries,
+     "torch keeps the ranks of every group that a rank is in, once in a run"),
+    (STEP, "gradients", "byte", lambda w: w.gradient_bytes,
+     "between GPUs, in float32; a ring's share (n - 1) / n approaches 1"),
+    (STEP, "gradients", "message", lambda w: w.gradient_messages,
+     "between GPUs, if a ring sums them: n - 1 steps each way; NCCL takes trees, 2 log2 n, where "
+     "they are faster"),
+    (STEP, "updated weights", "byte", lambda w: w.weight_bytes,
+     "between GPUs, with the distributed optimizer; twice with experts, since megatron has two "
+     "optimizers then and each gathers all"),
+    (STEP, "weights for the engine", "byte", lambda w: w.publish_bytes,
+     "between GPUs: gathered over tp, ep and pp, which stay as they are"),
+    (STEP, "from other hosts", "byte", lambda w: w.exchange_bytes,
+     "between hosts: rows that a rank computes; from its own host they come by shared memory"),
+    (STEP, "from other hosts", "message", lambda w: w.exchange_messages,
+     "between hosts: from each rank that generated a sample of this one's, one at most"),
+    (STEP, "numbers of samples", "byte", lambda w: w.index_bytes,
+     "between hosts: an all-gather, which brings every rank all of them"),
+    (STEP, "numbers of samples", "message", lambda w: w.ranks - 1,
+     "between hosts: gloo's all-gather is a ring; the bytes do not grow with its steps"),
+    (STEP, "~ which ranks failed", "byte", lambda w: w.agreement_bytes,
+     "between hosts: an all-gather of a line of text of each rank, if it failed, and a checksum"),
+    (STEP, "~ metrics", "byte", lambda w: w.metrics_bytes,
+     "sums, however many ranks add to them"),
+    (STORE, "read by a rank", "key", lambda w: w.keys_read,
+     "heartbeats of four ranks, and two keys of all ranks, in one request"),
+    (STORE, "by all ranks", "request", lambda w: 2 * w.ranks if w.ranks > 1 else 0,
+     "two a rank: its heartbeat, and what it reads; one process answers tens of thousands"),
+    (START, "groups that it is in", "group", lambda w: w.group_count,
+     "the world, and one of each of megatron's kinds"),
+    (START, "groups that it makes", "call", lambda w: w.group_calls,
+     "megatron makes all groups of the world on every rank; each call waits for all ranks"),
+    (START, "to the store", "request", lambda w: w.start_requests,
+     "a barrier after every call, and the address of every rank in its groups"),
+    (START, "by all ranks", "request", lambda w: w.ranks * w.start_requests,
+     "to the store, one process: once for every rank"),
+    (START, "connections of gloo", "socket", lambda w: w.group_entries,
+     "one to every other rank of a group, one that listens; with TORCH_GLOO_LAZY_INIT=1 only to "
+     "ranks that it sends to"),
+)  # fmt: skip
+
+
+def scale(
+    plan: Plan, grows: bool = False, samples: Sequence[Sample] | None = None
+) -> tuple[Row, ...]:
+    """Every quantity at each of `WORLDS`.
+
+    Args:
+        plan: gives the layout and the batch
+        grows: the batch is in proportion to dp; otherwise it is the plan's at every number of ranks
+        samples: of a step; None: of the lengths that the plan estimates
+    """
+    samples = step_samples(plan) if samples is None else samples
+    worlds = [World.of(plan, ranks, grows, samples) for ranks in WORLDS]
+    return tuple(
+        Row(part, name, unit, tuple(w and of(w) for w in worlds), why)
+        for part, name, unit, of, why in QUANTITIES
+    )

@@ -1,0 +1,105 @@
+"""Prints what grows with the number of ranks, for `--scale`, and makes the tables of the page."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Printed
+
+from pyrl_ext.plan.forecast.scale import WORLDS, Row, scale
+from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.show.html.sections import Block, Table
+
+ABOUT = (
+    "Counted from the plan, at the lengths of estimate; ~ estimated. Left out: checkpoints, "
+    "evaluation, and traffic of tp, pp, cp and ep within a replica, which stays as it is."
+)
+GROWTH = {"no": "no", "log": "log", "yes": "yes"}
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+WIDE = 120
+"""Columns of a terminal that has room for the reasons beside the numbers."""
+
+
+class ScaleTable(NamedTuple):
+    """Quantities by number of ranks."""
+
+    title: str
+    rows: list[Row]
+
+
+def scale_tables(plan: Plan) -> list[ScaleTable]:
+    """Everything for the plan's batch, and what differs if the batch grows with dp."""
+    same, growing = scale(plan), scale(plan, grows=True)
+    differ = [many for one, many in zip(same, growing, strict=True) if one.values != many.values]
+    parallel = plan.parallel
+    layout = f"tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}, ep {parallel.ep}; dp grows"
+    each = f"{plan.samples} samples for every {parallel.dp} of dp"
+    return [
+        ScaleTable(f"{plan.samples} samples a step on any number of ranks ({layout})", [*same]),
+        ScaleTable(f"What differs with {each}", differ),
+    ]
+
+
+def cells(row: Row) -> list[str]:
+    """The numbers of a row; a dash where the layout does not fit the ranks."""
+    return ["-" if value is None else _number(value, row.unit) for value in row.values]
+
+
+def _number(value: float, unit: str) -> str:
+    """Three digits of bytes; counts in full below a million."""
+    if unit == "byte":
+        power = max(p for p in range(len(UNITS)) if p == 0 or value >= 1000 * 1024 ** (p - 1))
+        return f"{value / 1024**power:.3g} {UNITS[power]}"
+    return f"{round(value):,}" if value < 1e6 else f"{value / 1e6:.3g}M"
+
+
+def name_of(row: Row) -> str:
+    """Its name with the unit, where the numbers do not show it."""
+    return row.name if row.unit == "byte" else f"{row.name} [{row.unit}s]"
+
+
+def print_scale(plan: Plan, console: Console) -> None:
+    """Print both tables; what grows with the ranks is yellow, and has its reason below where the
+    terminal is narrow."""
+    for title, rows in scale_tables(plan):
+        console.print(f"\n[cyan]{escape(title)}[/]")
+        console.print(_printed(rows, console.width >= WIDE))
+        if console.width < WIDE:
+            for row in rows:
+                if row.growth == "yes":
+                    console.print(f"[yellow]{escape(name_of(row))}[/] [dim]{escape(row.why)}[/]")
+    console.print(f"[dim]{ABOUT}[/]")
+
+
+def _printed(rows: list[Row], reasons: bool) -> Printed:
+    table = Printed(box=None, pad_edge=False)
+    for name in ("by number of ranks", *map(str, WORLDS), "grows"):
+        table.add_column(name, justify="right" if name.isdigit() else "left", no_wrap=True)
+    if reasons:
+        table.add_column("why", overflow="fold", style="dim")
+    part = ""
+    for row in rows:
+        if row.part != part:
+            part = row.part
+            table.add_row(f"[bold]{part}[/]")
+        tone = "yellow" if row.growth == "yes" else "default"
+        shown = [f"  [{tone}]{escape(name_of(row))}[/]", *cells(row)]
+        table.add_row(*shown, f"[{tone}]{GROWTH[row.growth]}[/]", *[escape(row.why)] * reasons)
+    return table
+
+
+def scale_block(plan: Plan) -> Block:
+    """Both tables for the page."""
+    head = ("of", "quantity", *map(str, WORLDS), "grows", "why")
+    tables = (
+        Table(
+            head,
+            [(r.part, name_of(r), *cells(r), GROWTH[r.growth], r.why) for r in rows],
+            title,
+            "scale",
+        )
+        for title, rows in scale_tables(plan)
+    )
+    return Block("By number of ranks", (ABOUT,), (), tuple(tables))

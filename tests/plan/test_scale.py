@@ -1,0 +1,168 @@
+"""`--scale`: the counts against ranks that run and megatron's groups, and how they are shown."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pyrl_ext.dist import heartbeat
+from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.__main__ import main
+from pyrl_ext.plan.forecast.scale import HEARTBEAT_KEYS, WATCHED, WORLDS, Row, World, scale
+from pyrl_ext.plan.forecast.workload import Sample, step_samples
+from pyrl_ext.plan.show.html.page import plan_page
+from pyrl_ext.plan.show.scale import print_scale, scale_block
+from tests.helpers.plan_pages import REPOSITORY, checked, plan_of
+from tests.scale import LAYOUTS, compare
+
+CONFIGS = ("tiny", "glm47", "glm47_355b", "qwen3_30b", "deepseek_v3")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_World_counts_what_ranks_do(ranks: int, tmp_path: Path):
+    """`python -m tests.scale` also does it on 8 ranks."""
+    for each in compare(ranks, tmp_path):
+        assert each.agrees, each
+    assert ranks in LAYOUTS
+
+
+MEGATRON = """\
+import sys, json, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+made, new_group = [], dist.new_group
+def counted(ranks=None, *more, **named):
+    made.append([ranks is None or dist.get_rank() in ranks, len(ranks or range(world))])
+    return new_group(ranks, *more, **named)
+dist.new_group = counted
+from megatron.core import parallel_state
+from pyrl_ext.dist.topology import _embedding_ranks
+from pyrl_ext.plan import compile_plan
+from functools import partial
+path, world, *overrides = sys.argv[1:]
+world, plan = int(world), compile_plan(path, overrides)
+p = plan.parallel
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+parallel_state.initialize_model_parallel(
+    p.tp, p.pp, p.vpp, context_parallel_size=p.cp, expert_model_parallel_size=p.ep,
+    expert_tensor_parallel_size=p.etp, get_embedding_ranks=partial(_embedding_ranks, plan),
+    create_gloo_process_groups=False)
+sizes = [ranks for in_it, ranks in made if in_it]
+print(json.dumps([len(made), len(sizes), sum(sizes)]))
+"""
+
+
+def test_World_counts_the_groups_that_megatron_makes_for_512_ranks():
+    """As rank 0 of 512, over torch's backend that communicates with nobody."""
+    layout = ("parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "parallel.dp=64", "parallel.ep=4")
+    path = str(REPOSITORY / "configs/tiny.yaml")
+    command = [sys.executable, "-c", MEGATRON, path, "512", *layout]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    calls, member, entries = json.loads(run.stdout.splitlines()[-1])
+    world = World.of(compile_plan(path, layout), 512, False, [])
+    assert world is not None
+    assert (world.group_calls, world.group_count - 1) == (calls, member)
+    assert world.group_entries - 512 == entries
+
+
+def test_World_knows_what_heartbeats_read():
+    for ranks in (2, 3, 4, 8, 64, 512, 4096):
+        world = World.of(plan_of("tiny"), ranks, False, [])
+        assert world is not None
+        assert world.keys_read == HEARTBEAT_KEYS + len(heartbeat.watched_by(0, ranks))
+    assert len(heartbeat.DISTANCES) == WATCHED
+
+
+def test_World_counts_the_bytes_of_a_batch_row_by_row():
+    """Two hosts of 8 ranks, tp 2 x pp 2: a loop over the rows and fields of the fullest rank."""
+    plan = plan_of("tiny", "parallel.tp=2", "parallel.pp=2", "parallel.dp=2", "parallel.ep=2")
+    samples = [Sample(3, 5 + i % 7) for i in range(64)]
+    world = World.of(plan, 16, False, samples)
+    assert world is not None and world.plan.parallel.dp == 4
+    routers, topk = plan.router_layers, plan.sizes.topk
+    stages = [[layer for chunk in stage for layer in chunk.layers] for stage in plan.stages]
+    fullest = max(len(set(routers).intersection(layers)) for layers in stages)
+    computed = generated = 0.0
+    for sample in samples:
+        for _row in range(sample.rows):
+            computed += (4 + 4 + 4 + 1 + 1 + topk * fullest / 2) / 4
+            generated += (4 + 4 + 1 + 1 + topk * len(routers)) / 16
+    assert world.batch_bytes == pytest.approx(computed + generated)
+    assert world.exchange_bytes == pytest.approx(computed / 2)  # the other half is on this host
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_scale_says_why_a_number_grows(name: str):
+    """Nothing that a rank holds or reads in a second grows with the ranks but by its logarithm, or
+    it is one of these."""
+    allowed = {
+        ("host memory of a rank", "~ schedule"),
+        ("host memory of a rank", "~ ranks of its groups"),
+        ("the store, every second", "by all ranks"),
+    }
+    rows = scale(compile_plan(REPOSITORY / f"configs/{name}.yaml"))
+    for row in rows:
+        assert len(row.why) > 20
+        if row.growth == "yes" and row.part in {part for part, _ in allowed}:
+            assert (row.part, row.name) in allowed, row
+    read = next(row for row in rows if row.name == "read by a rank")
+    assert set(read.values) <= {6, 5, None}
+
+
+@pytest.mark.parametrize(
+    ("values", "growth"),
+    [
+        ((7, 7, 7, 7), "no"),
+        ((9, 5, 3, 1), "no"),
+        ((3, 6, 9, 12), "log"),
+        ((3, 6, 9, 12.1), "yes"),
+        ((8, 64, 512, 4096), "yes"),
+        ((None, None, None, 4), "no"),
+    ],
+)
+def test_growth_tells_the_logarithm_from_more(values, growth):
+    assert Row("", "", "byte", values, "").growth == growth
+    assert [math.log2(ranks) for ranks in WORLDS] == [3, 6, 9, 12]
+
+
+def test_scale_leaves_out_ranks_that_the_layout_does_not_fit():
+    plan = plan_of("tiny", "parallel.tp=4", "parallel.pp=4", "parallel.dp=4")
+    for row in scale(plan):
+        assert row.values[0] is None and None not in row.values[1:]
+
+
+def test_scale_with_a_growing_batch_keeps_a_rank_constant():
+    plan = plan_of("glm47")
+    rows = {(row.part, row.name, row.unit): row for row in scale(plan, grows=True)}
+    batch = rows["host memory of a rank", "rows of the batch", "byte"]
+    assert len({round(value or 0) for value in batch.values}) == 1
+    fixed = scale(plan, samples=step_samples(plan))
+    assert fixed == scale(plan) and fixed[0].values[0] == batch.values[0]
+
+
+def test_print_scale_and_page_show_every_number(capsys):
+    plan = plan_of("glm47")
+    console = Console(width=150, color_system=None)
+    with console.capture() as capture:
+        print_scale(plan, console)
+    text, words = capture.get(), checked(plan_page(plan, [scale_block(plan)])).words
+    for row in scale(plan):
+        for value in row.values:
+            assert value is not None
+            power = next(p for p in range(5) if value < 1000 * 1024**p)
+            shown = f"{value / 1024**power:.3g} " if row.unit == "byte" else f"{round(value):,}"
+            if row.unit != "byte" and value >= 1e6:
+                shown = f"{value / 1e6:.3g}M"
+            assert shown in text and any(word.startswith(shown) for word in words)
+        assert row.why in words
+    assert "By number of ranks" not in checked(plan_page(plan)).words
+    assert main([plan.source, "--scale"]) == 0
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 80 and "\u2026" not in narrow
+    whole = " ".join(narrow.split())
+    assert all(row.why in whole for row in scale(plan) if row.growth == "yes")

@@ -1,0 +1,113 @@
+"""Traffic, groups and store keys of ranks that run, beside the plan's count of them.
+
+    python -m tests.scale --ranks 2 4 8
+
+Trains the tiny model on gloo ranks and counts every collective of a step, the keys that heartbeats
+read, the groups that are made and the sockets that are open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pyrl_ext.dist import topology
+from pyrl_ext.dist.heartbeat import heartbeats
+from pyrl_ext.plan.forecast.scale import World
+from pyrl_ext.plan.forecast.workload import step_samples
+from pyrl_ext.train import train
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import QUICK, tiny_plan
+from tests.helpers.traffic import Traffic, counted, sockets
+
+LAYOUTS = {
+    2: ("parallel.dp=2",),
+    4: ("parallel.dp=2", "parallel.tp=2", "parallel.ep=2", "optimizer.distributed=true"),
+    8: ("parallel.dp=4", "parallel.pp=2", "parallel.ep=2", "optimizer.distributed=true"),
+}
+STEPS = 2
+MORE = (*QUICK, f"steps={STEPS}", "evaluate.every=0", "checkpoint.every=0")
+
+
+class Compared(NamedTuple):
+    """A number that was counted and the plan's, and by how much they may differ."""
+
+    name: str
+    counted: float
+    planned: float
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.counted - self.planned) <= self.tolerance * max(1.0, abs(self.planned))
+
+
+def count(group, folder: Path, overrides: tuple[str, ...]) -> tuple[Traffic, int]:
+    """Two steps of a run on this rank; what it sent, and the sockets of its groups."""
+    os.environ["WORLD_SIZE"] = str(group.size())
+    plan = tiny_plan(*MORE, f"run={folder / 'run'}", *overrides)
+    before = sockets()
+    with counted() as traffic, topology.start(plan) as topo:
+        opened = sockets() - before
+        with heartbeats(topo) as heartbeat:
+            enter = heartbeat.enter
+
+            def note(phase: str | None) -> None:
+                traffic.phase = phase
+                enter(phase)
+
+            heartbeat.enter = note
+            train(plan, topo, heartbeat)
+            while not traffic.reads:  # a heartbeat a second
+                time.sleep(0.1)
+    return traffic, opened
+
+
+def compare(ranks: int, folder: Path) -> Iterator[Compared]:
+    """Every quantity of a run on so many ranks; bytes are those that reach a rank in a step."""
+    overrides = LAYOUTS[ranks]
+    plan = tiny_plan(*MORE, *overrides)
+    world = World.of(plan, ranks, False, step_samples(plan))
+    assert world is not None
+    results = run_ranks(count, ranks, folder, overrides, timeout=240)
+    traffic, opened = results[0]
+
+    def received(*words: str) -> float:
+        return max(each.received(*words) for each, _ in results) / STEPS
+
+    update, copies = "time/update", "DATA_PARALLEL_GROUP"
+    sums = "reduce_scatter" if plan.optimizer.distributed else "allreduce_coalesced"
+    yield Compared("gradients [byte]", received(update, sums, copies), world.gradient_bytes, 0.01)
+    gathered = received(update, "gather", copies)
+    yield Compared("updated weights [byte]", gathered, world.weight_bytes, 0.01)
+    published = received("time/publish", "broadcast")
+    yield Compared("weights for the engine [byte]", published, world.publish_bytes, 0.15)
+    yield Compared("keys in a request", max(traffic.reads), world.keys_read, 0)
+    members = 1 + sum(member for _, member in traffic.new_groups)
+    yield Compared("groups that rank 0 is in", members, world.group_count, 0)
+    yield Compared("groups that it makes", len(traffic.new_groups), world.group_calls, 0)
+    yield Compared("connections of gloo", opened + ranks, world.group_entries, 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], choices=LAYOUTS)
+    failed = 0
+    for ranks in parser.parse_args().ranks:
+        print(f"{ranks} ranks: {' '.join(LAYOUTS[ranks])}")
+        with tempfile.TemporaryDirectory() as folder:
+            for each in compare(ranks, Path(folder)):
+                sign = "" if each.agrees else "  DIFFERS"
+                failed += not each.agrees
+                print(f"  {each.name:32}{each.counted:14,.0f}{each.planned:14,.0f}{sign}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
