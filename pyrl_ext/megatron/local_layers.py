@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttention,
@@ -15,7 +16,10 @@ from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
 )
+from megatron.core.typed_torch import apply_module
 from torch import Tensor
+
+from pyrl_ext.megatron.packed_attention import PackedSequences, gather_over
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -28,12 +32,116 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LatentAttention(MLASelfAttention):
-    """Multi-latent attention of the parts that its spec names. Where queries are not compressed,
-    megatron-core 0.19.2 refuses a norm of keys and values alone."""
+    """Multi-latent attention of the parts that its spec names, on packed sequences.
+
+    Under context parallelism it gathers the latents of keys and values with the rotated key that
+    all heads share, and projects them to keys and values afterwards: kv_lora_rank +
+    qk_rope_head_dim numbers a token instead of heads * (query width + value width). megatron-core
+    0.19.2 projects first, and its core attention gathers what all heads have. Gathering and
+    projecting belong to core attention here, so that selective recomputation keeps this rank's
+    latents, and not the keys and values of all ranks.
+
+    Communicates: all-gather of the rank's sequence shard of the latents over the microbatch's
+        context-parallel group, then over the tensor-parallel group (in ``linear_kv_up_proj``);
+        reduce-scatter of their gradients.
+    """
+
+    gathers_latents = False  # set by model.build; False: as megatron does
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """The parts as the spec gives them. megatron-core 0.19.2 refuses a norm of keys and values
+        alone, which models without compressed queries have."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
         return {name: getattr(submodules, name) for name in (*names, "q_layernorm", "kv_layernorm")}
+
+    def get_query_key_value_tensors(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        **_: Any,
+    ) -> tuple[Any, ...]:
+        """Queries, keys and values, and the compressed queries, keys and values.
+
+        Returns:
+            query [T_local, heads, D]; then, if latents are gathered, this sequence shard's latents
+            [T_local / tp, kv_lora_rank] and rotated key [T_local / tp, qk_rope_head_dim] in the
+            place of keys and values.
+        """
+        if not self._gathers(packed_seq_params):
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, position_ids, packed_seq_params, inference_context
+            )
+        packed: PackedSequences = packed_seq_params
+        compressed, combined = self._qkv_down_projection(hidden_states)
+        compressed, combined = compressed.squeeze(1), combined.squeeze(1)
+        angles = self.rotary_pos_emb(packed.positions)
+        angles, scale = angles if isinstance(angles, tuple) else (angles, 1.0)
+        narrow = self.config.q_lora_rank is not None
+        if narrow:
+            compressed = apply_module(self.q_layernorm)(compressed)
+        query, _ = (self.linear_q_up_proj if narrow else self.linear_q_proj)(compressed)
+        query = query.unflatten(-1, (self.num_attention_heads_per_partition, self.q_head_dim))
+        plain, turned = query.split([self.config.qk_head_dim, self._rotary_width], dim=-1)
+        query = torch.cat([plain, self._rotate(turned, angles, scale)], dim=-1)
+        latents, shared = combined.split([self.config.kv_lora_rank, self._rotary_width], dim=-1)
+        latents = apply_module(self.kv_layernorm)(latents)
+        of_shard = packed.layout.shard(angles, packed.place.tp_rank)
+        shared = self._rotate(shared[:, None], of_shard, scale)[:, 0]
+        return query, latents, shared, compressed, latents
+
+    def _run_core_attention(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        packed_seq_params: Any = None,
+        attn_mask_type: Any = None,
+        **extra: Any,
+    ) -> Tensor:
+        """Core attention; with gathered latents, ``key`` and ``value`` are what
+        `get_query_key_value_tensors` has returned."""
+        if self._gathers(packed_seq_params):
+            key, value = self._keys_and_values(key, value, packed_seq_params.place.cp_group)
+            extra["chunks"] = packed_seq_params.over_shards
+        return super()._run_core_attention(
+            query, key, value, attention_mask, packed_seq_params, attn_mask_type, **extra
+        )
+
+    def _keys_and_values(self, latents: Tensor, shared: Tensor, group: Any) -> tuple[Tensor, ...]:
+        """[cp * T_local, heads, D] keys, and values, in the order of `PackedSequences.over_shards`,
+        from latents and rotated key of this rank's sequence shard."""
+        rank, wide = self.config.kv_lora_rank, self.config.qk_head_dim + self.config.v_head_dim
+        both = gather_over(group, torch.cat([latents, shared], dim=-1))
+        latents, shared = both.split([rank, self._rotary_width], dim=-1)
+        heads, _ = self.linear_kv_up_proj(latents.contiguous())
+        if self.config.sequence_parallel:
+            shared = gather_over(self.tp_group, shared)
+        heads = heads.unflatten(-1, (self.num_attention_heads_per_partition, wide))
+        plain, value = heads.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
+        shared = shared[:, None].expand(-1, heads.shape[1], -1)
+        return torch.cat([plain, shared], dim=-1), value
+
+    def _rotate(self, rows: Tensor, angles: Tensor, scale: float) -> Tensor:
+        return apply_rotary_pos_emb(
+            rows,
+            angles,
+            config=self.config,
+            mscale=scale,
+            cp_group=self.pg_collection.cp,  # not read: every row comes with its angle
+            mla_rotary_interleaved=True,
+        )
+
+    @property
+    def _rotary_width(self) -> int:
+        return self.config.qk_pos_emb_head_dim
+
+    def _gathers(self, packed: Any) -> bool:
+        is_packed = isinstance(packed, PackedSequences)
+        return self.gathers_latents and is_packed and packed.place.cp_group is not None
 
 
 class ReplicatedLinear(MegatronModule):

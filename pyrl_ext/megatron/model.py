@@ -12,6 +12,7 @@ from pyrl_ext.megatron.config import transformer_config
 from pyrl_ext.megatron.quiet import quiet
 from pyrl_ext.megatron.spec_local import local_mtp_spec, local_spec
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.forecast.cp_gather import gathers_latents
 from pyrl_ext.plan.model.sizes import Yarn
 
 
@@ -57,15 +58,17 @@ def build_chunks(
                 pg_collection=topo.groups,
                 vp_stage=stage,
             )
-            _finish(chunk, topo, rotary)
+            _finish(chunk, topo, rotary, gathers_latents(plan))
             chunk = chunk.to(topo.device)
             chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
     return chunks
 
 
-def _finish(chunk: Module, topo: Topology, rotary: tuple[int, float, Yarn | None]) -> None:
+def _finish(
+    chunk: Module, topo: Topology, rotary: tuple[int, float, Yarn | None], latents: bool
+) -> None:
     """Hand the built layers what megatron does not pass through its specs."""
-    from pyrl_ext.megatron.local_layers import ReplicatedLinear
+    from pyrl_ext.megatron.local_layers import LatentAttention, ReplicatedLinear
     from pyrl_ext.megatron.rotary import PackedRotary
 
     width, base, yarn = rotary
@@ -74,3 +77,5 @@ def _finish(chunk: Module, topo: Topology, rotary: tuple[int, float, Yarn | None
             module.rotary_pos_emb = PackedRotary(width, base, topo.device, yarn)
         elif isinstance(module, ReplicatedLinear):
             module.tp_group = topo.groups.tp
+        if isinstance(module, LatentAttention):
+            module.gathers_latents = latents

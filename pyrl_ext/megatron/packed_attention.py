@@ -17,7 +17,7 @@ from torch import Tensor
 from pyrl_ext.dist.topology import Place
 from pyrl_ext.dist.upload import to_device
 from pyrl_ext.ops import Inverse, expand_runs, gather_rows, invert_rows
-from pyrl_ext.pack.layout import Segment, TokenLayout
+from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.microbatch import Microbatch
 
 
@@ -84,40 +84,56 @@ class PackedSequences(PackedSeqParams):
             mtp_tokens=tuple(inputs.tokens for inputs in micro.mtp),
         )
 
-    @property
-    def device(self) -> torch.device:
-        return self.positions.device
+    @cached_property
+    def over_ranks(self) -> Chunks:
+        """For keys gathered over the context-parallel group: rank after rank."""
+        return Chunks(self, self.layout.global_order())
 
     @cached_property
-    def chunks(self) -> list[Segment]:
-        """The causal chunks of this rank."""
-        return list(self.layout.segments(self.place.cp_rank))
+    def over_shards(self) -> Chunks:
+        """For keys gathered over the context-parallel group and then over the ranks that share a
+        sequence: shard after shard, in each of them rank after rank."""
+        layout, place = self.layout, self.place
+        of_rank = torch.arange(place.cp_size * layout.num_local).chunk(place.cp_size)
+        shards = [layout.shard(rows, t) for t in range(place.tp_size) for rows in of_rank]
+        return Chunks(self, torch.cat(shards).argsort()[layout.global_order()])
 
-    @cached_property
-    def packed_order(self) -> RowMap:
-        """[cp * T_local] rows, from the all-gathered stream to the packed one."""
-        order = self.layout.global_order()
-        return RowMap(order, len(order), self.device)
+
+def _cumulative(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+class Chunks:
+    """The causal chunks of this rank and the rows of the keys that each one sees.
+
+    Args:
+        key_rows: [cp * T_local] int64 on the host, where the key of each packed row lies.
+    """
+
+    def __init__(self, packed: PackedSequences, key_rows: Tensor):
+        self.segments = packed.layout.segments(packed.place.cp_rank)
+        self.device, self._key_rows = packed.positions.device, key_rows
 
     @cached_property
     def by_shape(self) -> list[_SameShape]:
         """The chunks grouped by shape, so that equal ones are computed in one call."""
         groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for q_start, q_len, k_start, k_len in self.chunks:
+        for q_start, q_len, k_start, k_len in self.segments:
             groups.setdefault((q_len, k_len), []).append((q_start, k_start))
         return [
-            _SameShape.of(shape, starts, self.device) for shape, starts in sorted(groups.items())
+            _SameShape.of(shape, starts, self._key_rows, self.device)
+            for shape, starts in sorted(groups.items())
         ]
 
     @cached_property
     def varlen(self) -> dict[str, Any]:
         """Arguments of ``varlen_attn``; "key_rows" reorders the keys unless it is None."""
-        q_lens, k_lens = ([c[i] for c in self.chunks] for i in (1, 3))
+        q_lens, k_lens = ([segment[i] for segment in self.segments] for i in (1, 3))
         key_rows = None
         if q_lens != k_lens:
-            starts = torch.tensor([c[2] for c in self.chunks])
+            starts = torch.tensor([segment.k_start for segment in self.segments])
             rows = expand_runs(starts, torch.tensor(k_lens), sum(k_lens))
-            key_rows = RowMap(rows, sum(self.layout.padded_seqlens), self.device)
+            key_rows = RowMap(self._key_rows[rows], len(self._key_rows), self.device)
         return {
             "cu_seq_q": to_device(_cumulative(q_lens), self.device),
             "cu_seq_k": to_device(_cumulative(k_lens), self.device),
@@ -125,10 +141,6 @@ class PackedSequences(PackedSeqParams):
             "max_k": max(k_lens),
             "key_rows": key_rows,
         }
-
-
-def _cumulative(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 @dataclass
@@ -141,17 +153,22 @@ class _SameShape:
 
     @classmethod
     def of(
-        cls, shape: tuple[int, int], starts: list[tuple[int, int]], device: torch.device | None
+        cls,
+        shape: tuple[int, int],
+        starts: list[tuple[int, int]],
+        key_rows: Tensor,
+        device: torch.device,
     ) -> _SameShape:
         q_len, k_len = shape
         first = torch.tensor(starts)
         q_rows = (first[:, :1] + torch.arange(q_len)).to(device)
-        k_rows = (first[:, 1:] + torch.arange(k_len)).to(device)
+        k_rows = key_rows[first[:, 1:] + torch.arange(k_len)].to(device)
         square = torch.ones(q_len, k_len, dtype=torch.bool, device=device)
         return cls(q_rows, k_rows, None if q_len == k_len else square.tril(k_len - q_len))
 
 
-def _gather_over(group: Any, rows: Tensor) -> Tensor:
+def gather_over(group: Any, rows: Tensor) -> Tensor:
+    """[N, ...] of every rank of ``group``, rank after rank; the gradient is reduce-scattered."""
     return gather_from_sequence_parallel_region(
         rows.contiguous(), tensor_parallel_output_grad=True, group=group
     )
@@ -164,7 +181,8 @@ class PackedAttention(MegatronModule):
     Half precision on a GPU goes through ``torch.nn.attention.varlen`` (FlashAttention), everything
     else through scaled_dot_product_attention, equal shapes in one call.
 
-    Communicates: all-gather of keys and values over the microbatch's context-parallel group.
+    Communicates: all-gather of keys and values over the microbatch's context-parallel group, and
+        reduce-scatter of their gradients, unless they come gathered (`LatentAttention`).
     """
 
     def __init__(
@@ -194,22 +212,24 @@ class PackedAttention(MegatronModule):
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
+        chunks: Chunks | None = None,  # given: keys and values are gathered already, in its order
     ) -> Tensor:
         if not isinstance(packed_seq_params, PackedSequences):
             raise TypeError(
                 f"PackedAttention: packed_seq_params is {type(packed_seq_params).__name__}, "
                 "expected PackedSequences; unpacked batches are not computed here"
             )
-        if (group := packed_seq_params.place.cp_group) is not None:
-            order = packed_seq_params.packed_order
-            key, value = (order.take(_gather_over(group, x)) for x in (key, value))
+        group = packed_seq_params.place.cp_group
+        if chunks is None and group is not None:
+            key, value = (gather_over(group, x) for x in (key, value))
+        chunks = chunks or packed_seq_params.over_ranks
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            return self._varlen(query, key, value, packed_seq_params)
-        return self._by_shape(query, key, value, packed_seq_params)
+            return self._varlen(query, key, value, chunks)
+        return self._by_shape(query, key, value, chunks)
 
-    def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences):
+    def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> Tensor:
         parts, rows = [], []
-        for group in packed.by_shape:
+        for group in chunks.by_shape:
             q, k, v = (
                 x.index_select(0, at.flatten()).unflatten(0, at.shape).transpose(1, 2)
                 for x, at in ((query, group.q_rows), (key, group.k_rows), (value, group.k_rows))
@@ -227,17 +247,17 @@ class PackedAttention(MegatronModule):
             rows.append(group.q_rows.flatten())
         if not parts:
             return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
-        if len(parts) == 1 and len(packed.chunks) == 1:
+        if len(parts) == 1 and len(chunks.segments) == 1:
             return parts[0]
         back = torch.cat(rows).argsort()
         return torch.cat(parts).index_select(0, back)
 
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        if not packed.chunks:
+        if not chunks.segments:
             return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
-        sizes = packed.varlen
+        sizes = chunks.varlen
         if (rows := sizes["key_rows"]) is not None:
             key, value = rows.take(key), rows.take(value)
         # from torch 2.12 on, fewer key/value heads than query heads need an explicit flag

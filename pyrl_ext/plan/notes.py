@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pyrl_ext.plan.forecast.cp_gather import choose_gather
 from pyrl_ext.plan.forecast.fits import seems_to_fit
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules import changed
@@ -57,6 +58,8 @@ def _placement(plan: Plan) -> list[str]:
             f"ep {parallel.ep} * etp {parallel.etp_size} = {span} ranks are more than "
             f"hardware.gpus_per_node {node}: tokens cross the network on their way to experts"
         )
+    if choice := choose_gather(plan):
+        found.append(str(choice))
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyrl_ext.dist.topology import Place
-from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
+from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences, RowMap
 from pyrl_ext.megatron.rotary import PackedRotary
 from pyrl_ext.pack.layout import TokenLayout
 
@@ -60,15 +60,16 @@ def test_both_kernels_equal_a_loop(cp_size, seqlens, kv_heads):
     starts = [a for a, b in pairwise(cu) for _ in range(b - a)]
     exact = one_row_at_a_time(q, k, v, starts, range(1, total + 1), scale)
     gathered_to_packed = layout.global_order().argsort()
+    k, v = k[gathered_to_packed], v[gathered_to_packed]
     for rank in range(cp_size):
         mine = gathered_to_packed.chunk(cp_size)[rank]  # packed row of each local row
-        packed = packed_of(layout, rank)
+        chunks = packed_of(layout, rank).over_ranks
         attention = PackedAttention.__new__(PackedAttention)
         torch.nn.Module.__init__(attention)
         attention.scale = scale
-        torch.testing.assert_close(attention._by_shape(q[mine], k, v, packed), exact[mine])
-        if packed.chunks:
-            out = ragged_attention(q[mine], k, v, packed.varlen, scale)
+        torch.testing.assert_close(attention._by_shape(q[mine], k, v, chunks), exact[mine])
+        if chunks.segments:
+            out = ragged_attention(q[mine], k, v, chunks.varlen, scale)
             torch.testing.assert_close(out, exact[mine])
 
 
@@ -77,7 +78,7 @@ def test_both_kernels_equal_a_loop(cp_size, seqlens, kv_heads):
 def test_kernel_on_a_gpu_equals_the_plain_one(kv_heads):
     """bfloat16 through ``varlen_attn`` against float32, and the gradients."""
     layout, device = TokenLayout((5, 1, 130, 64), cp_size=1, tp_size=1), torch.device("cuda")
-    packed = packed_of(layout, 0, device)
+    chunks = packed_of(layout, 0, device).over_ranks
     attention = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(attention)
     attention.scale = None
@@ -87,8 +88,8 @@ def test_kernel_on_a_gpu_equals_the_plain_one(kv_heads):
         for heads in (HEADS, kv_heads, kv_heads)
     )
     exact_q, exact_k, exact_v = (x.detach().float().requires_grad_() for x in (q, k, v))
-    out = attention._varlen(q, k, v, packed)
-    want = attention._by_shape(exact_q, exact_k, exact_v, packed)
+    out = attention._varlen(q, k, v, chunks)
+    want = attention._by_shape(exact_q, exact_k, exact_v, chunks)
     torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=2e-2)
     gradient = torch.randn_like(want)
     found = torch.autograd.grad(out, (q, k, v), gradient.bfloat16())
@@ -98,10 +99,10 @@ def test_kernel_on_a_gpu_equals_the_plain_one(kv_heads):
 
 
 def test_rows_taken_and_their_gradient_equal_indexing():
-    """Of the two maps: a permutation, and one that repeats rows."""
-    packed = packed_of(TokenLayout((5, 1, 9), cp_size=2), 1)
-    once, often = packed.packed_order, packed.varlen["key_rows"]
-    assert sorted(once.rows.tolist()) == list(range(24))
+    """Of two maps: a permutation, and one that repeats rows."""
+    layout = TokenLayout((5, 1, 9), cp_size=2)
+    once = RowMap(layout.global_order(), 24, torch.device("cpu"))
+    often = packed_of(layout, 1).over_ranks.varlen["key_rows"]
     assert len(often.rows.unique()) < len(often.rows)
     for rows in (once, often):
         ours = torch.randn(24, 2, 3, requires_grad=True)

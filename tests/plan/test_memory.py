@@ -270,10 +270,11 @@ def of_an_update(plan: Plan) -> dict[str, tuple[int, int]]:
         with Saved(x for each in known.values() for x in each).watched() as saved:
             policy.update(batch, planned, build_loss(plan.objective))
         align = plan.row_alignment
+        here = topo.dp_rank * topo.cp_size + topo.cp_rank
+        groups = [planned.group_of(i, here) for i in range(len(planned))]
         rows = max(
-            sum(-(-batch.seqlens[i] // align) * align for i in each.bins[topo.dp_rank])
-            // each.cp_size
-            for each in planned
+            sum(-(-batch.seqlens[i] // align) * align for i in each.samples) // each.cp_size
+            for each in groups
         )
         memory = stage_memory(plan, Load(rows, len(batch.tokens), 0))[topo.pp_rank]
         held = {n: sum(x.nbytes for x in each) for n, each in tensors_of(policy).items()}

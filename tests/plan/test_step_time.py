@@ -303,13 +303,17 @@ def test_step_time_counts_the_bytes_between_ranks():
     (turn,) = step_rounds(plan)
     rows = max(each.rows for each in turn.bins)
     hidden, found = 2048 * 2, amounts(plan, "old_logprobs")
-    # 47 layers; attention and feed-forward part each gather and scatter half of a cp rank's rows
-    assert found["tensor parallel"] == pytest.approx(47 * 4 * rows / 2 * hidden / 2, rel=0.01)
+    # 47 layers; attention and feed-forward part each gather and scatter half of a cp rank's rows,
+    # and attention half of the other cp rank's latents
+    sent = 47 * (4 * rows / 2 * hidden / 2 + rows / 2 * 576 * 2 / 2)
+    assert found["tensor parallel"] == pytest.approx(sent, rel=0.01)
     # 46 layers; 4 experts a row of tp * cp ranks, three of four elsewhere, there and back
     sent = 46 * 2 * 4 * rows / 4 * hidden * 3 / 4
     assert found["expert parallel"] == pytest.approx(sent, rel=0.01)
-    # 10 heads, keys and values of 256 elements in bfloat16, of the half that the other rank holds
-    assert found["context parallel"] == pytest.approx(47 * rows / 2 * 10 * 512 * 2, rel=0.01)
+    # latents and rotated key in bfloat16, half of the half that the other cp rank holds; it is
+    # projected to 10 heads of 192 + 256 elements here as well
+    assert found["context parallel"] == pytest.approx(47 * rows / 2 * 576 / 2 * 2, rel=0.01)
+    assert found["latents"] == pytest.approx(47 * rows / 2 * 2 * 512 * 10 * 448, rel=0.01)
 
 
 def test_step_time_sums_gradients_over_copies():

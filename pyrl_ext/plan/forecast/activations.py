@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.attention import Heads, heads_of
+from pyrl_ext.plan.forecast.cp_gather import gathers_latents
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.families.blocks import Latent
@@ -45,14 +46,17 @@ def layer(plan: Plan, sparse: bool) -> Layer:
     heads = heads_of(plan)
     projections = (each * sizes.hidden_size + _latent_inputs(plan)) / tp
     projections += _norms_of_heads(plan, heads)
-    projections += each * (4 * heads.rotary + heads.output)  # angles; input of the last product
+    # ranks that rotate a part each of the key that heads share
+    shared = tp if gathers_latents(plan) else 1
+    # angles of queries and keys; input of the last product
+    projections += each * (2 * heads.rotary * (1 + 1 / shared) + heads.output)
     feed_forward_input = each * sizes.hidden_size / tp
     feed_forward = _experts(plan) if sparse else _gated(plan, sizes.intermediate_size)
     return Layer(
         norms=2 * _norm(plan, sizes.hidden_size) / tp,
         projections=projections,
-        core=_core(plan, heads),
-        core_inputs=each * (heads.query + heads.key + _own_value(plan, heads)),
+        core=_core(plan, heads) + _gathered_latents(plan),
+        core_inputs=each * (heads.query + _own_keys(plan, heads)),
         feed_forward=feed_forward_input + feed_forward,
         feed_forward_input=feed_forward_input,
     )
@@ -71,15 +75,32 @@ def _norm(plan: Plan, width: int, input_width: int | None = None) -> int:
 
 
 def _latent_inputs(plan: Plan) -> int:
-    """The compressed query and key/value: their norms, and the outputs of these."""
+    """The compressed query and key/value: their norms, and the outputs of these, except for latents
+    that other ranks gather (`_gathered_latents`)."""
     sizes = plan.sizes
     if not isinstance(sizes, Latent):
         return 0
     each, rank = DTYPE_BYTES[plan.model.dtype], sizes.kv_lora_rank
-    kept = _norm(plan, rank, rank + sizes.qk_rope_head_dim) + each * rank
+    kept = _norm(plan, rank, rank + sizes.qk_rope_head_dim)
+    kept += each * rank * (not gathers_latents(plan))
     if sizes.q_lora_rank:
         kept += _norm(plan, sizes.q_lora_rank) + each * sizes.q_lora_rank
     return kept
+
+
+def _gathered_latents(plan: Plan) -> float:
+    """The latents of all context-parallel ranks, from which core attention's keys are made."""
+    if not (isinstance(plan.sizes, Latent) and gathers_latents(plan)):
+        return 0
+    cp = plan.parallel.dynamic_cp or plan.parallel.cp
+    return DTYPE_BYTES[plan.model.dtype] * plan.sizes.kv_lora_rank * cp / plan.parallel.tp
+
+
+def _own_keys(plan: Plan, heads: Heads) -> float:
+    """Elements of keys and values as they enter core attention."""
+    if isinstance(plan.sizes, Latent) and gathers_latents(plan):
+        return (plan.sizes.kv_lora_rank + plan.sizes.qk_rope_head_dim) / plan.parallel.tp
+    return heads.key + _own_value(plan, heads)
 
 
 def _norms_of_heads(plan: Plan, heads: Heads) -> int:

@@ -3,67 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
-from pyrl_ext.plan.forecast.attention import head_widths, kv_heads
+from pyrl_ext.plan.forecast.attention import head_widths
+from pyrl_ext.plan.forecast.cp_gather import gather_parts
 from pyrl_ext.plan.forecast.flops import chunk_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, exchange_rate, group_rate
 from pyrl_ext.plan.forecast.parameters import chunk_parameters, rank_parameters
+from pyrl_ext.plan.forecast.parts import Part, Work, computed_again, reached
 from pyrl_ext.plan.forecast.pipeline_schedule import pipeline
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import Bin, Round
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.plan import Plan
-
-# score: a forward pass for log-probs; forward, backward: the two passes of an update.
-Work = Literal["score", "forward", "backward"]
-
-
-class Reached(NamedTuple):
-    """The share of a data sheet's rate that a kind of kernel is assumed to reach."""
-
-    share: float
-    why: str
-
-
-# Assumptions: none of these was measured on the GPUs they are used for.
-REACHED = {
-    "projections": Reached(0.6, "matrix products of thousands of rows"),
-    "experts": Reached(0.35, "one expert after another, of hundreds of rows each"),
-    "grouped experts": Reached(0.5, "one grouped product for all experts of a rank"),
-    "attention": Reached(0.4, "packed causal attention, counting the unmasked half"),
-    "head": Reached(0.4, "chunks whose float32 logits are written once and read twice"),
-    "fp8": Reached(0.45, "8-bit products, with the scaling of their inputs"),
-    "memory": Reached(0.8, "long sequential reads and writes"),
-    "ring": Reached(0.75, "collectives of tens of MB"),
-    "exchange": Reached(0.6, "all-to-all with parts of unequal size"),
-    "host": Reached(0.8, "pinned memory"),
-}
-
-
-@dataclass(frozen=True)
-class Part:
-    """One kind of work of a model chunk on one rank."""
-
-    name: str
-    unit: Literal["FLOP", "byte"]
-    rate: float
-    """Amount per second."""
-    why: str
-    fixed: float = 0.0
-    """Amount for a microbatch."""
-    row: float = 0.0
-    """Amount for every row of its bin."""
-    pair: float = 0.0
-    """Amount for every causal pair of query and key."""
-    scored: float = 0.0
-    """Amount for every scored row."""
-
-    def amount(self, of: Bin, microbatches: int) -> float:
-        """The amount for `microbatches` whose rows add up to `of`."""
-        fixed = self.fixed * microbatches
-        return fixed + self.row * of.rows + self.pair * of.pairs + self.scored * of.scored
 
 
 class Spent(NamedTuple):
@@ -79,13 +32,6 @@ class Spent(NamedTuple):
     def at(cls, name: str, amount: float, unit: str, rate: float, why: str) -> Spent:
         """An amount at a rate per second."""
         return cls(name, amount, unit, amount / rate, why)
-
-
-def reached(kind: str, peak: float, unit: str = "FLOP") -> tuple[float, str]:
-    """(rate, assumption in words) of a kind of kernel."""
-    share, why = REACHED[kind]
-    shown = f"{peak / 1e12:g} TFLOP/s" if unit == "FLOP" else f"{peak / 1e9:g} GB/s"
-    return share * peak, f"{share:.0%} of {shown}: {why}"
 
 
 def pass_costs(run: Passes, rounds: Sequence[Round], works: Sequence[Work]) -> list[Spent]:
@@ -206,22 +152,12 @@ def chunk_parts(plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work) ->
     """All work of one rank for one microbatch of a model chunk; `cp` ranks share a sequence."""
     if work == "score":
         chunk = replace(chunk, mtp=0)  # MTP layers are only trained
-    again = _again(plan) if work == "backward" else frozenset()
+    again = computed_again(plan) if work == "backward" else frozenset()
     found = [
         *_products(plan, gpu, chunk, cp, work, again),
         *_memory(plan, gpu, chunk, cp, work, again),
     ]
     return found + _exchanged(plan, gpu, chunk, cp, work, again)
-
-
-def _again(plan: Plan) -> frozenset[str]:
-    """Kinds of work that the backward pass recomputes."""
-    if plan.model.recompute == "none":
-        return frozenset()
-    selected = {"attention", "experts", "context parallel", "expert parallel"}
-    if plan.model.recompute == "selective":  # core attention and experts
-        return frozenset(selected)
-    return frozenset({*selected, "projections", "memory", "tensor parallel"})
 
 
 def _products(
@@ -325,10 +261,5 @@ def _exchanged(
         row = 2 * times * copies * (etp - 1)
         found.append(Part("expert tensor parallel", "byte", *rate, row=row))
     if cp > 1:
-        key, value = head_widths(sizes)
-        width = each * kv_heads(plan, tp) * (key + value)
-        rate = reached("ring", group_rate(gpu, node, cp, tp), "byte")
-        times = 1 + ("context parallel" in again)
-        row = layers * times * width * (cp - 1) / cp
-        found.append(Part("context parallel", "byte", *rate, row=row))
+        found += gather_parts(plan, gpu, cp, work, layers)
     return found

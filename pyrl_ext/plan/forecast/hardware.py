@@ -12,7 +12,7 @@ from pyrl_ext.plan.plan import Plan
 @dataclass(frozen=True)
 class Gpu:
     """One device. Rates are the data sheet's dense peaks; the shares that kernels are assumed to
-    reach are in `compute_time.REACHED`."""
+    reach are in `parts.REACHED`."""
 
     target: int
     """Compute capability; 90 means sm_90."""

@@ -1,7 +1,7 @@
 """Estimated time of a step, by phase and by kind of work, with the assumption behind each number.
 
 Samples have the lengths of `workload.step_samples`. Work is counted exactly; the share of a data
-sheet's rate that kernels and links reach is assumed (`compute_time.REACHED`). Routed experts are
+sheet's rate that kernels and links reach is assumed (`parts.REACHED`). Routed experts are
 assumed to be evenly used. The embedding, host work and kernel launches are left out.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pyrl_ext.plan.forecast.compute_time import Passes, Spent, pass_costs, reached
+from pyrl_ext.plan.forecast.compute_time import Passes, Spent, pass_costs
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, gpu_of, group_rate
 from pyrl_ext.plan.forecast.memory import stage_memory
@@ -20,6 +20,7 @@ from pyrl_ext.plan.forecast.parameters import (
     rank_parameters,
     stage_parameters,
 )
+from pyrl_ext.plan.forecast.parts import reached
 from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.plan.forecast.rollout_time import rollout_costs
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
