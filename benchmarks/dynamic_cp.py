@@ -1,0 +1,202 @@
+"""Quality and time of plans of dynamic context parallelism.
+
+`python -m benchmarks.run dynamic_cp` prints a table: four distributions of lengths, several numbers
+of ranks, the planner beside three greedy schedulers (`greedy_cp.py`).
+
+A rank's cost is its share of L^2 + 16384 L over the samples of its group. balance: cost of the
+slowest rank of each microbatch, summed, over an even share of all cost. microbatches: their number
+over the least that the tokens allow. CP: ranks that share a sample, averaged over tokens. "All at
+the largest CP" is perfectly balanced and slow, so the three belong together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
+from typing import NamedTuple
+
+from benchmarks.greedy_cp import GREEDY, Groups
+from pyrl_ext.ops.plan_dynamic_cp import native
+from pyrl_ext.pack.schedule import plan_dynamic_cp
+from pyrl_ext.plan.forecast.cp_problem import CostModel, Exchange, problem_of
+
+LINEAR = 16384
+"""Tokens at which attention costs as much as everything else."""
+RANKS = (8, 16, 32, 64, 128)
+SEEDS = 20
+MEAN_BALANCE, WORST_BALANCE, MOST_MICROBATCHES = 1.02, 1.08, 1.10
+"""The bars."""
+
+
+class Lengths(NamedTuple):
+    """A distribution of lengths."""
+
+    name: str
+    draw: Callable[[random.Random], float]
+    per_rank: int
+    """Samples for each rank."""
+    limit: int
+    """Most tokens on a rank."""
+
+    def of(self, num_ranks: int, seed: int) -> list[int]:
+        """Lengths of a batch, at most 49152 and what all ranks together can hold."""
+        longest = min(49152, self.limit // 2 * 2 * num_ranks)
+        random_ = random.Random(seed)
+        return [
+            min(longest, max(64, int(self.draw(random_)))) for _ in range(self.per_rank * num_ranks)
+        ]
+
+
+def _two_modes(draw: random.Random) -> float:
+    return draw.gauss(1500, 300) if draw.random() < 0.9 else draw.gauss(33000, 4000)
+
+
+DISTRIBUTIONS = (
+    Lengths("lognormal 2k, sigma 1.1", lambda r: r.lognormvariate(math.log(2000), 1.1), 8, 3072),
+    Lengths("90 % 1.5k, 10 % 33k", _two_modes, 8, 3072),
+    Lengths("uniform to 16k", lambda r: r.uniform(256, 16384), 8, 3072),
+    Lengths("lognormal 1k, sigma 1.5", lambda r: r.lognormvariate(math.log(1000), 1.5), 128, 2048),
+)
+
+
+class Quality(NamedTuple):
+    """Measures of one plan, as the module explains them."""
+
+    balance: float
+    microbatches: float
+    cp: float
+
+
+def affine(limit: int) -> CostModel:
+    """The cost that the planner is given: the affine one, 10 % of a full microbatch to launch one,
+    and 1 % of a token's linear work for each token that a rank receives."""
+    return CostModel(
+        token_seconds=LINEAR,
+        square_seconds=1,
+        launch_seconds=0.1 * LINEAR * limit,
+        exchanges=(Exchange(1 << 20, 0, 0.01 * LINEAR),),
+    )
+
+
+def quality(plan: Iterable[Groups], lengths: Sequence[int], ranks: int, limit: int) -> Quality:
+    """Measure a plan."""
+    slowest, count, tokens = 0.0, 0, 0
+    for groups in plan:
+        count += 1
+        slowest += max(sum(_cost(lengths[i]) for i in ids) / size for size, ids in groups)
+        tokens += sum(size * lengths[i] for size, ids in groups for i in ids)
+    even, fewest = sum(map(_cost, lengths)) / ranks, -(-sum(lengths) // (ranks * limit))
+    return Quality(slowest / even, count / fewest, tokens / sum(lengths))
+
+
+def _cost(length: int) -> int:
+    return length * (length + LINEAR)
+
+
+def planned(lengths: Sequence[int], ranks: int, limit: int) -> list[Groups]:
+    """The planner's groups."""
+    plan = plan_dynamic_cp(lengths, ranks, limit, cost=affine(limit))
+    return [[(g.cp_size, g.samples) for g in groups] for groups in plan.microbatches]
+
+
+class Row(NamedTuple):
+    """Results of one scheduler for one distribution and number of ranks."""
+
+    lengths: str
+    ranks: int
+    scheduler: str
+    each: tuple[Quality, ...]
+
+    @property
+    def balance(self) -> float:
+        return statistics.mean(q.balance for q in self.each)
+
+    @property
+    def worst(self) -> float:
+        return max(q.balance for q in self.each)
+
+    @property
+    def microbatches(self) -> float:
+        return statistics.mean(q.microbatches for q in self.each)
+
+    @property
+    def cp(self) -> float:
+        return statistics.mean(q.cp for q in self.each)
+
+    @property
+    def passes(self) -> bool:
+        return (
+            self.balance <= MEAN_BALANCE
+            and self.worst <= WORST_BALANCE
+            and self.microbatches <= MOST_MICROBATCHES
+        )
+
+
+def rows_of(lengths: Lengths, ranks: int, seeds: int, greedy_seeds: int = 0) -> list[Row]:
+    """The planner's row, then one of each greedy scheduler."""
+    found = []
+    batches = [lengths.of(ranks, seed) for seed in range(max(seeds, greedy_seeds))]
+    schedulers = {"planner": (planned, seeds)}
+    schedulers |= {name: (how.plan, greedy_seeds) for name, how in GREEDY.items()}
+    for name, (plan, count) in schedulers.items():
+        each = tuple(
+            quality(plan(batch, ranks, lengths.limit), batch, ranks, lengths.limit)
+            for batch in batches[:count]
+        )
+        if each:
+            found.append(Row(lengths.name, ranks, name, each))
+    return found
+
+
+def planning_ms(samples: int = 4096, ranks: int = 256, calls: int = 9) -> float:
+    """Milliseconds of processor time of the fastest call for a batch of the first distribution."""
+    batch = DISTRIBUTIONS[0]._replace(per_rank=samples // ranks).of(ranks, 0)
+    limit, taken = DISTRIBUTIONS[0].limit, []
+    for _ in range(calls):
+        start = time.process_time()
+        native.search(problem_of(batch, ranks, limit, cost=affine(limit)))
+        taken.append(time.process_time() - start)
+    return 1e3 * min(taken)
+
+
+def table(ranks: Sequence[int], seeds: int, greedy_seeds: int) -> bool:
+    """Print the table; whether the planner meets its bars."""
+    print(f"dynamic_cp: {seeds} seeds, greedy schedulers {greedy_seeds}, {date.today()}\n")
+    names = ["planner", *GREEDY]
+    print(f"| lengths | ranks | {' | '.join(names)} |")
+    print(f"| --- | ---: | {' | '.join('---' for _ in names)} |")
+    passes = True
+    for lengths in DISTRIBUTIONS:
+        for number in ranks:
+            rows = rows_of(lengths, number, seeds, greedy_seeds)
+            passes &= rows[0].passes
+            cells = [
+                f"{r.balance:.3f} (worst {r.worst:.3f}), {r.microbatches:.2f}, CP {r.cp:.1f}"
+                for r in rows
+            ]
+            print(f"| {lengths.name} | {number} | {' | '.join(cells)} |", flush=True)
+    print("\nbalance (of the worst seed), microbatches, CP")
+    print(
+        f"{'PASS' if passes else 'FAIL'}  planner: balance at most {MEAN_BALANCE} in the mean and "
+        f"{WORST_BALANCE} at worst, at most {MOST_MICROBATCHES} times the least microbatches"
+    )
+    return passes
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run dynamic_cp")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--greedy-seeds", type=int, default=3, help="of the greedy schedulers")
+    args = parser.parse_args(arguments)
+    passes = table(args.ranks, args.seeds, args.greedy_seeds)
+    taken = planning_ms()
+    fast = taken < 20
+    print(f"{'PASS' if fast else 'FAIL'}  4096 samples on 256 ranks in at most 20 ms: {taken:.1f}")
+    return 0 if passes and fast else 1
