@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from hypothesis import strategies as st
 
-from pyrl_ext.plan.forecast.cp_problem import CostModel, Exchange
+from pyrl_ext.plan.forecast.cp_problem import CostModel, CpSize, Exchange, Problem
 from pyrl_ext.plan.model.alignment import alignment
 
 COST = CostModel(
@@ -33,3 +35,49 @@ def problems(draw: st.DrawFn, most_samples: int = 40) -> tuple[tuple[Any, ...], 
     seqlens = draw(st.lists(lengths, min_size=1, max_size=most_samples))
     options = dict(min_cp_size=least, max_cp_size=most, tp_size=tp, fp8=fp8)
     return (seqlens, ranks, limit), dict(**options, pp_size=pp, vpp_size=vpp)
+
+
+def least_makespan(problem: Problem) -> float:
+    """Seconds of the best plan of all, by dynamic programming over sets of samples: for some ten.
+
+    Any groups whose sizes add up to at most the ranks are counted, wherever they would begin.
+    """
+    sets, ranks = 1 << len(problem.lengths), problem.num_ranks
+    group = [_group_seconds(problem, size) for size in problem.sizes]
+    # microbatch[r][held]: the slowest group when `held` runs on r ranks at once
+    microbatch = [[0.0] + [math.inf] * (sets - 1) for _ in range(ranks + 1)]
+    total = [0.0] + [math.inf] * (sets - 1)
+    for held in range(1, sets):
+        for first in _with_lowest(held):
+            for r in range(1, ranks + 1):
+                for size, seconds in zip(problem.sizes, group, strict=True):
+                    if size.size <= r and seconds[first] < microbatch[r][held]:
+                        rest = microbatch[r - size.size][held ^ first]
+                        slower = max(seconds[first], rest)
+                        microbatch[r][held] = min(microbatch[r][held], slower)
+    for held in range(1, sets):
+        for first in _with_lowest(held):
+            time = problem.launch + microbatch[ranks][first] + total[held ^ first]
+            total[held] = min(total[held], time)
+    return total[-1]
+
+
+def _group_seconds(problem: Problem, size: CpSize) -> list[float]:
+    """Seconds of each set of samples as one group; infinite beyond the token limit."""
+    found = []
+    for held in range(1 << len(problem.lengths)):
+        rows = [
+            -(-n // size.unit) * size.unit for i, n in enumerate(problem.lengths) if held >> i & 1
+        ]
+        seconds = size.fixed + size.token * sum(rows) + size.square * sum(n * n for n in rows)
+        found.append(seconds if sum(rows) <= size.limit else math.inf)
+    return found
+
+
+def _with_lowest(held: int) -> Iterator[int]:
+    """Every part of a set that has its lowest element."""
+    lowest, part = held & -held, held
+    while part:
+        if part & lowest:
+            yield part
+        part = (part - 1) & held
