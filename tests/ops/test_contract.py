@@ -1,7 +1,14 @@
-"""Every operator's contract with `torch.library`: opcheck, full graphs, shapes without data."""
+"""The contract of every operator: opcheck, full graphs, shapes without data, bad arguments, Triton.
+
+That backends equal the reference, and the gradients, is in the file of each operator."""
 
 import importlib
+import json
+import os
 import pkgutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pyrl_ext import ops
+from pyrl_ext.ops import use_backend
 from pyrl_ext.ops._op import Op
+from tests.helpers.bad_arguments import Bad, bad_calls
 
 INT = torch.int64
 
@@ -154,3 +163,70 @@ def test_Op_gives_shapes_and_dtypes_of_meta_tensors(call):
     ]
     for a, b in zip(results(op, tuple(meta)), results(op, args), strict=True):
         assert a.is_meta and (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+# Bad arguments ----------------------------------------------------------------------------------
+
+BAD = bad_calls()
+
+
+def test_Op_has_bad_arguments_for_every_operator():
+    assert {bad.op for bad in BAD} == every_op().keys()
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("bad", BAD, ids=[f"{n} {bad.op}" for n, bad in enumerate(BAD)])
+def test_Op_refuses_arguments_that_do_not_fit(bad: Bad, backend: str):
+    with use_backend(backend), pytest.raises(Exception) as raised:
+        bad.call()
+    where, _, message = str(raised.value).partition(": ")
+    assert type(raised.value) is bad.error
+    assert where in (bad.op, bad.op.removesuffix("_grad")) and bad.message in message
+    if bad.error is IndexError:  # the whole of it
+        assert message.startswith(bad.message)
+
+
+# Triton, interpreted: one process for all, since importing torch and Triton takes longest ---------
+
+# operators that a file of tests speaks for together
+FILES = {"replay_probs_grad": "replay_probs"} | {
+    f"token_logprob_{name}": "token_logprob" for name in ("stats", "grad", "grad_")
+}
+INTERPRET = """
+import importlib, json, sys, traceback
+failures = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(f"tests.ops.test_{name}").triton_equals_reference()
+    except BaseException:
+        failures[name] = traceback.format_exc()
+print(json.dumps(failures))
+"""
+TRITON = sorted(
+    {
+        FILES.get(name, name)
+        for name, op in every_op().items()
+        if "triton" in [backend.name for backend in op.backends]
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """The tracebacks of the files whose Triton kernels differ from the reference."""
+    pytest.importorskip("triton")
+    here = Path(__file__).parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here}"}
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRET, *TRITON],
+        env=env,
+        check=True,
+        timeout=1200,
+        stdout=subprocess.PIPE,
+    )
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_Op_by_triton_equals_the_reference_interpreted(interpreted: dict[str, str], name: str):
+    assert name not in interpreted, interpreted[name]

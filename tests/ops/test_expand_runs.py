@@ -80,38 +80,6 @@ def test_expand_runs_takes_tables_with_strides():
     assert expand_runs(columns[:, 0], columns[:, 1], 8).tolist() == [3, 4, -1, 10, 11, 12, 13, -1]
 
 
-@pytest.mark.parametrize("backend", ["native", "reference"])
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ([3, -1], "lengths[1] is -1, expected one in [0, 7], what is left of size 10"),
-        ([3, 5, 3, -1], "lengths[2] is 3, expected one in [0, 2], what is left of size 10"),
-        ([2**63 - 1, 2], f"lengths[0] is {2**63 - 1}, expected one in [0, 10]"),
-        ([4, 2**63 - 1], f"lengths[1] is {2**63 - 1}, expected one in [0, 6]"),
-    ],
-)
-def test_expand_runs_refuses_runs_that_do_not_fit(backend, lengths, message):
-    starts = torch.zeros(len(lengths), dtype=torch.int64)
-    with use_backend(backend), pytest.raises(ValueError) as error:
-        expand_runs(starts, torch.tensor(lengths), 10)
-    assert str(error.value).startswith("expand_runs: ") and message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("args", "error", "message"),
-    [
-        ((torch.zeros(2).long(), torch.zeros(3).long(), 1), ValueError, "starts [2] on cpu"),
-        ((torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), 1), ValueError, "expected [R]"),
-        ((torch.zeros(2).int(), torch.zeros(2).long(), 1), TypeError, "starts is torch.int32"),
-        ((torch.zeros(2).long(), torch.zeros(2).long(), -1), ValueError, "size is -1"),
-    ],
-)
-def test_expand_runs_refuses_arguments_that_do_not_fit(args, error, message):
-    with pytest.raises(error) as raised:
-        expand_runs(*args)
-    assert message in str(raised.value)
-
-
 def test_expand_runs_names_every_backend_that_declines():
     table = torch.empty(3, dtype=torch.int64, device="meta")
     for backend in op.backends:

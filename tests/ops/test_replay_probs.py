@@ -1,9 +1,5 @@
 """Probabilities of given experts: megatron-core's own, bit for bit, and their gradient."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -294,41 +290,6 @@ def test_replay_probs_compiles_without_a_graph_break():
     assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("backend", ["native", "reference"])
-@pytest.mark.parametrize("bad", [8, -1])
-def test_replay_probs_names_an_expert_out_of_range(backend, bad):
-    scores, ids, grad = case((9000, 8, 2))
-    ids[8001, 1] = ids[8500, 0] = bad
-    message = f"replay_probs: ids[8001, 1] is {bad}, expected an expert in [0, 8)"
-    with use_backend(backend):
-        for call in (
-            lambda: replay_probs(scores, ids),
-            lambda: grad_op(grad, scores, ids, "sum", 1),
-        ):
-            with pytest.raises(IndexError) as error:
-                call()
-            assert str(error.value) == message
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(ids=torch.zeros(4, 2).long()), "scores [3, 8], ids [4, 2], expected [M, E], [M, K]"),
-        (dict(ids=torch.zeros(3, 9).long()), "9 ids a token, expected at most the 8 experts"),
-        (dict(ids=torch.zeros(3, 2)), "ids is torch.float32, expected one of [torch.uint8"),
-        (dict(scores=torch.zeros(3, 8).long()), "scores is torch.int64, expected one of"),
-        (dict(out_dtype=torch.int32), "out_dtype is torch.int32, expected one of"),
-        (dict(norm="max"), "norm is 'max', expected one of ['none', 'sum', 'softmax']"),
-        (dict(scores=torch.zeros(3, 8, device="meta")), "scores is on meta, ids on cpu"),
-    ],
-)
-def test_replay_probs_refuses_arguments_that_do_not_fit(change, message):
-    call = dict(scores=torch.zeros(3, 8), ids=torch.zeros(3, 2).long()) | change
-    with pytest.raises((ValueError, TypeError)) as error:
-        replay_probs(**call)
-    assert str(error.value).startswith("replay_probs: ") and message in str(error.value)
-
-
 def test_replay_probs_backends_decline_with_a_reason():
     scores, ids, _ = case((3, 40, 33))
     with use_backend("native"):
@@ -341,35 +302,27 @@ def test_replay_probs_backends_decline_with_a_reason():
     assert replay_probs(scores, ids, "sum")[1].sum() == ids.numel()
 
 
-def test_replay_probs_triton_equals_reference_interpreted():
-    script = """
-import torch
-from tests.ops.test_replay_probs import SHAPES, EMPTY, case
-from tests.helpers import emulated
-from pyrl_ext.ops import use_backend
-from pyrl_ext.ops.replay_probs import grad_op, op, reference
-# the interpreter cuts float32 off where it rounds to bfloat16, so no result is bfloat16 here
-DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),
-          (torch.float32, torch.float16), (torch.float64, torch.float64)]
-IDS = [torch.uint8, torch.uint16, torch.int32, torch.int64]
-for shape in SHAPES + EMPTY:
-    for (dtype, out), ids in zip(DTYPES, IDS):
-        for norm, scale in (("none", 0.0), ("sum", 1.7)):
-            scores, experts, grad = case(shape, dtype, ids)
-            grad, call = grad.to(out), (scores, experts, norm, scale)
-            with use_backend("triton"):
-                probs, routing_map = op(*call, out)
-                if dtype != torch.bfloat16:
-                    grads = grad_op(grad, *call)
-                    expected = reference.replay_probs_grad(grad, *call)
-                    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
-            expected, chosen = emulated.replay_probs(*call, out)  # the same order of additions
-            assert torch.equal(probs, expected) and torch.equal(routing_map, chosen), (shape, norm)
-"""
-    pytest.importorskip("triton")
-    here = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here}"}
-    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=600)
+def triton_equals_reference():
+    # the interpreter cuts float32 off where it rounds to bfloat16, so no result is bfloat16 here
+    dtypes = [
+        *((torch.float32, torch.float32), (torch.bfloat16, torch.float32)),
+        *((torch.float32, torch.float16), (torch.float64, torch.float64)),
+    ]
+    of_ids = [torch.uint8, torch.uint16, torch.int32, torch.int64]
+    for shape in SHAPES + EMPTY:
+        for (dtype, out), ids in zip(dtypes, of_ids, strict=True):
+            for norm, scale in (("none", 0.0), ("sum", 1.7)):
+                scores, experts, grad = case(shape, dtype, ids)
+                grad, call = grad.to(out), (scores, experts, norm, scale)
+                with use_backend("triton"):
+                    probs, routing_map = op(*call, out)
+                    if dtype != torch.bfloat16:
+                        grads = grad_op(grad, *call)
+                        expected = reference.replay_probs_grad(grad, *call)
+                        torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
+                expected, chosen = emulated.replay_probs(*call, out)  # the same order of additions
+                assert torch.equal(probs, expected), (shape, norm)
+                assert torch.equal(routing_map, chosen), (shape, norm)
 
 
 @needs_gpu

@@ -7,6 +7,8 @@ from torch import Tensor
 from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
 from pyrl_ext.ops.gather_rows.native import rows_of
 
+from .reference import wrong_entries
+
 
 def refuse(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> str | None:
     return refuse_device(src, "sum_rows")
@@ -20,12 +22,7 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor, isa: str 
         with torch.cuda.device(src.device):
             C.sum_rows_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
     elif (bad := C.sum_rows_cpu(args=args, isa=isa, threads=threads())) >= 0:
-        at, end = int(starts[bad]), int(starts[bad + 1])
-        raise IndexError(
-            f"sum_rows: inverse.starts[{bad} : {bad + 2}] is [{at}, {end}] with entries "
-            f"{order[at:end].tolist()[:8]}, expected rows of src in [0, {len(src)}), as "
-            "invert_rows(rows, N) gives"
-        )
+        raise wrong_entries(bad, starts, order, len(src))
     return out
 
 

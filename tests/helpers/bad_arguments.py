@@ -1,0 +1,269 @@
+"""Bad arguments for every operator, with the error that each must raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops import (
+    Inverse,
+    expand_runs,
+    gather_fields,
+    gather_routes,
+    gather_rows,
+    invert_rows,
+    replay_probs,
+    sum_rows,
+    token_logprob_grad,
+    token_logprob_grad_,
+    token_logprob_stats,
+)
+from pyrl_ext.ops.replay_probs import grad_op
+
+NONE, ZERO = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+
+
+class Bad(NamedTuple):
+    """A call that fails.
+
+    Args:
+        op: of `pyrl_ext.ops`, by name.
+        call: makes it.
+        error: the class.
+        message: what follows ``<op>: ``, or a part of it.
+    """
+
+    op: str
+    call: Callable[[], Any]
+    error: type[Exception]
+    message: str
+
+
+def bad_calls() -> list[Bad]:
+    return [
+        *_gather_rows(),
+        *_gather_fields(),
+        *_gather_routes(),
+        *_expand_runs(),
+        *_sum_rows(),
+        *_replay_probs(),
+        *_token_logprob(),
+    ]
+
+
+def _gather_rows() -> list[Bad]:
+    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
+        return Bad("gather_rows", lambda: gather_rows(*args), error, message)
+
+    src, fill, two = torch.zeros(3, 2), torch.zeros(2), torch.tensor([0, 1])
+    row = "expected -1 (fill) or a row of src in [0, 3)"
+    floats = Inverse(torch.zeros(4), torch.zeros(2))
+    sizes = "starts [0], order [0], expected [3 + 1] and [2]"
+    return [
+        bad(ValueError, "fill [3]", src, ZERO, torch.zeros(3)),
+        bad(TypeError, "torch.int32", src, ZERO.int(), fill),
+        bad(
+            TypeError, "fill is torch.float16, expected src's torch.float32", src, ZERO, fill.half()
+        ),
+        bad(ValueError, "src is on meta, rows on cpu, fill on cpu", src.to("meta"), ZERO, fill),
+        bad(ValueError, sizes, src, two, fill, Inverse(NONE, NONE)),
+        bad(TypeError, "torch.float32, torch.float32, expected", src, two, fill, floats),
+        bad(IndexError, f"rows[1] is 7, {row}", src, torch.tensor([0, 7, 7]), fill),
+        bad(IndexError, f"rows[1] is -2, {row}", src, torch.tensor([0, -2, -2]), fill),
+        Bad(
+            "invert_rows",
+            lambda: invert_rows(torch.tensor([0, 3, 4]), 3),
+            *(IndexError, f"rows[1] is 3, {row}"),
+        ),
+    ]
+
+
+def _gather_fields() -> list[Bad]:
+    def bad(error: type[Exception], message: str, fields: Any, rows: Tensor, fills: Any) -> Bad:
+        return Bad("gather_fields", lambda: gather_fields(fields, rows, fills), error, message)
+
+    field = torch.zeros(3)
+    no_bool = "a fill is 2.0, expected a number that torch.bool"
+    fields = "0 fields, 0 fills, expected one fill a field, and a field"
+    row = "rows[1] is 3, expected -1 (fill) or a row of src in [0, 3)"
+    return [
+        bad(ValueError, fields, [], ZERO, []),
+        bad(ValueError, "1 fields, 2 fills", [field], ZERO, [0, 1]),
+        bad(TypeError, "rows is torch.int32 [1]", [field], ZERO.int(), [0]),
+        bad(ValueError, "fields[1] is [2], fields[0] [3]", [field, field[:2]], ZERO, [0, 0]),
+        bad(TypeError, "torch.complex64, expected a real", [field + 0j], ZERO, [0]),
+        bad(ValueError, "Use gather_rows", [torch.zeros(3, requires_grad=True)], ZERO, [0]),
+        bad(ValueError, "fields[0] is on meta, rows on cpu", [field.to("meta")], ZERO, [0]),
+        bad(
+            ValueError,
+            "a fill is 0.5, expected a number that torch.int64 holds",
+            [ZERO],
+            ZERO,
+            [0.5],
+        ),
+        bad(ValueError, no_bool, [ZERO.bool()], ZERO, [2]),
+        bad(ValueError, "a fill is -1.0", [ZERO.to(torch.uint8)], ZERO, [-1]),
+        bad(ValueError, "a fill is nan", [ZERO], ZERO, [float("nan")]),
+        bad(ValueError, "a fill is 9007199254740992.0", [ZERO], ZERO, [2**53]),
+        bad(IndexError, row, [field], torch.tensor([0, 3]), [0]),
+    ]
+
+
+def _gather_routes() -> list[Bad]:
+    def bad(
+        error: type[Exception],
+        message: str,
+        layers: Any = (0,),
+        experts: int = 64,
+        **changed: Tensor,
+    ) -> Bad:
+        routes = changed.get("routes", torch.zeros(50, 5, 4, dtype=torch.uint8))
+        rows = changed.get("rows", torch.zeros(9, dtype=torch.int64))
+        return Bad(
+            "gather_routes", lambda: gather_routes(routes, rows, layers, experts), error, message
+        )
+
+    far = torch.zeros(9, dtype=torch.int64).index_fill(0, torch.tensor([5]), 50)
+    wide, meta = (
+        torch.zeros(50, 5, 4).long(),
+        torch.zeros(50, 5, 4, dtype=torch.uint8, device="meta"),
+    )
+    token = "rows[5] is 50, expected -1 (padding) or a token of routes in [0, 50)"
+    return [
+        bad(ValueError, "num_experts is 3, expected 4", experts=3),
+        bad(ValueError, "num_experts is 300, expected 4 (the experts of a token", experts=300),
+        bad(TypeError, "routes is torch.int64, expected one of", routes=wide),
+        bad(TypeError, "layers is torch.int64 [1, 1]", layers=torch.tensor([[0]])),
+        bad(TypeError, "rows is torch.int32, expected torch.int64", rows=far.int()),
+        bad(
+            ValueError,
+            "routes [50, 5, 4], rows [3, 3], expected [T, L, K], [M]",
+            rows=far.view(3, 3),
+        ),
+        bad(ValueError, "routes is on meta, rows on cpu, expected one device", routes=meta),
+        bad(IndexError, token, rows=far),
+        bad(IndexError, "layers[1] is 5, expected a slot of routes in [0, 5)", layers=[0, 5]),
+    ]
+
+
+def _expand_runs() -> list[Bad]:
+    def bad(
+        error: type[Exception], message: str, starts: Tensor, lengths: Tensor, size: int
+    ) -> Bad:
+        return Bad("expand_runs", lambda: expand_runs(starts, lengths, size), error, message)
+
+    def runs(message: str, *lengths: int) -> Bad:
+        zeros = torch.zeros(len(lengths), dtype=torch.int64)
+        return bad(ValueError, message, zeros, torch.tensor(lengths), 10)
+
+    two, most = torch.zeros(2, dtype=torch.int64), 2**63 - 1
+    return [
+        bad(ValueError, "starts [2] on cpu", two, torch.zeros(3).long(), 1),
+        bad(ValueError, "expected [R]", two[None], two[None], 1),
+        bad(TypeError, "starts is torch.int32", two.int(), two, 1),
+        bad(ValueError, "size is -1", two, two, -1),
+        runs("lengths[1] is -1, expected one in [0, 7], what is left of size 10", 3, -1),
+        runs("lengths[2] is 3, expected one in [0, 2], what is left of size 10", 3, 5, 3, -1),
+        runs(f"lengths[0] is {most}, expected one in [0, 10]", most, 2),
+        runs(f"lengths[1] is {most}, expected one in [0, 6]", 4, most),
+    ]
+
+
+def _sum_rows() -> list[Bad]:
+    def bad(
+        error: type[Exception], message: str, src: Tensor, rows: Tensor, inverse: Inverse
+    ) -> Bad:
+        return Bad("sum_rows", lambda: sum_rows(src, rows, inverse), error, message)
+
+    rows = torch.tensor([0, 0])
+    one = invert_rows(rows, 1)
+
+    def other(message: str, starts: Sequence[int], order: Sequence[int]) -> Bad:
+        inverse = Inverse(torch.tensor(starts), torch.tensor(order))
+        return bad(IndexError, message, torch.zeros(2, 3), rows, inverse)
+
+    given = (
+        "inverse.starts[1 : 3] is [0, 2] with entries [0, 2], expected rows of src in [0, 2), as "
+        "invert_rows(rows, N) gives"
+    )
+    return [
+        bad(ValueError, "src [3], rows [2], expected [M, ...], [M]", torch.zeros(3), rows, one),
+        bad(TypeError, "src is torch.int64, expected one of", rows, rows, one),
+        bad(TypeError, "rows is torch.int32", torch.zeros(2), rows.int(), one),
+        bad(
+            *(ValueError, "order [1], expected [N + 1] and [2]"),
+            *(torch.zeros(2), rows, Inverse(rows, rows[:1])),
+        ),
+        bad(ValueError, "src is on meta", torch.zeros(2, device="meta"), rows, one),
+        other(given, [0, 0, 2], [0, 2]),
+        *(other("inverse.starts", starts, [0, 1]) for starts in ([0, 3, 2], [-1, 0, 2], [0, 2, 1])),
+    ]
+
+
+def _replay_probs() -> list[Bad]:
+    def bad(error: type[Exception], message: str, **changed: Any) -> Bad:
+        call: dict[str, Any] = {
+            "scores": torch.zeros(3, 8),
+            "ids": torch.zeros(3, 2).long(),
+        } | changed
+        return Bad("replay_probs", lambda: replay_probs(**call), error, message)
+
+    def expert(entry: int) -> list[Bad]:
+        scores, ids = torch.zeros(9000, 8), torch.zeros(9000, 2).long()
+        ids[8001, 1] = ids[8500, 0] = entry
+        message = f"ids[8001, 1] is {entry}, expected an expert in [0, 8)"
+        grad: Bad = Bad(
+            "replay_probs_grad",
+            lambda: grad_op(scores, scores, ids, "sum", 1),
+            *(IndexError, message),
+        )
+        return [bad(IndexError, message, scores=scores, ids=ids), grad]
+
+    many, shapes = torch.zeros(3, 9).long(), "scores [3, 8], ids [4, 2], expected [M, E], [M, K]"
+    norms = "norm is 'max', expected one of ['none', 'sum', 'softmax']"
+    return [
+        bad(ValueError, shapes, ids=torch.zeros(4, 2).long()),
+        bad(ValueError, "9 ids a token, expected at most the 8 experts", ids=many),
+        bad(TypeError, "ids is torch.float32, expected one of [torch.uint8", ids=torch.zeros(3, 2)),
+        bad(TypeError, "scores is torch.int64, expected one of", scores=torch.zeros(3, 8).long()),
+        bad(TypeError, "out_dtype is torch.int32, expected one of", out_dtype=torch.int32),
+        bad(ValueError, norms, norm="max"),
+        bad(ValueError, "scores is on meta, ids on cpu", scores=torch.zeros(3, 8, device="meta")),
+        *expert(8),
+        *expert(-1),
+    ]
+
+
+def _token_logprob() -> list[Bad]:
+    logits, targets, scale = torch.zeros(9, 10), torch.zeros(9).long(), torch.ones(9)
+    rows = [torch.zeros(9)] * 5
+
+    def stats(message: str, *args: Any) -> Bad:
+        return Bad("token_logprob_stats", lambda: token_logprob_stats(*args), ValueError, message)
+
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    turned = logits.t().contiguous().t()
+    doubles = "scale is torch.float64 [9], expected torch.float32"
+    return [
+        stats("width is 11, expected one in [0, 10]", logits, targets, scale, 0, 11),
+        stats(doubles, logits, targets, scale.double(), 0, 10),
+        stats("logits is torch.int64", targets[:, None], targets, scale, 0, 1),
+        stats("targets is on meta, expected cpu", logits, targets.to("meta"), scale, 0, 10),
+        stats(
+            "keep_mask is torch.bool [9, 9], expected torch.bool",
+            *(logits, targets, scale, 0, 10, mask),
+        ),
+        Bad(
+            "token_logprob_grad",
+            lambda: token_logprob_grad(logits, targets, scale, 0, 11, *rows),
+            *(ValueError, "width is 11, expected one in [0, 10]"),
+        ),
+        Bad(
+            "token_logprob_grad_",
+            lambda: token_logprob_grad_(turned, targets, scale, 0, 10, *rows),
+            *(ValueError, "expected contiguous ones"),
+        ),
+    ]
