@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan.model.route_ids import route_id_dtype
 
 FINISH_REASONS = ("stop", "length")
@@ -210,4 +211,4 @@ class Sample:
 
 def route_dtype(num_experts: int) -> torch.dtype:
     """Narrowest unsigned type that holds expert ids 0..num_experts-1."""
-    return getattr(torch, route_id_dtype(num_experts))
+    return dtype_of(route_id_dtype(num_experts))

@@ -49,7 +49,7 @@ NAMED_AFTER = {
 # files that may import megatron-core, beside whole rooms
 MEGATRON_ROOMS = {"replay", "megatron", "models", "trainer"}
 MEGATRON_FILES = {"pyrl_ext/dist/topology.py"}
-PLAN_MAY_IMPORT = {"pydantic", "yaml", "rich", "jinja2", "markupsafe"}
+PLAN_MAY_IMPORT = {"pydantic", "pydantic_core", "yaml", "rich", "jinja2", "markupsafe"}
 
 
 def test_imports_go_one_way():

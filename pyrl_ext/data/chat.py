@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from pyrl_ext.data.files import Broken, cut
@@ -22,6 +22,8 @@ class Tokenizer(Protocol):
     def __call__(self, text: str, add_special_tokens: bool = True) -> Mapping[str, list[int]]: ...
 
     def decode(self, token_ids: list[int]) -> str: ...
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], **options: Any) -> list[str]: ...
 
     def get_vocab(self) -> dict[str, int]: ...
 

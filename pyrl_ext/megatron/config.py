@@ -9,10 +9,9 @@ import torch
 
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -> Any:
@@ -20,7 +19,7 @@ def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, A
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    dtype = DTYPES[plan.model.dtype]
+    dtype = dtype_of(plan.model.dtype)
     latent = family_config.get("multi_latent_attention", False)
     settings = dict(
         **family_config,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.megatron.config import DTYPES
 from pyrl_ext.megatron.quiet import quiet
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
 
 
@@ -18,7 +18,7 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
     """Megatron's optimizer (fp32, mixed precision or distributed) with the plan's settings."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    options, dtype = plan.optimizer, DTYPES[plan.model.dtype]
+    options, dtype = plan.optimizer, dtype_of(plan.model.dtype)
     config = OptimizerConfig(
         optimizer="adam",
         lr=options.lr,

@@ -17,6 +17,7 @@ from pyrl_ext.dist.hub import TOKENIZER_FILES
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.checkpoint import write_whole
 from pyrl_ext.models.weight_table import Weight
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.rollout.tensor_names import split_experts
@@ -259,7 +260,7 @@ def write_hf(
         _drain(named)
         return
     name = dtype or plan.model.dtype
-    kind, hf = getattr(torch, name), written_config(plan, name)
+    kind, hf = dtype_of(name), written_config(plan, name)
     size = parameters(plan.sizes).total * kind.itemsize
     shown = progress(named, f"writing {folder}", None, size, plan.log.progress)
     try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from pyrl_ext.plan.language.errors import expectation, show
 
@@ -60,7 +61,7 @@ def task_problem(task: str) -> str | None:
     )
 
 
-def option_problems(task: str, options: Mapping[str, Any]) -> list[OptionProblem]:
+def option_problems(task: str, options: Mapping[str, object]) -> list[OptionProblem]:
     """The problems of the options of `task`, a key of `SYMBOLS`; empty: nothing."""
     try:
         read = TaskOptions.model_validate(dict(options))
@@ -76,7 +77,7 @@ def option_problems(task: str, options: Mapping[str, Any]) -> list[OptionProblem
     return problems
 
 
-def read_options(task: str, options: Mapping[str, Any]) -> TaskOptions:
+def read_options(task: str, options: Mapping[str, object]) -> TaskOptions:
     """The options of `task`. Raises `ValueError` with every problem, one a line."""
     if problem := task_problem(task):
         raise ValueError(f"data.task: {problem}")
@@ -85,7 +86,7 @@ def read_options(task: str, options: Mapping[str, Any]) -> TaskOptions:
     return TaskOptions.model_validate(dict(options))
 
 
-def _problem(error: Any) -> OptionProblem:
+def _problem(error: ErrorDetails) -> OptionProblem:
     name, fields = str(error["loc"][0]), TaskOptions.model_fields
     if name not in fields:
         return OptionProblem(name, f"unknown option, expected one of {', '.join(fields)}")

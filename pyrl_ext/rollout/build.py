@@ -9,6 +9,7 @@ import torch
 
 from pyrl_ext.data.source import Source
 from pyrl_ext.data.tokenizer import load_tokenizer
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.process.client import IdleEngine, ProcessEngine
@@ -69,7 +70,7 @@ def build_in_this_process(plan: Plan, device: torch.device) -> Engine:
 
         return HFEngine(
             plan.hf,
-            dtype=getattr(torch, plan.rollout_dtype),
+            dtype=dtype_of(plan.rollout_dtype),
             device=device,
             max_num_seqs=plan.rollout.max_num_seqs,
             tokenizer=load_tokenizer(folder) if (folder := _stops_with(plan)) else None,

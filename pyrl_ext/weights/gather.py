@@ -23,8 +23,8 @@ from torch import Tensor
 
 from pyrl_ext.dist.buckets import Allocate, Bucket, BucketStream, Slot, aligned
 from pyrl_ext.dist.topology import Topology
-from pyrl_ext.megatron.config import DTYPES
 from pyrl_ext.models.weight_table import Size, Weight, pieces_of, tensor_split
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
 
 # the part of a name whose tensors all lie on one pipeline stage
@@ -105,7 +105,7 @@ def plan_buckets(
             f"model's {len(known)} checkpoint tensors"
         )
     rows = [row for row in table if not wanted.isdisjoint(row.hf_names)]
-    types = [dtype or (torch.float32 if r.float32 else DTYPES[plan.model.dtype]) for r in rows]
+    types = [dtype or (torch.float32 if r.float32 else dtype_of(plan.model.dtype)) for r in rows]
     return tuple(
         _sharded(plan, stage, cut, wanted) for stage, cut in _cuts(plan, list(zip(rows, types)))
     )

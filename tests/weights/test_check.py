@@ -19,6 +19,7 @@ from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.ops.digest import digest
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.rollout import rollouts
 from pyrl_ext.rollout.engine import Engine
@@ -81,7 +82,7 @@ class Parts:
             [name for row in self.policy.llm.table for name in row.hf_names],
             self.plan.sizes.num_hidden_layers,
         )
-        self.dtype = getattr(torch, self.plan.rollout_dtype)
+        self.dtype = dtype_of(self.plan.rollout_dtype)
 
     def sync(
         self, disturb: Callable[[Named], Named] = lambda named: named, only: Any = None

@@ -24,6 +24,7 @@ from pyrl_ext.dist.clock import Clock
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.models import family
 from pyrl_ext.models.weight_table import RandomWeights
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan.model.sizes import mtp_parameters, parameters, read_sizes
 from pyrl_ext.rollout.hf.destinations import Destinations
@@ -206,7 +207,7 @@ def drawn(policy):
     """The initial weights as they are drawn, without any rank."""
     plan = policy.plan
     read = RandomWeights(policy.llm.table, plan.sizes.initializer_range, plan.seed)
-    dtype = getattr(torch, plan.model.dtype)
+    dtype = dtype_of(plan.model.dtype)
     for row in policy.llm.table:
         for name in row.hf_names:
             yield name, read(name).to(torch.float32 if row.float32 else dtype)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._triton import Launch, meta, refuse_device
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan.model.route_ids import route_id_dtype
 
 from .reference import check
@@ -57,7 +58,7 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     for span in sorted(spans):
 
         def gather(rows: int, span: int = span) -> Tensor:
-            routes = meta(rows, span, top_k, dtype=getattr(torch, dtype))
+            routes = meta(rows, span, top_k, dtype=dtype_of(dtype))
             layers = torch.zeros(1, dtype=torch.int64)
             return gather_routes(routes, meta(rows, dtype=torch.int64), layers, experts)
 

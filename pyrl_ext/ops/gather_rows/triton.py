@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
+from pyrl_ext.ops.dtypes import dtype_of
 
 from .native import rows_of
 
@@ -79,7 +80,7 @@ def attention_widths(plan: Plan, config: Mapping[str, Any]) -> list[int]:
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     """The launches of a run of ``plan``: keys and values in the order of attention."""
-    dtype = getattr(torch, plan.model.dtype)
+    dtype = dtype_of(plan.model.dtype)
     for width in attention_widths(plan, config):
 
         def gather(rows: int, width: int = width) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._triton import Launch, meta, refuse_device
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan.model.route_ids import route_id_dtype
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
         return
     top_k, experts = plan.sizes.topk, plan.sizes.num_experts
     scale = config.get("moe_router_topk_scaling_factor") or 1.0
-    dtype = getattr(torch, route_id_dtype(experts))
+    dtype = dtype_of(route_id_dtype(experts))
 
     def probs(rows: int) -> None:
         scores, ids = meta(rows, experts), meta(rows, top_k, dtype=dtype)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.ops.gather_rows.native import rows_of
 from pyrl_ext.ops.gather_rows.triton import TILE, attention_widths
 
@@ -41,7 +42,7 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     """The launches of a run of ``plan``: gradients of keys and values, and two sums per sample."""
-    dtype = getattr(torch, plan.model.dtype)
+    dtype = dtype_of(plan.model.dtype)
     sizes = [(dtype, width) for width in attention_widths(plan, config)] + [(torch.float32, 2)]
     for dtype, width in sizes:
 

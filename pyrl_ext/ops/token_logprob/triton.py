@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
+from pyrl_ext.ops.dtypes import dtype_of
 
 if TYPE_CHECKING:
     from pyrl_ext.plan import Plan
@@ -81,7 +82,7 @@ def grad(
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     """The launches of a run of ``plan``, on every tensor-parallel rank."""
-    tp, model = plan.parallel.tp, getattr(torch, plan.model.dtype)
+    tp, model = plan.parallel.tp, dtype_of(plan.model.dtype)
     columns = -(-plan.sizes.vocab_size // tp)
     dtypes = [torch.float32 if plan.logprob.head == "fused" else model]
     if plan.logprob.cache_bytes and model != torch.float32:

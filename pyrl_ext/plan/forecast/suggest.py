@@ -29,7 +29,7 @@ from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.rules import RULES, check
 from pyrl_ext.plan.rules._rule import divisors
 
-Values = dict[Key, Any]  # (section, key) -> value
+Values = dict[Key, object]  # (section, key) -> value
 
 # The keys that candidates may change besides the GPU.
 RANKS = tuple(("parallel", key) for key in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp"))
@@ -199,7 +199,7 @@ class _Given:
         """The value in the given plan."""
         return getattr(getattr(self.draft, key[0]), key[1])
 
-    def choices(self, key: Key, values: Sequence[Any]) -> list[Any]:
+    def choices[T](self, key: Key, values: Sequence[T]) -> list[T]:
         """`values`, or the given value if an override sets it."""
         return [self.value(key)] if key in self.pinned else list(dict.fromkeys(values))
 

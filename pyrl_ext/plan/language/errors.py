@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.schema import Config
@@ -75,19 +76,19 @@ _TYPE_NAMES = {
 }  # fmt: skip
 
 
-def describe(error: Any) -> str:
+def describe(error: ErrorDetails) -> str:
     """A pydantic error of the schema as `<what, with value>, expected <rule>[; <the field>]`."""
     key = tuple(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         return unknown(key)
     if error["type"] == "value_error":  # a section's own check
-        return str(error["ctx"]["error"])
+        return str(error.get("ctx", {})["error"])
     if len(key) == 1 and (keys := fields_of(key[0])):
         return f"{_given(error)}, expected a mapping of {', '.join(keys)}{_about(key)}"
     return f"{expectation(error)}{_about(key)}"
 
 
-def expectation(error: Any) -> str:
+def expectation(error: ErrorDetails) -> str:
     """A pydantic error of any model as `<what, with value>, expected <rule>`."""
     context = {
         name: int(bound) if isinstance(bound, float) and bound.is_integer() else bound
@@ -98,7 +99,7 @@ def expectation(error: Any) -> str:
     return f"{_given(error)}, expected {expected}"
 
 
-def _given(error: Any) -> str:
+def _given(error: ErrorDetails) -> str:
     """The value that was given, with its type where that is what is wrong."""
     kind, value = error["type"], error["input"]
     if kind == "missing":
@@ -142,7 +143,7 @@ def suggest_path(key: Key) -> str | None:
     return None
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """`value` as it would be written, shortened."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
+from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -46,7 +47,7 @@ def explain(name: str, source: Source | None, console: Console) -> None:
         message = f"unknown key, expected {section}.{key[1]}, which is explained as a whole"
     if message:
         raise ConfigError([Problem(f"command line: --explain {name}", 0, message)])
-    console.print(f"[bold]{name}[/]  {escape(field_of(key).description)}")
+    console.print(f"[bold]{name}[/]  {escape(about(field_of(key)))}")
     table = Table(box=None, pad_edge=False, show_header=False)
     for label, text in _facts(key, source):
         table.add_row(label, escape(text))
@@ -54,14 +55,14 @@ def explain(name: str, source: Source | None, console: Console) -> None:
 
 
 def _explain_section(name: str, source: Source | None, console: Console) -> None:
-    console.print(f"[bold]{name}[/]  {escape(Config.model_fields[name].annotation.__doc__)}")  # type: ignore[union-attr]
+    console.print(f"[bold]{name}[/]  {escape(str(Config.model_fields[name].annotation.__doc__))}")
     table = Table(box=None, pad_edge=False)
     for column in ("key", "type", "default", "value" if source else "", "meaning"):
         if column:
             table.add_column(column, overflow="fold")
     for key, field in fields_of(name).items():
         value = [show(value_of((name, key), source))] if source else []
-        row = [key, type_of(field), default_of(field, (name, key)), *value, field.description]
+        row = [key, type_of(field), default_of(field, (name, key)), *value, about(field)]
         table.add_row(*map(escape, row))
     console.print(table)
 
@@ -85,12 +86,17 @@ def _facts(key: Key, source: Source | None) -> Iterator[tuple[str, str]]:
         yield "rules", "none reads it"
 
 
-def field_of(key: Key) -> Any:
+def field_of(key: Key) -> FieldInfo:
     """The schema's field of a known key."""
     return fields_of(*key[:-1])[key[-1]]
 
 
-def value_of(key: Key, source: Source) -> Any:
+def about(field: FieldInfo) -> str:
+    """The meaning of a field in words."""
+    return field.description or ""
+
+
+def value_of(key: Key, source: Source) -> object:
     """The value in `source`, or the default; None for a required field that is missing."""
     tree: Any = source.tree
     for part in key:
@@ -115,7 +121,7 @@ def came_from(key: Key, source: Source) -> str:
     return f"{place.file}:{place.line}{parent}"
 
 
-def default_of(field: Any, key: Key) -> str:
+def default_of(field: FieldInfo, key: Key) -> str:
     """The default as it would be written."""
     if field.is_required():
         return "required"
@@ -128,12 +134,12 @@ def default_of(field: Any, key: Key) -> str:
     return show(list(default) if isinstance(default, tuple) else default)
 
 
-def type_of(field: Any) -> str:
+def type_of(field: FieldInfo) -> str:
     """The type of a field in words, with its bounds."""
     return _type_of(field.annotation, field.metadata)
 
 
-def _type_of(annotation: Any, marks: Any = ()) -> str:
+def _type_of(annotation: Any, marks: Iterable[object] = ()) -> str:
     kind, inner = get_origin(annotation), get_args(annotation)
     if hasattr(annotation, "__metadata__"):
         return _type_of(inner[0], annotation.__metadata__)
@@ -151,7 +157,7 @@ def _type_of(annotation: Any, marks: Any = ()) -> str:
     return ", ".join([_KINDS[annotation], *_bounds(marks)])
 
 
-def _bounds(marks: Any) -> Iterator[str]:
+def _bounds(marks: Iterable[object]) -> Iterator[str]:
     for mark in marks:
         yield from _bounds(getattr(mark, "metadata", ()))  # pydantic's Field inside Annotated
         for name, words in _BOUNDS.items():

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
 from pyrl_ext.plan.language.errors import Key, fields_of
 from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.schema import Config
-from pyrl_ext.plan.show.explain import default_of, type_of
+from pyrl_ext.plan.show.explain import about, default_of, type_of
 from pyrl_ext.plan.show.rule_reads import rules_of_fields
 
 EXTENDS = "parent file, relative to this one; what this file does not say is taken from there"
@@ -35,12 +36,12 @@ def _tables() -> Iterator[str]:
             yield from _table((name,), fields)
 
 
-def _table(section: Key, fields: dict[str, Any]) -> Iterator[str]:
+def _table(section: Key, fields: dict[str, FieldInfo]) -> Iterator[str]:
     yield "| key | type | default | meaning | rules that read it |"
     yield "| --- | --- | --- | --- | --- |"
     for name, field in fields.items():
         rules = "; ".join(words for _, words in rules_of_fields().get((*section, name), ()))
-        meaning = " ".join(field.description.split())
+        meaning = " ".join(about(field).split())
         row = (
             f"`{name}`",
             type_of(field),
@@ -77,12 +78,12 @@ def schema() -> str:
     return json.dumps(head | tree | rest, indent=2) + "\n"
 
 
-def _accept_written_forms(owner: dict[str, Any], fields: dict[str, Any]) -> None:
+def _accept_written_forms(owner: dict[str, Any], fields: dict[str, FieldInfo]) -> None:
     """A whole number may be written as a size."""
     for name, field in fields.items():
         if "whole" not in type_of(field):
             continue
         was = owner["properties"][name]
-        about = {key: was.pop(key) for key in ("description", "default") if key in was}
+        kept = {key: was.pop(key) for key in ("description", "default") if key in was}
         size = {"type": "string", "pattern": r"^[-+]?[0-9.]+ ?[kKMGT]i?B?$"}
-        owner["properties"][name] = about | {"anyOf": [was, size]}
+        owner["properties"][name] = kept | {"anyOf": [was, size]}

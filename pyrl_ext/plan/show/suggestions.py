@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from time import monotonic
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -56,7 +55,7 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
 class _Line:
     """A progress line that appears after one second."""
 
-    def __init__(self, console: Any) -> None:
+    def __init__(self, console: Console) -> None:
         self.status, self.began, self.shown = console.status(""), monotonic(), False
 
     def __enter__(self) -> _Line:

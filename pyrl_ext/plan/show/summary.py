@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from pydantic.fields import FieldInfo
 
 from pyrl_ext.plan import rules
 from pyrl_ext.plan.forecast.hardware import memory_limit
@@ -152,7 +154,7 @@ def is_read(plan: Plan, key: Key) -> bool:
     return key not in unread and key[:1] not in unread
 
 
-def _value(key: str, value: Any, field: Any) -> Value:
+def _value(key: str, value: object, field: FieldInfo) -> Value:
     is_default = value == field.get_default(call_default_factory=True)
     text = value if isinstance(value, str) else show(value)
     return Value(key, text, field.description or "", is_default)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pyrl_ext.rollout.tensor_names import layer_of, split_experts
 
@@ -24,7 +23,7 @@ class Destinations:
         ValueError: expert weights of another layout
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         self.where = type(model).__name__
         self.views = dict(_views(model))
         self.wholes = [t for t in model.state_dict().values() if t.is_floating_point()]
@@ -138,7 +137,7 @@ class Destinations:
         return [name for name in written if not self.views[name].isfinite().all()]
 
 
-def _views(model: Any) -> Iterable[tuple[str, Tensor]]:
+def _views(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:
     persistent = model.state_dict(keep_vars=True)
     names = {name for name, _ in model.named_parameters()}  # tied parameters once
     names |= {name for name, _ in model.named_buffers()}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.rollout.engine import Capabilities, Engine, incomplete, need_weights
@@ -49,7 +50,7 @@ class HFEngine(Engine):
         max_prefill_tokens: int = 16384,
         experts: str | None = None,
         attention: str | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
     ):
         if max_num_seqs < 1:
             raise ValueError(f"HFEngine.max_num_seqs: {max_num_seqs}, expected at least 1")
@@ -242,7 +243,7 @@ class HFEngine(Engine):
         return out.logits
 
     def _hook(self, slot: int) -> Callable[..., None]:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
+        def keep(module: nn.Module, args: object, output: object) -> None:
             self._chosen[slot] = expert_ids(output)
 
         return keep

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, initialization
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    initialization,
+)
 
 
 def read_config(given: dict[str, Any] | str | Path) -> PreTrainedConfig:
@@ -32,7 +38,7 @@ def build_model(
     device: torch.device,
     experts: str | None,
     attention: str | None,
-) -> Any:
+) -> PreTrainedModel:
     """The model for inference; its weights are undefined until they are loaded.
 
     Args:

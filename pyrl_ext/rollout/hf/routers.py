@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -40,7 +39,7 @@ def num_experts(router: nn.Module) -> int:
     return int(router.get_parameter("weight").shape[0])
 
 
-def expert_ids(output: Any) -> Tensor:
+def expert_ids(output: object) -> Tensor:
     """The one integer tensor [tokens, K] a router returns."""
     parts = output if isinstance(output, tuple) else (output,)
     chosen = [x for x in parts if isinstance(x, Tensor) and not x.is_floating_point()]

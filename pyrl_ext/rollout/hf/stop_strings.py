@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.samples import Sampling
 
 
@@ -32,7 +32,8 @@ class StopStrings:
         window: number of last tokens that have to be looked at
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
+        assert tokenizer is not None  # see `need_tokenizer`
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         # one more: some tokenizers drop a space at the beginning of a text
         self.window = max(len(text.encode()) for text in self.stop) + 1

@@ -19,14 +19,16 @@ Kind = Literal["shm", "ipc", "broadcast"]
 PATIENCE = timedelta(minutes=10)  # time limit of a broadcast
 
 
-def send(connection: Connection, message: Any) -> None:
+def send(connection: Connection, message: object) -> None:
     """Send one object. Not `Connection.send`, because torch changes how that pickles."""
     connection.send_bytes(pickle.dumps(message))
 
 
-def recv(connection: Connection) -> Any:
-    """Receive one object. Raises: EOFError or OSError when the other end is gone."""
-    return pickle.loads(connection.recv_bytes())
+def recv[T](connection: Connection, *kinds: type[T]) -> T:
+    """Receive one object of these kinds. Raises: EOFError or OSError when the other end is gone."""
+    message = pickle.loads(connection.recv_bytes())
+    assert isinstance(message, kinds), f"{type(message).__name__}, expected one of {kinds}"
+    return message
 
 
 class Channel:
@@ -105,7 +107,7 @@ class CudaIpc(Channel):
 
     def open(self, index: int, size: int, sender: Connection) -> None:
         torch.cuda.init()
-        _, *handle = recv(sender)  # the GPU's number is the sender's; this process sees one GPU
+        _, *handle = recv(sender, tuple)  # its GPU number is the sender's; here is one GPU
         storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle)
         empty = torch.empty(0, dtype=torch.uint8, device="cuda")
         self.buffers[index] = empty.set_(storage, 0, (size,), (1,))  # type: ignore[arg-type]
@@ -128,8 +130,8 @@ class Broadcast(Channel):
             "127.0.0.1", port, size, rank == 0, PATIENCE, False
         )
         self.port = self._store.port
-        self._joined: Any = None
-        self._sending: Any = None
+        self._joined: Any = None  # torch's stubs lack what we call of its process groups
+        self._sending: dist.Work | None = None
 
     def allocate(self, index: int, size: int) -> None:
         self.buffers[index] = torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from torch import Tensor
 from pyrl_ext.dist.heartbeat import INTERVAL, SILENT, MissedBeats
 from pyrl_ext.rollout.engine import Capabilities, Engine
 from pyrl_ext.rollout.process.channel import Kind, recv, send
-from pyrl_ext.rollout.process.sender import ReaderLost, Sender
-from pyrl_ext.rollout.process.server import BEATS, Failure, Result, unpack
+from pyrl_ext.rollout.process.sender import Readable, ReaderLost, Sender
+from pyrl_ext.rollout.process.server import BEATS, Build, Call, Failure, Result, Stop, unpack
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
 PATIENCE = 10.0  # for the process to end by itself [s]
@@ -48,7 +48,7 @@ class ProcessEngine(Engine):
     def __init__(
         self,
         build: Callable[..., Engine],
-        arguments: tuple[Any, ...],
+        arguments: tuple[object, ...],
         *,
         transport: Kind,
         bucket_bytes: int = 2**30,
@@ -82,7 +82,7 @@ class ProcessEngine(Engine):
         self._pending = 0  # calls without a result so far
         self._hangs = False  # then nobody waits for it again until the next call
         self._capabilities: Capabilities | None = None
-        self._request(build, arguments)
+        self._request(Build(build, arguments))
 
     @property
     def capabilities(self) -> Capabilities:
@@ -141,16 +141,16 @@ class ProcessEngine(Engine):
         finally:
             if self._pending and not self._hangs and self.process.poll() is None:
                 with suppress(OSError):
-                    send(self._connection, ("stop",))
+                    send(self._connection, Stop())
                 self._result("stream")
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
         """Digests of the weights that the engine took, computed there."""
-        return self._call("checksums", names)
+        return cast(dict[str, int], self._call("checksums", names))
 
     def sleep(self) -> int:
         """Frees the engine's memory until the next `load_weights`; returns bytes."""
-        return self._call("sleep")
+        return cast(int, self._call("sleep"))
 
     def close(self) -> None:
         """Ends the engine, and its process if it does not end by itself."""
@@ -167,40 +167,41 @@ class ProcessEngine(Engine):
 
     # calls -------------------------------------------------------------------------------------
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: object) -> object:
         self._begin(method, *arguments)
         return self._result(method)
 
-    def _begin(self, *message: Any) -> None:
+    def _begin(self, method: str, *arguments: object) -> None:
         """Send a call, once the engine is built and every interrupted call has ended."""
         _ = self.capabilities
         while pending := self._pending:
             try:
-                self._result(message[0])
+                self._result(method)
             except Exception:
                 if self._pending == pending:  # no result came, and none will
                     raise
-        self._request(*message)
+        self._request(Call(method, arguments))
 
-    def _request(self, *message: Any) -> None:
+    def _request(self, request: Build | Call) -> None:
         try:
-            send(self._connection, message)
+            send(self._connection, request)
         except OSError:
-            raise self._died(str(message[0])) from None
+            method = request.method if isinstance(request, Call) else "start"
+            raise self._died(method) from None
         self._pending += 1
 
-    def _result(self, call: str) -> Any:
+    def _result(self, call: str) -> object:
         """The result of the call; samples that come before it are dropped."""
         while isinstance(message := self._recv(call), bytes):
             continue
-        return message
+        return message.value
 
-    def _recv(self, call: str) -> Any:
+    def _recv(self, call: str) -> bytes | Result:
         """The next sample, or what the call returned. Raises: what it raised there."""
         with suppress(_MessageWaits):
             self._wait([], call)
         try:
-            message = recv(self._connection)
+            message = recv(self._connection, bytes, Failure, Result)
         except (EOFError, OSError):
             raise self._died(call) from None
         if isinstance(message, bytes):
@@ -208,10 +209,9 @@ class ProcessEngine(Engine):
         self._pending -= 1
         if isinstance(message, Failure):
             raise message.error() from RemoteError(f"in {self._name}:\n{message.traceback}")
-        assert isinstance(message, Result)
-        return message.value
+        return message
 
-    def _wait(self, readable: list[Any], call: str) -> list[Any]:
+    def _wait(self, readable: Sequence[Readable], call: str) -> Sequence[object]:
         """Those of ``readable`` that can be read, as soon as there are some.
 
         Raises: _MessageWaits when the engine sent a message instead; RuntimeError when its process

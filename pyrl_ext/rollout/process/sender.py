@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +31,33 @@ from pyrl_ext.rollout.process.channel import (
     send,
 )
 
+Readable = Connection | socket.socket | int
 # Waits until one of these can be read and returns those that can; raises if none ever will.
-Wait = Callable[[list[Any]], list[Any]]
+Wait = Callable[[Sequence[Readable]], Sequence[object]]
 
 
 class ReaderLost(Exception):
     """A reader left before the end of a transfer."""
+
+
+class Hello(NamedTuple):
+    """The first message that a reader gets: how to make its end of the channel."""
+
+    kind: Kind
+    device: str
+    size: int
+    """processes of the channel, the sender first"""
+    rank: int
+    port: int | None
+    """of a broadcast's store"""
+
+
+class Next(NamedTuple):
+    """A reader is done with its bucket, and asks for the next."""
+
+
+class End(NamedTuple):
+    """There are no more buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +95,8 @@ class Sender:
         readers: int = 1,
         device: torch.device | str = "cpu",
     ):
-        self.kind, self.bucket_bytes, self.readers = kind, bucket_bytes, readers
+        self.kind: Kind = kind
+        self.bucket_bytes, self.readers = bucket_bytes, readers
         self.device = torch.device(device)
         self._door: socket.socket | None = None
         self._channel: Channel | None = None
@@ -108,7 +130,7 @@ class Sender:
             self._hand_over(bucket, wait)
         with _readers():
             self._await_requests(wait)
-            self._send_all(None)
+            self._send_all(End())
 
     def drop(self) -> None:
         """End a transfer in its middle: the readers see their sockets close."""
@@ -135,8 +157,8 @@ class Sender:
                 continue
             self._connections.append(Connection(reader.detach()))
             port = self._channel.port if isinstance(self._channel, Broadcast) else None
-            hello = (self.kind, self.device.type, 1 + self.readers, len(self._connections), port)
-            send(self._connections[-1], hello)
+            size, rank = 1 + self.readers, len(self._connections)
+            send(self._connections[-1], Hello(self.kind, self.device.type, size, rank, port))
 
     def _allocate(self, size: int) -> Tensor:
         """The buffer that the readers are done with."""
@@ -163,11 +185,12 @@ class Sender:
         """Returns when all readers are done with the bucket they have."""
         missing = list(self._connections)
         while missing:
-            for connection in wait(missing):
-                recv(connection)
+            ready = wait(missing)
+            for connection in [each for each in missing if each in ready]:
+                recv(connection, Next)
                 missing.remove(connection)
 
-    def _send_all(self, message: Handover | None) -> None:
+    def _send_all(self, message: Handover | End) -> None:
         for connection in self._connections:
             send(connection, message)
 
@@ -214,11 +237,12 @@ class Reader:
         door = socket.socket(socket.AF_UNIX)
         door.connect(address)
         self.address, self.connection = address, Connection(door.detach())
-        kind, device, size, rank, port = recv(self.connection)
-        if kind == "broadcast":
-            self.channel: Channel = Broadcast(torch.device(device), size, rank, port)
+        hello = recv(self.connection, Hello)
+        if hello.port is not None:
+            device = torch.device(hello.device)
+            self.channel: Channel = Broadcast(device, hello.size, hello.rank, hello.port)
         else:
-            self.channel = SharedMemory() if kind == "shm" else CudaIpc()
+            self.channel = SharedMemory() if hello.kind == "shm" else CudaIpc()
         self.connected[address] = self
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -227,13 +251,13 @@ class Reader:
         while True:
             channel.flush()
             try:
-                send(self.connection, "next")
-                handover: Handover | None = recv(self.connection)
+                send(self.connection, Next())
+                handover = recv(self.connection, Handover, End)
             except (EOFError, OSError) as error:
                 raise RuntimeError(
                     f"Incoming: the trainer stopped after {count} tensors, expected all of them"
                 ) from error
-            if handover is None:
+            if isinstance(handover, End):
                 return
             index, bucket = handover.index, handover.bucket
             if handover.is_new:

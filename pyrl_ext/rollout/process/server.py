@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import fields
 from multiprocessing.connection import Connection
@@ -33,6 +34,24 @@ BEATS = struct.Struct("Q")  # count of heartbeats, in memory that both processes
 _PR_SET_PDEATHSIG = 1
 # Kinds of errors that the trainer gets as they are; others become a RuntimeError with their name.
 PLAIN = {kind.__name__: kind for kind in (ValueError, RuntimeError, FloatingPointError, OSError)}
+
+
+class Build(NamedTuple):
+    """The first request: the engine is what `function` returns."""
+
+    function: Callable[..., Engine]
+    arguments: tuple[object, ...]
+
+
+class Call(NamedTuple):
+    """A request to call a method of the engine."""
+
+    method: str
+    arguments: tuple[object, ...]
+
+
+class Stop(NamedTuple):
+    """The request to end a stream. It gets no reply."""
 
 
 class Failure(NamedTuple):
@@ -56,7 +75,7 @@ class Failure(NamedTuple):
 class Result(NamedTuple):
     """The result of a call."""
 
-    value: Any
+    value: object
 
 
 def pack(sample: Sample) -> bytes:
@@ -76,8 +95,8 @@ def unpack(packed: bytes) -> Sample:
 def serve(connection: Connection) -> None:
     """Build the engine that the first message names, then serve calls until the socket closes."""
     try:
-        build, arguments = recv(connection)
-        engine: Engine = build(*arguments)
+        build = recv(connection, Build)
+        engine = build.function(*build.arguments)
     except Exception as error:
         send(connection, Failure.of(error))
         return
@@ -85,31 +104,28 @@ def serve(connection: Connection) -> None:
         send(connection, Result(engine.capabilities))
         while True:
             try:
-                method, *given = recv(connection)
+                request = recv(connection, Call, Stop)
             except EOFError:
                 return
-            if method == "stop":  # for a stream that had ended already
+            if isinstance(request, Stop):  # for a stream that had ended already
                 continue
             try:
-                stream = method == "stream"
-                value = (_stream if stream else _call)(connection, engine, method, given)
-                result = Result(value)
+                value = getattr(engine, request.method)(*request.arguments)
+                if request.method == "stream":
+                    value = _send_all(connection, value)
+                reply = Result(value)
             except Exception as error:
-                result = Failure.of(error)
-            send(connection, result)
+                reply = Failure.of(error)
+            send(connection, reply)
 
 
-def _call(_connection: Connection, engine: Engine, method: str, given: list[Any]) -> Any:
-    return getattr(engine, method)(*given)
-
-
-def _stream(connection: Connection, engine: Engine, _method: str, given: list[Any]) -> None:
-    """Sends samples as they finish, until the trainer sends stop."""
-    with closing(engine.stream(*given)) as samples:
+def _send_all(connection: Connection, stream: Generator[Sample, None, None]) -> None:
+    """Sends samples as they finish, until the trainer sends `Stop`."""
+    with closing(stream) as samples:
         for sample in samples:
             send(connection, pack(sample))
             if connection.poll():
-                recv(connection)  # stop
+                recv(connection, Stop)
                 return
 
 

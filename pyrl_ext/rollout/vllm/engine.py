@@ -8,7 +8,7 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from pyrl_ext.rollout.engine import Capabilities, Engine, incomplete, need_weigh
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.samples import Prompt, Sample, Sampling, route_dtype
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, LLMEngine, SamplingParams
 
 
 class VLLMEngine(Engine):
@@ -236,7 +239,7 @@ class VLLMEngine(Engine):
         self,
         prompt: Prompt,
         index: int,
-        output: Any,
+        output: CompletionOutput,
         parts: list[tuple[int, np.ndarray]] | None,
     ) -> Sample:
         if output.finish_reason not in ("stop", "length"):
@@ -296,7 +299,7 @@ def _unwritten(config: Path) -> dict[str, str]:
     return {name: value for name, value in needed.items() if is_v3 and name not in given}
 
 
-def _start(interpreted: bool, **arguments: Any) -> Any:
+def _start(interpreted: bool, **arguments: Any) -> LLMEngine:
     """vLLM's engine in this process, with random weights."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -333,7 +336,7 @@ def _keep_our_groups() -> None:
     core.cleanup_dist_env_and_memory = destroy_model_parallel  # type: ignore
 
 
-def _params(sampling: Sampling, prompt: Prompt, index: int) -> Any:
+def _params(sampling: Sampling, prompt: Prompt, index: int) -> SamplingParams:
     from vllm import SamplingParams
 
     seed = (sampling.seed * 1_000_003 + prompt.id) * 1_009 + index

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,14 +11,17 @@ from torch import Tensor
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.rollout.hf.destinations import Destinations
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 
 class Loading:
     """Its methods are called by name through `collective_rpc`."""
 
-    model_runner: Any
-    vllm_config: Any
+    model_runner: Any  # vLLM has one for GPUs, one for CPUs, and a second generation
+    vllm_config: VllmConfig
     rank: int
-    reload_weights: Any
+    reload_weights: Callable[..., None]
     _destinations: Destinations | None = None
     _taken: dict[str, Tensor]
 

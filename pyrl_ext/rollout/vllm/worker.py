@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.loading import Loading
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 if cpu.installed():
     cpu.patch()
@@ -23,9 +26,6 @@ class WorkerExtension(Loading):
     vLLM's own `enable_return_routed_experts` needs Triton, which a CPU interprets 100 times slower.
     This class uses the same callbacks in the routers.
     """
-
-    model_runner: Any
-    vllm_config: Any
 
     def watch_steps(self, routes: bool) -> None:
         """From now on keep the random generators of requests and, with `routes`, their routes until
@@ -50,7 +50,9 @@ class WorkerExtension(Loading):
         assert self._now is not None
         self._now[: len(topk_ids), layer_id] = topk_ids.to(self._now.device, torch.int32)
 
-    def _execute_and_keep(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute_and_keep(
+        self, scheduled: SchedulerOutput, *args: object, **kwargs: object
+    ) -> object:
         runner, row = self.model_runner, 0
         for name, generator in self._generators.items():
             runner.input_batch.generators[runner.input_batch.req_id_to_index[name]] = generator
