@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,19 +114,21 @@ class ParquetRows:
         return {name: value for name, value in row.items() if value is not None}
 
 
-def refuse(path: Path, problems: Iterable[str], records: int) -> None:
+def refuse(path: Path, problems: Sequence[str], records: int, broken: int | None = None) -> None:
     """Raise `DataError` if there are ``problems``, or no ``records`` at all.
 
     Args:
-        problems: of records, one a record
+        problems: of records, one a record; at least as many as are shown
         records: number of records in the file
+        broken: number of records with problems; None: as many as ``problems``
     """
-    lines = list(problems)
-    if lines:
-        more = len(lines) - SHOWN_PROBLEMS
-        shown = lines[:SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
+    broken = len(problems) if broken is None else broken
+    if broken:
+        shown = problems[:SHOWN_PROBLEMS]
+        more = [f"and {broken - len(shown)} more"] if broken > len(shown) else []
         raise DataError(
-            f"{path}: {len(lines)} of {records} records cannot be used\n  " + "\n  ".join(shown)
+            f"{path}: {broken} of {records} records cannot be used\n  "
+            + "\n  ".join([*shown, *more])
         )
     if not records:
         raise DataError(f"{path}: no records, expected at least one")

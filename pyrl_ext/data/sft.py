@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from pyrl_ext.data.chat import Tokenizer, check_known, check_size, render, tokens_of_chat
 from pyrl_ext.data.epochs import Epochs
-from pyrl_ext.data.files import Broken, Records, cut
+from pyrl_ext.data.files import SHOWN_PROBLEMS, Broken, Records, cut, refuse
 from pyrl_ext.samples import Sample
 
 
@@ -125,21 +126,38 @@ def _sample(tokens: np.ndarray, mask: np.ndarray, truncated: bool) -> Sample:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Findings:
     """Facts about a share of the records, from `SftSource.check`.
 
     Args:
-        problems: (number of the record, place and reason) of each that cannot be used
-        lengths: tokens of the others, after cutting
-        loss_tokens: number of their tokens under the loss mask
+        problems: (number of the record, its place and reason) of the first that cannot be used
+        broken: number of all that cannot be used
+        tokens: of the others, after cutting
+        loss_tokens: number of them under the loss mask
+        longest: tokens of the longest of them
         truncated: number of records that were cut
     """
 
-    problems: list[tuple[int, str]]
-    lengths: list[int]
-    loss_tokens: int
-    truncated: int
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    broken: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    longest: int = 0
+    truncated: int = 0
+
+    def count(self, sample: Sample) -> None:
+        """Add a sample."""
+        self.tokens += sample.tokens.numel()
+        self.loss_tokens += int(sample.loss_mask.sum())
+        self.longest = max(self.longest, sample.tokens.numel())
+        self.truncated += sample.finish_reason == "length"
+
+    def refuse(self, number: int, problem: str) -> None:
+        """Add a record that cannot be used."""
+        self.broken += 1
+        if self.broken <= SHOWN_PROBLEMS:
+            self.problems.append((number, problem))
 
 
 class SftSource:
@@ -176,18 +194,34 @@ class SftSource:
 
     def check(self, rank: int = 0, ranks: int = 1) -> Findings:
         """Encode every ``ranks``-th record, starting with number ``rank``, and keep nothing."""
-        found = Findings([], [], 0, 0)
+        found = Findings()
         for number in range(rank, len(self.records), ranks):
             try:
-                sample = self.encode(self.records.read(number))
+                found.count(self.encode(self.records.read(number)))
             except Broken as broken:
-                found.problems.append((number, f"{self.records.where(number)}: {broken}"))
-                continue
-            found.lengths.append(sample.tokens.numel())
-            loss_tokens = found.loss_tokens + int(sample.loss_mask.sum())
-            truncated = found.truncated + (sample.finish_reason == "length")
-            found = replace(found, loss_tokens=loss_tokens, truncated=truncated)
+                found.refuse(number, f"{self.records.where(number)}: {broken}")
         return found
+
+    def summary(self, shares: Sequence[Findings]) -> str:
+        """A line about all records.
+
+        Args:
+            shares: of all ranks
+
+        Raises: DataError when records cannot be used, or there are none.
+        """
+        problems = sorted(each for share in shares for each in share.problems)
+        lines, broken = [line for _, line in problems], sum(share.broken for share in shares)
+        refuse(self.records.path, lines, len(self.records), broken)
+        tokens, trained, cut = (
+            sum(getattr(share, name) for share in shares)
+            for name in ("tokens", "loss_tokens", "truncated")
+        )
+        held_out, longest = len(self.records) - self.size, max(share.longest for share in shares)
+        return (
+            f"{self.records.path}: {self.size:,} records, {held_out:,} more held out; {tokens:,} "
+            f"tokens, {trained:,} in the loss; {longest:,} in the longest record; {cut:,} were cut"
+        )
 
     def take(self, step: int, n: int, rank: int = 0, ranks: int = 1) -> list[Sample]:
         """Every ``ranks``-th of a step's n samples, starting with number ``rank``.

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from pyrl_ext.data.files import open_records
 from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import Reward, score
+from pyrl_ext.data.sft import Encoder, SftSource
 from pyrl_ext.data.tasks import Task
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.dist.user_code import load_function
@@ -43,6 +45,21 @@ class Source:
             stop_ids=self.stop_ids,
             timeout=self.timeout,
         )
+
+
+def build_records(plan: Plan) -> SftSource:
+    """The records of a run without rollouts, not looked at yet.
+
+    Raises:
+        DataError: the file or the tokenizer cannot be opened.
+        ValueError: no record is left to train on.
+    """
+    assert plan.records_path is not None  # the compiler says so
+    tokenizer = None if plan.tokenizer_path is None else load_tokenizer(plan.tokenizer_path)
+    data = plan.data
+    encode = Encoder(tokenizer, plan.sizes.vocab_size, data.max_tokens, data.truncate)
+    records = open_records(plan.records_path)
+    return SftSource(records, encode, data.held_out, plan.seed, data.shuffle)
 
 
 def build_source(plan: Plan) -> Source:

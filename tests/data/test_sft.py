@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pyrl_ext.data.files import Broken, open_records
+from pyrl_ext.data.files import Broken, DataError, open_records
 from pyrl_ext.data.sft import Encoder, SftSource
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.samples import Sample
@@ -85,7 +85,8 @@ def test_check_lists_every_broken_record_with_its_line(tokenizer: Any, tmp_path:
     path = write_lines(tmp_path / "a.jsonl", CHAT, *(record for record, _ in BROKEN), CHAT)
     source = SftSource(open_records(path), Encoder(tokenizer, 128, 8))
     found = source.check()
-    assert (found.lengths, found.loss_tokens, found.truncated) == ([8, 8], 8, 0)
+    assert (found.tokens, found.loss_tokens, found.longest, found.truncated) == (16, 8, 8, 0)
+    assert found.broken == len(BROKEN)
     assert [number for number, _ in found.problems] == list(range(1, len(BROKEN) + 1))
     for line, ((_, problem), (_, message)) in enumerate(
         zip(found.problems, BROKEN, strict=True), 2
@@ -93,6 +94,30 @@ def test_check_lists_every_broken_record_with_its_line(tokenizer: Any, tmp_path:
         assert problem.startswith(f"{path}:{line}: {message}")
     shares = [source.check(rank, 3) for rank in range(3)]
     assert sorted(each for share in shares for each in share.problems) == found.problems
+    with pytest.raises(DataError) as caught:
+        source.summary(shares)
+    head, *lines = str(caught.value).splitlines()
+    assert head == f"{path}: {len(BROKEN)} of {len(BROKEN) + 2} records cannot be used"
+    assert lines == [f"  {problem}" for _, problem in found.problems]
+
+
+def test_summary_counts_all_shares_and_shows_the_first_problems(tmp_path: Path):
+    source = numbered(tmp_path / "a.jsonl", 10, held_out=3)
+    shares = [source.check(rank, 4) for rank in range(4)]
+    assert source.summary(shares) == (
+        f"{tmp_path / 'a.jsonl'}: 7 records, 3 more held out; 20 tokens, 10 in the loss; "
+        "2 in the longest record; 0 were cut"
+    )
+    path = write_lines(tmp_path / "b.jsonl", *[{}] * 200)
+    source = SftSource(open_records(path), Encoder(None, 128, 8))
+    with pytest.raises(DataError, match=r"200 of 200 records(?s:.*)and 150 more$") as caught:
+        source.summary([source.check(rank, 3) for rank in range(3)])
+    places = [line.split(":")[1] for line in str(caught.value).splitlines()[1:-1]]
+    assert places == [str(line) for line in range(1, 51)]
+    (tmp_path / "c.jsonl").write_bytes(b"\n")
+    source = SftSource(open_records(tmp_path / "c.jsonl"), Encoder(None, 128, 8), held_out=2)
+    with pytest.raises(DataError, match=r"c\.jsonl: no records, expected at least one"):
+        source.summary([source.check()])
 
 
 def test_encoder_names_a_missing_tokenizer():
@@ -105,7 +130,7 @@ def test_encoder_cuts_long_records_only_when_told_to(tokenizer: Any, tmp_path: P
     lines = [tokens(1, 2), long, tokens(*range(1, 6)), CHAT]
     records = open_records(write_lines(tmp_path / "a.jsonl", *lines))
     found = SftSource(records, Encoder(tokenizer, 128, 4, truncate=True)).check()
-    assert (found.lengths, found.truncated, found.loss_tokens) == ([2, 4], 1, 2)
+    assert (found.tokens, found.longest, found.truncated, found.loss_tokens) == (6, 4, 1, 2)
     lost = "no token under the loss mask in the first 4 of {} tokens, expected at least one"
     assert [text.partition(": ")[2].partition(" to train")[0] for _, text in found.problems] == [
         lost.format(5),
