@@ -60,6 +60,11 @@ _METRICS = (
         "eval_reward", "reward", "Mean reward on the held-out prompts before the step's update."
     ),
     Metric(
+        "eval_loss",
+        "nat",
+        "Mean of -log p over the loss tokens of the records held out, before the step's update.",
+    ),
+    Metric(
         "loss",
         "1",
         "Sum of the token losses over the loss tokens of all ranks, divided by their number, "
@@ -180,7 +185,15 @@ _METRICS = (
         "tokens",
         "Tokens of complete responses in aborted groups, without responses that were cut off.",
     ),
+    # records, of a run without rollouts
+    Metric("data/epoch", "1", "Times the run has gone through its records, after this step."),
+    Metric("data/tokens", "tokens", "Tokens of the step's records."),
+    Metric("data/loss_tokens", "tokens", "Number of them under the loss mask."),
+    Metric("data/longest", "tokens", "Tokens of the step's longest record."),
+    Metric("data/truncated", "1", "Fraction of the step's records that were cut to max_tokens."),
+    Metric("data/padding", "1", "Fraction of the rows that all ranks compute that is padding."),
     # time
+    Metric("time/data", "s", "Wall time of reading and encoding the step's records."),
     Metric("time/rollout", "s", "Wall time of generating and scoring samples."),
     Metric("time/old_logprobs", "s", "Wall time of log-probs under the policy before the update."),
     Metric("time/ref_logprobs", "s", "Wall time of log-probs under the reference policy."),

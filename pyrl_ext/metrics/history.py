@@ -35,6 +35,11 @@ class Run:
         return float(values.mean()) if len(values) else None
 
 
+def aim(run: Run) -> str:
+    """The metric that a run improves: the reward, or the loss where there are no rewards."""
+    return "reward" if any("reward" in row for row in run.rows) else "loss"
+
+
 def load_run(folder: str | Path) -> Run:
     """The run in ``folder``, with today's names of metrics.
 

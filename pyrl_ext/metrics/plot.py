@@ -1,4 +1,5 @@
-"""The picture of a run: the reward and, below it, the mismatch of rollout engine and trainer."""
+"""The picture of a run: the reward and, below it, the mismatch of rollout engine and trainer;
+without rollouts the loss and the gradient norm."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyrl_ext.metrics.history import Run
+from pyrl_ext.metrics.history import Run, aim
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,27 +60,41 @@ def plot(runs: Sequence[Run], path: str | Path) -> None:
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
         FigureCanvasAgg(figure)
         top, bottom = figure.subplots(2, 1, sharex=True)
-        _draw_reward(top, runs)
-        _draw_mismatch(bottom, runs)
-        bottom.set_xlabel("rollout step")
+        if any(aim(run) == "reward" for run in runs):
+            _draw_curve(top, runs, "reward", "mean reward of a sample", "prompts")
+            _draw_mismatch(bottom, runs)
+            bottom.set_xlabel("rollout step")
+        else:
+            _draw_curve(top, runs, "loss", "nats a loss token", "records")
+            _draw_norm(bottom, runs)
+            bottom.set_xlabel("step")
         bottom.xaxis.get_major_locator().set_params(integer=True)
         figure.savefig(path)
 
 
-def _draw_reward(axes: Axes, runs: Sequence[Run]) -> None:
+def _draw_curve(axes: Axes, runs: Sequence[Run], name: str, unit: str, held_out: str) -> None:
+    """The metric ``name`` in training, and of what is held out."""
     window = 1
     for run, colour in _coloured(runs):
-        steps, reward = run.series("reward")
-        if len(reward):
-            window = 2 * (len(reward) // 50) + 1
-            axes.plot(steps, reward, color=colour, linewidth=1, alpha=0.35)
-            axes.plot(steps, _running_mean(reward, window), color=colour)
-        steps, evaluated = run.series("eval_reward")
+        steps, values = run.series(name)
+        if len(values):
+            window = 2 * (len(values) // 50) + 1
+            axes.plot(steps, values, color=colour, linewidth=1, alpha=0.35)
+            axes.plot(steps, _running_mean(values, window), color=colour)
+        steps, evaluated = run.series(f"eval_{name}")
         own = COLOURS[1] if len(runs) == 1 else _darker(colour)
         axes.plot(steps, evaluated, color=own, **HELD_OUT)
-    axes.set_ylabel("mean reward of a sample")
+    axes.set_ylabel(unit)
     training = "training" if window == 1 else f"training, mean of {window} steps"
-    _head(axes, "Reward", runs, [(training, {}), ("held-out prompts", HELD_OUT)])
+    keys: list[tuple[str, dict]] = [(training, {}), (f"held-out {held_out}", HELD_OUT)]
+    _head(axes, name.capitalize(), runs, keys)
+
+
+def _draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
+    for run, colour in _coloured(runs):
+        axes.plot(*run.series("grad_norm"), color=colour)
+    axes.set_ylabel("L2 norm, before clipping")
+    _head(axes, "Gradient norm", runs, [("training", {})])
 
 
 def _draw_mismatch(axes: Axes, runs: Sequence[Run]) -> None:

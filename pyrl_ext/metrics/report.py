@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pyrl_ext.metrics.glossary import lookup
-from pyrl_ext.metrics.history import Run, load_run
+from pyrl_ext.metrics.history import Run, aim, load_run
 from pyrl_ext.metrics.plot import plot
 
 # A phase, and whether its time goes into the model (any trainer spends it) or into our own code.
 PHASES = {
+    "time/data": "ours",
     "time/rollout": "model",
     "time/old_logprobs": "model",
     "time/ref_logprobs": "model",
@@ -34,7 +35,7 @@ MEANS = (
     *("mismatch/k3", "mismatch/abs_mean", "mismatch/prob_abs_mean", "mismatch/f2", "mismatch/ess"),
     *("route/agree_topk", "route/exact_set", "route/coverage"),
     *("policy/ppo_kl", "policy/clip_fraction", "policy/entropy", "rollout/response_len"),
-    "tokens_per_s",
+    *("data/padding", "data/truncated", "tokens_per_s"),
 )
 
 WORST_LAYER = "route/agree_topk, worst layer"
@@ -44,18 +45,20 @@ WORST_STEP = "mismatch/abs_mean, worst step"
 def summary(run: Run) -> dict[str, float]:
     """The figures of the report: name -> value, in the order shown.
 
-    ``reward first`` and ``last`` are single steps, ``best`` the highest step; other metrics are
-    means over all steps, NaN if one step is NaN. ``worst layer`` has the lowest mean agreement,
-    ``worst step`` the largest value.
+    ``reward first`` and ``last`` are single steps, ``best`` the highest step; of a run without
+    rollouts they are those of the loss, ``best`` the lowest. Other metrics are means over all
+    steps, NaN if one step is NaN. ``worst layer`` has the lowest mean agreement, ``worst step`` the
+    largest value.
     """
-    _, reward = run.series("reward")
-    figures: dict[str, float] = {"steps": len(reward)}
-    if len(reward):
-        figures |= {"reward first": reward[0], "reward last": reward[-1]}
-        figures["reward best"] = np.max(reward)
-    _, evaluated = run.series("eval_reward")
+    name = aim(run)
+    _, values = run.series(name)
+    figures: dict[str, float] = {"steps": len(values)}
+    if len(values):
+        best = np.max(values) if name == "reward" else np.min(values)
+        figures |= {f"{name} first": values[0], f"{name} last": values[-1], f"{name} best": best}
+    _, evaluated = run.series(f"eval_{name}")
     if len(evaluated):
-        figures |= {"eval reward start": evaluated[0], "eval reward end": evaluated[-1]}
+        figures |= {f"eval {name} start": evaluated[0], f"eval {name} end": evaluated[-1]}
     for name in MEANS:
         if (mean := run.mean(name)) is not None:
             figures[name] = mean

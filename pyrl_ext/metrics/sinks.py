@@ -194,7 +194,7 @@ class TensorBoardSink:
 
 
 class ProgressSink:
-    """A progress bar with reward, tokens/s and the time left; plain lines if not in a terminal.
+    """A progress bar with reward or loss, tokens/s and time left; plain lines if not in a terminal.
 
     Args:
         total_steps: steps of the whole run.
@@ -252,7 +252,8 @@ class ProgressSink:
 
 
 def _numbers(row: Row) -> str:
-    shown = (("reward", "reward", ".3f"), ("eval_reward", "eval", ".3f"))
+    name = "reward" if "reward" in row else "loss"
+    shown = ((name, name, ".3f"), ("eval_reward", "eval", ".3f"), ("eval_loss", "eval", ".3f"))
     parts = [f"{label} {row[name]:{form}}" for name, label, form in shown if name in row]
     if "tokens_per_s" in row:
         parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")

@@ -75,7 +75,8 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
         assert train(plan, topo, heartbeat)
     logged = {name for row in read_rows(tmp_path / "run/metrics.jsonl") for name in row}
     logged = {re.sub(r"/layer_\d+$", "/layer_<id>", name) for name in logged}
-    assert logged | ON_A_GPU == GLOSSARY.keys()
+    sft = {"eval_loss", "time/data", *(name for name in GLOSSARY if name.startswith("data/"))}
+    assert logged | ON_A_GPU | sft == GLOSSARY.keys()
 
 
 def test_page_is_the_one_in_docs():

@@ -44,6 +44,18 @@ def test_summary_takes_means_and_extremes(tmp_path):
     assert seconds == {name: pytest.approx(value) for name, value in wanted.items()}
 
 
+def test_summary_of_a_run_without_rollouts_is_about_the_loss(tmp_path):
+    rows = [{"step": n, "loss": 4.0 - n % 3, "grad_norm": 1.0, "time/data": 0.5} for n in range(9)]
+    rows[4]["eval_loss"] = 3.5
+    rows.append({"step": 9, "eval_loss": 2.5})
+    run = Run("a", rows)
+    figures = report.summary(run)
+    assert figures["steps"] == 9 and "reward first" not in figures
+    assert [figures[f"loss {k}"] for k in ("first", "last", "best")] == [4.0, 2.0, 2.0]
+    assert (figures["eval loss start"], figures["eval loss end"]) == (3.5, 2.5)
+    assert report.phase_seconds(run)["time/data"] == 4.5
+
+
 def test_phase_seconds_counts_checkpoints_beside_the_steps(tmp_path):
     write_run(tmp_path / "a", 10, **{"time/checkpoint": 0.5})
     seconds = report.phase_seconds(load_run(tmp_path / "a"))
@@ -86,7 +98,7 @@ def test_report_shows_numbers_that_are_not_finite(tmp_path, capsys):
     assert row_of(lines, "steps with NaN or infinity") == "steps with NaN or infinity 10"
 
 
-@pytest.mark.parametrize("case", ["one", "three", "not finite", "one step", "no mismatch"])
+@pytest.mark.parametrize("case", ["one", "three", "not finite", "one step", "no mismatch", "loss"])
 def test_plot_draws_the_picture(tmp_path, case):
     from matplotlib.image import imread
 
@@ -97,6 +109,10 @@ def test_plot_draws_the_picture(tmp_path, case):
     runs = [load_run(tmp_path / str(place)) for place in range(len(factors))]
     if case == "no mismatch":
         runs = [Run("a", [{"step": 0, "reward": 1.0}, {"step": 1, "reward": 2.0}])]
+    if case == "loss":
+        runs = [
+            Run("a", [{"step": n, "loss": 2 - n, "grad_norm": 1, "eval_loss": 2} for n in (0, 1)])
+        ]
     report.print_report(runs, tmp_path / "out.png", Console(file=io.StringIO()))
     pixels = imread(tmp_path / "out.png")
     assert pixels.shape[:2] == (960, 1280)
