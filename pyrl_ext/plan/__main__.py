@@ -17,6 +17,7 @@ from pyrl_ext.plan.language.errors import ConfigError
 from pyrl_ext.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from pyrl_ext.plan.forecast.strategies import Comparison
     from pyrl_ext.plan.show.html.sections import Block
 
 
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", action="store_true", help="and compare with steps that run")
     parser.add_argument("--suggest", metavar="8xH200", help="the fastest plans for these GPUs")
     parser.add_argument("--scale", action="store_true", help="what grows with the ranks")
+    parser.add_argument("--lengths", metavar="FILE", help="schedules of samples of given lengths")
     parser.add_argument("--explain", metavar="KEY", help="what a key or section means, and is")
     parser.add_argument("--schema", action="store_true", help="print a JSON Schema for editors")
     parser.add_argument("--reference", action="store_true", help="print the page of all keys")
@@ -48,13 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return print_suggestions(options.config, options.overrides, options.suggest)
         plan = compile_plan(options.config, options.overrides)
+        comparison = _comparison(plan, options.lengths)
+        blocks = _blocks(plan, options, comparison)
     except ConfigError as error:
         red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
         for line in str(error).splitlines():
             print(f"{red}{line}{plain}", file=sys.stderr)
         _write_page(options.html, error)
         return 2
-    if not _write_page(options.html, plan, _blocks(plan, options)):
+    if not _write_page(options.html, plan, blocks):
         return 2
     if options.measure:
         return _run("pyrl_ext.tools.measure", options, *["--json"] * options.json)
@@ -63,6 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.build:
         return _run("pyrl_ext.tools.prebuild", options, "--into", options.build)
+    _print(plan, options, comparison)
+    return 0
+
+
+def _print(plan: Plan, options: argparse.Namespace, comparison: Comparison | None) -> None:
+    """Print the tables that the options ask for, or the plan."""
     # rich costs a tenth of a second that --json and errors need not wait for
     from rich.console import Console
 
@@ -70,11 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pyrl_ext.plan.show.scale import print_scale
 
         print_scale(plan, Console())
-        return 0
-    from pyrl_ext.plan.show.terminal import print_plan
+    if comparison:
+        from pyrl_ext.plan.show.strategies import print_strategies
 
-    print_plan(plan, Console(), everything=options.all)
-    return 0
+        print_strategies(comparison, options.lengths, Console())
+    if not (options.scale or comparison):
+        from pyrl_ext.plan.show.terminal import print_plan
+
+        print_plan(plan, Console(), everything=options.all)
 
 
 def _document(options: argparse.Namespace) -> int:
@@ -93,13 +106,29 @@ def _document(options: argparse.Namespace) -> int:
     return 0
 
 
-def _blocks(plan: Plan, options: argparse.Namespace) -> list[Block]:
-    """Sections that the options add to the page."""
-    if options.html is None or not options.scale:
-        return []
-    from pyrl_ext.plan.show.scale import scale_block
+def _comparison(plan: Plan, path: str | None) -> Comparison | None:
+    """The schedules of the lengths in a file. Raises `ConfigError` if it holds something else."""
+    if path is None:
+        return None
+    from pyrl_ext.plan.show.strategies import compare
 
-    return [scale_block(plan)]
+    return compare(plan, path)
+
+
+def _blocks(plan: Plan, options: argparse.Namespace, found: Comparison | None) -> list[Block]:
+    """Sections that the options add to the page."""
+    if options.html is None:
+        return []
+    blocks: list[Block] = []
+    if options.scale:
+        from pyrl_ext.plan.show.scale import scale_block
+
+        blocks.append(scale_block(plan))
+    if found:
+        from pyrl_ext.plan.show.strategies import strategies_block
+
+        blocks.append(strategies_block(found, options.lengths))
+    return blocks
 
 
 def _write_page(

@@ -1,0 +1,246 @@
+"""Compares how the same samples could be scheduled: fixed and dynamic context parallelism.
+
+The file's samples are one minibatch. A stage takes as long as the mean stage; pipeline bubbles are
+left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from pyrl_ext.plan.forecast.compute_time import Passes
+from pyrl_ext.plan.forecast.cp_problem import CostModel, CpSize, Exchange, Problem, problem_of
+from pyrl_ext.plan.forecast.dynamic_cp import Placed, search
+from pyrl_ext.plan.forecast.flops import model_flops
+from pyrl_ext.plan.forecast.hardware import gpu_of
+from pyrl_ext.plan.forecast.packing import pack_samples
+from pyrl_ext.plan.forecast.scale import COMPUTED, World
+from pyrl_ext.plan.forecast.workload import step_samples
+from pyrl_ext.plan.plan import Plan
+
+Microbatch = tuple[Placed, ...]
+
+
+class Costs(NamedTuple):
+    """The price of a microbatch, and where it comes from."""
+
+    model: CostModel
+    unit: str
+    """s or FLOP."""
+    why: str
+
+
+class Strategy(NamedTuple):
+    """A schedule of all samples, with what it costs."""
+
+    name: str
+    about: str
+    microbatches: tuple[Microbatch, ...]
+    times: tuple[tuple[float, ...], ...]
+    """The time of every group of every microbatch."""
+    launch: float
+    """The time of a microbatch without samples."""
+    work: float
+    """Time of all groups, times their ranks."""
+    ranks: int
+    rows: int
+    padded: int
+    cp_size: float
+    """Ranks that share the sample of a row, in the mean over rows."""
+    tokens: tuple[int, int]
+    """Fewest and most padded rows of a rank, over all microbatches."""
+    moved: int
+    """Bytes that all ranks get from others which generated them."""
+    away: int
+    """Those of them that come from another host."""
+
+    @property
+    def makespan(self) -> float:
+        """Time of the slowest group of every microbatch, added up."""
+        return sum(max(each) + self.launch for each in self.times)
+
+    @property
+    def imbalance(self) -> float:
+        """The makespan over the time of equally loaded ranks."""
+        return self.makespan / (self.work / self.ranks + self.launch * len(self.times))
+
+    @property
+    def padding(self) -> float:
+        """Share of the computed rows that are padding."""
+        return 1 - self.rows / self.padded
+
+
+def costs_of(plan: Plan) -> Costs:
+    """Seconds on the plan's GPU, as `step_time` prices an update; without a GPU, operations."""
+    gpu, samples = gpu_of(plan), step_samples(plan)
+    scored = sum(s.response for s in samples) / sum(s.rows for s in samples)
+    tp, pp = plan.parallel.tp, plan.parallel.pp
+    if gpu is None:
+        each = model_flops(plan.sizes, plan.num_mtp_layers)
+        pair = 3 * each.attention / tp / pp
+        row = 3 * (each.projections + each.experts + each.head * scored) / tp / pp
+        why = "operations of the slowest rank: hardware.gpu names no GPU; communication is free"
+        return Costs(CostModel(row + pair / 2, pair / 2), "FLOP", why)
+    run = Passes(plan, gpu)
+    chunks = [chunk for stage in plan.stages for chunk in stage]
+
+    def rates(cp: int) -> list[float]:
+        found = [run.rates(c, cp, work) for c in chunks for work in ("forward", "backward")]
+        return [sum(each) / pp for each in zip(*found, strict=True)]
+
+    fixed, row, pair, head = rates(1)
+    alone, exchanges, size = row + head * scored, [], 2
+    while size <= plan.parallel.dp * plan.parallel.cp:
+        _, shared, _, shared_head = rates(size)
+        received = shared + shared_head * scored - alone / size
+        exchanges.append(Exchange(size, 0.0, max(0.0, received) * size / (size - 1)))
+        size *= 2
+    if exchanges:
+        exchanges.append(exchanges[-1]._replace(up_to=plan.parallel.dp * plan.parallel.cp))
+    model = CostModel(alone + pair / 2, pair / 2, fixed, tuple(exchanges))
+    return Costs(model, "s", f"forward and backward passes on {plan.hardware.gpu}, as in the plan")
+
+
+class Comparison:
+    """The strategies for samples of given lengths.
+
+    Args:
+        plan: gives ranks, limits and the model
+        rows: of each sample
+        owners: rank of the world that generated each sample
+
+    Raises:
+        ValueError: a sample is longer than the largest group takes
+    """
+
+    def __init__(self, plan: Plan, rows: Sequence[int], owners: Sequence[int]) -> None:
+        self.plan, self.rows, self.owners = plan, tuple(rows), tuple(owners)
+        self.costs, parallel = costs_of(plan), plan.parallel
+        self.problem: Problem = problem_of(
+            self.rows,
+            parallel.dp * parallel.cp,
+            plan.batching.tokens_per_microbatch,
+            cost=self.costs.model,
+            min_cp_size=parallel.cp,
+            max_cp_size=parallel.dynamic_cp,
+            tp_size=parallel.tp,
+            fp8=plan.model.fp8 is not None,
+            pp_size=parallel.pp,
+            vpp_size=parallel.vpp_size,
+        )
+        self._sizes = {each.size: each for each in self.problem.sizes}
+
+    @cached_property
+    def fixed(self) -> CpSize:
+        """The smallest size of groups, all equal, that takes the longest sample."""
+        longest, ranks = max(self.rows), self.problem.num_ranks
+        return next(
+            each
+            for each in self.problem.sizes
+            if ranks % each.size == 0 and _padded(longest, each.unit) <= each.limit
+        )
+
+    @cached_property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """First fit, balanced, and dynamic."""
+        size = self.fixed.size
+        dynamic = search(self.problem).microbatches
+        sizes = sorted({g.cp_size for groups in dynamic for g in groups if g.samples})
+        used = ", ".join(map(str, sizes))
+        return (
+            self._priced(f"cp {size}, first fit", "in the order of the file", self._first_fit()),
+            self._priced(f"cp {size}, balanced", "longest first, emptiest bin", self._balanced()),
+            self._priced("dynamic", f"each sample on {used} ranks", dynamic),
+        )
+
+    @property
+    def best(self) -> Strategy:
+        """The strategy that ends first."""
+        return min(self.strategies, key=lambda each: each.makespan)
+
+    def _first_fit(self) -> tuple[Microbatch, ...]:
+        bins: list[list[int]] = []
+        room: list[int] = []
+        for sample, length in enumerate(self.rows):
+            rows = _padded(length, self.fixed.unit)
+            found = next((b for b, left in enumerate(room) if left >= rows), None)
+            if found is None:
+                found = len(bins)
+                bins.append([])
+                room.append(self.fixed.limit)
+            bins[found].append(sample)
+            room[found] -= rows
+        groups = self.problem.num_ranks // self.fixed.size
+        return self._dealt([bins[i : i + groups] for i in range(0, len(bins), groups)])
+
+    def _balanced(self) -> tuple[Microbatch, ...]:
+        loads = [_padded(length, self.fixed.unit) for length in self.rows]
+        table = pack_samples(loads, self.problem.num_ranks // self.fixed.size, self.fixed.limit)
+        return self._dealt(list(zip(*table, strict=True)))
+
+    def _dealt(self, microbatches: Sequence[Sequence[Sequence[int]]]) -> tuple[Microbatch, ...]:
+        """Bins as groups of the fixed size, and microbatches of padding as pipelines need them."""
+        size, ranks = self.fixed.size, self.problem.num_ranks
+        missing = -len(microbatches) % self.problem.multiple
+        return tuple(
+            tuple(
+                Placed(g * size, size, tuple(bins[g]) if g < len(bins) else ())
+                for g in range(ranks // size)
+            )
+            for bins in [*microbatches, *[()] * missing]
+        )
+
+    def _priced(self, name: str, about: str, microbatches: tuple[Microbatch, ...]) -> Strategy:
+        times, work, shared, tokens = [], 0.0, 0, [0] * self.problem.num_ranks
+        for groups in microbatches:
+            times.append(tuple(self._seconds(group) for group in groups))
+            for group, time in zip(groups, times[-1], strict=True):
+                work += time * group.cp_size
+                shared += group.cp_size * sum(self.rows[i] for i in group.samples)
+                for rank in range(group.first, group.first + group.cp_size):
+                    tokens[rank] += self._group_rows(group) // group.cp_size
+        moved, away = self._moved(microbatches)
+        return Strategy(
+            *(name, about, microbatches, tuple(times), self.problem.launch, work),
+            *(self.problem.num_ranks, sum(self.rows), sum(tokens), shared / sum(self.rows)),
+            *((min(tokens), max(tokens)), moved, away),
+        )
+
+    def _group_rows(self, group: Placed) -> int:
+        unit = self._sizes[group.cp_size].unit
+        return sum(_padded(self.rows[i], unit) for i in group.samples)
+
+    def _seconds(self, group: Placed) -> float:
+        if not group.samples:
+            return 0.0
+        size = self._sizes[group.cp_size]
+        rows = [_padded(self.rows[i], size.unit) for i in group.samples]
+        return size.fixed + size.token * sum(rows) + size.square * sum(n * n for n in rows)
+
+    def _moved(self, microbatches: tuple[Microbatch, ...]) -> tuple[int, int]:
+        """Bytes of rows on ranks that did not generate them, and of those from other hosts."""
+        plan, parallel = self.plan, self.plan.parallel
+        world = World(plan, ())
+        routes = world.route_bytes(world.stage_layers) / parallel.tp
+        each = sum(COMPUTED.values()) + routes
+        grid, node, tp = parallel.dp * parallel.cp, plan.hardware.gpus_per_node, parallel.tp
+        moved = away = 0.0
+        for group in (group for groups in microbatches for group in groups):
+            ranks = [
+                stage * grid * tp + place * tp + part
+                for stage in range(parallel.pp)
+                for place in range(group.first, group.first + group.cp_size)
+                for part in range(tp)
+            ]
+            hosts = [rank // node for rank in ranks]
+            for sample in group.samples:
+                owner, part = self.owners[sample], each * self.rows[sample] / group.cp_size
+                moved += part * (len(ranks) - (owner in ranks))
+                away += part * sum(host != owner // node for host in hosts)
+        return round(moved), round(away)
+
+
+def _padded(length: int, unit: int) -> int:
+    return -(-length // unit) * unit
