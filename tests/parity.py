@@ -27,6 +27,7 @@ from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.probe import Probe
 from tests.helpers.ranks import run_ranks
 
@@ -326,7 +327,7 @@ def too_far(rows: list[dict]) -> list[str]:
     return [line(row) for row in rows if any(row["off"][n][0] > b for n, b in BOUNDS.items())]
 
 
-def run(layouts: dict[int, list[Layout]], timeout: float = 1800) -> list[dict]:
+def run(layouts: dict[int, list[Layout]], timeout: float = DEADLINE) -> list[dict]:
     """Rows of the table: one spawn a world size."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

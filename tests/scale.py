@@ -75,7 +75,7 @@ def compare(ranks: int, folder: Path) -> Iterator[Compared]:
     plan = tiny_plan(*MORE, *overrides)
     world = World.of(plan, ranks, False, step_samples(plan))
     assert world is not None
-    results = run_ranks(count, ranks, folder, overrides, timeout=240)
+    results = run_ranks(count, ranks, folder, overrides)
     traffic, opened = results[0]
 
     def received(*words: str) -> float:

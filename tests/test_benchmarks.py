@@ -19,6 +19,7 @@ from benchmarks.measure import CLOCKS, Case, call_seconds, check, extra_bytes, m
 from benchmarks.peers_logprob import eager_as_is
 from benchmarks.per_sequence import TRAINERS
 from benchmarks.plot import plot
+from tests.helpers.deadline import DEADLINE
 
 ROOT = Path(__file__).parents[1]
 SIZES = ("T", "V", "H", "first", "width")  # multiples of 16 in the benchmark
@@ -128,7 +129,7 @@ def logprobs_by_triton():
 def test_the_triton_baseline_is_right_interpreted():
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     script = "from tests.test_benchmarks import logprobs_by_triton; logprobs_by_triton()"
-    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=600)
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=DEADLINE)
 
 
 @pytest.mark.parametrize("name", ["split_stats", "merge_splits", "split_grad"])

@@ -21,6 +21,7 @@ from pyrl_ext.rollout.recorded import load_samples, save_samples
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import check
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 ROOT = Path(__file__).parents[1]
@@ -104,7 +105,7 @@ def test_main_prints_the_notes_of_the_plan(tmp_path, capsys):
 
 
 def wait_for_rows(process, lines, count):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + DEADLINE
     while not (lines.exists() and lines.read_text().count("\n") >= count):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
@@ -117,7 +118,7 @@ def test_train_saves_on_ctrl_c_and_the_same_command_resumes(tmp_path):
     lines = tmp_path / "metrics.jsonl"
     wait_for_rows(process, lines, 3)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130
     done = len(read_rows(lines))
     assert f"stopped after step {done}" in output
@@ -212,7 +213,7 @@ def torchrun(folder, *overrides):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=DEADLINE,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -225,7 +226,7 @@ def test_train_on_two_ranks_rolls_out_like_one_until_ctrl_c(tmp_path):
     lines = tmp_path / "two/metrics.jsonl"
     wait_for_rows(process, lines, 3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    process.wait(timeout=90)
+    process.wait(timeout=DEADLINE)
     done = len(read_rows(lines))
     assert [p.name for p in (tmp_path / "two/checkpoints").iterdir()] == [f"step-{done}"]
     assert run(tmp_path / "one", "steps=2", "evaluate.every=0") == 0

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pyrl_ext.loss.grpo import grpo_loss
 from pyrl_ext.metrics.sinks import read_rows
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.tiny import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -63,20 +64,20 @@ class Launch:
     def fault(self, step: int) -> int:
         """Wait for the fault in ``step``; the process that it happened to."""
         seen = self.folder / f"fault-{step}"
-        self.wait(lambda: seen.exists() and seen.read_text(), 240)
+        self.wait(lambda: seen.exists() and seen.read_text())
         return int(seen.read_text())
 
     def error(self) -> str:
         """Wait for the message of rank 0."""
-        self.wait(lambda: "\n  rank 0 ended in " in self.log.read_text(), 300)
+        self.wait(lambda: "\n  rank 0 ended in " in self.log.read_text())
         return self.log.read_text()
 
-    def ended(self, seconds: float) -> int:
-        self.wait(lambda: self.process.poll() is not None, seconds)
+    def ended(self) -> int:
+        self.wait(lambda: self.process.poll() is not None)
         return self.process.returncode
 
-    def wait(self, done, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+    def wait(self, done) -> None:
+        deadline = time.monotonic() + DEADLINE
         while not done():
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.1)
@@ -97,7 +98,7 @@ def test_train_names_a_lost_rank_and_the_same_command_resumes(tmp_path):
     text = killed.error()
     assert f"pid {process}), last heard in update of step {KILLED}\n" in text
     assert f"  rank 0 ended in update of step {KILLED}: RuntimeError: " in text
-    assert killed.ended(300) == 1 and whole_lines(run) == [0]
+    assert killed.ended() == 1 and whole_lines(run) == [0]
 
     stopped = Launch(run, tmp_path / "stopped.log")
     process = stopped.fault(STOPPED)
@@ -108,17 +109,17 @@ def test_train_names_a_lost_rank_and_the_same_command_resumes(tmp_path):
         assert f"pid {process}), last heard in update of step {STOPPED}\n" in text
     finally:
         os.kill(process, signal.SIGKILL)  # torchrun would give it another half minute
-    assert stopped.ended(300) == 1 and whole_lines(run) == [0, 1]
+    assert stopped.ended() == 1 and whole_lines(run) == [0, 1]
 
     failed = Launch(run, tmp_path / "failed.log")
     process = failed.fault(FAILED)
     text = failed.error()
     assert f"pid {process}) failed in update of step {FAILED}: ValueError: bad luck\n" in text
-    assert failed.ended(300) == 1 and whole_lines(run) == [0, 1, 2]
+    assert failed.ended() == 1 and whole_lines(run) == [0, 1, 2]
     assert "bad luck" in (run / "error.txt").read_text()  # not overwritten by rank 0
 
     again = Launch(run, tmp_path / "again.log")
-    assert again.ended(240) == 0, again.log.read_text()
+    assert again.ended() == 0, again.log.read_text()
     assert whole_lines(run) == [0, 1, 2, 3, 4, 5]
 
 
@@ -130,6 +131,6 @@ def test_train_on_two_hosts():
         pytest.skip(reason)
     command, pipe = [sys.executable, "-m", "tests.two_hosts"], subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    output, _ = process.communicate(timeout=600)
+    output, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, output
     assert f"pyrl-{process.pid}-" not in os.listdir("/var/run/netns"), output

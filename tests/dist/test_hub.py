@@ -18,6 +18,7 @@ from pyrl_ext.dist import topology
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.models.hf_folder import save_safetensors
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, tiny_plan
 
@@ -114,12 +115,15 @@ def on_rank(group, per_node, run, *attempts):
         with topology.start(plan) as topo:
             if topo.is_main and not found:
                 delay(2)
-            dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=1))
+            store = dist.distributed_c10d._get_default_store()
+            store.set_timeout(timedelta(seconds=1))
             try:
                 there = fetch(plan, topo)
             except OSError as error:
                 found.append(str(error))
                 continue
+            finally:  # the next groups meet through it, on a busy machine later than that
+                store.set_timeout(timedelta(seconds=DEADLINE))
             knows = "huggingface_hub" in sys.modules
             total = sum_of(Policy.build(there, topo))
             assert there.fetched == {"owner/name": there.weights_path}

@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.helpers.deadline import DEADLINE
+
 BROWSERS = ("chromium", "google-chrome")
 
 
@@ -41,7 +43,7 @@ def look(
             "--virtual-time-budget=1000",  # scripts run to their end, however slow the machine is
             "--dump-dom", f"--screenshot={picture}", page.resolve().as_uri(),
         ]  # fmt: skip
-        run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
     if run.returncode or not picture.exists():
         raise RuntimeError(f"browser: {browser} left {run.returncode}: {run.stderr[-2000:]}")
     return run.stdout

@@ -191,7 +191,7 @@ def check_layouts(folder, models, layouts):
     for name, hf in models.items():
         exact[name] = exact_logprobs(write_model(folder / name, hf), random_batch())
     (single,) = run_ranks(on_rank, 1, {name: (name,) for name in models}, folder)
-    for results in run_ranks(on_rank, 2, layouts, folder, timeout=300):
+    for results in run_ranks(on_rank, 2, layouts, folder):
         for name, (model, *_) in layouts.items():
             logprobs, metrics, before, after = results[name]
             torch.testing.assert_close(logprobs, exact[model], atol=3e-5, rtol=1e-6, msg=name)

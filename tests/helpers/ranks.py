@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.helpers.deadline import DEADLINE
+
 
 def poison_empty() -> None:
     """Fill what ``torch.empty`` returns, which torch does in its deterministic mode."""
@@ -27,13 +29,14 @@ def run_ranks(
     world_size: int,
     *args: Any,
     backend: str = "gloo",
-    timeout: float = 120.0,
+    timeout: float = DEADLINE,
 ) -> list[Any]:
     """Call ``fn(group, *args)`` on ``world_size`` processes and return the results by rank.
 
     ``fn`` must be importable (top level of a test module). The first rank that failed fails the
-    test with its own traceback, not with the broken connections it caused; so does a rank still
-    running after ``timeout`` [s]. No port is taken: the ranks meet in a file.
+    test with its own traceback, not with the broken connections it caused; so does a rank that a
+    signal ended, or one still running after ``timeout`` [s]. No port is taken: the ranks meet in a
+    file.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")
@@ -56,7 +59,7 @@ def run_ranks(
                     process.join()
 
         failures = sorted(Path(folder).glob("*.failed"), key=lambda path: path.stat().st_mtime_ns)
-        if failures:
+        if failures and min(crashed.values(), default=0) >= 0:
             first = failures[0]
             raise AssertionError(f"rank {first.stem} of {world_size}\n{first.read_text()}")
         if crashed:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
 from pyrl_ext.ops import use_backend
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import run_ranks
 
 T, VOCAB, VALID = 13, 1016, 1001
@@ -285,7 +286,7 @@ def crashes(group):
 
 def hangs(group):
     if group.rank() == 1:
-        time.sleep(600)
+        time.sleep(2 * DEADLINE)
 
 
 def test_run_ranks_reports_the_rank_that_failed_first():

@@ -151,12 +151,12 @@ def started(folder):
 
 @pytest.fixture(scope="module")
 def two(started, never_stopped):
-    return run_ranks(on_rank, 2, started, list(TWO), timeout=400)
+    return run_ranks(on_rank, 2, started, list(TWO))
 
 
 @pytest.fixture(scope="module")
 def four(two, folder):
-    return run_ranks(on_rank, 4, folder, list(FOUR), timeout=400)
+    return run_ranks(on_rank, 4, folder, list(FOUR))
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def compared(group, folder):
 
 @pytest.mark.parametrize("world_size", RUNS)
 def test_score_tokens_equals_scores_from_logits(tmp_path, world_size):
-    for off in run_ranks(compared, world_size, tmp_path, timeout=300)[0]:
+    for off in run_ranks(compared, world_size, tmp_path)[0]:
         model, overrides = off["run"]
         assert max(off["logprobs"], off["entropy"], off["metrics"]) < 1e-6, off
         bound = 1e-3 if CACHE in overrides else BOUNDS["grad"]  # logits kept in bfloat16: 2^-9

@@ -229,7 +229,7 @@ def run(models):
 
 @pytest.fixture(scope="module")
 def two(models, run):
-    return run_ranks(on_rank, 2, models, timeout=300)
+    return run_ranks(on_rank, 2, models)
 
 
 def test_a_run_is_exported(run, tmp_path, capsys):

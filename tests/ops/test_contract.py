@@ -20,6 +20,7 @@ from pyrl_ext import ops
 from pyrl_ext.ops import use_backend
 from pyrl_ext.ops._op import Op
 from tests.helpers.bad_arguments import Bad, bad_calls
+from tests.helpers.deadline import DEADLINE
 
 INT = torch.int64
 
@@ -221,7 +222,7 @@ def interpreted() -> dict[str, str]:
         [sys.executable, "-c", INTERPRET, *TRITON],
         env=env,
         check=True,
-        timeout=1200,
+        timeout=DEADLINE,
         stdout=subprocess.PIPE,
     )
     return json.loads(run.stdout)

@@ -283,7 +283,7 @@ def of_an_update(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def test_stage_memory_predicts_what_every_rank_holds():
-    for layout, *ranks in zip(LAYOUTS, *run_ranks(on_rank, 2, timeout=400), strict=True):
+    for layout, *ranks in zip(LAYOUTS, *run_ranks(on_rank, 2), strict=True):
         for found in ranks:
             for name, (predicted, measured) in found.items():
                 # megatron cuts the distributed optimizer's parts where its padded buffers end

@@ -235,7 +235,7 @@ class ProcessEngine(Engine):
     def _died(self, call: str) -> RuntimeError:
         """The error for a closed connection; waits briefly for the process's exit code."""
         try:
-            code = self.process.wait(PATIENCE)
+            code = self.process.wait(6 * PATIENCE)  # its socket is closed: it is ending
         except subprocess.TimeoutExpired:
             return self._error(call, "closed its socket")
         if code < 0:

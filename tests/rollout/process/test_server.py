@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext.rollout.process.client import ProcessEngine
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.sleeper import unbuildable
 
 ROOT = Path(__file__).parents[3]
@@ -20,11 +21,11 @@ import sys, time
 from pyrl_ext.rollout.process.client import ProcessEngine
 from pyrl_ext.rollout.process.server import BEATS
 
-engine = ProcessEngine(time.sleep, (60,), transport="shm", log=sys.argv[1])
+engine = ProcessEngine(time.sleep, (3600,), transport="shm", log=sys.argv[1])
 while BEATS.unpack_from(engine._beats) == (0,):
     time.sleep(0.01)
 print(engine.process.pid, flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -35,7 +36,7 @@ def test_server_ends_when_its_trainer_is_killed(tmp_path: Path):
     child = os.pidfd_open(int(trainer.stdout.readline()))
     assert wait([child], timeout=0.2) == []
     trainer.kill()
-    assert wait([child], timeout=2) == [child]
+    assert wait([child], timeout=DEADLINE) == [child]
     os.close(child)
     trainer.communicate()
 
