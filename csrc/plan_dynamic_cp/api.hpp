@@ -30,6 +30,7 @@ struct CpPlan {
   double makespan, lower_bound;
 };
 
+// Throws std::invalid_argument naming a sample that no group can hold.
 CpPlan plan_dynamic_cp_cpu(const CpProblem& problem);
 
 }  // namespace pyrl

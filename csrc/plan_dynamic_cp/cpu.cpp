@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "plan_dynamic_cp/api.hpp"
 
@@ -87,6 +90,11 @@ class Search {
     least_rows_.assign(count_, std::numeric_limits<int64_t>::max());
     work_.assign(count_, std::numeric_limits<double>::infinity());
     for (const CpSize& s : p_.sizes) price(s);
+    for (int x = 0; x < count_; ++x)
+      if (least_rows_[x] == std::numeric_limits<int64_t>::max())
+        throw std::invalid_argument("plan_dynamic_cp: sample " + std::to_string(order_[x]) +
+                                    " has " + std::to_string(p_.lengths[order_[x]]) +
+                                    " tokens, expected at most what a group of some size holds");
     int64_t rows = 0;
     for (const int64_t each : least_rows_) rows += each;
     fewest_ = ceil_div(rows, capacity_);

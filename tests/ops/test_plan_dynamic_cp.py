@@ -26,3 +26,9 @@ def test_plan_dynamic_cp_native_equals_reference_for_many_samples(samples, ranks
     for vpp in (1, 2):
         checked = problem_of(lengths, ranks, 512, cost=COST, pp_size=4, vpp_size=vpp)
         assert native.search(checked) == reference.search(checked)
+
+
+def test_plan_dynamic_cp_native_refuses_a_sample_that_no_group_holds():
+    problem = problem_of([5, 64], 4, 16, cost=COST)
+    with pytest.raises(ValueError, match="sample 0 has 65 tokens, expected at most"):
+        native.search(problem._replace(lengths=(65, 5)))
