@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from typing import NamedTuple
 
+from benchmarks import simulate_cp
 from benchmarks.greedy_cp import GREEDY, Groups
 from pyrl_ext.ops.plan_dynamic_cp import native
 from pyrl_ext.pack.schedule import plan_dynamic_cp
@@ -194,7 +195,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--greedy-seeds", type=int, default=3, help="of the greedy schedulers")
+    parser.add_argument("--simulate", action="store_true", help="at scale, by the forecast")
     args = parser.parse_args(arguments)
+    if args.simulate:
+        simulate_cp.main()
+        return 0
     passes = table(args.ranks, args.seeds, args.greedy_seeds)
     taken = planning_ms()
     fast = taken < 20
