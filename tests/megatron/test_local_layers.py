@@ -41,7 +41,8 @@ LAYOUTS = {
     2: {"cp2": (("parallel.cp=2",), [*VARIANTS])},
     4: {
         "tp2 cp2": (("parallel.tp=2", "parallel.cp=2"), [*VARIANTS]),
-        "cp4": (("parallel.cp=4",), ["recomputed"]),
+        # no static context parallelism, groups of four ranks
+        "dynamic cp4": (("parallel.dp=4", "parallel.dynamic_cp=4"), ["wide queries", "recomputed"]),
     },
 }
 
@@ -86,16 +87,17 @@ def both_ways(plan):
         policy = Policy.build(plan, topo, trainable=False)
         layers = [m for m in policy.llm.models[0].modules() if isinstance(m, LatentAttention)]
         layer = layers[0].requires_grad_(True).train()
-        assert layer.gathers_latents == (topo.cp_size > 1)  # as the plan says
-        ways = (True, False) if topo.cp_size > 1 else (False,)
-        return {way: of_attention(layer, plan, topo, way) for way in ways}
+        place = topo.place(max(topo.cp_groups))
+        assert layer.gathers_latents == (place.cp_size > 1)  # as the plan says
+        ways = (True, False) if place.cp_size > 1 else (False,)
+        return {way: of_attention(layer, plan, place, way) for way in ways}
 
 
-def of_attention(layer, plan, topo, gathers):
+def of_attention(layer, plan, place, gathers):
     layer.gathers_latents = gathers
     layer.zero_grad()
     batch = random_batch(7)
-    micro = Microbatch.of(batch, range(7), topo.place())
+    micro = Microbatch.of(batch, range(7), place)
     packed = PackedSequences.of(micro)
     g = torch.Generator().manual_seed(1)
     size = (len(batch.tokens) + 1, plan.sizes.hidden_size)
@@ -112,21 +114,21 @@ def of_attention(layer, plan, topo, gathers):
         for name, x in (("out", out), ("hidden", mine.grad))
     }
     for name, weight in layer.named_parameters():
-        whole[name] = unsharded(weight, weight.grad.float(), topo)
+        whole[name] = unsharded(weight, weight.grad.float(), place)
     for tensor in whole.values():
         dist.all_reduce(tensor)
-    cp = topo.groups.cp.group_name
+    cp = place.cp_group and place.cp_group.group_name
     calls = {op: n for (group, op), n in traffic.calls.items() if group == cp}
     return Found(whole, traffic.bytes[cp], calls, micro.layout.num_local)
 
 
-def unsharded(weight, gradient, topo):
+def unsharded(weight, gradient, place):
     """The gradient in its place in the whole weight's; zeros elsewhere."""
     if not getattr(weight, "tensor_model_parallel", False):
         return gradient
     axis = weight.partition_dim
-    parts = [torch.zeros_like(gradient) for _ in range(topo.tp_size)]
-    parts[topo.tp_rank] = gradient
+    parts = [torch.zeros_like(gradient) for _ in range(place.tp_size)]
+    parts[place.tp_rank] = gradient
     return torch.cat(parts, axis)
 
 
