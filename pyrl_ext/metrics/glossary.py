@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Metric:
         band: (warn, alarm) levels, rising if large values are bad, falling if small ones are;
             None if no value is bad in itself.
         source: where the formula or the band comes from; empty if it is our own.
+        phase: of a phase's time, whether it goes into the model (any trainer spends it) or into our
+            own code; empty for everything else.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Metric:
     definition: str
     band: tuple[float, float] | None = None
     source: str = ""
+    phase: Literal["", "model", "ours"] = ""
 
     def level(self, value: float) -> str:
         """ "ok", "warn" or "alarm"; a number that is not finite is an alarm, band or not."""
@@ -193,19 +197,39 @@ _METRICS = (
     Metric("data/truncated", "1", "Fraction of the step's records that were cut to max_tokens."),
     Metric("data/padding", "1", "Fraction of the rows that all ranks compute that is padding."),
     # time
-    Metric("time/data", "s", "Wall time of reading and encoding the step's records."),
-    Metric("time/rollout", "s", "Wall time of generating and scoring samples."),
-    Metric("time/old_logprobs", "s", "Wall time of log-probs under the policy before the update."),
-    Metric("time/ref_logprobs", "s", "Wall time of log-probs under the reference policy."),
     Metric(
-        "time/update", "s", "Wall time of forward, backward and optimizer over all minibatches."
+        "time/data",
+        "s",
+        "Wall time of reading and encoding the step's records.",
+        phase="ours",
+    ),
+    Metric("time/rollout", "s", "Wall time of generating and scoring samples.", phase="model"),
+    Metric(
+        "time/old_logprobs",
+        "s",
+        "Wall time of log-probs under the policy before the update.",
+        phase="model",
+    ),
+    Metric(
+        "time/ref_logprobs",
+        "s",
+        "Wall time of log-probs under the reference policy.",
+        phase="model",
+    ),
+    Metric(
+        "time/update",
+        "s",
+        "Wall time of forward, backward and optimizer over all minibatches.",
+        phase="model",
     ),
     Metric(
         "time/replay",
         "s",
         "Host time that routes, forcing and agreement counts add to the phases above.",
     ),
-    Metric("time/publish", "s", "Wall time of sending the weights to the rollout engine."),
+    Metric(
+        "time/publish", "s", "Wall time of sending the weights to the rollout engine.", phase="ours"
+    ),
     Metric(
         "time/offload",
         "s",
@@ -215,6 +239,7 @@ _METRICS = (
         "time/onload",
         "s",
         "Wall time of putting the engine to sleep and onloading the trainer.",
+        phase="ours",
     ),
     Metric(
         "memory/offloaded", "bytes", "Device memory that rank 0's trainer freed for the rollout."
@@ -229,8 +254,8 @@ _METRICS = (
         "tensors",
         "Tensors whose digest in the engine was compared with the trainer's and equal.",
     ),
-    Metric("time/eval", "s", "Wall time of the held-out evaluation."),
-    Metric("time/checkpoint", "s", "Wall time of saving a checkpoint."),
+    Metric("time/eval", "s", "Wall time of the held-out evaluation.", phase="model"),
+    Metric("time/checkpoint", "s", "Wall time of saving a checkpoint.", phase="ours"),
     Metric(
         "time/step",
         "s",

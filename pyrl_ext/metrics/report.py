@@ -15,22 +15,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pyrl_ext.metrics.glossary import lookup
+from pyrl_ext.metrics.glossary import GLOSSARY, lookup
 from pyrl_ext.metrics.history import Run, aim, load_run
 from pyrl_ext.metrics.plot import plot
 
-# A phase, and whether its time goes into the model (any trainer spends it) or into our own code.
-PHASES = {
-    "time/data": "ours",
-    "time/rollout": "model",
-    "time/old_logprobs": "model",
-    "time/ref_logprobs": "model",
-    "time/update": "model",
-    "time/eval": "model",
-    "time/publish": "ours",
-    "time/onload": "ours",
-    "time/checkpoint": "ours",
-}
+PHASES = {metric.name: metric.phase for metric in GLOSSARY.values() if metric.phase}
 MEANS = (
     *("mismatch/k3", "mismatch/abs_mean", "mismatch/prob_abs_mean", "mismatch/f2", "mismatch/ess"),
     *("route/agree_topk", "route/exact_set", "route/coverage"),

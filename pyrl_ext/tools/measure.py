@@ -36,6 +36,7 @@ from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
+from pyrl_ext.megatron.optimizer import state_tensors
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.plan import Plan
@@ -213,13 +214,11 @@ def tensors_of(policy: Policy) -> dict[str, list[Tensor]]:
     """Item -> its tensors; those of the optimizer are there after its first step."""
     weights = _parameters(policy)
     held = {_storage(x)[0] for x in weights}
-    parts = [part for part in policy.llm.optimizer.chained_optimizers if not part.is_stub_optimizer]
     state = [
         x
-        for part in parts
-        for main, kept in part.optimizer.state.items()
-        for x in (main, kept["exp_avg"], kept["exp_avg_sq"])
-        if _storage(x)[0] not in held  # in float32 the weights are what is stepped
+        for x in state_tensors(policy.llm.optimizer)
+        # in float32 the weights are what is stepped; a count of steps is no tensor of parameters
+        if _storage(x)[0] not in held and x.dim()
     ]
     gradients = [x.main_grad for chunk in policy.llm.chunks for x in chunk.parameters()]
     return {"weights": weights, "gradients": gradients, "optimizer": state}

@@ -14,6 +14,7 @@ from benchmarks import families
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
@@ -202,3 +203,21 @@ def check_layouts(folder, models, layouts):
             for key, tensor in after.items():
                 want = single[model][3][key]
                 torch.testing.assert_close(tensor, want, atol=1e-6, rtol=1e-5, msg=f"{name} {key}")
+
+
+def policy_like_transformers(folder, plan, theirs, batch, atol):
+    """The policy that one process builds of the checkpoint in `folder`, and the tensors that come
+    back, after a comparison with transformers' model `theirs`: log-probs, tensors, their sizes."""
+    assert plan.unsupported == ()
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
+        back = {name: tensor.clone() for name, tensor in policy.weights()}
+        live = sum(p.numel() for chunk in policy.llm.chunks for p in chunk.parameters())
+    want = exact_logprobs(theirs, batch)
+    torch.testing.assert_close(scores.logprobs, want, atol=atol, rtol=1e-6)
+    saved = load_file(folder / "model.safetensors")
+    assert back.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in back.items())
+    assert parameters(plan.sizes).total == live == sum(p.numel() for p in theirs.parameters())
+    return policy, back

@@ -33,8 +33,8 @@ from tests.helpers.models import (
     QWEN3_SMALL,
     TRAINED,
     check_layouts,
-    exact_logprobs,
     plan_of,
+    policy_like_transformers,
     write_model,
 )
 from tests.helpers.tiny import random_batch, tiny_plan
@@ -151,18 +151,8 @@ def test_family_equals_the_model_of_transformers(tmp_path, hf):
     """Log-probs, the tensors that come back, and the counts of parameters by how they are split."""
     theirs, batch = write_model(tmp_path, hf), random_batch(9)
     plan = plan_of(tmp_path, "replay=off")
-    assert plan.unsupported == ()
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
-        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
-        back = {name: tensor.clone() for name, tensor in policy.weights()}
-        live = sum(p.numel() for chunk in policy.llm.chunks for p in chunk.parameters())
-    torch.testing.assert_close(scores.logprobs, exact_logprobs(theirs, batch), atol=3e-5, rtol=1e-6)
-    saved = load_file(tmp_path / "model.safetensors")
-    assert back.keys() == saved.keys()
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in back.items())
+    policy, back = policy_like_transformers(tmp_path, plan, theirs, batch, atol=3e-5)
     counts = parameters(plan.sizes)
-    assert counts.total == live == sum(p.numel() for p in theirs.parameters())
     held = dict.fromkeys(("replicated", "tensor", "expert"), 0)
     for weight in policy.llm.table:
         if not weight.megatron_name.endswith("expert_bias"):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from pyrl_ext import train
 from pyrl_ext.dist import topology
@@ -13,11 +12,16 @@ from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.models.weight_table import Weight, shard_of, whole_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy
-from tests.helpers.models import changed, check_layouts, exact_logprobs, plan_of, write_model
+from tests.helpers.models import (
+    changed,
+    check_layouts,
+    plan_of,
+    policy_like_transformers,
+    write_model,
+)
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
 MIXED = {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}
@@ -45,18 +49,7 @@ CHANGES = {
 def test_family_equals_the_model_of_transformers(tmp_path, changes):
     """Log-probs, the tensors that come back, and the plan's count of parameters."""
     theirs, batch = write_model(tmp_path, changed(changes)), random_batch(9)
-    plan = plan_of(tmp_path)
-    assert plan.unsupported == ()
-    with topology.start(plan) as topo:
-        policy = Policy.build(plan, topo)
-        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
-        back = {name: tensor.clone() for name, tensor in policy.weights()}
-        live = sum(p.numel() for chunk in policy.llm.chunks for p in chunk.parameters())
-    torch.testing.assert_close(scores.logprobs, exact_logprobs(theirs, batch), atol=2e-5, rtol=1e-6)
-    saved = load_file(tmp_path / "model.safetensors")
-    assert back.keys() == saved.keys()
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in back.items())
-    assert parameters(plan.sizes).total == live == sum(p.numel() for p in theirs.parameters())
+    policy_like_transformers(tmp_path, plan_of(tmp_path), theirs, batch, atol=2e-5)
 
 
 # on several ranks --------------------------------------------------------------------------------

@@ -258,7 +258,8 @@ def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
 
 
 def _publish(plan: Plan) -> Item:
-    """Weights are gathered a bucket at a time; the engine takes them out tensor by tensor."""
+    """Weights are gathered a bucket at a time: an engine in this process copies its tensors from
+    the bucket, another one gets two buckets in turn."""
     sizes, parallel, each = plan.sizes, plan.parallel, DTYPE_BYTES[plan.model.dtype]
     widest = max(sizes.vocab_size, sizes.intermediate_size) * sizes.hidden_size
     held, why = widest * (each + 1), "the largest tensor and its check for nan"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic_core import ErrorDetails
+
 from pyrl_ext.plan.language.errors import Key, describe, show
 from pyrl_ext.plan.language.yaml_tree import Source
 
@@ -46,14 +48,15 @@ def check_kind(source: Source) -> set[Key]:
             source.report(key, message)
     if not rollouts:
         tree["replay"] = {"old": False, "reference": False, "train": False}
-    lacking: dict[Key, dict[str, object]] = {}
+    lacking: list[ErrorDetails] = []
     for key in REQUIRED[rollouts]:
         value = sections.get(key[0], {}).get(key[1])
         if key[0] in sections and not value:
             kind = "missing" if value is None else "greater_than_equal"
-            lacking[key] = {"type": kind, "input": value, "ctx": {"ge": 1}}
+            lacking.append({"type": kind, "loc": key, "msg": "", "input": value, "ctx": {"ge": 1}})
         elif key[0] == "rollout" and key[0] not in tree:
-            lacking[key[:1]] = {"type": "missing", "input": None}
-    for key, error in lacking.items():
-        source.report(key, describe({**error, "loc": key}))
-    return {*lacking}
+            lacking.append({"type": "missing", "loc": key[:1], "msg": "", "input": None})
+    wrong = {tuple(map(str, error["loc"])): describe(error) for error in lacking}
+    for key, message in wrong.items():
+        source.report(key, message)
+    return {*wrong}
