@@ -22,6 +22,7 @@ from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import check
 from tests.helpers.deadline import DEADLINE
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 ROOT = Path(__file__).parents[1]
@@ -176,12 +177,27 @@ def recording(tmp_path_factory):
     return folder
 
 
+def on_rank(_group, folder, *overrides):
+    os.environ["WORLD_SIZE"] = "2"
+    assert run(folder, *overrides) == 0
+
+
+@pytest.fixture(scope="module")
+def replayed(recording):
+    """The rows of three steps on the recording by one process, and its overrides."""
+    overrides = ("rollout.engine=recorded", f"rollout.path={recording}", "evaluate.every=0")
+    assert run(recording.parent / "one", "steps=3", *overrides) == 0
+    return numbers(recording.parent / "one"), ("steps=3", *overrides)
+
+
 @pytest.mark.parametrize("layout", ["dp=2", "tp=2"])
-def test_train_on_two_ranks_equals_one(layout, recording, tmp_path):
-    replayed = ("rollout.engine=recorded", f"rollout.path={recording}", "evaluate.every=0")
-    assert run(tmp_path / "one", "steps=3", *replayed) == 0
-    torchrun(tmp_path / "two", "steps=3", f"parallel.{layout}", *replayed)
-    for one, two in zip(numbers(tmp_path / "one"), numbers(tmp_path / "two"), strict=True):
+def test_train_on_two_ranks_equals_one(layout, replayed, tmp_path):
+    of_one, overrides = replayed
+    if layout == "dp=2":
+        torchrun(tmp_path / "two", f"parallel.{layout}", *overrides)
+    else:  # without the imports of two more processes
+        run_ranks(on_rank, 2, tmp_path / "two", f"parallel.{layout}", *overrides)
+    for one, two in zip(of_one, numbers(tmp_path / "two"), strict=True):
         assert one["reward"] == two["reward"]
         for name in ("loss", "grad_norm", "policy/entropy", "mismatch/abs_mean"):
             assert two[name] == pytest.approx(one[name], abs=1e-5), (name, one["step"])
