@@ -301,4 +301,4 @@ def test_run_ranks_reports_a_crashing_rank():
 
 def test_run_ranks_reports_a_hanging_rank():
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]"):
-        run_ranks(hangs, 2, timeout=6)
+        run_ranks(hangs, 2, timeout=2)
