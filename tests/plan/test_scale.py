@@ -70,6 +70,19 @@ def test_World_counts_the_groups_that_megatron_makes_for_512_ranks():
     assert world.group_entries - 512 == entries
 
 
+def test_World_counts_the_groups_of_dynamic_context_parallelism():
+    plan = compile_plan(REPOSITORY / "configs/glm47_long.yaml")
+    assert (plan.parallel.cp, plan.parallel.dynamic_cp) == (2, 8)
+    fixed = plan.model_copy(
+        update={"parallel": plan.parallel.model_copy(update={"dynamic_cp": None})}
+    )
+    more, less = (World.of(each, 64, False, []) for each in (plan, fixed))
+    assert more is not None and less is not None
+    assert (more.cp_groups, less.cp_groups) == ([4, 8], [])
+    assert more.group_entries == less.group_entries + 4 + 8
+    assert more.group_count == less.group_count + 2 and more.group_calls == less.group_calls + 2
+
+
 def test_World_knows_what_heartbeats_read():
     for ranks in (2, 3, 4, 8, 64, 512, 4096):
         world = World.of(plan_of("tiny"), ranks, False, [])

@@ -105,6 +105,20 @@ def test_strategies_dynamic_wins_where_one_sample_is_long():
     assert placed == sorted(placed)
 
 
+def test_strategies_first_fit_puts_each_sample_into_the_first_bin_with_room():
+    rows = lengths(50, seed=4)
+    found = compared(rows, *NODES)
+    (first, *_), fixed = found.strategies, found.fixed
+    groups = [g for each in first.microbatches for g in each]
+    bin_of = {i: number for number, g in enumerate(groups) for i in g.samples}
+    held = [0] * len(groups)
+    for sample, length in enumerate(rows):
+        n = -(-length // fixed.unit) * fixed.unit
+        roomy = [number for number, load in enumerate(held) if load + n <= fixed.limit]
+        assert bin_of[sample] == roomy[0]
+        held[roomy[0]] += n
+
+
 def test_costs_of_a_plan_are_those_of_its_forecast():
     """On a GPU the seconds of an update's passes; without one, model operations."""
     from pyrl_ext.plan.forecast.compute_time import Passes
@@ -218,8 +232,8 @@ def test_picture_gives_each_rank_its_time():
     """Characters of a rank's line are proportional to its seconds, to one of each microbatch."""
     from pyrl_ext.plan.show.strategies import picture
 
-    found = compared(lengths(60), *NODES)
-    for each in found.strategies:
+    few, many = compared([120_000, 40_000, 500], *NODES), compared(lengths(60), *NODES)
+    for found, each in [(one, each) for one in (few, many) for each in one.strategies]:
         for label, line in picture(found, each, each.makespan, 400):
             rank = int(label.removeprefix("rank "))
             times = zip(each.microbatches, each.times, strict=True)
@@ -245,7 +259,7 @@ def test_strategies_block_draws_every_group(tmp_path: Path):
         assert len(boxes) == len(drawn)
         ends = max(box.x + box.width for box in boxes)
         longest = max(s.makespan for s in comparison.strategies)
-        assert (ends - 70) / (1180 - 90) == pytest.approx(each.makespan / longest, abs=0.02)
+        assert (ends - 70) / (1180 - 90) == pytest.approx(each.makespan / longest)
         sizes = {g.cp_size for g in drawn}
         assert [words for _, words in chart.legend] == [f"cp {n}" for n in sorted(sizes)]
     page = plan_page(comparison.plan, [block])
