@@ -197,7 +197,6 @@ def test_docstrings_and_messages_are_plain_english():
     odd = [
         f"{place(file, number)}: {line.strip()}"
         for file in [*FILES, *sorted(set(others) - {Path(__file__)})]
-        if file.name not in ("test_packed_attention.py", "test_distribute.py")
         for number, line in enumerate(lines_of(file), 1)
         if ODD_ENGLISH.search(line)
     ]

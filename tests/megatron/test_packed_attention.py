@@ -32,7 +32,7 @@ def one_row_at_a_time(q, k, v, starts, ends, scale):
 
 
 def ragged_attention(q, k, v, sizes, scale):
-    """What ``varlen_attn`` computes: per segment, causal, the last query sees the last key."""
+    """The same as ``varlen_attn``: per segment, causal, the last query sees the last key."""
     if (rows := sizes["key_rows"]) is not None:
         k, v = rows.take(k), rows.take(v)
     starts, ends = [], []
@@ -99,7 +99,7 @@ def test_kernel_on_a_gpu_equals_the_plain_one(kv_heads):
 
 
 def test_rows_taken_and_their_gradient_equal_indexing():
-    """Of two maps: a permutation, and one that repeats rows."""
+    """Two maps: a permutation, and one that repeats rows."""
     layout = TokenLayout((5, 1, 9), cp_size=2)
     once = RowMap(layout.global_order(), 24, torch.device("cpu"))
     often = packed_of(layout, 1).over_ranks.varlen["key_rows"]

@@ -19,7 +19,7 @@ from tests.helpers.ranks import run_ranks
 
 
 class Seeded(Engine):
-    """An engine of its own kind: samples are a function of prompt and index, one rank may fail.
+    """An engine whose samples are a function of prompt and index; one rank may fail.
 
     Sample i of prompt p comes at the time p * step % 11 + 4 * i. `open` counts streams that are not
     closed, `given` the samples of the last one.
@@ -141,7 +141,7 @@ def over_ranks(group: dist.ProcessGroup) -> None:
 
 
 def own_quotas(group: dist.ProcessGroup) -> None:
-    """What is kept is each engine's own first groups, however late the others are."""
+    """Each engine's first groups are kept, however late the others are."""
     rank, ranks = group.rank(), group.size()
     kept = []
     for other in range(ranks):

@@ -60,9 +60,9 @@ def ranks(folder):
     """world size -> what rank 0 found; every check of a world size shares its spawn."""
     chosen = {n: [x for x in LAYOUTS[n] if x.title in names] for n, names in PARITY.items()}
     models = sorted({x.model for some in chosen.values() for x in some} | {"glm"})
-    found = {1: run_ranks(on_one, 1, models, folder, timeout=300)[0]}
+    found = {1: run_ranks(on_one, 1, models, folder)[0]}
     for size in (2, 4):
-        found[size] = run_ranks(on_many, size, chosen[size], folder, timeout=300)[0]
+        found[size] = run_ranks(on_many, size, chosen[size], folder)[0]
     return found
 
 
