@@ -8,6 +8,7 @@ from torch import Tensor
 
 from benchmarks.lengths import lognormal
 from benchmarks.measure import Case
+from benchmarks.whole import shard_at
 from pyrl_ext.dist.topology import Place
 from pyrl_ext.dist.upload import Upload
 from pyrl_ext.pack.batch import Batch
@@ -16,27 +17,28 @@ from pyrl_ext.replay.routed_experts import RoutedExperts
 
 LAYERS, TOP_K, EXPERTS = 46, 4, 64
 TOKENS = 131_072
-FIELDS = ("tokens", "targets", "positions", "rollout_logprobs", "old_logprobs", "advantages")
+FIELDS = ("tokens", "targets", "positions", "rollout_logprobs", "advantages")
 
 
 def feed(device: str, shrink: int = 1) -> Iterator[Case]:
     """64k rows and routes of 46 layers, rank 0 of CP2. On cuda whatever waits for it raises."""
     place = Place(cp_size=2)
     batch = _batch(lognormal(64, 16384 // shrink, TOKENS // shrink))
-    ids, layers = range(len(batch.seqlens)), range(LAYERS)
+    layers = range(LAYERS)
+    shard = shard_at(batch, range(len(batch.seqlens)), place)
     narrow = batch.routes
     assert narrow is not None
 
     def set_up() -> list[Tensor]:
         upload = Upload(torch.device(device))
-        micro = Microbatch.of(batch, ids, place, upload=upload)
-        routes = RoutedExperts.of(batch, micro.router_rows, layers, EXPERTS, TOP_K, upload)
+        micro = Microbatch.of(shard, 0, place, upload=upload)
+        routes = RoutedExperts.of(shard, micro.at_router, layers, EXPERTS, TOP_K, upload)
         upload.arrive()
         experts = [each.ids for each in routes.of_layers(layers) if each is not None]
         return [*(_field(micro, name) for name in FIELDS), *experts]
 
     def in_torch() -> list[Tensor]:
-        rows = Microbatch.of(batch, ids, place).rows
+        rows = Microbatch.of(shard, 0, place).rows
         real, at = rows >= 0, rows.clamp(min=0)
         fields = [torch.where(real, getattr(batch, name)[at], 0) for name in FIELDS]
         spread = torch.arange(len(rows) * TOP_K).remainder(EXPERTS).view(-1, 1, TOP_K)
@@ -44,8 +46,8 @@ def feed(device: str, shrink: int = 1) -> Iterator[Case]:
         moved = [x.to(device) for x in (*fields, routes.transpose(0, 1).to(torch.uint8))]
         return [*moved[:-1], *moved[-1].contiguous()]
 
-    rows = len(Microbatch.of(batch, ids, place).rows)
-    written = rows * (6 * 6 + 2 + LAYERS * TOP_K)
+    rows = len(Microbatch.of(shard, 0, place).rows)
+    written = rows * (5 * 6 + 2 + LAYERS * TOP_K)
     yield Case(
         f"a microbatch of {rows} rows, {LAYERS} x {TOP_K} routes",
         set_up if device == "cpu" else _never_waiting(set_up),
@@ -79,9 +81,7 @@ def _batch(lengths: tuple[int, ...]) -> Batch:
         positions=torch.cat([torch.arange(n) for n in lengths]),
         loss_mask=torch.rand(total, generator=g) > 0.5,
         rollout_logprobs=torch.rand(total, generator=g),
-        old_logprobs=torch.rand(total, generator=g),
         advantages=torch.rand(total, generator=g),
-        rewards=torch.zeros(len(lengths)),
         routes=torch.randint(EXPERTS, (total, LAYERS, TOP_K), generator=g).to(torch.uint8),
         layer_ids=tuple(range(LAYERS)),
         route_mask=torch.ones(total, dtype=torch.bool),

@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.whole import microbatch
 from pyrl_ext.dist import topology
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.models import family
 from pyrl_ext.models.hf_folder import save_checkpoint_hf
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.trainer.policy import Policy
@@ -102,12 +102,11 @@ def logits_of(policy: Policy, tokens: Tensor) -> Tensor:
         loss_mask=torch.ones(rows, dtype=torch.bool),
         rollout_logprobs=torch.zeros(rows),
         advantages=torch.zeros(rows),
-        rewards=torch.zeros(1),
         routes=None,
         layer_ids=(),
         route_mask=torch.zeros(rows, dtype=torch.bool),
     )
-    micro = Microbatch.of(batch, [0], policy.topo.place(), 1)
+    micro = microbatch(batch, [0], policy.topo.place())
     packed = PackedSequences.of(micro)
     (model,) = policy.llm.models
     with torch.no_grad():

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
-from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.trainer.step import Step
 
@@ -34,12 +34,10 @@ OURS = {
 WARM_STEPS = 3
 
 
-def roll_out(step: Step, number: int, clock: Clock) -> Batch:
-    """Publish the weights, generate the samples of a step, and make a batch of them."""
+def roll_out(step: Step, number: int, clock: Clock) -> BatchShard:
+    """Publish the weights, generate the samples of a step, and make rows of them."""
     step.publish(number, clock)
-    samples = step.roll_out(number, clock)
-    with clock("time/batch"):
-        return step.batch_of(samples)
+    return step.batch_of(step.roll_out(number, clock), clock)
 
 
 def ours_share(run: Any) -> tuple[dict[str, float], float]:
@@ -92,7 +90,7 @@ def show(rows: list[tuple[str, str, float]], times: dict[str, float], plan: Plan
     others = [
         ("publish", "weights to the engine", times["time/publish"]),
         ("rollout", "transformers: model, sampling", times["time/rollout"]),
-        ("batch", "samples to rows, checks", times["time/batch"]),
+        ("exchange", "samples to rows, checks", times["time/exchange"]),
     ]
     everything = [*others, *rows]
     total = sum(seconds for *_, seconds in everything)

@@ -26,7 +26,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.metrics.mismatch import mismatch
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.trainer.policy import Scores
-from pyrl_ext.trainer.step import Step, plan_schedule
+from pyrl_ext.trainer.step import Step
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODEL = {
@@ -46,13 +46,14 @@ def run_steps(
     native, replayed, scores = [], [], []
     for number in track(range(steps), "steps"):
         step.publish(number, clock)
-        batch = step.batch_of(step.roll_out(number, clock))
-        own = step.policy.scores(batch, plan_schedule(plan, batch), replay=False)
-        batch, old = step.score(batch, clock)
+        shard = step.batch_of(step.roll_out(number, clock), clock)
+        own = step.policy.scores(shard, replay=False)
+        shard, old = step.score(shard, clock)
+        rollout, mask = shard.columns["rollout_logprobs"], shard.columns["loss_mask_0"]
         for rows, each in ((native, own), (replayed, old)):
-            rows.append(mismatch(each.logprobs, batch.rollout_logprobs, batch.loss_mask))
+            rows.append(mismatch(each.logprobs, rollout, mask))
         scores.append(old)
-        step.update(batch, clock)
+        step.update(shard, clock)
     return native, replayed, scores
 
 

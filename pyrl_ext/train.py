@@ -17,7 +17,7 @@ from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.models import family
 from pyrl_ext.ops import serve_gpu_from
-from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.run.failure import no_silent_exit, report_failure, report_stop
@@ -46,14 +46,15 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
                 row = {"step": number} | step.publish(number, clock)
                 if plan.evaluate.every and number % plan.evaluate.every == 0:
                     row["eval_reward"] = step.held_out_reward(clock)
-                samples = step.roll_out(number, clock)
-                run.record(number, samples)
+                rollout = step.roll_out(number, clock)
+                run.record(number, rollout.samples)
                 row |= step.onload(clock)
+                shard = step.batch_of(rollout, clock)
                 check = number == first or plan.rollout.max_mismatch is not None
-                batch, old = step.score(step.batch_of(samples), clock, check)
-                row |= step.update(batch, clock)
+                shard, old = step.score(shard, clock, check)
+                row |= step.update(shard, clock)
             policy.step = number + 1
-            run.write(row | step.metrics(batch, old) | speed(clock, batch))
+            run.write(row | step.metrics(rollout.index, shard, old) | speed(clock, rollout.index))
             stop = interrupt.agreed()
             if stop or run.due(policy):
                 with clock("time/checkpoint"):  # counted in the next row
@@ -64,9 +65,9 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
     return policy.step >= plan.steps
 
 
-def speed(clock: Clock, batch: Batch) -> dict[str, float]:
+def speed(clock: Clock, index: BatchIndex) -> dict[str, float]:
     seconds = clock.take()
-    return seconds | {"tokens_per_s": sum(batch.seqlens) / seconds["time/step"]}
+    return seconds | {"tokens_per_s": int(index.starts[-1]) / seconds["time/step"]}
 
 
 def finish(step: Step, run: RunFolder, clock: Clock) -> None:

@@ -22,12 +22,13 @@ import torch
 
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
 from tests.helpers.deadline import DEADLINE
+from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import Probe
 from tests.helpers.ranks import run_ranks
 
@@ -183,7 +184,7 @@ def compiled(model: str, folder: Path, overrides: tuple[str, ...] = ()) -> Plan:
     return compile_plan(CONFIGS / f"{chosen.config}.yaml", all_overrides)
 
 
-def batches(plan: Plan, mtp_routes: bool) -> list[Batch]:
+def batches(plan: Plan, mtp_routes: bool) -> list[WholeBatch]:
     """One a step: uneven lengths, some below any alignment; fewer samples than ranks; others."""
     g = torch.Generator().manual_seed(0)
     uneven = [1, 1, 2, 60, 3, 7, 31, 1, 12, 5, 2, 23, 1, 17, 4, 9, 44, 6, 1, 8, 3, 2, 15, 10]
@@ -193,11 +194,13 @@ def batches(plan: Plan, mtp_routes: bool) -> list[Batch]:
     return [_batch(plan, seqlens, layers, g) for seqlens in lengths]
 
 
-def _batch(plan: Plan, seqlens: list[int], layers: tuple[int, ...], g: torch.Generator) -> Batch:
+def _batch(
+    plan: Plan, seqlens: list[int], layers: tuple[int, ...], g: torch.Generator
+) -> WholeBatch:
     rows, sizes = sum(seqlens), plan.sizes
     scores = torch.rand(rows, len(layers), sizes.num_experts, generator=g)
     tokens = torch.randint(3, sizes.vocab_size, (rows + 1,), generator=g)
-    return Batch(
+    return WholeBatch(
         seqlens=tuple(seqlens),
         tokens=tokens[:-1],
         targets=tokens[1:],
@@ -205,7 +208,6 @@ def _batch(plan: Plan, seqlens: list[int], layers: tuple[int, ...], g: torch.Gen
         loss_mask=torch.rand(rows, generator=g) > 0.4,
         rollout_logprobs=-4 - torch.rand(rows, generator=g),
         advantages=torch.randn(rows, generator=g),
-        rewards=torch.zeros(len(seqlens)),
         routes=scores.argsort(-1)[..., : sizes.topk].to(route_dtype(sizes.num_experts)),
         layer_ids=layers,
         route_mask=torch.rand(rows, generator=g) >= 0.1,
@@ -238,12 +240,12 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
             limit, align = plan.batching.tokens_per_microbatch, plan.row_alignment
             schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, align, topo.cp_size)
             probe.expect(batch, schedule, training=False, replay=plan.replay.old)
-            old = policy.scores(batch, schedule, plan.replay.old)
+            old = passes.scores(policy, batch, schedule, plan.replay.old)
             batch = batch.with_(old_logprobs=old.logprobs)
             probe.finish(decoder)
             assert policy.llm.replay.is_clear
             probe.expect(batch, schedule, training=True, replay=plan.replay.train)
-            metrics = policy.accumulate(batch, schedule, loss)
+            metrics = passes.accumulate(policy, batch, schedule, loss)
             probe.finish([i for i in policy.llm.replay.layers if i in batch.layer_ids])
             assert policy.llm.replay.is_clear
             out.grads.append({name: grad.clone() for name, grad in policy.gradients()})

@@ -173,7 +173,7 @@ def recording(tmp_path_factory):
         weights = list(Policy.build(plan, topo).weights())
         for step in range(3):
             rollouts.engine.load_weights(weights, version=step)
-            save_samples(folder / f"step-{step}.safetensors", rollouts.train(step))
+            save_samples(folder / f"step-{step}.safetensors", rollouts.train(step).samples)
     return folder
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyrl_ext.dist.shared_memory import host_key
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.model.alignment import alignment
 
 # said once per import of megatron-core; the plan's backend decides, not what happens to be there
 warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
@@ -35,8 +35,6 @@ class Place:
         cp_size, cp_rank, cp_group: context-parallel ranks that share its rows (zigzag); the group
             is None for one rank.
         tp_size, tp_rank: tensor-parallel ranks that share the rows of a context-parallel rank.
-        align: every sequence is padded to a multiple of this [rows]; FP8 asks for more than the
-            sizes above.
     """
 
     cp_size: int = 1
@@ -44,7 +42,6 @@ class Place:
     cp_group: Any = None
     tp_size: int = 1
     tp_rank: int = 0
-    align: int = 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Topology:
     Sizes and ranks are plain ints; ``groups`` is megatron-core's ``ProcessGroupCollection``
     (``tp pp cp ep expt_tp dp dp_cp expt_dp ...``), which its functions take as an argument.
     ``cp_groups`` holds this rank's context-parallel group of each size that a microbatch may take;
-    None for a group of one rank.
+    None for a group of one rank. ``hosts`` has the `host_key` of every rank.
     """
 
     device: torch.device
@@ -73,7 +70,7 @@ class Topology:
     cp_rank: int
     groups: Any
     cp_groups: Mapping[int, Any]
-    fp8: bool = False
+    hosts: tuple[int, ...]
 
     @property
     def grid_rank(self) -> int:
@@ -97,8 +94,12 @@ class Topology:
             cp_group=self.cp_groups[size],
             tp_size=self.tp_size,
             tp_rank=self.tp_rank,
-            align=alignment(self.tp_size, size, self.fp8),
         )
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        """All ranks; None for a process alone."""
+        return dist.group.WORLD if self.world_size > 1 else None
 
     @property
     def is_main(self) -> bool:
@@ -243,7 +244,7 @@ def _groups(plan: Plan, device: torch.device) -> Topology:
         cp_rank=groups.cp.rank(),
         groups=groups,
         cp_groups=_cp_groups(plan, groups),
-        fp8=plan.model.fp8 is not None,
+        hosts=_hosts(),
     )
 
 
@@ -262,6 +263,14 @@ def _cp_groups(plan: Plan, groups: Any) -> dict[int, Any]:
         found[size] = _group_of(tuple(grid[first : first + size]))
         size *= 2
     return found
+
+
+def _hosts() -> tuple[int, ...]:
+    """`host_key` of every rank. Communicates: 8 bytes of every rank, on the CPU."""
+    mine = torch.tensor([host_key()])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return tuple(int(each) for each in everyone)
 
 
 @cache

@@ -17,27 +17,15 @@ from torch.profiler import record_function
 from pyrl_ext.loss.fused_head import linear_logprob, linear_logprob_loss
 from pyrl_ext.loss.inputs import LossFn, LossInputs, Sums
 from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
-from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.plan import Plan
-
-
-def loss_rows(micro: Microbatch, batch: Batch, depth: int = 0) -> Tensor:
-    """[N] int64 on the host, the local rows whose target at ``depth`` is a loss token.
-
-    Args:
-        batch: on the host, what ``micro`` was taken from.
-        depth: of the MTP layer; 0: the next token.
-    """
-    at = batch.rows_ahead(micro.rows, depth)
-    return ((at >= 0) & batch.loss_mask[at.clamp(min=0)]).nonzero()[:, 0]
 
 
 def score_tokens(
     plan: Plan,
     group: dist.ProcessGroup,
     micro: Microbatch,
-    batch: Batch | None,
+    every_row: bool,
     loss: LossFn | None = None,
     *,
     hidden_states: Tensor,
@@ -51,8 +39,7 @@ def score_tokens(
     With ``logprob.head: fused`` no logits outlive their chunk, but for the cache.
 
     Args:
-        batch: on the host, what ``micro`` was taken from: with ``fused``, only rows of loss tokens
-            are scored and the others are NaN. None: all rows are scored.
+        every_row: False: with ``fused``, only rows of loss tokens are scored, the others are NaN.
         loss: with ``fused``, what it makes of the next token's is returned instead.
         hidden_states: [M / tp, 1, H], the shard of the rows that sequence parallelism leaves here;
             [M, 1, H] without.
@@ -78,7 +65,7 @@ def score_tokens(
             )
         weight = output_layer.weight if output_weight is None else output_weight
         common |= {
-            "rows": None if batch is None else loss_rows(micro, batch, depth),
+            "rows": None if every_row else micro.loss_rows[depth],
             "chunk_bytes": how.chunk_bytes,
             "sequence_parallel": output_layer.sequence_parallel,
             "main_grad": torch.is_grad_enabled() and hasattr(weight, "main_grad"),
@@ -87,6 +74,7 @@ def score_tokens(
         if loss is None or depth:
             cache = how.cache_bytes // len(depths)
             return linear_logprob(*of_head, group, cache_bytes=cache, **common)
+        assert micro.inputs is not None  # the head is on the last stage
         parts = _Parts(loss, micro.inputs)
         return linear_logprob_loss(*of_head, parts, group, **common), parts.count, parts.sums
 

@@ -228,6 +228,12 @@ _METRICS = (
         "Host time that routes, forcing and agreement counts add to the phases above.",
     ),
     Metric(
+        "time/exchange",
+        "s",
+        "Wall time of checking samples and moving their rows to the ranks that compute them.",
+        phase="ours",
+    ),
+    Metric(
         "time/publish", "s", "Wall time of sending the weights to the rollout engine.", phase="ours"
     ),
     Metric(
@@ -240,6 +246,27 @@ _METRICS = (
         "s",
         "Wall time of putting the engine to sleep and onloading the trainer.",
         phase="ours",
+    ),
+    Metric(
+        "batch/moved_bytes",
+        "bytes",
+        "Rows of samples that all ranks together received from ranks of other hosts.",
+    ),
+    Metric(
+        "batch/moved_bytes/tokens",
+        "bytes",
+        "The part of them that is tokens, targets and loss masks.",
+    ),
+    Metric(
+        "batch/moved_bytes/logprobs",
+        "bytes",
+        "The part of them that is log-probs and advantages.",
+    ),
+    Metric("batch/moved_bytes/routes", "bytes", "The part of them that is routed experts."),
+    Metric(
+        "batch/shared_bytes",
+        "bytes",
+        "Rows of samples that all ranks together read in the memory of other ranks of their host.",
     ),
     Metric(
         "memory/offloaded", "bytes", "Device memory that rank 0's trainer freed for the rollout."

@@ -10,7 +10,7 @@ row are about the input token; the loss mask, log-probs and advantages are about
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,14 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops import gather_rows
 from pyrl_ext.samples import Sample
-
-Advantage = Callable[[Tensor, Tensor], Tensor]
 
 _PER_ROW = (
     *("tokens", "targets", "positions", "loss_mask", "rollout_logprobs", "advantages"),
-    *("routes", "route_mask", "old_logprobs", "ref_logprobs"),
+    *("routes", "route_mask"),
 )
 
 _ROWS_AT_ONCE = 1 << 14  # the copies of a route check stay small
@@ -43,15 +40,9 @@ class Batch:
         loss_mask: [T] bool, targets that the policy chose and is trained on.
         rollout_logprobs: [T] float32, of the target in the engine's distribution [nats].
         advantages: [T] float32, the sample's advantage on each of its rows.
-        rewards: [S] float32.
         routes: [T, L, K] narrowest unsigned type, experts that processed the input; or None.
         layer_ids: [L] 0-based global ids of the layers that have a router.
         route_mask: [T] bool, rows that have a route.
-        old_logprobs, ref_logprobs: [T] float32, of the target in the policy before the update
-            and in the reference policy [nats]; None until computed.
-        groups: [S] group of each sample (its prompt id); empty if every sample is its own group.
-        prompt_lens: [S] prompt tokens of each sample; empty if unknown.
-        truncated: [S] whether the sample ended for want of room; empty if unknown.
     """
 
     seqlens: tuple[int, ...]
@@ -61,37 +52,24 @@ class Batch:
     loss_mask: Tensor
     rollout_logprobs: Tensor
     advantages: Tensor
-    rewards: Tensor
     routes: Tensor | None
     layer_ids: tuple[int, ...]
     route_mask: Tensor
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    groups: tuple[int, ...] = ()
-    prompt_lens: tuple[int, ...] = ()
-    truncated: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
-        num_rows, num_samples = sum(self.seqlens), len(self.seqlens)
+        num_rows = sum(self.seqlens)
         for name in _PER_ROW:
             value = getattr(self, name)
             if value is not None and value.shape[:1] != (num_rows,):
                 raise ValueError(
                     f"Batch: {name} has shape {list(value.shape)}, expected {num_rows} rows"
                 )
-        for name in ("rewards", "groups", "prompt_lens", "truncated"):
-            entries: Tensor | tuple[Any, ...] = getattr(self, name)
-            if len(entries) != num_samples and (isinstance(entries, Tensor) or entries):
-                raise ValueError(
-                    f"Batch: {name} has {len(entries)} entries, expected one for each of "
-                    f"{num_samples} samples"
-                )
 
     @classmethod
     def of(
         cls,
         samples: Sequence[Sample],
-        advantage: Advantage,
+        advantages: Tensor,
         *,
         num_experts: int | None = None,
         layer_ids: tuple[int, ...] | None = None,
@@ -101,7 +79,7 @@ class Batch:
 
         Args:
             samples: [S] rollouts with their rewards set.
-            advantage: (rewards [S] float32, groups [S] int64) -> [S] float.
+            advantages: [S] float32 (`advantages_of`).
             num_experts: experts of a layer; None leaves the upper bound of the ids unchecked.
             layer_ids: [L] layers that must have routes; None takes those of the first sample.
             topk: experts of a token in a layer, K; None takes that of the first sample.
@@ -119,14 +97,9 @@ class Batch:
             topk = first.routes.shape[-1] if topk is None else topk
         for sample in samples:
             sample.check()
-            if not np.isfinite(sample.reward):
-                _refuse(sample, f"reward {sample.reward}", "a finite number; score it first")
             _check_routes_shape(sample, first.routes, layer_ids, topk)
         routes, route_mask = _joined_routes(samples, num_experts)
-        rewards = torch.tensor([s.reward for s in samples], dtype=torch.float32)
-        groups = torch.tensor([s.prompt_id for s in samples])
         seqlens = tuple(s.tokens.numel() - 1 for s in samples)
-        per_sample = _checked_advantages(advantage, rewards, groups).to(device)
         counts = torch.tensor(seqlens, device=device)
         return cls(
             seqlens=seqlens,
@@ -135,14 +108,10 @@ class Batch:
             positions=torch.cat([torch.arange(n, device=device) for n in seqlens]),
             loss_mask=torch.cat([s.loss_mask[1:] for s in samples]),
             rollout_logprobs=torch.cat([s.rollout_logprobs[1:] for s in samples]),
-            advantages=per_sample.repeat_interleave(counts),
-            rewards=rewards,
+            advantages=advantages.to(device).repeat_interleave(counts),
             routes=routes,
             layer_ids=layer_ids or () if routes is not None else (),
             route_mask=route_mask,
-            groups=tuple(s.prompt_id for s in samples),
-            prompt_lens=tuple(s.prompt_len for s in samples),
-            truncated=tuple(s.finish_reason == "length" for s in samples),
         )
 
     @cached_property
@@ -177,85 +146,9 @@ class Batch:
         """
         return int((self.loss_mask & (self.positions >= depth)).sum())
 
-    def rows(self, ids: Sequence[int]) -> np.ndarray:
-        """[T'] int64, the rows of samples ``ids``, in that order."""
-        chosen = np.asarray(ids, dtype=np.int64)
-        lengths = np.asarray(self.seqlens, dtype=np.int64)[chosen]
-        ends = np.cumsum(lengths)
-        firsts: np.ndarray = np.repeat(self.starts[chosen] - (ends - lengths), lengths)
-        return np.arange(len(firsts), dtype=np.int64) + firsts
-
-    def select(self, ids: Sequence[int]) -> Batch:
-        """The sub-batch of samples ``ids``, in that order: one ragged gather a field.
-
-        A run of consecutive samples is a view, anything else a copy.
-        """
-        wrong = [i for i in ids if not 0 <= i < len(self.seqlens)]
-        if wrong:
-            raise IndexError(
-                f"Batch.select: sample {wrong[0]}, expected 0 to {len(self.seqlens) - 1}"
-            )
-        if ids and list(ids) == list(range(ids[0], ids[0] + len(ids))):
-            index: Any = slice(int(self.starts[ids[0]]), int(self.starts[ids[-1] + 1]))
-        else:
-            index = torch.from_numpy(self.rows(ids)).to(self.tokens.device)
-        changed: dict[str, Any] = {
-            name: _take(value, index)
-            for name in _PER_ROW
-            if (value := getattr(self, name)) is not None
-        }
-        for name in ("seqlens", "groups", "prompt_lens", "truncated"):
-            value = getattr(self, name)
-            changed[name] = tuple(value[i] for i in ids) if value else ()
-        return replace(self, rewards=self.rewards[list(ids)], **changed)
-
-    def split(self, n: int) -> list[Batch]:
-        """``n`` minibatches of equally many whole groups, samples in their order."""
-        groups = self.groups or tuple(range(len(self.seqlens)))
-        order = {group: place for place, group in enumerate(dict.fromkeys(groups))}
-        if n < 1 or len(order) % n:
-            raise ValueError(
-                f"Batch.split: {n} minibatches of {len(order)} groups ({len(groups)} samples), "
-                "expected a divisor of the number of groups"
-            )
-        if n == 1:
-            return [self]
-        members: list[list[int]] = [[] for _ in range(n)]
-        for sample, group in enumerate(groups):
-            members[order[group] * n // len(order)].append(sample)
-        return [self.select(ids) for ids in members]
-
     def with_(self, **changed: Any) -> Batch:
         """A copy with some fields replaced; the shapes are checked again."""
         return replace(self, **changed)
-
-    def stats(self) -> dict[str, float]:
-        """Metrics of the rollout, under their glossary names. Syncs: if on a device."""
-        rewards = self.rewards.double().cpu()
-        groups = np.asarray(self.groups or range(len(self.seqlens)))
-        spread = [np.ptp(rewards.numpy()[groups == group]) for group in np.unique(groups)]
-        stats = {
-            "reward": float(rewards.mean()),
-            "rollout/reward_std": float(rewards.std(correction=0)),
-            "rollout/flat_groups": float(np.mean([s == 0 for s in spread])),
-            "rollout/tokens": sum(self.seqlens) + len(self.seqlens),
-        }
-        if self.prompt_lens:
-            tokens = np.asarray(self.seqlens) + 1
-            stats["rollout/response_len"] = float(np.mean(tokens - np.asarray(self.prompt_lens)))
-        if self.truncated:
-            stats["rollout/truncated"] = float(np.mean(self.truncated))
-        if self.routes is not None:
-            without = int((~self.route_mask).sum())
-            stats["route/fallback_rows"] = without
-            stats["route/coverage"] = 1 - without / max(1, self.route_mask.numel())
-        return stats
-
-
-def _take(values: Tensor, rows: slice | Tensor) -> Tensor:
-    if isinstance(rows, slice):
-        return values[rows]
-    return gather_rows(values, rows, values.new_zeros(values.shape[1:]))
 
 
 def _refuse(sample: Sample, what: str, expected: str, at: str = "") -> None:
@@ -328,19 +221,3 @@ def _repeated(slots: np.ndarray) -> np.ndarray:
     for k in range(1, len(slots)):
         repeated |= (slots[:k] == slots[k]).any(0)
     return repeated
-
-
-def _checked_advantages(advantage: Advantage, rewards: Tensor, groups: Tensor) -> Tensor:
-    values = advantage(rewards, groups)
-    if values.shape != rewards.shape:
-        raise ValueError(
-            f"Batch.of: the advantage function returned {list(values.shape)}, expected "
-            f"{list(rewards.shape)}, one a sample"
-        )
-    if not bool(values.isfinite().all()):
-        at = int((~values.isfinite()).nonzero()[0])
-        raise ValueError(
-            f"Batch.of: the advantage function returned {float(values[at])} for sample {at}, "
-            "expected a finite number"
-        )
-    return values.float()

@@ -1,11 +1,13 @@
 """Microbatch: the rows of some samples that one rank computes, in its order and on its device."""
 
+# torch.from_numpy is not fully typed
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +16,10 @@ from pyrl_ext.dist.topology import Place
 from pyrl_ext.dist.upload import Upload
 from pyrl_ext.loss.inputs import LossInputs
 from pyrl_ext.ops import gather_fields
-from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.layout import TokenLayout
+from pyrl_ext.pack.shard import BatchShard, layout_of
 
-_FIELDS = (
-    *("tokens", "targets", "positions", "rollout_logprobs", "advantages", "loss_mask"),
-    *("old_logprobs", "ref_logprobs"),
-)
+_SCORES = ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs")
 
 
 class MTPInputs(NamedTuple):
@@ -47,79 +46,103 @@ class Microbatch:
     Args:
         place:     of this rank, for which the rows were chosen.
         layout:    where every row of the samples lies on every rank.
-        rows:      [M] int64 on the host, row of the batch's stream in each local row, -1 = padding.
+        rows:      [M] int64 on the host, row of the step's stream in each local row, -1 = padding.
+        at:        [M] int64 on the host, its place among the tokens of the shard, -1 = padding.
+        at_router: [M / tp_size] int64 on the host, place among the shard's routes of each row that
+            this rank's routers see.
         tokens:    [M] int64, model input; padding holds 0.
         targets:   [M] int64, the token to score at each row; padding holds 0.
         positions: [M] int64, counting from 0 in each sample; padding holds 0.
-        inputs:    [M] each, the inputs of the loss; zeros and a False mask in padding.
+        inputs:    [M] each, the inputs of the loss, zeros and a False mask in padding; None on a
+            stage that computes no loss.
         mtp:       one entry an MTP layer.
+        loss_rows: [1 + D] by depth, int64 on the host: the local rows of loss tokens.
     """
 
     place: Place
     layout: TokenLayout
     rows: Tensor
+    at: Tensor
+    at_router: Tensor
     tokens: Tensor
     targets: Tensor
     positions: Tensor
-    inputs: LossInputs
+    inputs: LossInputs | None
     mtp: tuple[MTPInputs, ...] = ()
+    loss_rows: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(
         cls,
-        batch: Batch,
-        ids: Sequence[int],
+        shard: BatchShard,
+        number: int,
         place: Place,
         depths: int = 0,
         upload: Upload | None = None,
     ) -> Microbatch:
-        """Samples ``ids`` of ``batch`` as the rank at ``place`` sees them.
+        """Microbatch ``number`` of a shard.
 
         Without samples the microbatch is padding alone, so that the rank takes part in the
         collectives of the others.
 
         Args:
-            batch:  on the host.
+            place:  of the shard's rank in this microbatch.
             depths: MTP layers whose inputs are needed.
             upload: copies the rows to its device; the caller waits by its `arrive`. None: they stay
                 on the host.
         """
-        layout = TokenLayout(
-            tuple(batch.seqlens[i] for i in ids) or (1,),
-            cp_size=place.cp_size,
-            tp_size=place.tp_size,
-            align=place.align,
-            starts=tuple(int(batch.starts[i]) for i in ids) or (-1,),
-        )
+        group = shard.schedule.group_of(number, shard.seat.grid_rank)
+        layout = layout_of(group, shard.lengths, shard.seat)
         rows = layout.rows(place.cp_rank)
+        first, end = shard.rows.first_token[number : number + 2]
+        local = _places(rows)
+        columns = _columns(shard, slice(first, end), depths)
         upload = upload or Upload(torch.device("cpu"))
-        fields: dict[str, Any] = {n: f for n in _FIELDS if (f := getattr(batch, n)) is not None}
-        local: dict[str, Any] = _gather(fields, rows, upload)
-        local.setdefault("old_logprobs", torch.zeros_like(local["rollout_logprobs"]))
-        local.setdefault("ref_logprobs", None)
-        model_inputs = {name: local.pop(name) for name in ("tokens", "targets", "positions")}
-        mtp = _mtp_inputs(batch, rows, depths, upload)
-        return cls(place, layout, rows, **model_inputs, inputs=LossInputs(**local), mtp=mtp)
-
-    @property
-    def router_rows(self) -> Tensor:
-        """[M / tp_size] int64, `rows` of the sequence shard that this rank's routers see."""
-        return self.layout.shard(self.rows, self.place.tp_rank)
-
-
-def _mtp_inputs(batch: Batch, rows: Tensor, depths: int, upload: Upload) -> tuple[MTPInputs, ...]:
-    shifted = [batch.rows_ahead(rows, depth) for depth in range(depths + 1)] if depths else []
-    targets = {"targets": batch.targets, "loss_mask": batch.loss_mask}
-    return tuple(
-        MTPInputs(
-            **_gather({"tokens": batch.targets}, before, upload), **_gather(targets, at, upload)
+        pin = upload.device.type != "cpu"
+        fields = gather_fields([*columns.values()], local, [0.0] * len(columns), pin=pin)
+        on_host = dict(zip(columns, fields.views, strict=True))
+        here = dict(zip(columns, fields.via(upload).views, strict=True))
+        targets = [here[f"targets_{depth}"].long() for depth in range(1 + depths)]
+        masks = [f"loss_mask_{depth}" for depth in range(1 + depths)]
+        router_rows = layout.shard(rows, place.tp_rank)
+        return cls(
+            *(place, layout, rows),
+            at=_places(rows, int(first)),
+            at_router=_places(router_rows, int(shard.rows.first_router[number])),
+            tokens=here["tokens"].long(),
+            targets=targets[0],
+            positions=here["positions"].long(),
+            inputs=_loss_inputs(here) if shard.seat.last_stage else None,
+            mtp=tuple(
+                MTPInputs(targets[d - 1], targets[d], here[masks[d]]) for d in range(1, 1 + depths)
+            ),
+            loss_rows=tuple(on_host[mask].nonzero()[:, 0] for mask in masks),
         )
-        for before, at in pairwise(shifted)
+
+
+def _places(rows: Tensor, first: int = 0) -> Tensor:
+    """Counts the rows that are no padding from ``first`` on; -1 in padding."""
+    real = rows >= 0
+    return torch.where(real, real.cumsum(0) + (first - 1), -1)
+
+
+def _columns(shard: BatchShard, part: slice, depths: int) -> dict[str, Tensor]:
+    """The columns that a microbatch takes of rows ``part`` of a shard."""
+    rows, starts = shard.rows.tokens[part], shard.lengths.starts
+    names = ["tokens", *(f"{n}_{d}" for n in ("targets", "loss_mask") for d in range(1 + depths))]
+    columns = {
+        name: shard.columns[name][part] for name in (*names, *_SCORES) if name in shard.columns
+    }
+    positions = rows - starts[shard.lengths.sample_of(rows)]
+    return columns | {"positions": torch.from_numpy(positions).int()}
+
+
+def _loss_inputs(columns: Mapping[str, Tensor]) -> LossInputs:
+    rollout = columns["rollout_logprobs"]
+    return LossInputs(
+        old_logprobs=columns.get("old_logprobs", torch.zeros_like(rollout)),
+        rollout_logprobs=rollout,
+        ref_logprobs=columns.get("ref_logprobs"),
+        advantages=columns["advantages"],
+        loss_mask=columns["loss_mask_0"],
     )
-
-
-def _gather(fields: dict[str, Tensor], rows: Tensor, upload: Upload) -> dict[str, Tensor]:
-    """The ``rows`` of each field, on the upload's device; zeros in padding."""
-    pin = upload.device.type != "cpu"
-    taken = gather_fields(list(fields.values()), rows, [0.0] * len(fields), pin=pin)
-    return dict(zip(fields, taken.via(upload).views, strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyrl_ext.dist.upload import Upload
 from pyrl_ext.ops import gather_fields, gather_routes
-from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.samples import route_dtype
 
 
@@ -59,48 +59,49 @@ class RoutedExperts:
     @classmethod
     def of(
         cls,
-        batch: Batch,
-        rows: Tensor,
+        shard: BatchShard,
+        at: Tensor,
         layers: Sequence[int],
         num_experts: int,
         topk: int,
         upload: Upload,
     ) -> RoutedExperts:
-        """Upload the routed experts of a rank: only its rows and layers leave the host.
+        """Upload the routed experts of a microbatch.
 
         Args:
-            batch:  on the host.
-            rows:   [M] int64 on the host, row of the batch at each of the routers' rows.
+            shard:  on the host.
+            at:     [M] int64 on the host, place of each router row among the shard's, -1 = padding.
             layers: global ids of this rank's layers that replay; empty: routers choose for all
                 tokens.
             num_experts: experts of a layer.
             topk:   experts of a token in a layer, K.
 
-        Raises: ValueError naming a layer that replays and has no routes in ``batch``.
+        Raises: ValueError naming a layer that replays and has no routes in ``shard``.
         """
-        if missing := [layer for layer in layers if layer not in batch.layer_ids]:
+        held = shard.seat.layers
+        if missing := [layer for layer in layers if layer not in held]:
             raise ValueError(
                 f"replay: layers {missing} have a router but no routes; the engine reported layers "
-                f"{list(batch.layer_ids)}. Replay needs an engine that returns every router's "
+                f"{list(shard.layer_ids)}. Replay needs an engine that returns every router's "
                 "choices"
             )
-        if batch.routes is None or not layers:
-            part = slice(0, 0)
-            ids = torch.empty(len(batch.tokens), 0, topk, dtype=route_dtype(num_experts))
-        else:
-            slots = [batch.layer_ids.index(layer) for layer in layers]
+        if layers:
+            slots = [held.index(layer) for layer in layers]
             part = slice(min(slots), max(slots) + 1)
-            ids = batch.routes[:, part]
-        sources = [ids, batch.route_mask, batch.route_mask]
-        fields = gather_fields(sources, rows, [0, 0, 1], pin=upload.device.type != "cpu")
+            ids, mask = shard.columns["routes"][:, part], shard.columns["route_mask"]
+        else:
+            part, rows = slice(0, 0), len(shard.rows.routers)
+            ids = torch.empty(rows, 0, topk, dtype=route_dtype(num_experts))
+            mask = torch.zeros(rows, dtype=torch.bool)
+        fields = gather_fields([ids, mask, mask], at, [0, 0, 1], pin=upload.device.type != "cpu")
         # read while they are on the host
         num_from_engine, all_used = int(fields.views[1].sum()), bool(fields.views[2].all())
-        is_token = rows >= 0
+        is_token = at >= 0
         taken, from_engine, use = fields.via(upload).views
         return cls(
             ids=taken,
-            layer_ids=batch.layer_ids[part],
-            rows=upload(torch.where(is_token, torch.arange(len(rows)), -1)),
+            layer_ids=held[part],
+            rows=upload(torch.where(is_token, torch.arange(len(at)), -1)),
             use=None if all_used else use,
             from_engine=from_engine,
             is_token=None if bool(is_token.all()) else upload(is_token),

@@ -28,8 +28,8 @@ from torch.profiler import record_function
 from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.upload import Upload
 from pyrl_ext.ops import replay_probs
-from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.replay.expert_load import leave_out_padding
 from pyrl_ext.replay.routed_experts import LayerRoutes, RoutedExperts
 
@@ -208,14 +208,14 @@ class Replay:
         return all(hook.is_clear for hook in self._all())
 
     def prepare(
-        self, batch: Batch, micro: Microbatch, replayed: bool, upload: Upload
+        self, shard: BatchShard, micro: Microbatch, replayed: bool, upload: Upload
     ) -> RoutedExperts | None:
         """Start the upload of the routed experts of ``micro``; None on a rank without routers.
 
         MTP layers replay if the samples have routes of them.
 
         Args:
-            batch: on the host, the batch that ``micro`` was taken from.
+            shard: on the host, what ``micro`` was taken from.
             replayed: False: routers choose for all tokens.
         """
         if not (hooks := list(self._all())):
@@ -223,11 +223,11 @@ class Replay:
         layers = [
             hook.layer_id
             for hook in hooks
-            if replayed and (not hook.is_mtp or hook.layer_id in batch.layer_ids)
+            if replayed and (not hook.is_mtp or hook.layer_id in shard.seat.layers)
         ]
         sizes = hooks[0].num_experts, hooks[0].topk
         with record_function("pyrl: routes"), self.clock("time/replay"):
-            return RoutedExperts.of(batch, micro.router_rows, layers, *sizes, upload)
+            return RoutedExperts.of(shard, micro.at_router, layers, *sizes, upload)
 
     def use(self, chunk: int, routes: RoutedExperts | None) -> None:
         """Use ``routes`` in the next forward of model chunk ``chunk``; None: routers choose."""

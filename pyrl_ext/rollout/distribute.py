@@ -8,10 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
+from pyrl_ext.dist.agree import agree, gather_objects
+from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.rollout.engine import Engine, in_order
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
@@ -33,6 +34,21 @@ class RolloutRequest:
     keep: int
 
 
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """The samples of a rollout, each held by the rank that generated it.
+
+    Args:
+        index: of all samples, prompt by prompt, the same on every rank
+        samples: that this rank owns, in the order of the index
+        discarded: response tokens of groups that did not complete in time, over all ranks
+    """
+
+    index: BatchIndex
+    samples: list[Sample]
+    discarded: int
+
+
 def generate_on_ranks(
     engine: Engine,
     request: RolloutRequest,
@@ -40,8 +56,9 @@ def generate_on_ranks(
     group: dist.ProcessGroup | None = None,
     engine_of_rank: Sequence[int | None] | None = None,
     show: Callable[[str], None] | None = None,
-) -> tuple[list[Sample], int]:
-    """Every engine generates and scores its share; all ranks return all samples in the same order.
+    depths: int = 0,
+) -> Rollout:
+    """Every engine generates and scores its share; ranks share numbers, not samples.
 
     Engine e takes prompts e, e + engines, ..., so each gets whole groups, long and short.
     Each engine keeps its own quota: the first groups to complete in its stream. The speed of other
@@ -55,18 +72,14 @@ def generate_on_ranks(
         engine_of_rank: number of the engine that each rank holds (or holds a part of); None for a
             rank without an engine, which gets no prompts. None: rank r holds engine r
         show: called with a line of progress whenever a sample of this rank's engine is finished
-
-    Returns:
-        samples, prompt by prompt, index by index; and the number of response tokens that were
-        discarded because their group did not complete in time
+        depths: MTP layers whose loss tokens the index counts
 
     Raises:
         RuntimeError: on every rank if one rank failed, naming it and its error, or if ranks got
             different prompts or sampling
 
     Communicates:
-        group, all-gather of a line of text and then of the samples (12 bytes a token and its
-        routes)
+        group, all-gather of a line of text, and then of about 50 bytes a sample
     """
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     held = list(range(ranks) if engine_of_rank is None else engine_of_rank)
@@ -77,21 +90,22 @@ def generate_on_ranks(
     )
     try:
         label = "rollout" if engines == 1 else f"rollout, engine {number} of {engines}"
-        share = _complete_groups(engine, mine, score, show, label)
+        samples, lost = _complete_groups(engine, mine, score, show, label)
         error = None
     except Exception as caught:  # every rank has to know, or the others wait forever
-        share, error = ([], 0), caught
-    if group is None:
-        if error is not None:
-            raise error
-        samples, lost = share
-        return in_order(samples, request.prompts), lost
-    _agree(request, error, group)
-    firsts = [held.index(engine) for engine in range(engines)]  # its other ranks have the same
-    gathered = _gather(share if rank in firsts else None, group)
-    shares = [gathered[first] for first in firsts]
-    samples = [sample for samples, _ in shares for sample in samples]
-    return in_order(samples, request.prompts), sum(lost for _, lost in shares)
+        samples, lost, error = [], 0, caught
+    agree("generate_on_ranks", error, _digest(request), "prompts or sampling", group)
+    if number is None or held.index(number) != rank:  # another rank of its engine owns them
+        samples, lost = [], 0
+    samples = in_order(samples, request.prompts)
+    shares = gather_objects((BatchIndex.of(samples, rank, depths), lost), group)
+    index = BatchIndex.joined([part for part, _ in shares], [p.id for p in request.prompts])
+    return Rollout(index, samples, sum(discarded for _, discarded in shares))
+
+
+def _digest(request: RolloutRequest) -> int:
+    known = [(p.id, p.tokens) for p in request.prompts]
+    return zlib.crc32(repr((known, request.sampling, request.keep)).encode())
 
 
 def _complete_groups(
@@ -125,29 +139,3 @@ def _complete_groups(
             f"expected {request.keep}"
         )
     return kept, tokens - sum(len(sample.tokens) - sample.prompt_len for sample in kept)
-
-
-def _agree(request: RolloutRequest, error: Exception | None, group: dist.ProcessGroup) -> None:
-    """Raises on every rank if a rank failed or got a different request."""
-    known = [(p.id, p.tokens) for p in request.prompts]
-    digest = zlib.crc32(repr((known, request.sampling, request.keep)).encode())
-    failed = None if error is None else f"{type(error).__name__}: {error}"
-    states: list[tuple[str | None, int]] = _gather((failed, digest), group)
-    lines = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(states) if text is not None]
-    if lines:
-        raise RuntimeError(
-            f"generate_on_ranks: {len(lines)} of {len(states)} ranks failed, expected none\n  "
-            + "\n  ".join(lines)
-        ) from error
-    other = [rank for rank, (_, sent) in enumerate(states) if sent != states[0][1]]
-    if other:
-        raise RuntimeError(
-            f"generate_on_ranks: ranks {other} got other prompts or sampling than rank 0, "
-            "expected the same on every rank"
-        )
-
-
-def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered

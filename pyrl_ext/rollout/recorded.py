@@ -15,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pyrl_ext.dist.agree import agree, gather_objects
 from pyrl_ext.dist.disk import replacing, write_text
+from pyrl_ext.dist.topology import Topology
 from pyrl_ext.rollout.engine import Capabilities, Engine
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
@@ -118,21 +120,25 @@ def _samples(path: Path, index: dict[str, Any], tensors: dict[str, Tensor]) -> l
 
 
 class Recorder:
-    """Writes the rollout batches of a run: a file a step, and ``index.json`` with a line a file.
+    """Writes the rollout batches of a run: a file a step and rank that has samples, and
+    ``index.json`` with a line a file, which the main rank writes.
 
     Args:
         folder: made when the first batch comes
         start: first weight version to come; files from this version on, which a run wrote after
-            its last checkpoint, are removed
+            its last checkpoint, are removed by the main rank
+        topo: of this rank
 
     Raises:
         ValueError: the index is not one
     """
 
-    def __init__(self, folder: str | Path, start: int = 0):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, topo: Topology, start: int = 0):
+        self.folder, self.topo = Path(folder), topo
         self.index = self.folder / "index.json"
         self.batches: list[dict[str, Any]] = []
+        if not topo.is_main:
+            return
         if self.index.exists():
             try:
                 batches = json.loads(self.index.read_text())
@@ -142,27 +148,41 @@ class Recorder:
                     f"{self.index}: unreadable ({error!r}), expected a list of recorded batches"
                 ) from error
         for file in self.folder.glob("step-*.safetensors"):
-            if (step := re.fullmatch(r"step-([0-9]+)", file.stem)) and int(step[1]) >= start:
+            step = re.fullmatch(r"step-([0-9]+)(-rank-[0-9]+)?", file.stem)
+            if step and int(step[1]) >= start:
                 file.unlink()
 
     def save(self, version: int, samples: Sequence[Sample]) -> None:
-        """Write the scored samples of a step, and then their line in the index.
+        """Write the scored samples of a step that this rank owns, and then a line in the index.
 
+        Communicates: a line of every rank.
         Raises:
-            ValueError, OSError: as `save_samples`
+            ValueError, OSError: as `save_samples`; on the other ranks RuntimeError
         """
-        file = self.folder / f"step-{version:06d}.safetensors"
+        entry, error = None, None
+        try:
+            entry = self._write(version, samples) if samples else None
+        except (ValueError, OSError) as caught:  # the others would wait for its line
+            error = caught
+        agree(f"Recorder.save({self.folder})", error, version, "steps", self.topo.world)
+        lines = gather_objects(entry, self.topo.world)
+        if self.topo.is_main:
+            self.batches += [line for line in lines if line is not None]
+            text = ",\n".join(json.dumps(each) for each in self.batches)
+            write_text(self.index, f"[\n{text}\n]\n")
+
+    def _write(self, version: int, samples: Sequence[Sample]) -> dict[str, Any]:
+        alone = self.topo.world_size == 1
+        suffix = "" if alone else f"-rank-{self.topo.rank}"
+        file = self.folder / f"step-{version:06d}{suffix}.safetensors"
         save_samples(file, samples)
-        entry = {
+        return {
             "version": version,
             "file": file.name,
             "samples": len(samples),
             "tokens": sum(s.tokens.numel() for s in samples),
             "bytes": file.stat().st_size,
         }
-        self.batches.append(entry)
-        lines = ",\n".join(json.dumps(each) for each in self.batches)
-        write_text(self.index, f"[\n{lines}\n]\n")
 
 
 class RecordedEngine(Engine):

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from pyrl_ext.data.source import Source
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.build import build_engine, sampling_of
-from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
+from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.samples import Prompt, Sample, Sampling
+from pyrl_ext.samples import Prompt, Sampling
 
 
 class Rollouts:
@@ -43,41 +41,45 @@ class Rollouts:
                 f"replay: the {plan.rollout.engine} engine returns no routes, expected one that "
                 "does. Use replay=off, or an engine and a model with routers"
             )
-        self.group = dist.group.WORLD if topo.world_size > 1 else None
+        self.group = topo.world
 
     def close(self) -> None:
         """End the engine."""
         self.engine.close()
 
-    def train(self, step: int) -> list[Sample]:
-        """The scored samples of a step, the same on every rank.
+    def train(self, step: int) -> Rollout:
+        """The scored samples of a step.
 
         The prompts of a step are a function of its number. An aborted prompt is not retried; it is
         seen again in the next epoch.
         """
         keep = self.plan.batching.prompts
         prompts = self.source.prompts.take(step, self.plan.prompts_asked)
-        sampling = sampling_of(self.plan, self.source, step)
-        samples, lost = self._generate(prompts, sampling, keep)
+        rollout = self._generate(prompts, sampling_of(self.plan, self.source, step), keep)
         if len(prompts) > keep:
             self.aborted = {
                 "rollout/aborted_groups": len(prompts) - keep,
-                "rollout/aborted_tokens": lost,
+                "rollout/aborted_tokens": rollout.discarded,
             }
-        return samples
+        return rollout
 
     def held_out_reward(self) -> float:
         """Mean reward of one greedy response to each held-out prompt."""
         prompts = self.source.prompts.held_out(self.plan.evaluate.prompts)
         sampling = sampling_of(self.plan, self.source, 0)
         sampling = replace(sampling, greedy=True, samples_per_prompt=1)
-        samples, _ = self._generate(prompts, sampling, len(prompts))
-        return sum(s.reward for s in samples) / len(samples)
+        rewards = self._generate(prompts, sampling, len(prompts)).index.rewards.tolist()
+        return sum(rewards) / len(rewards)
 
-    def _generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, keep: int
-    ) -> tuple[list[Sample], int]:
-        """The samples of ``keep`` complete groups, and the response tokens of the others."""
+    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, keep: int) -> Rollout:
+        """The samples of ``keep`` complete groups."""
         scorer = self.source.scorer(list(prompts))
-        request, owners = RolloutRequest(prompts, sampling, keep), self.plan.engine_of_rank
-        return generate_on_ranks(self.engine, request, scorer, self.group, owners, self.show)
+        return generate_on_ranks(
+            self.engine,
+            RolloutRequest(prompts, sampling, keep),
+            scorer,
+            self.group,
+            self.plan.engine_of_rank,
+            self.show,
+            depths=self.plan.num_mtp_layers,
+        )

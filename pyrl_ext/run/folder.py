@@ -81,13 +81,13 @@ class RunFolder:
         if newest is not None:
             policy.load(newest)
             self._saved_at = policy.step
+        if (folder := self.plan.rollout.record) is not None:
+            self._recorder = Recorder(self.path / folder, self.topo, policy.step)
         if not self.topo.is_main:
             return
         write_text(self.path / "plan.json", self.plan.to_json())
         if newest is not None:
             self._announce(newest, policy.step)
-        if (folder := self.plan.rollout.record) is not None:
-            self._recorder = Recorder(self.path / folder, policy.step)
         lines = JsonlSink(self.path / "metrics.jsonl")
         lines.rewind(policy.step)
         self.sinks = [lines]
@@ -143,7 +143,10 @@ class RunFolder:
             self.progress.note(text)
 
     def record(self, step: int, samples: Sequence[Sample]) -> None:
-        """Save the samples of a step if the plan asks for it."""
+        """Save the samples that this rank owns of a step, if the plan asks for it.
+
+        Communicates: a line of every rank.
+        """
         if self._recorder is not None:
             self._recorder.save(step, samples)
 

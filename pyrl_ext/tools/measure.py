@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -37,15 +38,14 @@ from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.optimizer import state_tensors
-from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.schedule import Schedule
+from pyrl_ext.pack.shard import BatchShard, layout_of
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
-from pyrl_ext.trainer.step import Phase, Step, plan_schedule
+from pyrl_ext.trainer.step import Phase, Step
 
 CONTEXT = "CUDA and NCCL"  # not given out by torch's allocator
 
@@ -158,7 +158,7 @@ class Bench:
         self.policy, self.reference = self.step.policy, self.step.reference
         self.longest = 0
 
-    def run(self, number: int, phase: Phase) -> Batch:
+    def run(self, number: int, phase: Phase) -> BatchShard:
         """One step as `train` makes it; ``phase`` surrounds each phase of the prediction."""
 
         def phases(name: str) -> AbstractContextManager:
@@ -166,12 +166,12 @@ class Bench:
 
         step = self.step
         step.publish(number, phases)
-        samples = step.roll_out(number, phases)
+        rollout = step.roll_out(number, phases)
         step.onload(phases)
-        self.longest = max(s.prompt_len for s in samples) + self.plan.rollout.max_new_tokens
-        batch, _ = step.score(step.batch_of(samples), phases)
-        step.update(batch, phases)
-        return batch
+        self.longest = int(rollout.index.prompt_lens.max()) + self.plan.rollout.max_new_tokens
+        shard, _ = step.score(step.batch_of(rollout, phases), phases)
+        step.update(shard, phases)
+        return shard
 
     def held(self) -> dict[str, int]:
         """Item -> bytes that are held all the time."""
@@ -183,27 +183,19 @@ class Bench:
             found["engine weights"] = list(model.parameters())
         return {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
 
-    def largest(self, batch: Batch) -> tuple[Batch, Schedule, int]:
-        """The minibatch, microbatch and rows of the largest microbatch that this rank trains on."""
-        parts = batch.split(self.plan.batching.minibatches)
-        microbatches = [
-            (self.rows(part, one), number, one)
-            for number, part in enumerate(parts)
-            for one in plan_schedule(self.plan, part).single()
-        ]
-        most, number, one = max(microbatches, key=lambda found: found[0])
-        return parts[number], one, most
+    def largest(self, shard: BatchShard) -> tuple[int, int]:
+        """The microbatch with the most rows on this rank, and their number; the padding of an empty
+        microbatch does not count."""
+        seat = shard.seat
+        groups = [shard.schedule.group_of(m, seat.grid_rank) for m in range(len(shard.schedule))]
+        rows = [layout_of(g, shard.lengths, seat).num_local if g.samples else 0 for g in groups]
+        return rows.index(max(rows)), max(rows)
 
-    def rows(self, part: Batch, one: Schedule) -> int:
-        """Rows that this rank computes of a microbatch, without the padding of an empty one."""
-        align, group = self.plan.row_alignment, one.group_of(0, self.topo.grid_rank)
-        return sum(-(-part.seqlens[i] // align) * align for i in group.samples) // group.cp_size
-
-    def routes(self, part: Batch, one: Schedule) -> int:
+    def routes(self, shard: BatchShard, number: int) -> int:
         """Bytes of a microbatch's routes, as they come to the device and as routers take them."""
         replay = self.policy.llm.replay
-        prefetch = MicrobatchPrefetcher(part, one, self.topo, replay, self.plan.replay.train)
-        _, ready = next(prefetch.microbatches(0))
+        prefetch = MicrobatchPrefetcher(shard, self.topo, replay, self.plan.replay.train)
+        _, ready = next(islice(prefetch.microbatches(0), number, None))
         if (routes := ready.routes) is None:
             return 0
         taken = [x.ids for x in routes.of_layers(replay.layers) if x is not None]
@@ -248,18 +240,18 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
         with _peak(bench, found.phases, name), clock(name), inner:
             yield
 
-    batch = bench.run(1, counted)
+    shard = bench.run(1, counted)
     found.items = bench.held()
-    part, largest, rows = bench.largest(batch)
-    found.load = Load(rows, len(batch.tokens), bench.longest)
+    number, rows = bench.largest(shard)
+    found.load = Load(rows, int(shard.lengths.starts[-1]), bench.longest)
     if counts_time:
         found.items["activations"] = saved.peak
         clock.take()
         bench.run(2, clock)
-    if batch.routes is not None and plan.replay.enabled:
-        found.items["routes of the batch"] = batch.routes.nbytes
+    if "routes" in shard.columns:
+        found.items["routes of the batch"] = shard.columns["routes"].nbytes
         if plan.replay.train:
-            found.items["routes"] = bench.routes(part, largest)
+            found.items["routes"] = bench.routes(shard, number)
     found.seconds = clock.take()
     return found, stage_memory(plan, found.load)[topo.pp_rank]
 

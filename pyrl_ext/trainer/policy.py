@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from pyrl_ext.dist.reduce import sum_over_ranks
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.dist.upload import to_device
 from pyrl_ext.loss.inputs import LossFn
 from pyrl_ext.megatron.head import score_tokens
-from pyrl_ext.ops import Inverse, invert_rows, sum_rows
-from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.pack.schedule import Schedule
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.replay.router_hook import Agreement
@@ -34,12 +33,13 @@ from pyrl_ext.weights.gather import GatheredWeights
 
 @dataclass(frozen=True)
 class Scores:
-    """A forward pass over a batch, the same on every rank.
+    """A forward pass over the rows of a shard.
 
     Args:
-        logprobs:  [T] fp32, of each row's target.
-        entropy:   [T] fp32, of each row's distribution [nats].
-        agreement: layer id -> how far the router agreed with the routes it replayed.
+        logprobs:  [N] fp32 on the host, of each row's target; empty before the last stage.
+        entropy:   [N] fp32 on the host, of each row's distribution [nats]; empty as above.
+        agreement: layer id -> how far the router agreed with the routes it replayed, over all
+            ranks.
     """
 
     logprobs: Tensor
@@ -50,7 +50,7 @@ class Scores:
 class Policy:
     """The modules of this run on this rank and the passes over them. Build with `build`.
 
-    Every method is a collective: all ranks call it with the same batch and schedule.
+    Every method is a collective: all ranks call it, each with its shard of the same step.
 
     Attributes:
         llm: the language model, which the passes run through.
@@ -59,8 +59,16 @@ class Policy:
     """
 
     def __init__(self, llm: Module):
-        self.llm, self.plan, self.topo = llm, llm.plan, llm.topo
+        self.llm = llm
         self.step = self.updates = 0
+
+    @property
+    def plan(self) -> Plan:
+        return self.llm.plan
+
+    @property
+    def topo(self) -> Topology:
+        return self.llm.topo
 
     @classmethod
     def build(
@@ -99,49 +107,50 @@ class Policy:
 
     # passes --------------------------------------------------------------------------------------
 
-    def scores(self, batch: Batch, schedule: Schedule, replay: bool = True) -> Scores:
-        """Log-prob and entropy of every row of ``batch`` under the current weights.
+    def scores(self, shard: BatchShard, replay: bool = True) -> Scores:
+        """Log-prob and entropy of every row of ``shard`` under the current weights.
 
-        Communicates: two all-reduces of [T] fp32 over data and context ranks, a broadcast from the
-        last stage. Syncs: reads the agreement counts.
+        Communicates: one all-reduce of the agreement counts. Syncs: reads them and the scores.
         """
         self.llm.need("weights")
-        prefetch, replay_hooks = self._prefetch(batch, schedule, replay), self.llm.replay
+        prefetch, replay_hooks = self._prefetch(shard, replay), self.llm.replay
 
         def reduce(micro: Microbatch, scored: tuple[Tensor, Tensor], _mtp: list[Tensor]) -> tuple:
             values = torch.stack(scored, -1).float()  # log-prob and entropy
-            return scored[0].sum(), _count(micro.inputs.loss_mask), {"scored": (micro.rows, values)}
+            assert micro.inputs is not None  # the last stage has them
+            return scored[0].sum(), micro.inputs.loss_mask.sum().int(), (micro.at, values)
 
         with torch.no_grad(), replay_hooks.session(counting=replay), self._mode(training=False):
             parts = self._run(prefetch, reduce, forward_only=True)
             layers = self.plan.sizes.num_hidden_layers + self.llm.mtp_layers
             agreement = replay_hooks.agreement(layers) if replay else {}
-        stream = self._to_stream([part["scored"] for part in parts], len(batch.tokens))
-        self._share(stream)
-        logprobs, entropy = stream.T.contiguous().cpu()
+        scored = self._in_order(parts, len(shard.rows.tokens))
+        logprobs, entropy = scored.cpu().T.contiguous()
         return Scores(logprobs, entropy, agreement)
 
-    def _to_stream(self, parts: list[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
-        """[T, 2] log-prob and entropy of the rows that this rank scored, zeros elsewhere.
+    def _in_order(self, parts: list[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
+        """[N, 2] values of the rows of a shard; [0, 2] before the last stage.
 
         Args:
-            parts: (rows [M] on the host, their values [M, 2]) of each microbatch.
+            parts: (place of each row in the shard [M] on the host, its values [M, 2]) of each
+                microbatch.
         """
         device = self.topo.device
-        if not parts:  # not on the last pipeline stage
-            return torch.zeros(num_rows, 2, device=device)
-        rows = torch.cat([rows for rows, _ in parts])
-        inverse = Inverse(*(to_device(each, device) for each in invert_rows(rows, num_rows)))
-        return sum_rows(torch.cat([x for _, x in parts]), to_device(rows, device), inverse)
+        if not parts:
+            return torch.empty(0, 2, device=device)
+        at, values = torch.cat([at for at, _ in parts]), torch.cat([x for _, x in parts])
+        real = to_device((at >= 0).nonzero()[:, 0], device)
+        places = to_device(at[at >= 0], device)
+        return values.new_empty(num_rows, 2).index_copy_(0, places, values.index_select(0, real))
 
-    def update(self, minibatch: Batch, schedule: Schedule, loss: LossFn) -> dict[str, float]:
-        """One optimizer step on ``minibatch``; token means are over the whole minibatch.
+    def update(self, minibatch: BatchShard, loss: LossFn) -> dict[str, float]:
+        """One optimizer step on ``minibatch``; token means are over all ranks' rows of it.
 
         Returns: loss, grad_norm, lr and the loss function's metrics.
         Raises: FloatingPointError when the loss (before the step) or the gradient is not finite, or
             the gradient is exactly 0 although tokens have an advantage (built-in loss).
         """
-        metrics = self.accumulate(minibatch, schedule, loss)
+        metrics = self.accumulate(minibatch, loss)
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(
                 f"Policy.update: the loss of update {self.updates} is {metrics['loss']}; "
@@ -149,7 +158,7 @@ class Policy:
             )
         metrics |= self.step_optimizer()
         if metrics["grad_norm"] == 0 and self.plan.objective.loss == "grpo":
-            check_zero_gradient(minibatch, metrics, f"update {self.updates - 1}")
+            check_zero_gradient(minibatch, metrics, f"update {self.updates - 1}", self.topo)
         return metrics
 
     def step_optimizer(self) -> dict[str, float]:
@@ -168,7 +177,7 @@ class Policy:
         self.updates += 1
         return {"grad_norm": norm, "lr": lr}
 
-    def accumulate(self, minibatch: Batch, schedule: Schedule, loss: LossFn) -> dict[str, float]:
+    def accumulate(self, minibatch: BatchShard, loss: LossFn) -> dict[str, float]:
         """Compute the gradient of the mean token loss of ``minibatch`` into the gradient buffers,
         reduced over ranks.
 
@@ -177,18 +186,20 @@ class Policy:
 
         Returns: loss and the loss function's metrics; ``mtp_loss`` with MTP layers [nats].
         """
-        if not minibatch.num_loss_tokens:
+        (loss_tokens,) = minibatch.loss_tokens
+        if not loss_tokens[0]:
             raise ValueError("Policy.update: the minibatch has no token under its loss mask")
         self.llm.need("weights", "gradients")
         replayed, depths = self.plan.replay.train, self.llm.mtp_layers
-        prefetch = self._prefetch(minibatch, schedule, replayed, depths)
+        prefetch = self._prefetch(minibatch, replayed, depths)
         in_chunk = loss if self.plan.logprob.loss_in_chunk else None
 
         def reduce(micro: Microbatch, scored: tuple, mtp: list[Tensor]) -> tuple:
+            assert micro.inputs is not None  # the last stage has them
             total, count, sums = scored if in_chunk else loss(scored[0], scored[1], micro.inputs)
             sums = {"loss": (total.detach(), count), **sums}
             if mtp:
-                extra, sums["mtp_loss"] = self._mtp_loss(micro, mtp, minibatch)
+                extra, sums["mtp_loss"] = self._mtp_loss(micro, mtp, loss_tokens)
                 total = total + extra
             table = torch.stack([torch.stack([s.double(), c.double()]) for s, c in sums.values()])
             return total, count.int(), {"names": list(sums), "sums": table}
@@ -199,23 +210,19 @@ class Policy:
         return self._means(parts)
 
     def _mtp_loss(
-        self, micro: Microbatch, ahead: list[Tensor], minibatch: Batch
+        self, micro: Microbatch, ahead: list[Tensor], loss_tokens: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """(this microbatch's part of the loss, (negative log-probs, tokens) over all depths)."""
         extra, missed, tokens = ahead[0].new_zeros(3).unbind()
         for depth, (logprobs, part) in enumerate(zip(ahead, micro.mtp, strict=True), start=1):
             lost = -torch.where(part.loss_mask, logprobs, 0).sum()
             # megatron divides by the minibatch's loss tokens; fewer can be predicted from afar
-            counted = max(1, minibatch.num_loss_tokens_ahead(depth))
-            extra = extra + lost * (minibatch.num_loss_tokens / counted)
+            extra = extra + lost * (loss_tokens[0] / max(1, loss_tokens[depth]))
             missed, tokens = missed + lost.detach(), tokens + part.loss_mask.sum()
         return extra * (self.plan.objective.mtp_coef / len(ahead)), (missed, tokens)
 
-    def _prefetch(
-        self, batch: Batch, schedule: Schedule, replayed: bool, depths: int = 0
-    ) -> MicrobatchPrefetcher:
-        replay = self.llm.replay
-        return MicrobatchPrefetcher(batch, schedule, self.topo, replay, replayed, depths)
+    def _prefetch(self, shard: BatchShard, replayed: bool, depths: int = 0) -> MicrobatchPrefetcher:
+        return MicrobatchPrefetcher(shard, self.topo, self.llm.replay, replayed, depths)
 
     def _run(
         self,
@@ -244,8 +251,7 @@ class Policy:
             micro, packed = ready.micro, ready.packed
             tokens, positions = micro.tokens[None], packed.positions[None]
             every = forward_only or not self.plan.objective.is_token_wise
-            batch = None if every else prefetch.batch
-            head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, batch, in_chunk)
+            head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, every, in_chunk)
             output = chunk(tokens, positions, None, packed_seq_params=packed, output_processor=head)
             prefetch.prepare_next()  # copied while a GPU computes what was launched above
 
@@ -276,13 +282,6 @@ class Policy:
             chunk.train(training)
         yield
 
-    def _share(self, values: Tensor) -> None:
-        """Sum over data and context ranks (each row lives on one), then last stage to all."""
-        if self.topo.is_last_stage:
-            dist.all_reduce(values, group=self.topo.groups.dp_cp)
-        if self.topo.pp_size > 1:
-            dist.broadcast(values, self.topo.last_stage, group=self.topo.groups.pp)
-
     def _means(self, parts: list[dict]) -> dict[str, float]:
         """Means of the metrics of all microbatches of all ranks.
 
@@ -295,9 +294,5 @@ class Policy:
         total = torch.zeros(len(shared[0]), 2, dtype=torch.float64, device=self.topo.device)
         for part in parts:
             total += part["sums"]
-        self._share(total)
+        total = sum_over_ranks(total, self.topo)
         return {n: s / c if c else 0.0 for n, (s, c) in zip(shared[0], total.tolist(), strict=True)}
-
-
-def _count(mask: Tensor) -> Tensor:
-    return mask.sum().int()

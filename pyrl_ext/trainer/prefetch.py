@@ -10,9 +10,8 @@ from torch.profiler import record_function
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.dist.upload import Upload
 from pyrl_ext.megatron.packed_attention import PackedSequences
-from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.pack.schedule import Schedule
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.replay.routed_experts import RoutedExperts
 from pyrl_ext.replay.router_hook import Replay
 
@@ -35,43 +34,34 @@ class DeviceMicrobatch:
 
 
 class MicrobatchPrefetcher:
-    """The microbatches of this rank in one pass, in the order of ``schedule``.
+    """The microbatches of this rank in one pass.
 
     Args:
-        batch:    on the host.
-        schedule: of the samples of ``batch``.
+        shard:    of this rank, on the host.
         topo:     gives this rank's place in each microbatch.
         replay:   the routers of the model.
-        replayed: whether routers use the routes of the batch; else they choose for themselves.
+        replayed: whether routers use the routes of the samples; else they choose for themselves.
         depths:   MTP layers whose inputs are needed.
 
-    Raises: ValueError when routes are to be replayed and the batch has none.
+    Raises: ValueError when routes are to be replayed and the samples have none.
     """
 
     def __init__(
-        self,
-        batch: Batch,
-        schedule: Schedule,
-        topo: Topology,
-        replay: Replay,
-        replayed: bool,
-        depths: int = 0,
+        self, shard: BatchShard, topo: Topology, replay: Replay, replayed: bool, depths: int = 0
     ):
-        if replayed and batch.routes is None:
+        if replayed and not shard.layer_ids:
             raise ValueError(
                 "replay: the samples carry no routes; the engine must return them, or the plan "
                 "must switch replay off (replay: {old: false, reference: false, train: false})"
             )
-        self.batch, self.topo, self.replay = batch, topo, replay
+        self.shard, self.topo, self.replay = shard, topo, replay
         self.replayed, self.depths = replayed, depths
-        # an interleaved pipeline runs pp_size microbatches of a chunk at a time
-        self.schedule = schedule if topo.vpp_size is None else schedule.padded(topo.pp_size)
         self._upload = Upload(topo.device)
         self._ready: dict[int, DeviceMicrobatch] = {}
         self._made = 0
 
     def __len__(self) -> int:
-        return len(self.schedule)
+        return len(self.shard.schedule)
 
     def microbatches(self, chunk: int) -> Iterator[tuple[int, DeviceMicrobatch]]:
         """(``chunk``, microbatch) in the order of the schedule, for one model chunk."""
@@ -93,11 +83,12 @@ class MicrobatchPrefetcher:
             self._prepare()
 
     def _prepare(self) -> None:
-        group = self.schedule.group_of(self._made, self.topo.grid_rank)
+        shard = self.shard
+        group = shard.schedule.group_of(self._made, shard.seat.grid_rank)
         place = self.topo.place(group.cp_size)
         with record_function("pyrl: pack"):
-            micro = Microbatch.of(self.batch, group.samples, place, self.depths, self._upload)
+            micro = Microbatch.of(shard, self._made, place, self.depths, self._upload)
             packed = PackedSequences.of(micro)
-        routes = self.replay.prepare(self.batch, micro, self.replayed, self._upload)
+        routes = self.replay.prepare(shard, micro, self.replayed, self._upload)
         self._ready[self._made] = DeviceMicrobatch(micro, packed, routes, len(self.replay.hooks))
         self._made += 1

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from pyrl_ext.data.source import build_source
+from pyrl_ext.dist.agree import agree
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.inputs import AdvantageFn, LossFn
 from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.metrics.mismatch import mismatch
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.exchange import Moved, shard_batch
+from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
+from pyrl_ext.pack.shard import BatchShard, joined
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import OFFLOADED
+from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.rollouts import Rollouts
-from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.weights.check import (
     check_batch,
@@ -49,6 +54,7 @@ class Step:
     rollouts: Rollouts
     advantage: AdvantageFn
     loss: LossFn
+    moved: Moved = field(default_factory=Moved)
 
     @classmethod
     def build(cls, plan: Plan, topo: Topology, show: Callable[[str], None] | None = None) -> Step:
@@ -92,8 +98,8 @@ class Step:
                     freed += self.policy.offload("weights")
         return metrics | {"memory/offloaded": freed} if parts else metrics
 
-    def roll_out(self, number: int, phase: Phase) -> list[Sample]:
-        """The scored samples of step ``number``, the same on every rank."""
+    def roll_out(self, number: int, phase: Phase) -> Rollout:
+        """The scored samples of step ``number``."""
         with phase("time/rollout"):
             return self.rollouts.train(number)
 
@@ -112,46 +118,71 @@ class Step:
                 self.policy.onload()
         return metrics
 
-    def batch_of(self, samples: list[Sample]) -> Batch:
-        """The samples as a checked batch, with their advantages."""
+    def batch_of(self, rollout: Rollout, phase: Phase) -> BatchShard:
+        """The rows that this rank computes, checked, with their advantages.
+
+        Raises: on every rank, if the samples of one are wrong.
+        """
+        index, group = rollout.index, self.topo.world
+        with phase("time/exchange"):
+            schedules, batch, error = [], None, None
+            try:
+                schedules = plan_schedules(self.plan, index)
+                batch = self._rows_of(rollout)
+            except Exception as caught:  # every rank has to know, or the others wait forever
+                error = caught
+            digest = joined(schedules).digest if schedules else 0
+            agree("Step.batch_of", error, digest, "schedules", group)
+            shard, self.moved = shard_batch(batch, index, schedules, self.plan, self.topo)
+        return shard
+
+    def _rows_of(self, rollout: Rollout) -> Batch | None:
+        """The samples that this rank owns, as rows."""
+        advantages = rollout.index.advantages(self.advantage)
+        if not rollout.samples:
+            return None
         plan = self.plan
-        layers = plan.router_layers if plan.replay.enabled else None  # None: needs no routes
         return Batch.of(
-            samples, self.advantage, num_experts=plan.sizes.num_experts, layer_ids=layers
+            rollout.samples,
+            advantages[rollout.index.owned_by(self.topo.rank)],
+            num_experts=plan.sizes.num_experts,
+            layer_ids=plan.router_layers if plan.replay.enabled else None,  # None: needs no routes
         )
 
-    def score(self, batch: Batch, phase: Phase, check: bool = False) -> tuple[Batch, Scores]:
-        """Score ``batch`` with the policy and the reference.
+    def score(
+        self, shard: BatchShard, phase: Phase, check: bool = False
+    ) -> tuple[BatchShard, Scores]:
+        """Score the rows with the policy and the reference.
 
         Args:
-            check: stop the run if trainer and engine disagree about the batch's tokens.
+            check: stop the run if trainer and engine disagree about the tokens.
 
-        Returns: the batch with their log-probs, and the policy's scores.
+        Returns: the rows with their log-probs, and the policy's scores.
         """
-        schedule = plan_schedule(self.plan, batch)
         with phase("time/old_logprobs"):
-            old = self.policy.scores(batch, schedule, self.plan.replay.old)
+            old = self.policy.scores(shard, self.plan.replay.old)
         if check:
-            self._check_batch(batch, old)
-        batch = batch.with_(old_logprobs=old.logprobs)
+            self._check_batch(shard, old)
+        columns = {"old_logprobs": old.logprobs}
         if self.reference is not None:
             with phase("time/ref_logprobs"):
-                ref = self.reference.scores(batch, schedule, self.plan.replay.reference)
-            batch = batch.with_(ref_logprobs=ref.logprobs)
-        return batch, old
+                ref = self.reference.scores(shard, self.plan.replay.reference)
+            columns["ref_logprobs"] = ref.logprobs
+        return (shard.with_columns(**columns) if shard.seat.last_stage else shard), old
 
-    def update(self, batch: Batch, phase: Phase) -> Metrics:
+    def update(self, shard: BatchShard, phase: Phase) -> Metrics:
         """One optimizer step a minibatch; returns the mean of their metrics."""
         with phase("time/update"):
             rows = [
-                self.policy.update(part, plan_schedule(self.plan, part), self.loss)
-                for part in batch.split(self.plan.batching.minibatches)
+                self.policy.update(shard.minibatch(number), self.loss)
+                for number in range(len(shard.minibatches))
             ]
         return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
-    def metrics(self, batch: Batch, old: Scores) -> Metrics:
-        """Metrics of the batch: its samples, trainer against engine, seconds of replay."""
-        metrics = batch.stats() | self.rollouts.aborted | compare(batch, old)
+    def metrics(self, index: BatchIndex, shard: BatchShard, old: Scores) -> Metrics:
+        """Metrics of the step: samples, moved bytes, trainer against engine, seconds of replay."""
+        metrics = index.stats() | self.rollouts.aborted | compare(shard, old, self.topo)
+        metrics |= self.moved.metrics(self.topo)
         if self.plan.replay.enabled:
             policies = [p for p in (self.policy, self.reference) if p is not None]
             seconds = (p.llm.replay.clock.take() for p in policies)
@@ -160,18 +191,18 @@ class Step:
 
     @property
     def _engine_dtype(self) -> torch.dtype:
-        return getattr(torch, self.plan.rollout_dtype)
+        return dtype_of(self.plan.rollout_dtype)
 
     def _engine_names(self) -> list[str]:
         """The checkpoint tensors that an engine holds."""
         names = (name for row in self.policy.llm.table for name in row.hf_names)
         return engine_tensor_names(names, self.plan.sizes.num_hidden_layers)
 
-    def _check_batch(self, batch: Batch, old: Scores) -> None:
-        """Stop before the update if trainer and engine disagree about the tokens of ``batch``."""
+    def _check_batch(self, shard: BatchShard, old: Scores) -> None:
+        """Stop before the update if trainer and engine disagree about the tokens of the step."""
         plan, policy = self.plan, self.policy
         check_batch(
-            batch,
+            shard,
             old.logprobs,
             mismatch_limit(plan),
             partial(
@@ -185,20 +216,32 @@ class Step:
             ),
             step=policy.step,
             agreement={n: each.share / each.rows for n, each in old.agreement.items() if each.rows},
-            group=self.rollouts.group,
+            topo=self.topo,
         )
 
 
-def plan_schedule(plan: Plan, batch: Batch) -> Schedule:
-    """Which samples run together, in which microbatch of which data-parallel rank."""
-    sizes = plan.parallel
-    tokens = plan.batching.tokens_per_microbatch
-    return plan_microbatches(batch.seqlens, sizes.dp, tokens, plan.row_alignment, sizes.cp)
+def plan_schedules(plan: Plan, index: BatchIndex) -> list[Schedule]:
+    """Which samples of each minibatch run together, in which microbatch, on which ranks.
+
+    Scores and updates follow the same schedules, so that a row is computed on one rank in all
+    passes, and its first old and current log-probs are the same number.
+    """
+    sizes, tokens = plan.parallel, plan.batching.tokens_per_microbatch
+    schedules = []
+    for ids in index.split(plan.batching.minibatches):
+        lengths = index.seqlens[ids].tolist()
+        schedule = plan_microbatches(lengths, sizes.dp, tokens, plan.row_alignment, sizes.cp)
+        # an interleaved pipeline runs pp microbatches of a chunk at a time
+        schedules.append(schedule.renumbered(ids).padded(sizes.pp if sizes.vpp else 1))
+    return schedules
 
 
-def compare(batch: Batch, old: Scores) -> Metrics:
+def compare(shard: BatchShard, old: Scores, topo: Topology) -> Metrics:
     """How far trainer and engine differ in log-probs and in routes of the same tokens."""
-    metrics = mismatch(old.logprobs, batch.rollout_logprobs, batch.loss_mask)
+    none = torch.empty(0)
+    rollout = shard.columns.get("rollout_logprobs", none)
+    mask = shard.columns["loss_mask_0"] if shard.seat.last_stage else none.bool()
+    metrics = mismatch(old.logprobs, rollout, mask, topo)
     if old.agreement:
         share, exact, count = (sum(x) for x in zip(*old.agreement.values(), strict=True))
         metrics |= {"route/agree_topk": share / count, "route/exact_set": exact / count}

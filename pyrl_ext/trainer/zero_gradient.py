@@ -8,23 +8,28 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pyrl_ext.pack.batch import Batch
+from pyrl_ext.dist.agree import gather_objects
+from pyrl_ext.dist.reduce import sum_over_ranks
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.pack.shard import BatchShard
 
 _MIN_ADVANTAGE = 1e-3
 _MAX_LOGPROB = -1e-3  # above it the probability is nearly 1, and the gradient nearly 0
 
 
-def check_zero_gradient(minibatch: Batch, metrics: Mapping[str, float], update: str) -> None:
+def check_zero_gradient(
+    minibatch: BatchShard, metrics: Mapping[str, float], update: str, topo: Topology
+) -> None:
     """Refuse a gradient of exactly 0, under the built-in loss, that no state of a run explains.
 
     Args:
-        minibatch, metrics: as in `tokens_with_gradient`.
+        minibatch, metrics, topo: as in `tokens_with_gradient`.
         update: names the optimizer step, for the message.
 
     Raises:
         FloatingPointError: some tokens must have had a gradient.
     """
-    if tokens := tokens_with_gradient(minibatch, metrics):
+    if tokens := tokens_with_gradient(minibatch, metrics, topo):
         raise FloatingPointError(
             f"Policy.update: the gradient norm of {update} is exactly 0, expected a gradient from "
             f"{tokens} tokens with an advantage; nothing is trained. Look for code that switches "
@@ -32,7 +37,9 @@ def check_zero_gradient(minibatch: Batch, metrics: Mapping[str, float], update: 
         )
 
 
-def tokens_with_gradient(minibatch: Batch, metrics: Mapping[str, float]) -> int:
+def tokens_with_gradient(
+    minibatch: BatchShard, metrics: Mapping[str, float], topo: Topology
+) -> int:
     """How many loss tokens must have moved the weights under the built-in loss; a lower bound.
 
     A token has no gradient if its sample's advantage is 0, if its probability is 1, or if its ratio
@@ -43,15 +50,49 @@ def tokens_with_gradient(minibatch: Batch, metrics: Mapping[str, float]) -> int:
         minibatch: with ``old_logprobs``.
         metrics: of the loss over this minibatch.
 
-    Syncs: if the batch is on a device. Only called where a gradient is 0.
+    Communicates: one number; if any token has an advantage, the tokens of samples with one. Only
+        called where a gradient is 0.
     """
-    assert minibatch.old_logprobs is not None
-    counted = minibatch.loss_mask & (minibatch.old_logprobs < _MAX_LOGPROB)
-    advantages = torch.where(counted, minibatch.advantages, 0)
-    net: defaultdict[tuple[int, ...], Tensor | float] = defaultdict(float)
-    for first, last in zip(minibatch.starts[:-1], minibatch.starts[1:], strict=True):
-        tokens = (*minibatch.tokens[first:last].tolist(), int(minibatch.targets[last - 1]))
-        net[tokens] = net[tokens] + advantages[first:last]
-    moving = sum(int((torch.as_tensor(x).abs() > _MIN_ADVANTAGE).sum()) for x in net.values())
+    advantages = _advantages(minibatch)
+    with_one = (advantages.abs() > _MIN_ADVANTAGE).sum()[None].double()
+    if not sum_over_ranks(with_one, topo).item():
+        return 0
+    parts = gather_objects(_rows_by_sample(minibatch, advantages, topo), topo.world)
+    tokens: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    values: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    for sample, position, token, advantage in (row for part in parts for row in part):
+        tokens[sample][position], values[sample][position] = token, advantage
+    net: defaultdict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
+    for sample, found in tokens.items():
+        total = net[tuple(found[position] for position in sorted(found))]
+        for position, advantage in values[sample].items():
+            total[position] = total.get(position, 0.0) + advantage
+    moving = sum(abs(x) > _MIN_ADVANTAGE for total in net.values() for x in total.values())
     stopped = metrics.get("policy/clip_fraction", 0) + metrics.get("policy/guarded_fraction", 0)
-    return max(0, moving - round(stopped * minibatch.num_loss_tokens))
+    return max(0, moving - round(stopped * minibatch.loss_tokens[0][0]))
+
+
+def _advantages(minibatch: BatchShard) -> Tensor:
+    """[N] the advantages of loss tokens that are not almost certain, 0 elsewhere."""
+    columns = minibatch.columns
+    if not minibatch.seat.last_stage:
+        return torch.zeros(0)
+    counted = columns["loss_mask_0"] & (columns["old_logprobs"] < _MAX_LOGPROB)
+    return torch.where(counted, columns["advantages"], 0)
+
+
+def _rows_by_sample(
+    minibatch: BatchShard, advantages: Tensor, topo: Topology
+) -> list[tuple[int, int, int, float]]:
+    """(sample, position, target, advantage) of this rank's rows, and the first token of a sample
+    at position -1; each row on one rank."""
+    if not minibatch.seat.last_stage or topo.tp_rank:
+        return []
+    rows, columns = minibatch.rows.tokens, minibatch.columns
+    samples = minibatch.lengths.sample_of(rows)
+    positions = rows - minibatch.lengths.starts[samples]
+    first = (positions == 0).nonzero()[0].tolist()
+    firsts = [(int(samples[i]), -1, int(columns["tokens"][i]), 0.0) for i in first]
+    targets = columns["targets_0"].tolist()
+    table = zip(samples.tolist(), positions.tolist(), targets, advantages.tolist(), strict=True)
+    return [*table, *firsts]

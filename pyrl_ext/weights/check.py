@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyrl_ext.dist.agree import gather_objects
 from pyrl_ext.dist.buckets import Named, observed
+from pyrl_ext.dist.reduce import sum_over_ranks
+from pyrl_ext.dist.topology import Topology
 from pyrl_ext.metrics.glossary import GLOSSARY
 from pyrl_ext.ops.digest import digest_on_device, read
-from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.tensor_names import layer_of
@@ -192,61 +195,76 @@ def mismatch_limit(plan: Plan) -> float | None:
 
 
 def check_batch(
-    batch: Batch,
+    shard: BatchShard,
     logprobs: Tensor,
     limit: float | None,
     find_mismatches: Callable[[], Mapping[str, str]],
     *,
     step: int,
     agreement: Mapping[int, float],
-    group: dist.ProcessGroup | None = None,
+    topo: Topology,
 ) -> None:
     """Stop before the update if trainer and engine log-probs of the same tokens disagree.
 
     Args:
-        batch: generated with the weights that the trainer has now
-        logprobs: [T] float32, the trainer's log-prob of each row's target
+        shard: of this rank, generated with the weights that the trainer has now
+        logprobs: [N] float32, the trainer's log-prob of each row's target; empty before the last
+            stage
         limit: largest mean |difference| over the loss tokens [nat] (`mismatch_limit`); None: no
             check
         find_mismatches: `full_check` of this rank's engine; called only if the limit is exceeded
         step: for the message
         agreement: layer id -> share of the engine's routed experts that the trainer's router also
             chose
-        group: all ranks; None = this process alone
 
-    Communicates: only before it raises: what ``find_mismatches`` does, and its results.
+    Communicates: two numbers; before it raises, what ``find_mismatches`` does, and its results.
 
     Raises: RuntimeError, the same on every rank: the mean difference, the largest one, and the
         tensors that differ or, if none does, the first layer whose routers chose other experts.
     """
     if limit is None:
         return
-    gap = (logprobs - batch.rollout_logprobs).abs().double()
-    gap = torch.where(batch.loss_mask, gap, 0.0)
-    mean = float(gap.sum() / batch.loss_mask.sum())  # prompt rows would dilute `gap.mean()`
+    gap, counted = _gaps(shard, logprobs)
+    # prompt rows would dilute the mean over all rows
+    total, number = sum_over_ranks(torch.stack([gap.sum(), counted]), topo)
+    mean = float(total / number)
     if mean <= limit:
         return
-    row = int(gap.nan_to_num(torch.inf).argmax())
+    found = gather_objects((_largest(shard, logprobs, gap), find_mismatches()), topo.world)
+    _, largest = max((each for each, _ in found), key=lambda each: each[0])
     wrong = {
         f"rank {rank}: {name}": problem
-        for rank, problems in enumerate(_on_all_ranks(find_mismatches(), group))
+        for rank, (_, problems) in enumerate(found)
         for name, problem in problems.items()
     }
     raise RuntimeError(
         f"rollout.max_mismatch: step {step}: the mean log-prob difference between trainer and "
-        f"engine is {mean:.3g}, expected at most {limit:g}; nothing was trained on this batch. "
-        f"{_largest(batch, logprobs, row)}. {_cause(wrong, agreement)}"
+        f"engine is {mean:.3g}, expected at most {limit:g}; nothing was trained on this "
+        f"batch. {largest}. {_cause(wrong, agreement)}"
     )
 
 
-def _largest(batch: Batch, logprobs: Tensor, row: int) -> str:
-    sample, start = 0, 0
-    while start + batch.seqlens[sample] <= row:
-        start, sample = start + batch.seqlens[sample], sample + 1
-    return (
-        f"The largest difference is at sample {sample}, token {row - start + 1} (id "
-        f"{int(batch.targets[row])}): {logprobs[row]:.4f} in the trainer, "
-        f"{batch.rollout_logprobs[row]:.4f} in the engine"
+def _gaps(shard: BatchShard, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] float64 |difference| of each loss token, 0 elsewhere; and their number."""
+    if not shard.seat.last_stage:
+        return torch.zeros(0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    mask = shard.columns["loss_mask_0"]
+    gap = (logprobs - shard.columns["rollout_logprobs"]).abs().double()
+    return torch.where(mask, gap, 0.0), mask.sum().double()
+
+
+def _largest(shard: BatchShard, logprobs: Tensor, gap: Tensor) -> tuple[float, str]:
+    """The largest difference on this rank, and where it is."""
+    if not gap.numel():
+        return -1.0, ""
+    at = int(gap.nan_to_num(torch.inf).argmax())
+    row = shard.rows.tokens[at : at + 1]
+    sample = int(shard.lengths.sample_of(row)[0])
+    return float(gap[at].nan_to_num(torch.inf)), (
+        f"The largest difference is at sample {sample}, token "
+        f"{int(row[0] - shard.lengths.starts[sample]) + 1} (id "
+        f"{int(shard.columns['targets_0'][at])}): {logprobs[at]:.4f} in the trainer, "
+        f"{shard.columns['rollout_logprobs'][at]:.4f} in the engine"
     )
 
 
@@ -260,17 +278,6 @@ def _cause(wrong: Mapping[str, str], agreement: Mapping[int, float]) -> str:
         if share < band[0]:
             return f"{text}, up to layer {layer}: its routers agree on {share:.1%} of the experts"
     return text + (", not the routers, which agree in every layer" if agreement else "")
-
-
-def _on_all_ranks(
-    mine: Mapping[str, str], group: dist.ProcessGroup | None
-) -> list[Mapping[str, str]]:
-    if group is None:
-        return [mine]
-    gathered: list[Mapping[str, str]] = [{}] * group.size()
-    untyped: Any = dist
-    untyped.all_gather_object(gathered, mine, group=group)
-    return gathered
 
 
 def _lines(wrong: Mapping[str, str]) -> str:

@@ -18,6 +18,7 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.train import train
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 
@@ -70,9 +71,9 @@ def updates(overrides: tuple[str, ...], away: bool) -> tuple[Any, dict[str, int]
                 freed = {part: policy.offload(part) for part in PARTS}
                 refuses(policy, batch, schedule)
                 assert policy.onload() == sum(freed.values())
-            old = policy.scores(batch, schedule).logprobs
+            old = passes.scores(policy, batch, schedule).logprobs
             ready = batch.with_(old_logprobs=old)
-            found.append(policy.update(ready, schedule, build_loss(plan.objective)))
+            found.append(passes.update(policy, ready, schedule, build_loss(plan.objective)))
         found += [(name, tensor.clone()) for name, tensor in policy.weights()]
         sizes = {"weights": sum(t.nbytes for t in policy.llm.named_parameters().values())}
         numbers = sum(p.numel() for chunk in policy.llm.chunks for p in chunk.parameters())
@@ -85,9 +86,9 @@ def updates(overrides: tuple[str, ...], away: bool) -> tuple[Any, dict[str, int]
 
 def refuses(policy: Policy, batch: Any, schedule: Any) -> None:
     for call in (
-        lambda: policy.scores(batch, schedule),
+        lambda: passes.scores(policy, batch, schedule),
         lambda: list(policy.weights()),
-        lambda: policy.accumulate(batch, schedule, build_loss(policy.plan.objective)),
+        lambda: passes.accumulate(policy, batch, schedule, build_loss(policy.plan.objective)),
         policy.step_optimizer,
     ):
         with pytest.raises(RuntimeError, match="are offloaded, expected them on the device"):

@@ -16,6 +16,7 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
@@ -165,9 +166,9 @@ def one_update(plan):
         before = {name: tensor.clone() for name, tensor in policy.weights()}
         sizes = topo.dp_size, 128, plan.row_alignment, topo.cp_size
         schedule = plan_microbatches(batch.seqlens, *sizes)
-        logprobs = policy.scores(batch, schedule, replay=False).logprobs
-        metrics = policy.update(
-            batch.with_(old_logprobs=logprobs), schedule, build_loss(plan.objective)
+        logprobs = passes.scores(policy, batch, schedule, replay=False).logprobs
+        metrics = passes.update(
+            policy, batch.with_(old_logprobs=logprobs), schedule, build_loss(plan.objective)
         )
         return logprobs, metrics, before, {n: t.clone() for n, t in policy.weights()}
 
@@ -211,7 +212,8 @@ def policy_like_transformers(folder, plan, theirs, batch, atol):
     assert plan.unsupported == ()
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
+        schedule = plan_microbatches(batch.seqlens, 1, 64)
+        scores = passes.scores(policy, batch, schedule, replay=False)
         back = {name: tensor.clone() for name, tensor in policy.weights()}
         live = sum(p.numel() for chunk in policy.llm.chunks for p in chunk.parameters())
     want = exact_logprobs(theirs, batch)

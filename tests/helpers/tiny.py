@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.pack.batch import Batch
+from pyrl_ext.dist.topology import Topology
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.plan import Plan, compile_plan
+from tests.helpers.passes import WholeBatch
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 QWEN3 = CONFIG.with_name("tiny_qwen3.yaml")
@@ -22,6 +24,28 @@ QUICK = (  # a training step in a second
 def tiny_plan(*overrides: str, config: Path = CONFIG) -> Plan:
     """configs/tiny.yaml with ``section.key=value`` overrides, through the real compiler."""
     return compile_plan(config, overrides)
+
+
+def one_rank(plan: Plan) -> Topology:
+    """Rank 0 of the plan's grid, without process groups: what a config is made from."""
+    sizes: dict[str, Any] = {
+        axis: getattr(plan.parallel, axis) for axis in ("dp", "tp", "pp", "cp", "ep")
+    }
+    return Topology(
+        device=torch.device("cpu"),
+        world_size=plan.world_size,
+        rank=0,
+        etp_size=plan.parallel.etp_size,
+        vpp_size=plan.parallel.vpp,
+        **{f"{axis}_size": size for axis, size in sizes.items()},
+        dp_rank=0,
+        tp_rank=0,
+        pp_rank=0,
+        cp_rank=0,
+        groups=None,
+        cp_groups={},
+        hosts=(0,),
+    )
 
 
 def schedule_of(*bins: Sequence[Sequence[int]], cp_size: int = 1) -> Schedule:
@@ -39,12 +63,12 @@ def random_routes(rows: int, generator: torch.Generator) -> Tensor:
     return scores.argsort(-1)[..., :TOPK].to(torch.uint8)
 
 
-def random_batch(samples: int = 21, seed: int = 0, unrouted: float = 0.1) -> Batch:
+def random_batch(samples: int = 21, seed: int = 0, unrouted: float = 0.1) -> WholeBatch:
     """Sequences of 1 to 23 rows; a share ``unrouted`` of the rows has no route."""
     g = torch.Generator().manual_seed(seed)
     seqlens = tuple(torch.randint(1, 24, (samples,), generator=g).tolist())
     rows = sum(seqlens)
-    return Batch(
+    return WholeBatch(
         seqlens=seqlens,
         tokens=torch.randint(3, 128, (rows,), generator=g),
         targets=torch.randint(3, 128, (rows,), generator=g),
@@ -52,7 +76,6 @@ def random_batch(samples: int = 21, seed: int = 0, unrouted: float = 0.1) -> Bat
         loss_mask=torch.rand(rows, generator=g) > 0.4,
         rollout_logprobs=-4 - torch.rand(rows, generator=g),
         advantages=torch.randn(rows, generator=g),
-        rewards=torch.zeros(samples),
         routes=random_routes(rows, g),
         layer_ids=LAYERS,
         route_mask=torch.rand(rows, generator=g) >= unrouted,

@@ -20,6 +20,7 @@ from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch, tiny_plan
 
@@ -79,8 +80,8 @@ def step(policy):
     batch = batch.with_(tokens=batch.tokens % VOCAB, targets=batch.targets % VOCAB)
     limit, align = plan.batching.tokens_per_microbatch, plan.row_alignment
     schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, align, topo.cp_size)
-    batch = batch.with_(old_logprobs=policy.scores(batch, schedule).logprobs)
-    metrics = policy.update(batch, schedule, build_loss(plan.objective))
+    batch = batch.with_(old_logprobs=passes.scores(policy, batch, schedule).logprobs)
+    metrics = passes.update(policy, batch, schedule, build_loss(plan.objective))
     return metrics, {name: tensor.clone() for name, tensor in policy.weights()}
 
 

@@ -8,19 +8,19 @@ from math import isfinite
 import pytest
 import torch
 
+from benchmarks.whole import microbatch
 from pyrl_ext import train
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.topology import Place
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import unwrap
-from pyrl_ext.megatron.head import loss_rows
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.models.hf_folder import save_safetensors
-from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
+from tests.helpers import passes
 from tests.helpers.probe import local_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, random_batch, schedule_of, tiny_plan
@@ -79,9 +79,9 @@ def one_pass(plan):
         schedule = plan_microbatches(
             batch.seqlens, topo.dp_size, 128 // topo.cp_size, plan.row_alignment, topo.cp_size
         )
-        scores = policy.scores(batch, schedule)
+        scores = passes.scores(policy, batch, schedule)
         batch = batch.with_(old_logprobs=scores.logprobs)
-        metrics = policy.accumulate(batch, schedule, build_loss(plan.objective))
+        metrics = passes.accumulate(policy, batch, schedule, build_loss(plan.objective))
         return scores, metrics, {n: t.clone() for n, t in policy.gradients()}
 
 
@@ -151,9 +151,9 @@ def test_who_computes_logits_and_of_which_rows(folder, head):
         layer = unwrap(policy.llm.chunks[0]).get_submodule("output_layer")
         layer.register_forward_hook(lambda *_: layer_runs.append(1))
         schedule = plan_microbatches(batch.seqlens, 1, 64)
-        scores = policy.scores(batch, schedule)
+        scores = passes.scores(policy, batch, schedule)
         assert scores.logprobs.isfinite().all() and scores.entropy.isfinite().all()
-        metrics = policy.accumulate(batch, schedule, loss)
+        metrics = passes.accumulate(policy, batch, schedule, loss)
     assert all(isfinite(value) for value in metrics.values())
     assert len(left_out) == len(schedule) > 1
     assert len(layer_runs) == (0 if head == "fused" else 2 * len(left_out))
@@ -189,7 +189,7 @@ def test_loss_rows_are_those_of_a_plain_loop(folder):
     ids = [3, 0, 7, 2]
     for cp_size, cp_rank in [(1, 0), (2, 0), (2, 1)]:
         place = Place(cp_size, cp_rank)
-        micro = Microbatch.of(batch, ids, place, depths=2)
+        micro = microbatch(batch, ids, place, depths=2)
         rows = local_rows(batch, ids, place)
         sample = [i for i, n in enumerate(batch.seqlens) for _ in range(n)]
         for depth in range(3):
@@ -201,8 +201,8 @@ def test_loss_rows_are_those_of_a_plain_loop(folder):
                 and sample[row + depth] == sample[row]
                 and batch.loss_mask[row + depth]
             ]
-            assert loss_rows(micro, batch, depth).tolist() == want
-    assert loss_rows(Microbatch.of(batch, (), place), batch).tolist() == []
+            assert micro.loss_rows[depth].tolist() == want
+    assert microbatch(batch, (), place).loss_rows[0].tolist() == []
 
 
 def test_a_run_learns_the_same_with_the_fused_head(tmp_path):
@@ -225,9 +225,9 @@ def test_a_run_learns_the_same_with_the_fused_head(tmp_path):
 def test_a_model_for_multi_token_prediction_says_what_it_needs(folder):
     with topology.start(plan := compiled("glm mtp", folder)) as topo:
         policy, batch = Policy.build(plan, topo), random_batch(2)
-        [(_, ready)] = policy._prefetch(batch, schedule_of([[0, 1]]), replayed=False).microbatches(
-            0
-        )
+        [(_, ready)] = passes.prefetch(
+            policy, batch, schedule_of([[0, 1]]), replayed=False
+        ).microbatches(0)
         inputs = ready.micro.tokens[None], ready.packed.positions[None], None
         with pytest.raises(TypeError, match="output_processor is None, expected a function"):
             unwrap(policy.llm.chunks[0]).eval()(*inputs, packed_seq_params=ready.packed)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.whole import microbatch
 from pyrl_ext.dist import topology
 from pyrl_ext.megatron.local_layers import LatentAttention
 from pyrl_ext.megatron.packed_attention import PackedSequences
-from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.models import DEEPSEEK
 from tests.helpers.ranks import run_ranks
@@ -97,13 +97,14 @@ def of_attention(layer, plan, place, gathers):
     layer.gathers_latents = gathers
     layer.zero_grad()
     batch = random_batch(7)
-    micro = Microbatch.of(batch, range(7), place)
+    micro = microbatch(batch, range(7), place)
     packed = PackedSequences.of(micro)
     g = torch.Generator().manual_seed(1)
     size = (len(batch.tokens) + 1, plan.sizes.hidden_size)
     hidden, gradient = (torch.randn(size, generator=g) for _ in range(2))
     hidden[-1] = gradient[-1] = 0  # the row of padding
-    dtype, rows = layer.linear_proj.weight.dtype, micro.router_rows
+    dtype = layer.linear_proj.weight.dtype
+    rows = micro.layout.shard(micro.rows, place.tp_rank)
     mine = hidden[rows][:, None].to(dtype).requires_grad_()
     with Traffic() as traffic:
         out, _ = layer(mine, None, packed_seq_params=packed)

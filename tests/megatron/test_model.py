@@ -17,6 +17,7 @@ from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.schema import Model
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
 
 
@@ -42,7 +43,7 @@ def test_scores_agree_with_transformers(tmp_path, pattern):
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         save_safetensors(tmp_path, policy.weights(), plan.hf)
-        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
+        scores = passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert sum(p.numel() for p in theirs.parameters()) == parameters(plan.sizes).total
     first = 0

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from benchmarks.whole import microbatch
 from pyrl_ext import train
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.topology import Place
@@ -18,12 +19,12 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.models.hf_folder import save_safetensors
-from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.forecast.parameters import stage_parameters
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
+from tests.helpers import passes
 from tests.helpers.probe import local_rows
 from tests.parity import compiled
 
@@ -44,7 +45,7 @@ def test_tokens_ahead_are_those_of_a_plain_loop(folder):
     ids = [3, 0, 7, 2]
     for cp_size, cp_rank in [(1, 0), (2, 1)]:
         place = Place(cp_size, cp_rank)
-        micro = Microbatch.of(batch, ids, place, depths=2)
+        micro = microbatch(batch, ids, place, depths=2)
         rows = local_rows(batch, ids, place)
         assert micro.rows.tolist() == rows
         sample = [i for i, n in enumerate(batch.seqlens) for _ in range(n)]
@@ -71,15 +72,15 @@ def test_multi_token_prediction_equals_megatrons_own(folder):
     plan = compiled("glm mtp", folder, ("objective.mtp_detach=false",))
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        batch = parity.batches(plan, mtp_routes=False)[0].select([3])
+        batch = passes.select(parity.batches(plan, mtp_routes=False)[0], [3])
         batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
         rows, layers = len(batch.tokens), plan.num_mtp_layers
         model: Any = policy.llm.models[0]
         model.train()
-        micro = Microbatch.of(batch, [0], topo.place(), layers)
+        micro = microbatch(batch, [0], topo.place(), layers)
         packed = PackedSequences.of(micro)
         inputs = micro.tokens[None], packed.positions[None], None
-        scored = partial(score_tokens, plan, topo.groups.tp, micro, None)
+        scored = partial(score_tokens, plan, topo.groups.tp, micro, True)
         _, (ahead, _entropy) = model(*inputs, packed_seq_params=packed, output_processor=scored)
         ours = -ahead
 
@@ -140,7 +141,7 @@ def gradients(plan):
     with topology.start(plan) as topo:
         policy, batch = Policy.build(plan, topo), parity.batches(plan, mtp_routes=False)[0]
         schedule = plan_microbatches(batch.seqlens, 1, 128)
-        policy.accumulate(batch, schedule, build_loss(plan.objective))
+        passes.accumulate(policy, batch, schedule, build_loss(plan.objective))
         return {name: tensor.clone() for name, tensor in policy.gradients()}
 
 

@@ -10,19 +10,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from benchmarks.whole import microbatch
 from pyrl_ext.dist import topology
-from pyrl_ext.loss.registry import build_advantage, build_loss
+from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.models import family
 from pyrl_ext.models.hf_folder import SafetensorsFolder, save_safetensors
-from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan.model.sizes import embedding_parameters, mtp_parameters, parameters, read_sizes
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
 from tests.helpers.models import (
     COUNTED,
     DEEPSEEK,
@@ -37,6 +37,7 @@ from tests.helpers.models import (
     policy_like_transformers,
     write_model,
 )
+from tests.helpers.passes import WholeBatch
 from tests.helpers.tiny import random_batch, tiny_plan
 
 # sizes -------------------------------------------------------------------------------------------
@@ -190,16 +191,16 @@ def test_engine_and_trainer_are_one_model(tmp_path, hf):
         samples = engine.generate(prompts, Sampling(max_new_tokens=6, samples_per_prompt=2, seed=1))
         samples = [replace(sample, reward=0.0) for sample in samples]
         layers = plan.router_layers if plan.replay.enabled else None
-        batch = Batch.of(
+        batch = WholeBatch.of(
             samples,
-            build_advantage(plan.objective),
+            torch.zeros(len(samples)),
             num_experts=plan.sizes.num_experts,
             layer_ids=layers,
         )
-        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), bool(layers))
+        scores = passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 64), bool(layers))
         schedule = plan_microbatches(batch.seqlens, 1, 64)
         ready = batch.with_(old_logprobs=scores.logprobs)
-        metrics = policy.update(ready, schedule, build_loss(plan.objective))
+        metrics = passes.update(policy, ready, schedule, build_loss(plan.objective))
     at = batch.loss_mask
     torch.testing.assert_close(
         scores.logprobs[at], batch.rollout_logprobs[at], atol=3e-5, rtol=1e-6
@@ -229,7 +230,7 @@ def test_prediction_of_a_token_further_ahead(tmp_path):
     config = (f"model.config={tmp_path}/config.json", "model.family=glm4_moe")
     plan = tiny_plan(*config, "model.mtp=true", "objective.mtp_coef=0.1", "replay=off")
     batch = random_batch(9)
-    batch = batch.select([batch.seqlens.index(max(batch.seqlens))])
+    batch = passes.select(batch, [batch.seqlens.index(max(batch.seqlens))])
     batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
@@ -239,9 +240,9 @@ def test_prediction_of_a_token_further_ahead(tmp_path):
                 value += 0.2 * torch.randn(value.shape)
         save_safetensors(tmp_path, policy.weights(), hf | {"num_hidden_layers": 3})
         model.train()
-        micro = Microbatch.of(batch, [0], topo.place(), 1)
+        micro = microbatch(batch, [0], topo.place(), 1)
         packed = PackedSequences.of(micro)
-        scored = partial(score_tokens, plan, topo.groups.tp, micro, None)
+        scored = partial(score_tokens, plan, topo.groups.tp, micro, True)
         inputs = micro.tokens[None], packed.positions[None], None
         _, (found, _entropy) = model(*inputs, packed_seq_params=packed, output_processor=scored)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()

@@ -23,6 +23,7 @@ from pyrl_ext.models.hf_folder import (
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.tools import export
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
 from tests.helpers.models import (
     DEEPSEEK,
     GLM,
@@ -199,7 +200,7 @@ def test_transformers_loads_the_written_checkpoint(models, tmp_path, name):
     plan = plan_of(models / name, *COMMON)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
-        ours = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
+        ours = passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 64), replay=False)
         save_checkpoint_hf(tmp_path / "out", policy.weights(), plan, topo, max_shard_bytes=100_000)
     theirs, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
         tmp_path / "out", output_loading_info=True

@@ -8,13 +8,13 @@ import torch
 
 from pyrl_ext import train
 from pyrl_ext.dist import topology
-from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.models.weight_table import Weight, shard_of, whole_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
 from tests.helpers.models import (
     changed,
     check_layouts,
@@ -97,10 +97,9 @@ def test_engine_and_trainer_are_one_model(tmp_path, changes):
         prompts = [Prompt(i, tuple(range(3 + i, 9 + 2 * i))) for i in range(6)]
         samples = engine.generate(prompts, Sampling(max_new_tokens=9, samples_per_prompt=2, seed=1))
         samples = [replace(sample, reward=0.0) for sample in samples]
-        advantage = build_advantage(plan.objective)
         experts, layers = plan.sizes.num_experts, plan.router_layers
-        batch = Batch.of(samples, advantage, num_experts=experts, layer_ids=layers)
-        scores = policy.scores(batch, plan_microbatches(batch.seqlens, 1, 64))
+        batch = Batch.of(samples, torch.zeros(len(samples)), num_experts=experts, layer_ids=layers)
+        scores = passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 64))
     assert plan.router_layers == ((1, 2, 4) if changes is MIXED else (1, 2, 3))
     at = batch.loss_mask
     torch.testing.assert_close(

@@ -3,33 +3,41 @@
 import pytest
 import torch
 
+from benchmarks.whole import microbatch, shard_at
 from pyrl_ext.dist.topology import Place
 from pyrl_ext.pack.microbatch import Microbatch
 from tests.helpers.probe import local_rows
 from tests.helpers.tiny import random_batch
 
 PLACES = [
-    Place(cp, cp_rank, tp_size=tp, tp_rank=tp - 1, align=align)
+    Place(cp, cp_rank, tp_size=tp, tp_rank=tp - 1)
     for cp in (1, 2, 4)
     for cp_rank in range(cp)
     for tp in (1, 2)
-    for align in (1, 16 * cp)
 ]
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_of_takes_the_rows_of_its_place(place):
+def test_of_takes_the_rows_of_its_place(place, fp8):
     batch, ids = random_batch(6), [4, 0, 3]
-    micro = Microbatch.of(batch, ids, place)
+    shard = shard_at(batch, ids, place, fp8=fp8)
+    micro = Microbatch.of(shard, 0, place)
     rows = micro.rows
-    if place.align == 1:
+    if not fp8:
         assert rows.tolist() == local_rows(batch, ids, place)
-    assert all(n % place.align == 0 for n in micro.layout.padded_seqlens)
+    tile = 16 * place.cp_size if fp8 else 1
+    assert all(n % tile == 0 for n in micro.layout.padded_seqlens)
     part = len(rows) // place.tp_size
-    assert torch.equal(micro.router_rows, rows[place.tp_rank * part :][:part])
+    of_router = rows[place.tp_rank * part :][:part]
+    assert torch.equal(micro.at_router >= 0, of_router >= 0)
+    taken = shard.columns["routes"][micro.at_router[of_router >= 0]]
+    assert batch.routes is not None
+    assert torch.equal(taken, batch.routes[of_router[of_router >= 0]])
     for name in ("tokens", "targets", "positions"):
         want = torch.where(rows >= 0, getattr(batch, name)[rows.clamp(min=0)], 0)
         assert torch.equal(getattr(micro, name), want)
+    assert micro.inputs is not None
     assert torch.equal(micro.inputs.loss_mask, (rows >= 0) & batch.loss_mask[rows.clamp(min=0)])
 
 
@@ -38,10 +46,11 @@ def test_of_no_samples_is_padding_alone(place):
     """The rank takes part in collectives, and computes no row of the batch."""
     batch = random_batch(2)
     batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask))
-    micro = Microbatch.of(batch, (), place, depths=2)
+    micro = microbatch(batch, (), place, depths=2)
     assert len(micro.rows) == micro.layout.num_local > 0
-    assert (micro.rows == -1).all() and (micro.router_rows == -1).all()
+    assert (micro.rows == -1).all() and (micro.at_router == -1).all()
     assert not micro.tokens.any() and not micro.targets.any()
+    assert micro.inputs is not None
     assert not micro.inputs.loss_mask.any() and not micro.inputs.rollout_logprobs.any()
     assert not any(inputs.loss_mask.any() or inputs.tokens.any() for inputs in micro.mtp)
     assert sum(segment.q_len for segment in micro.layout.segments(place.cp_rank)) == len(micro.rows)

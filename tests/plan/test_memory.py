@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.whole import index_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.__main__ import main as plan_main
@@ -21,6 +22,7 @@ from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.schema import Hardware
+from tests.helpers import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QWEN3, random_batch, tiny_plan
 
@@ -72,7 +74,9 @@ def test_stage_memory_of_routes_equals_a_count_by_hand():
     assert first["routes"] == rows * (2 + 8 + 1 + 2)  # layer 1 of 0 and 1; ids, row, flag, ids
     assert last["routes"] == rows * (4 + 8 + 1 + 4)
     assert last["routes ahead"] == rows * (4 + 8 + 1)
-    assert first["routes of the batch"] == 128 * (64 + 12 - 1) * 3 * 2
+    share = 128 * (64 + 12 - 1) // 2  # of two tensor-parallel ranks
+    assert first["routes of the batch"] == share * 1 * 2  # one layer, two experts
+    assert last["routes of the batch"] == share * 2 * 2
     assert "routes" not in items_of(tiny_plan("replay=off"))
 
 
@@ -239,7 +243,7 @@ def equal_samples(count: int, rows: int) -> Batch:
     long = random_batch(4 * count * 24 // rows, unrouted=0.0)
     cut = {f.name: getattr(long, f.name) for f in fields(long)}
     cut = {n: x[: count * rows] for n, x in cut.items() if isinstance(x, Tensor)}
-    cut |= {"rewards": torch.zeros(count), "positions": torch.arange(rows).repeat(count)}
+    cut |= {"positions": torch.arange(rows).repeat(count)}
     return long.with_(seqlens=(rows,) * count, **cut)
 
 
@@ -260,15 +264,15 @@ def of_an_update(plan: Plan) -> dict[str, tuple[int, int]]:
     from pyrl_ext.loss.registry import build_loss
     from pyrl_ext.tools.measure import Saved, tensors_of
     from pyrl_ext.trainer.policy import Policy
-    from pyrl_ext.trainer.step import plan_schedule
+    from pyrl_ext.trainer.step import plan_schedules
 
     batch = equal_samples(plan.samples_per_minibatch, 20)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         known = tensors_of(policy)
-        planned = plan_schedule(plan, batch)
+        (planned,) = plan_schedules(plan, index_of(batch))
         with Saved(x for each in known.values() for x in each).watched() as saved:
-            policy.update(batch, planned, build_loss(plan.objective))
+            passes.update(policy, batch, planned, build_loss(plan.objective))
         align = plan.row_alignment
         here = topo.dp_rank * topo.cp_size + topo.cp_rank
         groups = [planned.group_of(i, here) for i in range(len(planned))]

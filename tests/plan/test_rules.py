@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.config import transformer_config
 from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
 from pyrl_ext.models import family
@@ -38,6 +37,7 @@ from pyrl_ext.plan.rules._rule import unfit_for_heads
 from pyrl_ext.plan.rules.passthrough import ENGINE_KEYS, field_names, megatron_fields
 from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.rule_reads import declared_reads
+from tests.helpers.tiny import one_rank
 
 REPOSITORY = Path(__file__).parents[2]
 TINY, QWEN3, GLM47 = (REPOSITORY / f"configs/{n}.yaml" for n in ("tiny", "tiny_qwen3", "glm47"))
@@ -84,27 +84,6 @@ def test_megatron_fields_and_engine_keys_name_keys_of_the_plan():
     assert {*megatron_fields()["plan"].values()} <= keys_of_the_plan()
     named = " and ".join(ENGINE_KEYS.values()).split(" and ")
     assert {*named} - {"model.config"} <= keys_of_the_plan()
-
-
-def one_rank(plan: Plan) -> Topology:
-    """Rank 0 of the plan's grid, without process groups: what a config is made from."""
-    sizes: dict[str, Any] = {
-        axis: getattr(plan.parallel, axis) for axis in ("dp", "tp", "pp", "cp", "ep")
-    }
-    return Topology(
-        device=torch.device("cpu"),
-        world_size=plan.world_size,
-        rank=0,
-        etp_size=plan.parallel.etp_size,
-        vpp_size=plan.parallel.vpp,
-        **{f"{axis}_size": size for axis, size in sizes.items()},
-        dp_rank=0,
-        tp_rank=0,
-        pp_rank=0,
-        cp_rank=0,
-        groups=None,
-        cp_groups={},
-    )
 
 
 def megatron_config(config: Path, *overrides: str) -> Any:

@@ -21,6 +21,7 @@ from pyrl_ext.plan.show.strategies import compare, print_strategies, strategies_
 from pyrl_ext.rollout.recorded import Recorder
 from pyrl_ext.samples import Sample
 from tests.helpers.plan_pages import REPOSITORY, checked, plan_of
+from tests.helpers.tiny import one_rank, tiny_plan
 
 LONG = str(REPOSITORY / "configs/glm47_long.yaml")
 NODES = ("parallel.dp=8", "parallel.cp=2", "parallel.dynamic_cp=8", "hardware.gpus_per_node=4")
@@ -165,7 +166,7 @@ def sample(tokens: int, prompt: int) -> Sample:
 def test_read_lengths_reads_every_kind_of_file(tmp_path: Path):
     (tmp_path / "a.txt").write_text("3\n\n 14 \n15\n")
     (tmp_path / "a.json").write_text("[3, 14,\n 15]")
-    recorder = Recorder(tmp_path / "run")
+    recorder = Recorder(tmp_path / "run", one_rank(tiny_plan()))
     recorder.save(0, [sample(9, 0)])
     recorder.save(1, [sample(4, 7), sample(15, 7), sample(16, 9)])
     for name in ("a.txt", "a.json", "run", "run/index.json", "run/step-000001.safetensors"):

@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.whole import shard_at
+from pyrl_ext.dist.topology import Place
 from pyrl_ext.dist.upload import Upload
 from pyrl_ext.replay.routed_experts import RoutedExperts
 from tests.helpers.tiny import EXPERTS, LAYERS, TOPK, random_batch
@@ -18,7 +20,8 @@ def routes_of(rows, layers, missing=(), device="cpu"):
     mask = torch.tensor([row not in missing for row in range(len(BATCH.tokens))])
     upload = Upload(torch.device(device))
     batch = BATCH.with_(route_mask=mask)
-    routes = RoutedExperts.of(batch, torch.tensor(rows), layers, EXPERTS, TOPK, upload)
+    shard = shard_at(batch, range(3), Place())
+    routes = RoutedExperts.of(shard, torch.tensor(rows), layers, EXPERTS, TOPK, upload)
     upload.arrive()
     return batch, routes
 

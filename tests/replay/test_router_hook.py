@@ -5,6 +5,7 @@ from collections import defaultdict
 import pytest
 import torch
 
+from benchmarks.whole import microbatch, shard_at
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.topology import Place
 from pyrl_ext.dist.upload import Upload
@@ -12,6 +13,7 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
 from tests.helpers.tiny import (
     CONFIG,
     EXPERTS,
@@ -67,14 +69,14 @@ def test_use_forces_the_given_ids(recompute):
         policy = Policy.build(plan, topo)
         probe, schedule = Probe(policy), plan_microbatches(batch.seqlens, 1, 64)
         batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
-        policy.update(batch, schedule, build_loss(plan.objective))
-        micros = [Microbatch.of(batch, g.samples, topo.place()) for (g,) in schedule.microbatches]
-    passes = 1 if recompute == "none" else 2
+        passes.update(policy, batch, schedule, build_loss(plan.objective))
+        micros = [microbatch(batch, g.samples, topo.place()) for (g,) in schedule.microbatches]
+    times = 1 if recompute == "none" else 2
     for layer in LAYERS:
-        assert len(probe.used[layer]) == passes * len(micros)
+        assert len(probe.used[layer]) == times * len(micros)
         # without pipelining each microbatch's backward (and recomputation) follows its forward
         for i, micro in enumerate(micros):
-            for used in probe.used[layer][passes * i : passes * (i + 1)]:
+            for used in probe.used[layer][times * i : times * (i + 1)]:
                 assert (used.sum(-1) == TOPK).all()
                 for got, want in zip(used.tolist(), expected_map(batch, micro, layer), strict=True):
                     assert want is None or got == want
@@ -98,7 +100,7 @@ def test_given_experts_are_routed_as_megatron_does(config, fields):
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"megatron": fields})})
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        prefetch = policy._prefetch(batch, schedule_of([range(6)]), replayed=True)
+        prefetch = passes.prefetch(policy, batch, schedule_of([range(6)]), replayed=True)
         _, ready = next(prefetch.microbatches(0))
         assert ready.routes is not None and ready.routes.use is None
         policy.llm.replay.use(0, ready.routes)
@@ -124,7 +126,8 @@ def test_use_leaves_padding_out_of_the_counts(replayed):
     from megatron.core.transformer.moe.router import TopKRouter
 
     plan, batch = tiny_plan(), random_batch(4, unrouted=0.3)
-    micro = Microbatch.of(batch, range(4), Place(align=16))
+    shard = shard_at(batch, range(4), Place(), fp8=True)
+    micro = Microbatch.of(shard, 0, Place())
     rows = micro.rows.tolist()
     assert min(rows) < 0 and not batch.route_mask.all()
     with topology.start(plan) as topo:
@@ -132,7 +135,7 @@ def test_use_leaves_padding_out_of_the_counts(replayed):
         replay, chunk = policy.llm.replay, policy.llm.chunks[0]
         routers = [m for m in chunk.modules() if isinstance(m, TopKRouter)]
         with replay.session(counting=True), torch.no_grad():
-            routes = replay.prepare(batch, micro, replayed, Upload(topo.device))
+            routes = replay.prepare(shard, micro, replayed, Upload(topo.device))
             for hook, router in zip(replay.hooks[0], routers, strict=True):
                 logits = torch.randn(len(rows), 1, EXPERTS)
                 native = router.routing(logits)[1]
@@ -160,8 +163,8 @@ def test_use_lets_the_router_choose_for_tokens_without_a_route():
     schedule = plan_microbatches(batch.seqlens, 1, 128)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        replayed = policy.scores(batch, schedule, replay=True)
-        native = policy.scores(batch, schedule, replay=False)
+        replayed = passes.scores(policy, batch, schedule, replay=True)
+        native = passes.scores(policy, batch, schedule, replay=False)
     assert torch.equal(replayed.logprobs, native.logprobs)
     assert not replayed.agreement
 
@@ -173,18 +176,18 @@ def test_agreement_counts_what_the_router_would_have_chosen():
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         probe = Probe(policy)
-        policy.scores(batch, schedule, replay=False)
+        passes.scores(policy, batch, schedule, replay=False)
         assert batch.routes is not None
         own = torch.stack([probe.used[layer][0].int().topk(TOPK).indices for layer in LAYERS], 1)
-        order = Microbatch.of(batch, schedule.samples, topo.place()).rows
+        order = microbatch(batch, schedule.samples, topo.place()).rows
         routes = torch.empty_like(batch.routes)
         routes[order] = own.to(torch.uint8)
-        own_scores = policy.scores(batch.with_(routes=routes), schedule)
+        own_scores = passes.scores(policy, batch.with_(routes=routes), schedule)
         half = routes.clone()
         wrong = torch.arange(EXPERTS, dtype=torch.uint8)[:, None, None, None] == routes
         free = (~wrong.any(-1)).int().argmax(0).to(torch.uint8)  # an expert not chosen
         half[:, 0, 1] = free[:, 0]
-        half_scores = policy.scores(batch.with_(routes=half), schedule)
+        half_scores = passes.scores(policy, batch.with_(routes=half), schedule)
     rows = len(batch.tokens)
     assert own_scores.agreement == {layer: (rows, rows, rows) for layer in LAYERS}
     assert half_scores.agreement[1] == (rows / 2, 0, rows)
@@ -196,7 +199,9 @@ def test_use_keeps_the_gradient_of_the_gate():
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         before = {n: t.clone() for n, t in policy.weights() if n.endswith("mlp.gate.weight")}
-        policy.update(batch, plan_microbatches(batch.seqlens, 1, 64), build_loss(plan.objective))
+        passes.update(
+            policy, batch, plan_microbatches(batch.seqlens, 1, 64), build_loss(plan.objective)
+        )
         after = dict(policy.weights())
     assert len(before) == len(LAYERS)
     for name, weight in before.items():
@@ -213,13 +218,13 @@ def test_session_leaves_no_state_after_an_exception():
 
     with topology.start(plan) as topo:
         policy, other = (Policy.build(plan, topo) for _ in range(2))
-        clean = other.scores(batch, schedule).logprobs
+        clean = passes.scores(other, batch, schedule).logprobs
         with pytest.raises(ArithmeticError):
-            policy.update(batch, schedule, fails)
+            passes.update(policy, batch, schedule, fails)
         for hook in policy.llm.replay._all():
             assert hook.current is None and not hook.for_recompute
-        assert torch.equal(other.scores(batch, schedule).logprobs, clean)
-        assert torch.equal(policy.scores(batch, schedule).logprobs, clean)
+        assert torch.equal(passes.scores(other, batch, schedule).logprobs, clean)
+        assert torch.equal(passes.scores(policy, batch, schedule).logprobs, clean)
 
 
 def test_prepare_refuses_missing_layers():
@@ -229,10 +234,13 @@ def test_prepare_refuses_missing_layers():
         assert batch.routes is not None
         batch = batch.with_(routes=batch.routes[:, :2], layer_ids=LAYERS[:2])
         with pytest.raises(ValueError, match=r"layers \[3\] have a router but no routes"):
-            policy.scores(batch, plan_microbatches(batch.seqlens, 1, 128))
+            passes.scores(policy, batch, plan_microbatches(batch.seqlens, 1, 128))
         with pytest.raises(ValueError, match="samples carry no routes"):
-            policy.scores(
-                batch.with_(routes=None), plan_microbatches(batch.seqlens, 1, 128), replay=True
+            passes.scores(
+                policy,
+                batch.with_(routes=None),
+                plan_microbatches(batch.seqlens, 1, 128),
+                replay=True,
             )
 
 

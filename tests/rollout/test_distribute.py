@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
+from pyrl_ext.dist.agree import gather_objects
+from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.engine import Capabilities, Engine
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.engines import assert_same, random_sample
@@ -79,9 +80,10 @@ def asked(
 
 def test_generate_on_ranks_runs_in_one_process():
     lines: list[str] = []
-    got, lost = generate_on_ranks(Seeded(step=5), asked(range(5)), scored, show=lines.append)
-    assert_same(got, expected(*range(5)))
-    assert lost == 0 and len(lines) == 10
+    got = generate_on_ranks(Seeded(step=5), asked(range(5)), scored, show=lines.append)
+    assert_same(got.samples, expected(*range(5)))
+    assert got.index.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert got.discarded == 0 and len(lines) == 10
     assert lines[-1].startswith("rollout: 10 samples, 5 of 5 groups, ")
     with pytest.raises(ValueError, match="out of paper"):
         generate_on_ranks(Seeded(True), asked(range(5)))
@@ -98,12 +100,13 @@ def test_generate_on_ranks_keeps_the_groups_that_are_complete_first(keep: int):
         judged.append([(s.prompt_id, s.index) for s in group])
         return scored(group)
 
-    got, lost = generate_on_ranks(engine, asked(ids, keep), judge)
+    rollout = generate_on_ranks(engine, asked(ids, keep), judge)
+    got = rollout.samples
     assert_same(got, expected(*sorted(order[:keep])))
     assert judged == [[(i, 0), (i, 1)] for i in order[:keep]]
     kept = sum(len(s.tokens) - s.prompt_len for s in got)
     whole = list(islice(Seeded(step=5).stream(asked(ids).prompts, PAIRS), engine.given))
-    assert lost == sum(len(s.tokens) - s.prompt_len for s in whole) - kept
+    assert rollout.discarded == sum(len(s.tokens) - s.prompt_len for s in whole) - kept
     assert engine.open == 0 and (engine.given < 14 or keep == 7)
 
 
@@ -118,15 +121,32 @@ def judge_fails(samples: list[Sample]) -> list[Sample]:
     raise ZeroDivisionError(f"{len(samples)} samples")
 
 
+def whole(rollout: Rollout, group: dist.ProcessGroup) -> list[Sample]:
+    """The samples of all ranks in the order of the index, and that the index describes them."""
+    index = rollout.index
+    found: list[Sample | None] = [None] * len(index)
+    for owner, samples in enumerate(gather_objects(rollout.samples, group)):
+        for i, sample in zip(index.owned_by(owner), samples, strict=True):
+            found[i] = sample
+    samples = [sample for sample in found if sample is not None]
+    assert len(samples) == len(index)
+    assert [s.prompt_id for s in samples] == index.groups.tolist()
+    assert [s.reward for s in samples] == index.rewards.tolist()
+    assert [s.tokens.numel() - 1 for s in samples] == index.seqlens.tolist()
+    return samples
+
+
 def over_ranks(group: dist.ProcessGroup) -> None:
     rank, ranks = group.rank(), group.size()
     everything = asked(range(7))
     engine = Seeded()
-    got, _ = generate_on_ranks(engine, everything, scored, group)
+    got = generate_on_ranks(engine, everything, scored, group)
     assert engine.asked == len(range(rank, 7, ranks))
-    assert_same(got, expected(*range(7)))
-    few, _ = generate_on_ranks(engine, asked([0]), scored, group)
-    assert_same(few, got[:2])
+    assert_same(got.samples, expected(*range(rank, 7, ranks)))
+    assert got.index.owners.tolist() == [i % ranks for i in range(7) for _ in range(2)]
+    assert_same(whole(got, group), expected(*range(7)))
+    few = generate_on_ranks(engine, asked([0]), scored, group)
+    assert_same(whole(few, group), expected(0))
     message = f"1 of {ranks} ranks failed.*\n  rank 1: ValueError: out of paper"
     with pytest.raises(RuntimeError, match=message):
         generate_on_ranks(Seeded(rank == 1), everything, scored, group)
@@ -136,7 +156,7 @@ def over_ranks(group: dist.ProcessGroup) -> None:
         generate_on_ranks(engine, asked(range(7 if rank < 2 else 6)), None, group)
     with pytest.raises(RuntimeError, match=r"ranks \[1\] got other prompts"):
         generate_on_ranks(engine, asked(range(7), 5 if rank == 1 else 6), None, group)
-    assert_same(generate_on_ranks(engine, everything, scored, group)[0], got)
+    assert_same(generate_on_ranks(engine, everything, scored, group).samples, got.samples)
     own_quotas(group)
 
 
@@ -150,13 +170,12 @@ def own_quotas(group: dist.ProcessGroup) -> None:
     for slow in range(ranks):
         engine = Seeded(step=5)
         time.sleep(0.2 * (rank == slow))
-        got, lost = generate_on_ranks(engine, asked(range(10), 7), scored, group)
-        assert_same(got, expected(*sorted(kept)))
-        assert lost > 0 and engine.open == 0
-    got, _ = generate_on_ranks(
-        Seeded(step=5), asked(range(4), 1), scored, group
-    )  # two have no quota
-    assert_same(got, expected(0))
+        got = generate_on_ranks(engine, asked(range(10), 7), scored, group)
+        assert_same(whole(got, group), expected(*sorted(kept)))
+        assert got.discarded > 0 and engine.open == 0
+    # two have no quota
+    got = generate_on_ranks(Seeded(step=5), asked(range(4), 1), scored, group)
+    assert_same(whole(got, group), expected(0))
 
 
 def test_generate_on_ranks_shares_prompts_and_errors():

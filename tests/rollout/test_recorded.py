@@ -19,7 +19,7 @@ from pyrl_ext.rollout.engine import Capabilities
 from pyrl_ext.rollout.recorded import RecordedEngine, Recorder, load_samples, save_samples
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.engines import assert_same, random_sample, random_samples
-from tests.helpers.tiny import CONFIG
+from tests.helpers.tiny import CONFIG, one_rank, tiny_plan
 
 
 def prompts_of(samples: list[Sample]) -> list[Prompt]:
@@ -187,7 +187,7 @@ def recorder_files(folder: Path) -> list[str]:
 
 def test_Recorder_writes_whole_files_and_an_index(tmp_path: Path):
     folder = tmp_path / "rollouts"
-    recorder = Recorder(folder)
+    recorder = Recorder(folder, one_rank(tiny_plan()))
     assert not folder.exists()
     for version in range(3):
         recorder.save(version, random_samples(version=version))
@@ -205,20 +205,20 @@ def test_Recorder_writes_whole_files_and_an_index(tmp_path: Path):
 
 
 def test_Recorder_drops_the_steps_that_a_resumed_run_repeats(tmp_path: Path):
-    recorder = Recorder(tmp_path)
+    recorder = Recorder(tmp_path, one_rank(tiny_plan()))
     for version in range(4):
         recorder.save(version, random_samples(version=version))
     save_samples(
         tmp_path / "step-000004.safetensors", random_samples()
     )  # as if killed before the index
-    again = Recorder(tmp_path, start=2)
+    again = Recorder(tmp_path, one_rank(tiny_plan()), start=2)
     assert recorder_files(tmp_path)[1:] == ["step-000000.safetensors", "step-000001.safetensors"]
     again.save(2, random_samples(version=2))
     index = json.loads((tmp_path / "index.json").read_text())
     assert [entry["version"] for entry in index] == [0, 1, 2]
     (tmp_path / "index.json").write_text('[{"file": 1}]')
     with pytest.raises(ValueError, match=r"index.json: unreadable \(KeyError"):
-        Recorder(tmp_path)
+        Recorder(tmp_path, one_rank(tiny_plan()))
 
 
 @pytest.mark.parametrize("experts", [8, 300])

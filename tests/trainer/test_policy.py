@@ -11,15 +11,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from benchmarks.whole import microbatch
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron import spec_local
 from pyrl_ext.models import glm4_moe_lite
-from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.replay import router_hook
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
+from tests.helpers import passes
 from tests.helpers.probe import Probe, local_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import schedule_of
@@ -120,10 +121,10 @@ def gradients_by_split(folder, overrides):
         found = {}
         for split in SPLITS:
             schedule = deal(len(batch.seqlens), topo.dp_size, split, topo.cp_size)
-            scores = reference.scores(batch, schedule).logprobs
+            scores = passes.scores(reference, batch, schedule).logprobs
             policy.llm.load_initial_weights()  # the passes before it moved the routers' bias
             ready = batch.with_(old_logprobs=scores + noise[0], ref_logprobs=scores + noise[1])
-            metrics = policy.accumulate(ready, schedule, loss)
+            metrics = passes.accumulate(policy, ready, schedule, loss)
             found[split] = metrics, {n: t.clone() for n, t in policy.gradients()}
     return found
 
@@ -169,11 +170,11 @@ def after_an_exception(folder, overrides):
             return loss(*args)
 
         with pytest.raises(ArithmeticError):
-            policy.accumulate(batch, schedule, breaks)
+            passes.accumulate(policy, batch, schedule, breaks)
         clear = policy.llm.replay.is_clear and other.llm.replay.is_clear
         grads = []
         for each in (policy, other):
-            each.accumulate(batch, schedule, loss)
+            passes.accumulate(each, batch, schedule, loss)
             grads.append({n: t.clone() for n, t in each.gradients()})
         return clear, max(apart(grads[0][n], grads[1][n]) for n in grads[0])
 
@@ -233,7 +234,7 @@ def unmended_roll(group, folder):
     plan = compiled(SPLIT_MODEL, folder, ("parallel.cp=2",))
     batch, ids = parity.batches(plan, mtp_routes=True)[0], [6, 11, 3]
     with topology.start(plan) as topo:
-        micro = Microbatch.of(batch, ids, topo.place(), depths=1)
+        micro = microbatch(batch, ids, topo.place(), depths=1)
         ends = [0, *accumulate(batch.seqlens[i] for i in ids)]
         cu_seqlens = torch.tensor(ends, dtype=torch.int32)
         params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
@@ -286,7 +287,7 @@ def test_router_hook_keeps_the_routes_of_a_microbatch_for_recomputation(folder, 
         assert len(schedule) == 2
         probe = Probe(policy)
         probe.expect(batch, schedule, training=True)
-        prefetch = policy._prefetch(batch, schedule, replayed=True)
+        prefetch = passes.prefetch(policy, batch, schedule, replayed=True)
         policy.llm.chunks[0].train()
 
         def backwards():

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from benchmarks.whole import loss_tokens
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
 from tests.parity import batches, compiled
 
@@ -17,20 +19,20 @@ def test_accumulate_averages_the_mtp_loss_over_depths(tmp_path):
     batch = batches(plan, mtp_routes=True)[0]
     batch = batch.with_(old_logprobs=torch.zeros(len(batch.tokens)))
     schedule = plan_microbatches(batch.seqlens, 1, 128)
-    tokens = [batch.num_loss_tokens_ahead(depth) for depth in (1, 2)]
+    tokens = [int(loss_tokens(batch, depth).sum()) for depth in (1, 2)]
     with topology.start(plan) as topo:
         policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
         (norm,) = (
             p for n, p in policy.llm.chunks[0].named_parameters() if "1.final_layernorm" in n
         )
-        policy.accumulate(batch, schedule, loss)
+        passes.accumulate(policy, batch, schedule, loss)
         grad = dict(policy.gradients())["model.layers.5.shared_head.norm.weight"].clone()
         sums, step = [], 0.05 * grad / grad.norm()
         for moved in (step, -step):
             policy.llm.load_initial_weights()  # the pass before moved the routers' bias
             with torch.no_grad():
                 norm += moved
-            sums.append(policy.accumulate(batch, schedule, loss)["mtp_loss"] * sum(tokens))
+            sums.append(passes.accumulate(policy, batch, schedule, loss)["mtp_loss"] * sum(tokens))
     slope = (sums[0] - sums[1]) / 0.1 / tokens[1]  # of the mean of depth 2
     assert grad.norm().item() == pytest.approx(plan.objective.mtp_coef / 2 * slope, rel=0.02)
 
@@ -43,7 +45,7 @@ def tiny_update(loss):
         policy = Policy.build(plan, topo)
         before = {name: tensor.clone() for name, tensor in policy.weights()}
         with pytest.raises(FloatingPointError) as error:
-            policy.update(batch, plan_microbatches(batch.seqlens, 1, 128), loss)
+            passes.update(policy, batch, plan_microbatches(batch.seqlens, 1, 128), loss)
         moved = [n for n, t in policy.weights() if not torch.equal(t, before[n])]
         return str(error.value), moved, policy.updates
 

@@ -9,6 +9,7 @@ from pyrl_ext.dist import topology
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
 from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, random_batch, schedule_of, tiny_plan
 from tests.parity import batches, compiled
 
@@ -20,7 +21,7 @@ def test_microbatches_come_once_and_one_ahead_at_most():
     schedule = plan_microbatches(batch.seqlens, 1, 64)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        prefetch = policy._prefetch(batch, schedule, replayed=True)
+        prefetch = passes.prefetch(policy, batch, schedule, replayed=True)
         taken = []
         for _, ready in prefetch.microbatches(0):
             assert ready.routes is not None and ready.routes.layer_ids == LAYERS
@@ -46,7 +47,7 @@ def test_microbatches_replay_mtp_layers_if_samples_have_their_routes(tmp_path, r
     batch = batches(plan, mtp_routes=reported)[0]
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        prefetch = policy._prefetch(batch, schedule_of([range(8)]), replayed=True, depths=2)
+        prefetch = passes.prefetch(policy, batch, schedule_of([range(8)]), replayed=True, depths=2)
         _, ready = next(prefetch.microbatches(0))
         policy.llm.replay.use(0, ready.routes)
         used = {hook.layer_id: hook.current for hook in policy.llm.replay.hooks[0]}
@@ -71,14 +72,15 @@ def test_microbatches_without_replay_spread_padding_over_all_experts(tmp_path, e
     small = {"n_routed_experts": experts, "num_hidden_layers": 2, "moe_intermediate_size": 8}
     small["mlp_layer_types"] = ["dense", "sparse"]
     (tmp_path / "config.json").write_text(json.dumps(hf | small))
-    plan, batch = tiny_plan(f"model.config={tmp_path}/config.json"), random_batch(3)
+    plan = tiny_plan(f"model.config={tmp_path}/config.json")
+    batch = random_batch(3).with_(routes=None, layer_ids=())
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         schedule = schedule_of([range(3)], [()])
-        prefetch = policy._prefetch(batch, schedule, replayed=False)
+        prefetch = passes.prefetch(policy, batch, schedule, replayed=False)
         routes = [ready.routes for _, ready in prefetch.microbatches(0)]
         (native,), (padding,) = (each.of_layers([1]) for each in routes if each is not None)
-        scores = policy.scores(batch, schedule, replay=False)
+        scores = passes.scores(policy, batch, schedule, replay=False)
     assert native is None and padding is not None
     assert padding.ids.dtype == route_dtype(experts)
     assert padding.ids.tolist() == [[0, 1]]
@@ -92,7 +94,7 @@ def test_microbatches_never_wait_for_the_device():
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         for _ in range(2):  # the first allocates
-            prefetch = policy._prefetch(batch, schedule, replayed=True)
+            prefetch = passes.prefetch(policy, batch, schedule, replayed=True)
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
             try:

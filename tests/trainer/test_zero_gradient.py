@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.whole import shard_at
 from pyrl_ext.dist import topology
+from pyrl_ext.dist.topology import Place
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.zero_gradient import tokens_with_gradient
+from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
 
 
@@ -20,13 +23,14 @@ def test_update_refuses_a_gradient_that_is_switched_off():
     loss = build_loss(plan.objective)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        batch = batch.with_(old_logprobs=policy.scores(batch, schedule).logprobs)
+        batch = batch.with_(old_logprobs=passes.scores(policy, batch, schedule).logprobs)
         flat = batch.with_(advantages=torch.zeros(len(batch.tokens)))
-        assert policy.update(flat, schedule, loss)["grad_norm"] == 0  # equal rewards everywhere
-        assert policy.update(batch, schedule, loss)["grad_norm"] > 0
+        # equal rewards everywhere
+        assert passes.update(policy, flat, schedule, loss)["grad_norm"] == 0
+        assert passes.update(policy, batch, schedule, loss)["grad_norm"] > 0
         message = r"norm of update 2 is exactly 0, expected a gradient from \d+ tokens"
         with torch.no_grad(), pytest.raises(FloatingPointError, match=message):
-            policy.update(batch, schedule, loss)
+            passes.update(policy, batch, schedule, loss)
 
 
 def two_samples(second: tuple[int, ...], advantages: tuple[float, float]) -> Batch:
@@ -39,9 +43,7 @@ def two_samples(second: tuple[int, ...], advantages: tuple[float, float]) -> Bat
         positions=torch.tensor([0, 1, 2] * 2),
         loss_mask=torch.tensor([False, True, True] * 2),
         rollout_logprobs=torch.full((6,), -1.0),
-        old_logprobs=torch.full((6,), -1.0),
         advantages=torch.tensor(advantages).repeat_interleave(3),
-        rewards=torch.zeros(2),
         routes=None,
         layer_ids=(),
         route_mask=torch.zeros(6, dtype=torch.bool),
@@ -67,5 +69,7 @@ OTHER, SAME = (5, 9, 7), (5, 6, 7)
 def test_tokens_with_gradient_leaves_out_those_that_may_have_none(
     second, advantages, old, metrics, tokens
 ):
-    batch = two_samples(second, advantages).with_(old_logprobs=torch.full((6,), old))
-    assert tokens_with_gradient(batch, metrics) == tokens
+    shard = shard_at(two_samples(second, advantages), range(2), Place())
+    shard = shard.with_columns(old_logprobs=torch.full((6,), old))
+    with topology.start(tiny_plan()) as topo:
+        assert tokens_with_gradient(shard, metrics, topo) == tokens

@@ -13,19 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.whole import shard_at
 from pyrl_ext import train
 from pyrl_ext.data.source import build_source
 from pyrl_ext.dist import topology
-from pyrl_ext.loss.registry import build_advantage
+from pyrl_ext.dist.clock import Clock
+from pyrl_ext.dist.topology import Place
+from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.ops.digest import digest
 from pyrl_ext.ops.dtypes import dtype_of
-from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.rollout import rollouts
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy, Scores
-from pyrl_ext.trainer.step import plan_schedule
+from pyrl_ext.trainer.step import Step
 from pyrl_ext.weights import check
 from tests.helpers.engines import DOWN, Disturbed, Named, Stale
 from tests.helpers.ranks import run_ranks
@@ -106,17 +109,17 @@ class Parts:
         )
 
     def check_batch(
-        self, batch: Batch, old: Scores, engine: Any = None, limit: float = check.FLOAT32_LIMIT
+        self, shard: BatchShard, old: Scores, engine: Any = None, limit: float = check.FLOAT32_LIMIT
     ) -> None:
         agreement = {layer: share / n for layer, (share, _, n) in old.agreement.items() if n}
         check.check_batch(
-            batch,
+            shard,
             old.logprobs,
             limit,
             lambda: self.full_check(engine),
             step=0,
             agreement=agreement,
-            group=self.rollouts.group,
+            topo=self.policy.topo,
         )
 
     def move(self) -> None:
@@ -124,9 +127,12 @@ class Parts:
             for tensor in self.policy.llm.named_parameters().values():
                 tensor += 0.01 * torch.randn_like(tensor)
 
-    def batch(self) -> tuple[Batch, Scores]:
-        batch = Batch.of(self.rollouts.train(0), build_advantage(self.plan.objective))
-        return batch, self.policy.scores(batch, plan_schedule(self.plan, batch))
+    def shard(self) -> tuple[BatchShard, Scores]:
+        advantage, loss = build_advantage(self.plan.objective), build_loss(self.plan.objective)
+        parts = self.policy, None, self.rollouts, advantage, loss
+        step = Step(self.plan, self.policy.topo, *parts)
+        shard = step.batch_of(self.rollouts.train(0), Clock())
+        return shard, self.policy.scores(shard)
 
 
 # Whole runs, first: each starts and leaves a topology.
@@ -265,44 +271,43 @@ def test_full_check_names_a_tensor_that_changed_in_the_engine(parts: Parts):
 def test_check_batch_names_the_tensor_or_the_layer(parts: Parts):
     """The limit, the token and the tensor; if all tensors are right, the layer that goes astray."""
     parts.sync()
-    parts.check_batch(*parts.batch())
+    parts.check_batch(*parts.shard())
     parts.engine._destinations.views[NORM].mul_(1.5)
-    batch, old = parts.batch()
+    shard, old = parts.shard()
     with pytest.raises(RuntimeError, match=rf"1 tensors .*:\n  rank 0: {NORM} has") as caught:
-        parts.check_batch(batch, old)
+        parts.check_batch(shard, old)
     assert "expected at most 0.0001; nothing was trained on this batch" in str(caught.value)
-    gap = (old.logprobs - batch.rollout_logprobs).abs() * batch.loss_mask
-    row = int(gap.argmax())
-    sample = sum(row >= start for start in torch.tensor(batch.seqlens).cumsum(0).tolist())
-    token = row - sum(batch.seqlens[:sample]) + 1
-    worst = (
-        f"sample {sample}, token {token} (id {int(batch.targets[row])}): {old.logprobs[row]:.4f}"
-    )
+    mask = shard.columns["loss_mask_0"]
+    at = int(((old.logprobs - shard.columns["rollout_logprobs"]).abs() * mask).argmax())
+    row, seqlens = int(shard.rows.tokens[at]), torch.from_numpy(shard.lengths.seqlens)
+    sample = sum(row >= start for start in seqlens.cumsum(0).tolist())
+    token = row - int(seqlens[:sample].sum()) + 1
+    target = int(shard.columns["targets_0"][at])
+    worst = f"sample {sample}, token {token} (id {target}): {old.logprobs[at]:.4f}"
     assert worst in str(caught.value)
 
     layer = parts.engine.model.model.layers[1]
     hook = layer.register_forward_hook(lambda module, given, output: output.flip(-1))
     with pytest.raises(RuntimeError, match="suspect the engine's own computation, up to layer 2: "):
-        parts.check_batch(*parts.batch())
+        parts.check_batch(*parts.shard())
     hook.remove()
-    parts.check_batch(*parts.batch())
+    parts.check_batch(*parts.shard())
     nan = replace(old, logprobs=torch.full_like(old.logprobs, torch.nan))
     with pytest.raises(RuntimeError, match="difference between trainer and engine is nan"):
-        parts.check_batch(batch, nan)
+        parts.check_batch(shard, nan)
 
 
-def test_check_batch_averages_over_loss_tokens_alone():
+def test_check_batch_averages_over_loss_tokens_alone(parts: Parts):
     """Rows of the prompts, which have no log-probs, must not dilute the mean."""
     batch = random_batch(9)
     batch = batch.with_(loss_mask=torch.arange(len(batch.tokens)) % 10 == 0)
     off = batch.rollout_logprobs + torch.where(batch.loss_mask, 0.2, 9.0)
 
-    def check_at(limit: float) -> None:
-        check.check_batch(batch, off, limit, dict, step=3, agreement={})
-
-    check_at(0.21)
-    with pytest.raises(RuntimeError, match=r"step 3: .* engine is 0\.2, expected at most 0\.19"):
-        check_at(0.19)
+    shard = shard_at(batch, range(9), Place())
+    common: dict[str, Any] = {"step": 3, "agreement": {}, "topo": parts.policy.topo}
+    check.check_batch(shard, off, 0.21, dict, **common)
+    with pytest.raises(RuntimeError, match=r"step 3: .* is 0\.2, expected at most 0\.19"):
+        check.check_batch(shard, off, 0.19, dict, **common)
 
 
 @pytest.mark.parametrize(
@@ -342,11 +347,11 @@ def on_two_ranks(group: Any) -> str:
         engine: Any = Disturbed(parts.engine, disturb)
         parts.engine = engine
         parts.sync()
-        batch, old = parts.batch()
-        parts.check_batch(batch, old)
+        shard, old = parts.shard()
+        parts.check_batch(shard, old)
         wrong = replace(old, logprobs=old.logprobs - 1)
         with pytest.raises(RuntimeError, match=rf"\n  rank 1: {DOWN} has") as caught:
-            parts.check_batch(batch, wrong)
+            parts.check_batch(shard, wrong)
         return str(caught.value)
 
 

@@ -31,6 +31,7 @@ from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import gather
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
+from tests.helpers import passes
 from tests.helpers.models import COUNTED, FEWER, MODELS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
@@ -244,8 +245,10 @@ def check_case(policy, updated):
     if updated:
         batch = random_batch(9)
         schedule = plan_microbatches(batch.seqlens, topo.dp_size, 128, cp_size=topo.cp_size)
-        batch = batch.with_(old_logprobs=policy.scores(batch, schedule, replay=False).logprobs)
-        policy.update(batch, schedule, build_loss(policy.plan.objective))
+        batch = batch.with_(
+            old_logprobs=passes.scores(policy, batch, schedule, replay=False).logprobs
+        )
+        passes.update(policy, batch, schedule, build_loss(policy.plan.objective))
         assert len(differing(policy.weights(), drawn(policy))) > 100
         exact = [(name, tensor.clone()) for name, tensor in one_by_one(policy)]
         found["updated"] = differing(policy.weights(), exact)

@@ -41,10 +41,9 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor
 
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``: gradients of keys and values, and two sums per sample."""
+    """The launches of a run of ``plan``: gradients of keys and values."""
     dtype = dtype_of(plan.model.dtype)
-    sizes = [(dtype, width) for width in attention_widths(plan, config)] + [(torch.float32, 2)]
-    for dtype, width in sizes:
+    for width in attention_widths(plan, config):
 
         def add(rows: int, dtype: torch.dtype = dtype, width: int = width) -> Tensor:
             src, order = meta(rows, width, dtype=dtype), meta(rows, dtype=torch.int64)

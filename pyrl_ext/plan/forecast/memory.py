@@ -231,17 +231,21 @@ def logits_bytes(plan: Plan, rows: int | None = None) -> int:
 
 
 def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
-    """Routed experts: of the whole rollout batch on the host; on the device those of the microbatch
-    that computes (as sent, and gathered layer by layer) and those of the next one (as sent)."""
+    """Routed experts of this rank's layers: on the host those of its rows of the whole step; on the
+    device those of the microbatch that computes (as sent, and gathered layer by layer) and those of
+    the next one (as sent)."""
     sizes, routers = plan.sizes, plan.router_layers
     if not (plan.replay.enabled and routers):
         return
-    each = sizes.route_bytes_per_token
-    why = f"{each} bytes a token x {load.tokens:,} tokens, the whole rollout batch on every rank"
-    yield Item("routes of the batch", each * load.tokens, MEMORY_PHASES[1:], why, host=True)
     here = [routers.index(i) for chunk in plan.stages[stage] for i in chunk.layers if i in routers]
     if not here:
         return
+    each, parallel = sizes.route_bytes_per_token, plan.parallel
+    shared = parallel.world_size // parallel.pp
+    share, mine = -(-load.tokens // shared), each // len(routers) * len(here)
+    why = f"{mine} bytes of {len(here)} layers x {share:,} of {load.tokens:,} tokens"
+    name = "routes of the batch"
+    yield Item(name, mine * share, MEMORY_PHASES[1:], why, host=True, exact=shared == 1)
     a_layer, rows = each // len(routers), -(-load.rows // plan.parallel.tp)
     sent = a_layer * (max(here) + 1 - min(here)) + 9
     replay = plan.replay

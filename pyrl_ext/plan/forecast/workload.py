@@ -91,8 +91,8 @@ def _mixed(count: int) -> list[int]:
 
 
 def step_rounds(plan: Plan) -> tuple[Round, ...]:
-    """The rounds of a forward pass over all samples, as in the log-prob passes."""
-    return _rounds_of(plan, step_samples(plan))
+    """The rounds of a log-prob pass over all samples: those of the minibatches in turn."""
+    return tuple(each for part in update_rounds(plan) for each in part)
 
 
 def update_rounds(plan: Plan) -> tuple[tuple[Round, ...], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
 from datetime import timedelta
@@ -13,6 +12,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from pyrl_ext.dist.shared_memory import SharedBlock, map_file
 
 Kind = Literal["shm", "ipc", "broadcast"]
 
@@ -68,32 +69,31 @@ class Channel:
 
 
 class SharedMemory(Channel):
-    """Memory without a name: it is freed with the last process that has it open."""
+    """Memory that both processes map."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._files: dict[int, int] = {}
+        self._blocks: dict[int, SharedBlock] = {}
 
     def allocate(self, index: int, size: int) -> None:
-        if index in self._files:
-            os.close(self._files.pop(index))
-        self._files[index] = os.memfd_create("pyrl-weights")
-        os.ftruncate(self._files[index], size)
-        self.buffers[index] = _mapped(self._files[index], size)
+        if index in self._blocks:
+            self._blocks.pop(index).close()
+        self._blocks[index] = SharedBlock(size)
+        self.buffers[index] = self._blocks[index].memory
 
     def export(self, index: int, reader: Connection) -> None:
-        send_handle(reader, self._files[index], None)
+        send_handle(reader, self._blocks[index].file, None)
 
     def open(self, index: int, size: int, sender: Connection) -> None:
         file = recv_handle(sender)
-        self.buffers[index] = _mapped(file, size)
+        self.buffers[index] = map_file(file, size)
         os.close(file)  # the mapping keeps the memory
 
     def close(self) -> None:
         super().close()
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+        for block in self._blocks.values():
+            block.close()
+        self._blocks.clear()
 
 
 class CudaIpc(Channel):
@@ -170,7 +170,3 @@ class Broadcast(Channel):
         super().close()
         if self._joined is not None:
             self._joined.abort()
-
-
-def _mapped(file: int, size: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyrl_ext import train
 from pyrl_ext.dist import topology
+from pyrl_ext.dist.agree import gather_objects
 from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.ops.digest import digest
@@ -233,7 +234,9 @@ def shares_of_ranks_without_an_engine(group: Any) -> None:
     held.load_weights(iter(WEIGHTS), 3)
     for keep in (5, 3):
         asked = RolloutRequest(PROMPTS, sampling, keep)
-        got, _ = generate_on_ranks(held, asked, None, group, (None, 0))
+        rollout = generate_on_ranks(held, asked, None, group, (None, 0))
+        assert (rollout.index.owners == 1).all()
+        got = gather_objects(rollout.samples, group)[1]
         ids = {sample.prompt_id for sample in got}
         assert len(ids) == keep
         assert_same(got, [sample for sample in expected if sample.prompt_id in ids])

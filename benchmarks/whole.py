@@ -1,0 +1,66 @@
+"""A whole batch that one process holds, cut for any place in a grid without other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pyrl_ext.dist.topology import Place
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.exchange import Delivery, Exchange, columns_of
+from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.microbatch import Microbatch
+from pyrl_ext.pack.schedule import Group, Schedule
+from pyrl_ext.pack.shard import BatchShard, Seat
+
+
+def loss_tokens(batch: Batch, depth: int) -> np.ndarray:
+    """[S] loss tokens that a row ``depth`` before them in the same sample can predict."""
+    counted = batch.loss_mask & (batch.positions >= depth)
+    return np.array([int(part.sum()) for part in counted.split(list(batch.seqlens))])
+
+
+def index_of(batch: Batch, owner: int = 0, depths: int = 0) -> BatchIndex:
+    """The index of a batch that rank ``owner`` holds; every sample is a group."""
+    samples = len(batch.seqlens)
+    zeros = np.zeros(samples, np.int32)
+    unrouted = (~batch.route_mask).split(list(batch.seqlens))
+    return BatchIndex(
+        owners=np.full(samples, owner, np.int32),
+        groups=np.arange(samples),
+        places=zeros,
+        seqlens=np.array(batch.seqlens, np.int32),
+        prompt_lens=zeros + 1,
+        truncated=zeros > 0,
+        rewards=zeros.astype(float),
+        versions=zeros,
+        unrouted=np.array([int(part.sum()) for part in unrouted]),
+        loss_tokens=np.stack([loss_tokens(batch, d) for d in range(1 + depths)], 1),
+        layer_ids=() if batch.routes is None else batch.layer_ids,
+        topk=0 if batch.routes is None else batch.routes.shape[-1],
+    )
+
+
+def shard_at(
+    batch: Batch, ids: Sequence[int], place: Place, depths: int = 0, fp8: bool = False
+) -> BatchShard:
+    """Samples ``ids`` as one microbatch, as the rank at ``place`` holds it."""
+    group = Group(0, place.cp_size, tuple(ids))
+    schedule = Schedule(place.cp_size, ((group,),))
+    index = index_of(batch, depths=depths)
+    seat = Seat(place.cp_rank, place.tp_rank, place.tp_size, layers=index.layer_ids, fp8=fp8)
+    delivery = Delivery(Exchange(index, schedule, [seat], 1 << 8), 0)
+    delivery.take(0, columns_of(batch, depths))
+    counts = tuple(index.loss_tokens[list(ids)].sum(0).tolist())
+    lengths, columns = delivery.exchange.lengths, delivery.columns
+    return BatchShard(
+        schedule, (1,), lengths, seat, delivery.rows, columns, index.layer_ids, (counts,)
+    )
+
+
+def microbatch(
+    batch: Batch, ids: Sequence[int], place: Place, depths: int = 0, fp8: bool = False
+) -> Microbatch:
+    """Samples ``ids`` as the rank at ``place`` computes them."""
+    return Microbatch.of(shard_at(batch, ids, place, depths, fp8), 0, place, depths)

@@ -1,0 +1,48 @@
+"""Agreement of ranks before they go on: none has failed, and all do the same."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+def gather_objects[T](value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The value of every rank, pickled. Communicates: over the group's CPU backend."""
+    if group is None:
+        return [value]
+    gathered: list[T] = [value] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def agree(
+    call: str, error: Exception | None, digest: int, what: str, group: dist.ProcessGroup | None
+) -> None:
+    """Raise on every rank if a rank failed, or if ranks are about to do different things.
+
+    Args:
+        call:   name of the function, for the message.
+        error:  what failed here; None: nothing.
+        digest: of what this rank is about to do.
+        what:   it is the digest of, for the message.
+        group:  None = this process alone.
+
+    Raises: RuntimeError naming the ranks and their errors; in a single process the error itself.
+    Communicates: a line of text of every rank.
+    """
+    if group is None:
+        if error is not None:
+            raise error
+        return
+    failed = None if error is None else f"{type(error).__name__}: {error}"
+    states = gather_objects((failed, digest), group)
+    lines = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(states) if text is not None]
+    if lines:
+        raise RuntimeError(
+            f"{call}: {len(lines)} of {len(states)} ranks failed, expected none\n  "
+            + "\n  ".join(lines)
+        ) from error
+    other = [rank for rank, (_, sent) in enumerate(states) if sent != states[0][1]]
+    if other:
+        raise RuntimeError(
+            f"{call}: ranks {other} got other {what} than rank 0, expected the same on every rank"
+        )

@@ -1,0 +1,165 @@
+"""BatchShard: the rows that one rank computes in the microbatches of a step, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from pyrl_ext.pack.layout import TokenLayout
+from pyrl_ext.pack.schedule import Group, Schedule
+from pyrl_ext.plan.model.alignment import alignment
+
+
+class Seat(NamedTuple):
+    """The part of a step that a rank computes.
+
+    Args:
+        grid_rank: in the grid of data- and context-parallel ranks, in which schedules count.
+        tp_rank, tp_size: tensor-parallel ranks; the routers of each see a part of the rows.
+        last_stage: whether the rank computes losses.
+        layers: 0-based global ids of its layers whose routers replay, ascending.
+        fp8: sequences are padded to whole tiles.
+    """
+
+    grid_rank: int = 0
+    tp_rank: int = 0
+    tp_size: int = 1
+    last_stage: bool = True
+    layers: tuple[int, ...] = ()
+    fp8: bool = False
+
+
+class Lengths(NamedTuple):
+    """The samples of a step as runs of rows in one ragged stream.
+
+    Args:
+        seqlens: [S] rows of each sample.
+        starts:  [S + 1] int64, first row of each sample, then T.
+    """
+
+    seqlens: np.ndarray
+    starts: np.ndarray
+
+    def sample_of(self, rows: np.ndarray) -> np.ndarray:
+        """[M] sample of each row."""
+        return np.searchsorted(self.starts, rows, side="right") - 1
+
+
+def layout_of(group: Group, lengths: Lengths, seat: Seat) -> TokenLayout:
+    """The layout of a group's samples over its ranks; one row of padding without samples."""
+    return TokenLayout(
+        tuple(int(lengths.seqlens[i]) for i in group.samples) or (1,),
+        cp_size=group.cp_size,
+        tp_size=seat.tp_size,
+        align=alignment(seat.tp_size, group.cp_size, seat.fp8),
+        starts=tuple(int(lengths.starts[i]) for i in group.samples) or (-1,),
+    )
+
+
+class SeatRows(NamedTuple):
+    """The rows of a seat in the stream of all samples, microbatch after microbatch.
+
+    Args:
+        tokens:  [N] int64, rows that the seat computes.
+        routers: [R] int64, those that its routers see.
+        first_token, first_router: [microbatches + 1] where each microbatch begins in them.
+    """
+
+    tokens: np.ndarray
+    routers: np.ndarray
+    first_token: np.ndarray
+    first_router: np.ndarray
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, lengths: Lengths, seat: Seat, owned: np.ndarray | None = None
+    ) -> SeatRows:
+        """The rows that ``seat`` computes.
+
+        Args:
+            owned: [S] bool, the samples whose rows count; None: all of them.
+        """
+        tokens, routers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for number in range(len(schedule)):
+            group = schedule.group_of(number, seat.grid_rank)
+            if owned is not None and not owned[list(group.samples)].any():
+                continue
+            layout = layout_of(group, lengths, seat)
+            local = layout.rows(seat.grid_rank - group.first)
+            for found, rows in ((tokens, local), (routers, layout.shard(local, seat.tp_rank))):
+                real = rows[rows >= 0].numpy()
+                if owned is not None:
+                    real = real[owned[lengths.sample_of(real)]]
+                found.append(real)
+        firsts = (np.cumsum([len(part) for part in parts]) for parts in (tokens, routers))
+        return cls(np.concatenate(tokens), np.concatenate(routers), *firsts)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchShard:
+    """The rows of one rank, microbatch after microbatch in local order, without padding.
+
+    Args:
+        schedule:    microbatches, minibatch after minibatch.
+        minibatches: number of microbatches of each minibatch.
+        lengths:     of all samples of the step.
+        seat:        of this rank.
+        rows:        of this rank.
+        columns:     name -> [N] of this rank's tokens: ``tokens``, ``targets_<d>`` int32 and
+            ``loss_mask_<d>`` bool, where d is the depth of an MTP layer, 0 the next token; on the
+            last stage ``rollout_logprobs``, ``advantages``, ``old_logprobs``, ``ref_logprobs``
+            float32. ``routes`` [R, l, K] of the seat's layers and ``route_mask`` [R] describe the
+            routers' rows. All are on the host.
+        layer_ids:   ids of all layers that the samples have routes of.
+        loss_tokens: [minibatches][1 + D] loss tokens of all ranks by depth.
+    """
+
+    schedule: Schedule
+    minibatches: tuple[int, ...]
+    lengths: Lengths
+    seat: Seat
+    rows: SeatRows
+    columns: Mapping[str, Tensor]
+    layer_ids: tuple[int, ...]
+    loss_tokens: tuple[tuple[int, ...], ...]
+
+    def minibatch(self, number: int) -> BatchShard:
+        """The part of one minibatch; its columns are views."""
+        first = sum(self.minibatches[:number])
+        last = first + self.minibatches[number]
+        cuts = [(n[first], n[last]) for n in (self.rows.first_token, self.rows.first_router)]
+        (token, end), (router, router_end) = cuts
+        return replace(
+            self,
+            schedule=replace(self.schedule, microbatches=self.schedule.microbatches[first:last]),
+            minibatches=(self.minibatches[number],),
+            rows=SeatRows(
+                self.rows.tokens[token:end],
+                self.rows.routers[router:router_end],
+                self.rows.first_token[first : last + 1] - token,
+                self.rows.first_router[first : last + 1] - router,
+            ),
+            columns={
+                name: x[router:router_end] if name.startswith("route") else x[token:end]
+                for name, x in self.columns.items()
+            },
+            loss_tokens=(self.loss_tokens[number],),
+        )
+
+    def with_columns(self, **columns: Tensor) -> BatchShard:
+        """With more columns, [N] each on the host."""
+        return replace(self, columns={**self.columns, **columns})
+
+
+def joined(schedules: Sequence[Schedule]) -> Schedule:
+    """The microbatches of all ``schedules``, one after the other."""
+    return replace(
+        schedules[0],
+        microbatches=tuple(m for schedule in schedules for m in schedule.microbatches),
+        makespan=sum(schedule.makespan for schedule in schedules),
+        lower_bound=sum(schedule.lower_bound for schedule in schedules),
+    )

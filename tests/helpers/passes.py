@@ -1,0 +1,76 @@
+"""A policy's passes over a whole batch that every rank holds, as tests compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.whole import index_of
+from pyrl_ext.loss.inputs import LossFn
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.exchange import shard_batch
+from pyrl_ext.pack.schedule import Schedule
+from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.trainer.policy import Policy, Scores
+
+
+@dataclass(frozen=True, eq=False)
+class WholeBatch(Batch):
+    """A batch with log-probs of its targets, [T] float32 each."""
+
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+
+def shard_of(policy: Policy, batch: Batch, schedule: Schedule) -> BatchShard:
+    """This rank's shard of a whole batch that it holds itself, so that nothing moves."""
+    plan, topo = policy.plan, policy.topo
+    index = index_of(batch, topo.rank, plan.num_mtp_layers)
+    schedule = schedule.padded(topo.pp_size if topo.vpp_size else 1)
+    shard, moved = shard_batch(batch, index, [schedule], plan, topo)
+    assert not any(moved.network.values()) and not any(moved.shared.values())
+    rows = torch.from_numpy(shard.rows.tokens)
+    scores = {n: getattr(batch, n, None) for n in ("old_logprobs", "ref_logprobs")}
+    if not shard.seat.last_stage:
+        return shard
+    return shard.with_columns(**{n: x[rows] for n, x in scores.items() if x is not None})
+
+
+def scores(policy: Policy, batch: Batch, schedule: Schedule, replay: bool = True) -> Scores:
+    """`Policy.scores` of all rows of the batch, on every rank."""
+    shard = shard_of(policy, batch, schedule)
+    found = policy.scores(shard, replay)
+    stream = torch.zeros(2, len(batch.tokens))
+    if shard.seat.last_stage and not policy.topo.tp_rank:  # each row once
+        rows = torch.from_numpy(shard.rows.tokens)
+        stream[:, rows] = torch.stack([found.logprobs, found.entropy])
+    dist.all_reduce(stream)
+    return Scores(stream[0], stream[1], found.agreement)
+
+
+def accumulate(policy: Policy, batch: Batch, schedule: Schedule, loss: LossFn) -> dict[str, float]:
+    """`Policy.accumulate` over a whole batch."""
+    return policy.accumulate(shard_of(policy, batch, schedule), loss)
+
+
+def update(policy: Policy, batch: Batch, schedule: Schedule, loss: LossFn) -> dict[str, float]:
+    """`Policy.update` on a whole batch."""
+    return policy.update(shard_of(policy, batch, schedule), loss)
+
+
+def prefetch(policy: Policy, batch: Batch, schedule: Schedule, **options: Any) -> Any:
+    """The policy's microbatches of a whole batch."""
+    return policy._prefetch(shard_of(policy, batch, schedule), **options)
+
+
+def select(batch: Batch, ids: Sequence[int]) -> Batch:
+    """The batch of samples ``ids``, in that order."""
+    starts = batch.starts
+    rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in ids])
+    fields = {n: x[rows] for n in vars(batch) if isinstance(x := getattr(batch, n), Tensor)}
+    return batch.with_(seqlens=tuple(batch.seqlens[i] for i in ids), **fields)

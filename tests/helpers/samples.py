@@ -1,0 +1,44 @@
+"""Samples with everything that an engine returns, drawn from their prompt and index."""
+
+import numpy as np
+import torch
+
+from pyrl_ext.samples import Sample
+
+LAYERS, TOPK, EXPERTS = (1, 2, 5), 4, 16
+
+
+def distinct_routes(rng: np.random.Generator, tokens: int, num_experts: int) -> torch.Tensor:
+    order = rng.random((tokens, len(LAYERS), num_experts)).argsort(-1)[..., :TOPK]
+    return torch.from_numpy(order).to(torch.uint8 if num_experts <= 256 else torch.uint16)
+
+
+def make_sample(
+    prompt: int, index: int, prompt_len: int, response_len: int, num_experts: int = EXPERTS
+) -> Sample:
+    rng = np.random.default_rng((prompt, index))
+    n = prompt_len + response_len
+    chosen = torch.arange(n) >= prompt_len
+    logprobs = torch.from_numpy(-rng.random(n)).float()
+    return Sample(
+        prompt_id=prompt,
+        index=index,
+        tokens=torch.from_numpy(rng.integers(0, 99, n)),
+        prompt_len=prompt_len,
+        loss_mask=chosen,
+        rollout_logprobs=torch.where(chosen, logprobs, 0),
+        routes=distinct_routes(rng, n, num_experts),
+        layer_ids=LAYERS,
+        route_mask=torch.arange(n) < n - 1,
+        weight_version=0,
+        finish_reason="length" if index else "stop",
+        reward=float(rng.random()),
+    )
+
+
+def make_samples(groups: int = 4, size: int = 2, **kwargs) -> list[Sample]:
+    return [
+        make_sample(10 + g, i, 2 + g, 1 + (3 * g + i) % 5, **kwargs)
+        for g in range(groups)
+        for i in range(size)
+    ]

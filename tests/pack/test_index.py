@@ -1,0 +1,118 @@
+"""BatchIndex: numbers of samples against loops over them, joined from the parts of ranks."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pyrl_ext.loss.advantages import grpo
+from pyrl_ext.pack.index import BatchIndex
+from tests.helpers.samples import LAYERS, TOPK, make_sample, make_samples
+
+
+def test_stats_equals_counts_of_the_samples():
+    samples = make_samples()
+    samples[0] = replace(samples[0], reward=0.25)
+    samples[1] = replace(samples[1], reward=0.25)
+    missing = samples[2].route_mask.clone()
+    missing[:2] = False
+    samples[2] = replace(samples[2], route_mask=missing)
+    stats = BatchIndex.of(samples).stats()
+    rewards = np.array([s.reward for s in samples], dtype=np.float32)
+    rows = sum(s.tokens.numel() - 1 for s in samples)
+    assert stats["reward"] == pytest.approx(rewards.mean(), rel=1e-6)
+    assert stats["rollout/reward_std"] == pytest.approx(rewards.std(), rel=1e-6)
+    assert stats["rollout/flat_groups"] == 0.25
+    assert stats["rollout/tokens"] == rows + len(samples)
+    assert stats["rollout/response_len"] == np.mean([len(s.response) for s in samples])
+    assert stats["rollout/truncated"] == 0.5
+    assert stats["route/fallback_rows"] == 2
+    assert stats["route/coverage"] == pytest.approx(1 - 2 / rows)
+
+
+def test_stats_leaves_routes_out_without_any():
+    bare = replace(make_sample(1, 0, 2, 3), routes=None, layer_ids=())
+    assert "route/coverage" not in BatchIndex.of([bare]).stats()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_of_counts_loss_tokens_as_a_loop(depth):
+    """A loss token counts at a depth if the row that predicts it is in the same sample."""
+    samples = [replace(s, loss_mask=torch.rand(s.tokens.numel()) > 0.3) for s in make_samples()]
+    index = BatchIndex.of(samples, depths=4)
+    for s, sample in enumerate(samples):
+        rows = sample.tokens.numel() - 1
+        want = sum(
+            bool(sample.loss_mask[row + depth + 1]) for row in range(rows) if row + depth < rows
+        )
+        assert index.loss_tokens[s, depth] == want
+
+
+def test_joined_orders_samples_by_group_and_place():
+    samples = make_samples(groups=4, size=3)
+    order = [g for g in (13, 10, 12, 11) for _ in range(3)]
+    parts = [BatchIndex.of(samples[i::3][::-1], owner=i) for i in range(3)]
+    index = BatchIndex.joined([*parts, BatchIndex.of([], owner=3)], [13, 10, 12, 11])
+    assert index.groups.tolist() == order
+    assert index.places.tolist() == [0, 1, 2] * 4
+    assert index.owners.tolist() == [0, 1, 2] * 4
+    by_name = {(s.prompt_id, s.index): s for s in samples}
+    for i in range(len(index)):
+        sample = by_name[int(index.groups[i]), int(index.places[i])]
+        assert index.seqlens[i] == sample.tokens.numel() - 1
+        assert index.rewards[i] == sample.reward
+        assert index.prompt_lens[i] == sample.prompt_len
+    assert index.owned_by(1).tolist() == [1, 4, 7, 10]
+    assert (index.layer_ids, index.topk) == (LAYERS, TOPK)
+    assert index.starts.tolist() == np.cumsum([0, *index.seqlens]).tolist()
+    assert index.nbytes <= 56 * len(index)
+
+
+def test_joined_refuses_routes_of_other_layers():
+    other = replace(make_sample(11, 0, 2, 3), layer_ids=(1, 2, 4))
+    parts = BatchIndex.of([make_sample(10, 0, 2, 3)]), BatchIndex.of([other], owner=1)
+    with pytest.raises(ValueError, match=r"4 experts of layers \[1, 2, 4\] and 4 experts of"):
+        BatchIndex.joined(parts, [10, 11])
+
+
+def test_advantages_gets_rewards_and_groups_of_all_samples():
+    samples = make_samples(groups=3, size=2)
+    samples = [samples[i] for i in (4, 0, 2, 5, 1, 3)]
+    index = BatchIndex.of(samples)
+    seen = []
+
+    def advantage(rewards, groups):
+        seen.append((rewards.dtype, groups.tolist()))
+        return rewards - 1
+
+    assert torch.equal(index.advantages(advantage), torch.tensor(index.rewards).float() - 1)
+    assert seen == [(torch.float32, [12, 10, 11, 12, 10, 11])]
+    for got, sample in zip(index.advantages(grpo), samples, strict=True):
+        group = np.array([other.reward for other in samples if other.prompt_id == sample.prompt_id])
+        want = (sample.reward - group.mean()) / (group.std(ddof=1) + 1e-6)
+        assert got.item() == pytest.approx(want, rel=1e-5)
+
+
+def test_advantages_refuses_what_is_not_finite_or_not_one_a_sample():
+    index = BatchIndex.of(make_samples())
+    with pytest.raises(ValueError, match=r"returned \[3\], expected \[8\]"):
+        index.advantages(lambda rewards, groups: rewards[:3])
+    with pytest.raises(ValueError, match="returned inf for sample 0"):
+        index.advantages(lambda rewards, groups: rewards / 0)
+    samples = make_samples()
+    samples[4] = replace(samples[4], reward=math.nan)
+    with pytest.raises(ValueError, match=r"prompt 12, sample 0\): reward nan, expected a finite"):
+        BatchIndex.of(samples).advantages(grpo)
+
+
+def test_split_keeps_groups_whole_and_in_order():
+    samples = make_samples(groups=4, size=2)
+    samples = [samples[i] for i in (0, 2, 1, 3, 4, 6, 5, 7)]  # groups interleaved two by two
+    index = BatchIndex.of(samples)
+    assert index.split(4) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert index.split(2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert index.split(1) == [[*range(8)]]
+    with pytest.raises(ValueError, match=r"3 minibatches of 4 groups \(8 samples\)"):
+        index.split(3)
