@@ -99,12 +99,14 @@ def test_World_counts_the_bytes_of_a_batch_row_by_row():
     assert world is not None and world.plan.parallel.dp == 4
     routers, topk = plan.router_layers, plan.sizes.topk
     stages = [[layer for chunk in stage for layer in chunk.layers] for stage in plan.stages]
-    fullest = max(len(set(routers).intersection(layers)) for layers in stages)
     computed = generated = 0.0
     for sample in samples:
         for _row in range(sample.rows):
-            computed += (4 + 4 + 4 + 1 + 1 + topk * fullest / 2) / 4
-            generated += (4 + 4 + 1 + 1 + topk * len(routers)) / 16
+            computed += max(
+                (4 + 4 + 1 + (4 + 4) * last + (1 + topk * held) / 2) / 4
+                for last, held in enumerate(map(len, map(set(routers).intersection, stages)))
+            )
+            generated += (4 + 4 + 1 + 4 + 4 + 1 + topk * len(routers)) / 16
     assert world.batch_bytes == pytest.approx(computed + generated)
     assert world.exchange_bytes == pytest.approx(computed / 2)  # the other half is on this host
 

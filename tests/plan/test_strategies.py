@@ -71,7 +71,7 @@ def test_strategies_are_priced_as_a_loop_over_rows_does(overrides):
                         for part in range(tp):
                             here, owner = rank * tp + part, found.owners[sample]
                             routers = len(plan.router_layers) * plan.sizes.topk
-                            bytes_ = rows[sample] / size * (14 + routers / tp)
+                            bytes_ = rows[sample] / size * (4 + 4 + 1 + 4 + 4 + (1 + routers) / tp)
                             moved += bytes_ * (here != owner)
                             away += bytes_ * (here // per_node != owner // per_node)
                 slowest, work = max(slowest, time), work + time * size

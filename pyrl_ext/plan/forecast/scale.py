@@ -20,11 +20,15 @@ from pyrl_ext.plan.plan import Plan
 
 WORLDS = (8, 64, 512, 4096)
 
-# Bytes of one row of a batch. Routes come on top: top-k experts of every layer.
-GENERATED = {"token": 4, "log-prob of the engine": 4, "loss mask": 1, "route mask": 1}
-COMPUTED = {**GENERATED, "target": 4}
-INDEX_BYTES = 48
-"""The numbers of one sample that all ranks know."""
+# Bytes of one row of a batch: on every stage, of a target (one more with every MTP layer), on the
+# last stage, and of a row that a router sees, besides top-k experts of every layer.
+TOKEN, TARGET = 4, 4 + 1
+LOSS = {"log-prob of the engine": 4, "advantage": 4}
+ROUTE_MASK = 1
+INDEX_BYTES, MTP_BYTES = 45, 4
+"""The numbers of one sample that all ranks know; with every MTP layer."""
+PICKLE_BYTES = 700
+"""An index of no samples, pickled."""
 OBJECT_BYTES = 24
 """A small pickled tuple in an all-gather, which also sends its size in 8 bytes."""
 METRICS = 13
@@ -104,19 +108,14 @@ class World:
 
     def route_bytes(self, layers: int) -> float:
         """The experts of one row in so many layers."""
-        routers = self.plan.router_layers
-        if not (self.plan.replay.enabled and routers):
+        if not self.replays:
             return 0.0
-        return self.plan.sizes.route_bytes_per_token / len(routers) * layers
+        return self.plan.sizes.route_bytes_per_token / len(self.plan.router_layers) * layers
 
-    @cached_property
-    def stage_layers(self) -> int:
-        """Routed layers of the stage that has most."""
-        routers = set(self.plan.router_layers)
-        return max(
-            sum(layer in routers for chunk in stage for layer in chunk.layers)
-            for stage in self.plan.stages
-        )
+    @property
+    def replays(self) -> bool:
+        """Whether rows have routes."""
+        return self.plan.replay.enabled and bool(self.plan.router_layers)
 
     # The batch ----------------------------------------------------------------------------------
 
@@ -124,14 +123,26 @@ class World:
     def generated_bytes(self) -> float:
         """Rows that this rank's engine generated, with the routes of all layers."""
         engines = self.ranks / self.plan.rollout.tp
-        row = sum(GENERATED.values()) + self.route_bytes(len(self.plan.router_layers))
-        return self.rows / engines * row
+        routed = ROUTE_MASK + self.route_bytes(len(self.plan.router_layers))
+        return self.rows / engines * (self.token_bytes + sum(LOSS.values()) + routed)
+
+    @property
+    def token_bytes(self) -> int:
+        """A row's token and targets."""
+        return TOKEN + TARGET * (1 + self.plan.num_mtp_layers)
+
+    def row_bytes(self, stage: int) -> float:
+        """A row of a rank of a stage; its routers see a tensor-parallel part of the rows."""
+        routers, chunks = set(self.plan.router_layers), self.plan.stages[stage]
+        layers = sum(layer in routers for chunk in chunks for layer in chunk.layers)
+        routed = ROUTE_MASK + self.route_bytes(layers) if layers and self.replays else 0
+        loss = sum(LOSS.values()) * (stage == self.plan.parallel.pp - 1)
+        return self.token_bytes + loss + routed / self.plan.parallel.tp
 
     @property
     def computed_bytes(self) -> float:
-        """Rows that this rank computes, with the routes of its stage for its share of the rows."""
-        routes = self.route_bytes(self.stage_layers) / self.plan.parallel.tp
-        return self.rows / self.grid * (sum(COMPUTED.values()) + routes)
+        """Rows that a rank of the fullest stage computes."""
+        return self.rows / self.grid * max(map(self.row_bytes, range(self.plan.parallel.pp)))
 
     @property
     def batch_bytes(self) -> float:
@@ -151,7 +162,13 @@ class World:
 
     @property
     def index_bytes(self) -> float:
-        return INDEX_BYTES * self.number
+        return (INDEX_BYTES + MTP_BYTES * self.plan.num_mtp_layers) * self.number
+
+    @property
+    def gathered_index_bytes(self) -> float:
+        """An object of every rank with the numbers of its samples, and its size."""
+        each = self.index_bytes / self.number * math.ceil(self.number / self.ranks)
+        return self.ranks * (8 + PICKLE_BYTES + each)
 
     @property
     def schedule_bytes(self) -> float:
@@ -195,6 +212,8 @@ class World:
     @property
     def publish_bytes(self) -> float:
         """The part of the whole model that a rank does not hold itself."""
+        if not self.plan.has_rollouts:
+            return 0
         total = parameters(self.plan.sizes).total
         held = max(rank_parameters(self.plan, stage).total for stage in stage_parameters(self.plan))
         return DTYPE_BYTES[self.plan.model.dtype] * (total - min(held, total))
@@ -293,8 +312,9 @@ QUANTITIES: tuple[Quantity, ...] = (
      "between hosts: rows that a rank computes; from its own host they come by shared memory"),
     (STEP, "from other hosts", "message", lambda w: w.exchange_messages,
      "between hosts: from each rank that generated a sample of this one's, one at most"),
-    (STEP, "numbers of samples", "byte", lambda w: w.index_bytes,
-     "between hosts: an all-gather, which brings every rank all of them"),
+    (STEP, "~ numbers of samples", "byte", lambda w: w.gathered_index_bytes,
+     f"between hosts: an all-gather of all of them, in an object of {PICKLE_BYTES} bytes from "
+     "every rank"),
     (STEP, "numbers of samples", "message", lambda w: w.ranks - 1,
      "between hosts: gloo's all-gather is a ring; the bytes do not grow with its steps"),
     (STEP, "~ which ranks failed", "byte", lambda w: w.agreement_bytes,

@@ -16,7 +16,7 @@ from pyrl_ext.plan.forecast.dynamic_cp import Placed, search
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import gpu_of
 from pyrl_ext.plan.forecast.packing import pack_samples
-from pyrl_ext.plan.forecast.scale import COMPUTED, World
+from pyrl_ext.plan.forecast.scale import World
 from pyrl_ext.plan.forecast.workload import step_samples
 from pyrl_ext.plan.plan import Plan
 
@@ -223,22 +223,18 @@ class Comparison:
         """Bytes of rows on ranks that did not generate them, and of those from other hosts."""
         plan, parallel = self.plan, self.plan.parallel
         world = World(plan, ())
-        routes = world.route_bytes(world.stage_layers) / parallel.tp
-        each = sum(COMPUTED.values()) + routes
+        rows = [world.row_bytes(stage) for stage in range(parallel.pp)]
         grid, node, tp = parallel.dp * parallel.cp, plan.hardware.gpus_per_node, parallel.tp
         moved = away = 0.0
         for group in (group for groups in microbatches for group in groups):
-            ranks = [
-                stage * grid * tp + place * tp + part
-                for stage in range(parallel.pp)
-                for place in range(group.first, group.first + group.cp_size)
-                for part in range(tp)
-            ]
-            hosts = [rank // node for rank in ranks]
-            for sample in group.samples:
-                owner, part = self.owners[sample], each * self.rows[sample] / group.cp_size
-                moved += part * (len(ranks) - (owner in ranks))
-                away += part * sum(host != owner // node for host in hosts)
+            for stage, each in enumerate(rows):
+                first = (stage * grid + group.first) * tp
+                ranks = range(first, first + group.cp_size * tp)
+                hosts = [rank // node for rank in ranks]
+                for sample in group.samples:
+                    owner, part = self.owners[sample], each * self.rows[sample] / group.cp_size
+                    moved += part * (len(ranks) - (owner in ranks))
+                    away += part * sum(host != owner // node for host in hosts)
         return round(moved), round(away)
 
 
