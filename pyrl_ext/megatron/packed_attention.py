@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -115,15 +115,27 @@ class Chunks:
         self.device, self._key_rows = packed.positions.device, key_rows
 
     @cached_property
-    def by_shape(self) -> list[_SameShape]:
-        """The chunks grouped by shape, so that equal ones are computed in one call."""
+    def by_shape(self) -> _ByShape:
+        """The chunks ordered by shape, so that equal ones are computed in one call."""
         groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for q_start, q_len, k_start, k_len in self.segments:
             groups.setdefault((q_len, k_len), []).append((q_start, k_start))
-        return [
-            _SameShape.of(shape, starts, self._key_rows, self.device)
-            for shape, starts in sorted(groups.items())
-        ]
+        shapes: list[_Shape] = []
+        q_rows, k_rows = [], []
+        for (q_len, k_len), starts in sorted(groups.items()):
+            first = torch.tensor(starts)
+            q_rows.append((first[:, :1] + torch.arange(q_len)).flatten())
+            k_rows.append((first[:, 1:] + torch.arange(k_len)).flatten())
+            square = torch.ones(q_len, k_len, dtype=torch.bool, device=self.device)
+            mask = None if q_len == k_len else square.tril(k_len - q_len)
+            shapes.append(_Shape(len(starts), q_len, k_len, mask))
+        order, keys = torch.cat(q_rows), self._key_rows[torch.cat(k_rows)]
+        return _ByShape(
+            RowMap(order, len(order), self.device),
+            RowMap(keys, len(self._key_rows), self.device),
+            RowMap(order.argsort(), len(order), self.device),
+            shapes,
+        )
 
     @cached_property
     def varlen(self) -> dict[str, Any]:
@@ -143,28 +155,23 @@ class Chunks:
         }
 
 
-@dataclass
-class _SameShape:
-    """Chunks of one shape: rows [n, q_len] of the queries and [n, k_len] of the keys."""
+class _Shape(NamedTuple):
+    """``number`` chunks of ``q_len`` queries and ``k_len`` keys."""
 
-    q_rows: Tensor
-    k_rows: Tensor
+    number: int
+    q_len: int
+    k_len: int
     mask: Tensor | None  # [q_len, k_len]; None where queries and keys are the same rows
 
-    @classmethod
-    def of(
-        cls,
-        shape: tuple[int, int],
-        starts: list[tuple[int, int]],
-        key_rows: Tensor,
-        device: torch.device,
-    ) -> _SameShape:
-        q_len, k_len = shape
-        first = torch.tensor(starts)
-        q_rows = (first[:, :1] + torch.arange(q_len)).to(device)
-        k_rows = key_rows[first[:, 1:] + torch.arange(k_len)].to(device)
-        square = torch.ones(q_len, k_len, dtype=torch.bool, device=device)
-        return cls(q_rows, k_rows, None if q_len == k_len else square.tril(k_len - q_len))
+
+class _ByShape(NamedTuple):
+    """The rows of all chunks, shape after shape. They are taken in one go: the gradient of a piece
+    of the stream is as large as the stream."""
+
+    queries: RowMap
+    keys: RowMap
+    back: RowMap
+    shapes: list[_Shape]
 
 
 def gather_over(group: Any, rows: Tensor) -> Tensor:
@@ -228,29 +235,27 @@ class PackedAttention(MegatronModule):
         return self._by_shape(query, key, value, chunks)
 
     def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> Tensor:
-        parts, rows = [], []
-        for group in chunks.by_shape:
-            q, k, v = (
-                x.index_select(0, at.flatten()).unflatten(0, at.shape).transpose(1, 2)
-                for x, at in ((query, group.q_rows), (key, group.k_rows), (value, group.k_rows))
-            )
+        if not chunks.segments:
+            return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+        order = chunks.by_shape
+        q_sizes = [each.number * each.q_len for each in order.shapes]
+        k_sizes = [each.number * each.k_len for each in order.shapes]
+        queries = order.queries.take(query).split(q_sizes)
+        keys, values = (order.keys.take(x).split(k_sizes) for x in (key, value))
+        parts = []
+        for each, *rows in zip(order.shapes, queries, keys, values, strict=True):
+            q, k, v = (x.unflatten(0, (each.number, -1)).transpose(1, 2) for x in rows)
             out = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=group.mask,
-                is_causal=group.mask is None,
+                attn_mask=each.mask,
+                is_causal=each.mask is None,
                 scale=self.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
             parts.append(out.transpose(1, 2).flatten(0, 1))
-            rows.append(group.q_rows.flatten())
-        if not parts:
-            return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
-        if len(parts) == 1 and len(chunks.segments) == 1:
-            return parts[0]
-        back = torch.cat(rows).argsort()
-        return torch.cat(parts).index_select(0, back)
+        return order.back.take(torch.cat(parts)) if len(chunks.segments) > 1 else parts[0]
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
