@@ -20,7 +20,7 @@ from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.trainer.step import Step
+from pyrl_ext.trainer.step import RolloutStep
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 OURS = {
@@ -34,10 +34,10 @@ OURS = {
 WARM_STEPS = 3
 
 
-def roll_out(step: Step, number: int, clock: Clock) -> BatchShard:
+def roll_out(step: RolloutStep, number: int, clock: Clock) -> BatchShard:
     """Publish the weights, generate the samples of a step, and make rows of them."""
     step.publish(number, clock)
-    return step.batch_of(step.roll_out(number, clock), clock)
+    return step.batch_of(step.take(number, clock), clock)
 
 
 def ours_share(run: Any) -> tuple[dict[str, float], float]:
@@ -61,7 +61,7 @@ def main() -> None:
     plan = compile_plan(CONFIG, [*sys.argv[1:], f"run={tempfile.gettempdir()}/profile"])
     rows: list[tuple[str, str, float]] = []
     with topology.start(plan) as topo:
-        step, clock = Step.build(plan, topo), Clock()
+        step, clock = RolloutStep.build(plan, topo), Clock()
         for number in range(WARM_STEPS):
             step.update(step.score(roll_out(step, number, clock), clock)[0], clock)
         clock.take()

@@ -26,7 +26,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.metrics.mismatch import mismatch
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.trainer.policy import Scores
-from pyrl_ext.trainer.step import Step
+from pyrl_ext.trainer.step import RolloutStep
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODEL = {
@@ -42,11 +42,11 @@ def run_steps(
     plan: Plan, topo: Topology, steps: int
 ) -> tuple[list[dict], list[dict], list[Scores]]:
     """Mismatch without and with replay of each step's samples, and the replayed scores."""
-    step, clock = Step.build(plan, topo), Clock()
+    step, clock = RolloutStep.build(plan, topo), Clock()
     native, replayed, scores = [], [], []
     for number in track(range(steps), "steps"):
         step.publish(number, clock)
-        shard = step.batch_of(step.roll_out(number, clock), clock)
+        shard = step.batch_of(step.take(number, clock), clock)
         own = step.policy.scores(shard, replay=False)
         shard, old = step.score(shard, clock)
         rollout, mask = shard.columns["rollout_logprobs"], shard.columns["loss_mask_0"]

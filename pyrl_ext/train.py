@@ -23,6 +23,7 @@ from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.run.failure import no_silent_exit, report_failure, report_stop
 from pyrl_ext.run.folder import RunFolder
 from pyrl_ext.run.interrupt import Interrupt
+from pyrl_ext.trainer.build import build_step
 from pyrl_ext.trainer.step import Step
 
 STOPPED = 130  # exit code of a shell command that Ctrl-C ended
@@ -34,7 +35,7 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
     run.check()
     clock = Clock(on_phase=heartbeat.enter)
     with (
-        closing(Step.build(plan, topo, run.note)) as step,
+        closing(build_step(plan, topo, run.note)) as step,
         Interrupt(topo.device).handled() as interrupt,
     ):
         policy = step.policy
@@ -45,8 +46,8 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
             with clock("time/step"):
                 row = {"step": number} | step.publish(number, clock)
                 if plan.evaluate.every and number % plan.evaluate.every == 0:
-                    row["eval_reward"] = step.held_out_reward(clock)
-                rollout = step.roll_out(number, clock)
+                    row |= step.evaluate(clock)
+                rollout = step.take(number, clock)
                 run.record(number, rollout.samples)
                 row |= step.onload(clock)
                 shard = step.batch_of(rollout, clock)
@@ -75,7 +76,7 @@ def finish(step: Step, run: RunFolder, clock: Clock) -> None:
     reached = step.policy.step
     if reached == run.plan.steps and run.plan.evaluate.every:
         step.publish(reached, clock)
-        last = {"step": reached, "eval_reward": step.held_out_reward(clock)}
+        last = {"step": reached} | step.evaluate(clock)
         step.onload(clock)
         run.write(last | clock.take())
     run.close()

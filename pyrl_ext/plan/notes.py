@@ -69,8 +69,6 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
     if plan.model.backend != "local":
         found.append(f"model.backend: {plan.model.backend} is not connected yet. Use local")
     found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]
-    if not plan.has_rollouts:
-        found.append(f"objective.loss: {plan.objective.loss} without rollouts is not connected yet")
     found += _engine(plan)
     return tuple(found)
 

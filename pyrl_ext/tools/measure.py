@@ -42,10 +42,10 @@ from pyrl_ext.pack.shard import BatchShard, layout_of
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
+from pyrl_ext.trainer.build import build_step
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
-from pyrl_ext.trainer.step import Phase, Step
+from pyrl_ext.trainer.step import Phase
 
 CONTEXT = "CUDA and NCCL"  # not given out by torch's allocator
 
@@ -154,7 +154,7 @@ class Bench:
 
     def __init__(self, plan: Plan, topo: Topology):
         self.plan, self.topo = plan, topo
-        self.step = Step.build(plan, topo)
+        self.step = build_step(plan, topo)
         self.policy, self.reference = self.step.policy, self.step.reference
         self.longest = 0
 
@@ -166,7 +166,7 @@ class Bench:
 
         step = self.step
         step.publish(number, phases)
-        rollout = step.roll_out(number, phases)
+        rollout = step.take(number, phases)
         step.onload(phases)
         self.longest = int(rollout.index.prompt_lens.max()) + self.plan.rollout.max_new_tokens
         shard, _ = step.score(step.batch_of(rollout, phases), phases)
@@ -178,7 +178,7 @@ class Bench:
         found = tensors_of(self.policy)
         if self.reference is not None:
             found["reference"] = _parameters(self.reference)
-        model = getattr(self.step.rollouts.engine, "model", None)
+        model = getattr(self.step.engine, "model", None)
         if isinstance(model, torch.nn.Module):
             found["engine weights"] = list(model.parameters())
         return {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
@@ -304,7 +304,7 @@ def report(plan: Plan, topo: Topology, found: Measured, memory: StageMemory) -> 
                 "measured": found.phases[name],
                 "seconds": found.seconds[name],
             }
-            for name in MEMORY_PHASES
+            for name in memory.phases
         },
     }
 

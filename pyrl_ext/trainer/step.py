@@ -1,7 +1,8 @@
-"""Step: one rollout step in its phases, which training, measuring and benchmarks all drive."""
+"""Step: one step of a run in its phases, which training, measuring and benchmarks all drive."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from pyrl_ext.pack.shard import BatchShard, joined
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.weights.check import (
@@ -39,25 +41,122 @@ Metrics = dict[str, float]
 
 
 @dataclass
-class Step:
+class Step(ABC):
     """The parts of a run that a step needs, and the step's phases in their order.
 
-    A step is `publish`, `roll_out`, `onload`, `batch_of`, `score`, `update`. Each method takes
+    A step is `publish`, `take`, `onload`, `batch_of`, `score`, `update`. Each method takes
     ``phase``, a function that surrounds a named phase, such as a `Clock`. Every method is a
     collective over all ranks.
+
+    Args:
+        reference: frozen copy of the initial policy; None: nothing is compared with it.
+        advantage: of the samples.
     """
 
     plan: Plan
     topo: Topology
     policy: Policy
     reference: Policy | None
-    rollouts: Rollouts
     advantage: AdvantageFn
     loss: LossFn
-    moved: Moved = field(default_factory=Moved)
+    moved: Moved = field(default_factory=Moved, init=False)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The rollout engine of this rank."""
+        return None
+
+    def close(self) -> None:
+        """End what runs beside the trainer."""
+        if self.engine is not None:
+            self.engine.close()
+
+    def publish(self, version: int, phase: Phase) -> Metrics:
+        """Make the weights known to who generates samples."""
+        return {}
+
+    @abstractmethod
+    def take(self, number: int, phase: Phase) -> Rollout:
+        """The samples of step ``number``."""
+
+    @abstractmethod
+    def evaluate(self, phase: Phase) -> Metrics:
+        """Metrics of the held-out data."""
+
+    def onload(self, phase: Phase) -> Metrics:
+        """Bring the trainer back onto the device."""
+        return {}
+
+    def batch_of(
+        self, rollout: Rollout, phase: Phase, minibatches: int | None = None
+    ) -> BatchShard:
+        """The rows that this rank computes, checked, with their advantages.
+
+        Args:
+            minibatches: None: as many as the plan has.
+
+        Raises: on every rank, if the samples of one are wrong.
+        """
+        index, group = rollout.index, self.topo.world
+        with phase("time/exchange"):
+            schedules, batch, error = [], None, None
+            try:
+                schedules = plan_schedules(self.plan, index, minibatches)
+                batch = self._rows_of(rollout)
+            except Exception as caught:  # every rank has to know, or the others wait forever
+                error = caught
+            digest = joined(schedules).digest if schedules else 0
+            agree("Step.batch_of", error, digest, "schedules", group)
+            shard, self.moved = shard_batch(batch, index, schedules, self.plan, self.topo)
+        return shard
+
+    def _rows_of(self, rollout: Rollout) -> Batch | None:
+        """The samples that this rank owns, as rows."""
+        advantages = rollout.index.advantages(self.advantage)
+        if not rollout.samples:
+            return None
+        plan = self.plan
+        return Batch.of(
+            rollout.samples,
+            advantages[rollout.index.owned_by(self.topo.rank)],
+            num_experts=plan.sizes.num_experts,
+            layer_ids=plan.router_layers if plan.replay.enabled else None,  # None: needs no routes
+        )
+
+    def score(
+        self, shard: BatchShard, phase: Phase, check: bool = False
+    ) -> tuple[BatchShard, Scores | None]:
+        """The rows with what the loss needs of a forward pass, and its scores; None: no pass.
+
+        Args:
+            check: stop the run if trainer and engine disagree about the tokens.
+        """
+        return shard, None
+
+    def update(self, shard: BatchShard, phase: Phase) -> Metrics:
+        """One optimizer step a minibatch; returns the mean of their metrics."""
+        with phase("time/update"):
+            rows = [
+                self.policy.update(shard.minibatch(number), self.loss)
+                for number in range(len(shard.minibatches))
+            ]
+        return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+    @abstractmethod
+    def metrics(self, index: BatchIndex, shard: BatchShard, old: Scores | None) -> Metrics:
+        """Metrics of the step's samples and of where they were computed."""
+
+
+@dataclass
+class RolloutStep(Step):
+    """A step on samples that an engine generates and a reward scores."""
+
+    rollouts: Rollouts
 
     @classmethod
-    def build(cls, plan: Plan, topo: Topology, show: Callable[[str], None] | None = None) -> Step:
+    def build(
+        cls, plan: Plan, topo: Topology, show: Callable[[str], None] | None = None
+    ) -> RolloutStep:
         """Everything the plan names; bad prompts, rewards or losses fail before a model is built.
 
         Args:
@@ -68,11 +167,12 @@ class Step:
         policy = Policy.build(plan, topo)
         reference = Policy.build(plan, topo, trainable=False) if plan.objective.kl_coef else None
         rollouts = Rollouts(plan, topo, source, show)
-        return cls(plan, topo, policy, reference, rollouts, advantage, loss)
+        return cls(plan, topo, policy, reference, advantage, loss, rollouts)
 
-    def close(self) -> None:
-        """End the engine."""
-        self.rollouts.close()
+    @property
+    def engine(self) -> Engine:
+        """See `Step.engine`."""
+        return self.rollouts.engine
 
     def publish(self, version: int, phase: Phase) -> Metrics:
         """Send the weights to the engine and offload what ``rollout.offload_trainer`` names (the
@@ -98,15 +198,15 @@ class Step:
                     freed += self.policy.offload("weights")
         return metrics | {"memory/offloaded": freed} if parts else metrics
 
-    def roll_out(self, number: int, phase: Phase) -> Rollout:
+    def take(self, number: int, phase: Phase) -> Rollout:
         """The scored samples of step ``number``."""
         with phase("time/rollout"):
             return self.rollouts.train(number)
 
-    def held_out_reward(self, phase: Phase) -> float:
+    def evaluate(self, phase: Phase) -> Metrics:
         """Mean reward on the held-out prompts."""
         with phase("time/eval"):
-            return self.rollouts.held_out_reward()
+            return {"eval_reward": self.rollouts.held_out_reward()}
 
     def onload(self, phase: Phase) -> Metrics:
         """Put the engine to sleep and bring the trainer back onto the device."""
@@ -117,37 +217,6 @@ class Step:
                     metrics["memory/engine_slept"] = self.rollouts.engine.sleep()
                 self.policy.onload()
         return metrics
-
-    def batch_of(self, rollout: Rollout, phase: Phase) -> BatchShard:
-        """The rows that this rank computes, checked, with their advantages.
-
-        Raises: on every rank, if the samples of one are wrong.
-        """
-        index, group = rollout.index, self.topo.world
-        with phase("time/exchange"):
-            schedules, batch, error = [], None, None
-            try:
-                schedules = plan_schedules(self.plan, index)
-                batch = self._rows_of(rollout)
-            except Exception as caught:  # every rank has to know, or the others wait forever
-                error = caught
-            digest = joined(schedules).digest if schedules else 0
-            agree("Step.batch_of", error, digest, "schedules", group)
-            shard, self.moved = shard_batch(batch, index, schedules, self.plan, self.topo)
-        return shard
-
-    def _rows_of(self, rollout: Rollout) -> Batch | None:
-        """The samples that this rank owns, as rows."""
-        advantages = rollout.index.advantages(self.advantage)
-        if not rollout.samples:
-            return None
-        plan = self.plan
-        return Batch.of(
-            rollout.samples,
-            advantages[rollout.index.owned_by(self.topo.rank)],
-            num_experts=plan.sizes.num_experts,
-            layer_ids=plan.router_layers if plan.replay.enabled else None,  # None: needs no routes
-        )
 
     def score(
         self, shard: BatchShard, phase: Phase, check: bool = False
@@ -170,17 +239,9 @@ class Step:
             columns["ref_logprobs"] = ref.logprobs
         return (shard.with_columns(**columns) if shard.seat.last_stage else shard), old
 
-    def update(self, shard: BatchShard, phase: Phase) -> Metrics:
-        """One optimizer step a minibatch; returns the mean of their metrics."""
-        with phase("time/update"):
-            rows = [
-                self.policy.update(shard.minibatch(number), self.loss)
-                for number in range(len(shard.minibatches))
-            ]
-        return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
-
-    def metrics(self, index: BatchIndex, shard: BatchShard, old: Scores) -> Metrics:
+    def metrics(self, index: BatchIndex, shard: BatchShard, old: Scores | None) -> Metrics:
         """Metrics of the step: samples, moved bytes, trainer against engine, seconds of replay."""
+        assert old is not None
         metrics = index.stats() | self.rollouts.aborted | compare(shard, old, self.topo)
         metrics |= self.moved.metrics(self.topo)
         if self.plan.replay.enabled:
@@ -220,7 +281,7 @@ class Step:
         )
 
 
-def plan_schedules(plan: Plan, index: BatchIndex) -> list[Schedule]:
+def plan_schedules(plan: Plan, index: BatchIndex, minibatches: int | None = None) -> list[Schedule]:
     """Which samples of each minibatch run together, in which microbatch, on which ranks.
 
     Scores and updates follow the same schedules, so that a row is computed on one rank in all
@@ -228,7 +289,7 @@ def plan_schedules(plan: Plan, index: BatchIndex) -> list[Schedule]:
     """
     sizes, tokens = plan.parallel, plan.batching.tokens_per_microbatch
     schedules = []
-    for ids in index.split(plan.batching.minibatches):
+    for ids in index.split(minibatches or plan.batching.minibatches):
         lengths = index.seqlens[ids].tolist()
         schedule = plan_microbatches(lengths, sizes.dp, tokens, plan.row_alignment, sizes.cp)
         # an interleaved pipeline runs pp microbatches of a chunk at a time

@@ -156,6 +156,13 @@ def test_take_reads_the_same_from_parquet(tokenizer: Any, tmp_path: Path):
     assert first == second
 
 
+def test_open_records_finds_lines_with_blanks_around_them(tmp_path: Path):
+    lines = [b'  {"n": 0}', b"", b'{"n": 1}  \r', b" \t", b'\t{"n": 2}']
+    records = open_records(write_lines(tmp_path / "a.jsonl", *lines))
+    assert [records.read(n) for n in (2, 0, 1)] == [{"n": 2}, {"n": 0}, {"n": 1}]
+    assert [records.where(n).rpartition(":")[2] for n in range(len(records))] == ["1", "3", "5"]
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_take_visits_every_record_once_an_epoch(tmp_path: Path, shuffle: bool):
     source = numbered(tmp_path / "a.jsonl", 12, held_out=2, seed=1, shuffle=shuffle)

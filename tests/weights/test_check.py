@@ -28,7 +28,7 @@ from pyrl_ext.rollout import rollouts
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy, Scores
-from pyrl_ext.trainer.step import Step
+from pyrl_ext.trainer.step import RolloutStep
 from pyrl_ext.weights import check
 from tests.helpers.engines import DOWN, Disturbed, Named, Stale
 from tests.helpers.ranks import run_ranks
@@ -129,8 +129,8 @@ class Parts:
 
     def shard(self) -> tuple[BatchShard, Scores]:
         advantage, loss = build_advantage(self.plan.objective), build_loss(self.plan.objective)
-        parts = self.policy, None, self.rollouts, advantage, loss
-        step = Step(self.plan, self.policy.topo, *parts)
+        parts = self.policy, None, advantage, loss, self.rollouts
+        step = RolloutStep(self.plan, self.policy.topo, *parts)
         shard = step.batch_of(self.rollouts.train(0), Clock())
         return shard, self.policy.scores(shard)
 
