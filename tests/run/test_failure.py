@@ -1,6 +1,6 @@
 """How a run that fails ends: with a message, and never with exit code 0."""
 
-import os
+import json
 import signal
 import subprocess
 import sys
@@ -27,37 +27,64 @@ def after_fork(prompt, text, tokens):
 """
 
 
-def command(folder: Path, reward: str) -> "subprocess.CompletedProcess[str]":
-    """The training command with a reward of a module in ``folder``."""
+# A process imports what a run needs and forks for each run, which is then the main program of its
+# process and ends as that does.
+FORKS = """
+import json, os, runpy, sys
+import pyrl_ext.rollout.hf.engine, pyrl_ext.train
+
+folder, *command = sys.argv[1:]
+sys.path.insert(0, folder)
+codes = {}
+for reward in json.loads(sys.stdin.read()):
+    if (child := os.fork()) == 0:
+        os.dup2(os.open(f"{folder}/{reward}.txt", os.O_CREAT | os.O_WRONLY), 2)
+        sys.argv = ["train", *command, f"run={folder}/{reward}", f"data.reward={reward}"]
+        runpy.run_module("pyrl_ext.train", run_name="__main__")
+        sys.exit("the module came to its end")
+    codes[reward] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps(codes))
+"""
+ENDS = {
+    "leaves:by_sys": (1, "SystemExit"),
+    "leaves:by_os": (1, "leaves.py:4: os._exit(0) was called before the last step"),
+    "leaves:by_number": (7, ""),
+    "leaves:by_crash": (-signal.SIGSEGV, 'leaves.py", line 6 in by_crash'),
+    "leaves:after_fork": (0, ""),
+    "leaves_at_import:fn": (1, "leaves_at_import.py:2: os._exit(0) was called before the last"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Reward -> exit code and stderr of the training command with it."""
+    folder = tmp_path_factory.mktemp("leaves")
     (folder / "leaves.py").write_text(LEAVES)
     (folder / "leaves_at_import.py").write_text("import os\nos._exit(0)\n")
     data = ("data.task=null", "data.task_options={}", "data.prompts=data/arithmetic.jsonl")
-    options = (f"run={folder / 'run'}", *QUICK, *data, f"data.reward={reward}", "steps=1")
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "-m", "pyrl_ext.train", str(CONFIG), "evaluate.every=0", *options],
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", FORKS, str(folder), str(CONFIG), *QUICK, *data),
+            *("evaluate.every=0", "steps=1"),
+        ],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
+        input=json.dumps([*ENDS]),
+        check=True,
+        stdout=subprocess.PIPE,
         text=True,
     )
+    codes = json.loads(done.stdout.splitlines()[-1])
+    return {
+        reward: (code, (folder / f"{reward}.txt").read_text()) for reward, code in codes.items()
+    }
 
 
-@pytest.mark.parametrize(
-    ("reward", "code", "said"),
-    [
-        ("leaves:by_sys", 1, "SystemExit"),
-        ("leaves:by_os", 1, "leaves.py:4: os._exit(0) was called before the last step"),
-        ("leaves:by_number", 7, ""),
-        ("leaves:by_crash", -signal.SIGSEGV, 'leaves.py", line 6 in by_crash'),
-        ("leaves:after_fork", 0, ""),
-        ("leaves_at_import:fn", 1, "leaves_at_import.py:2: os._exit(0) was called before the last"),
-    ],
-)
-def test_train_exits_0_only_after_the_last_step(tmp_path, reward, code, said):
-    done = command(tmp_path, reward)
-    assert done.returncode == code, done.stderr
-    assert said in done.stderr and "Traceback" not in done.stderr
+@pytest.mark.parametrize("reward", ENDS)
+def test_train_exits_0_only_after_the_last_step(ended, reward):
+    code, said = ENDS[reward]
+    found, stderr = ended[reward]
+    assert found == code, stderr
+    assert said in stderr and "Traceback" not in stderr
 
 
 @pytest.mark.parametrize("name", ["/dev/null", "{}/file/run", "{}/" + "x" * 300])
