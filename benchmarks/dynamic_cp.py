@@ -195,8 +195,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--greedy-seeds", type=int, default=3, help="of the greedy schedulers")
+    parser.add_argument(
+        "--calibrate",
+        nargs="*",
+        metavar="CONFIG, key=value",
+        help="fit the costs to microbatches of a config (configs/tiny.yaml) that run here",
+    )
     parser.add_argument("--simulate", action="store_true", help="at scale, by the forecast")
     args = parser.parse_args(arguments)
+    if args.calibrate is not None:
+        from benchmarks.calibrate_cp import calibrate  # imports the trainer
+
+        calibrate(args.calibrate)
+        return 0
     if args.simulate:
         simulate_cp.main()
         return 0

@@ -3,12 +3,15 @@
 import random
 
 import pytest
+import yaml
 
+from benchmarks.calibrate_cp import CONFIG as TINY
+from benchmarks.calibrate_cp import SHAPES, Timed, as_yaml, fit, measure, predicted
 from benchmarks.dynamic_cp import DISTRIBUTIONS, quality
 from benchmarks.greedy_cp import GREEDY
 from benchmarks.simulate_cp import CONFIG, lognormal, simulate
 from pyrl_ext.plan import compile_plan
-from pyrl_ext.plan.forecast.cp_problem import problem_of
+from pyrl_ext.plan.forecast.cp_problem import CostModel, Exchange, problem_of
 from pyrl_ext.plan.forecast.strategies import costs_of
 
 
@@ -46,3 +49,23 @@ def test_simulate_prices_dynamic_groups_below_fixed_ones():
     found = simulate(problem)
     assert found.dynamic < found.packed < found.padded
     assert 1 < found.cp < 16
+
+
+def test_fit_finds_the_costs_behind_exact_times():
+    cost = CostModel(2e-5, 3e-9, 4e-3, (Exchange(2, 1e-3, 5e-7), Exchange(4, 2e-3, 8e-7)))
+    timed = [Timed(size, shape, 0.0) for size in (1, 2, 4) for shape in SHAPES]
+    found, error = fit([t._replace(seconds=predicted(cost, t)) for t in timed])
+    assert error < 1e-6
+    assert [*found.exchanges[1]] == pytest.approx([*cost.exchanges[1]])
+    assert found.square_seconds == pytest.approx(cost.square_seconds)
+    read = yaml.safe_load(as_yaml(found))
+    read["exchanges"] = tuple(Exchange(*each) for each in read["exchanges"])
+    assert CostModel(**read) == found
+    free = [t._replace(seconds=predicted(CostModel(2e-5, 0.0), t)) for t in timed]
+    assert fit(free)[0].square_seconds == pytest.approx(0, abs=1e-12)
+
+
+def test_measure_runs_the_real_model():
+    (timed,) = measure(str(TINY), [], [(8, 4)])
+    assert timed.cp_size == 1
+    assert timed.seconds > 0
