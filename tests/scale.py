@@ -14,14 +14,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.heartbeat import heartbeats
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.pack.exchange import Moved
+from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.scale import World
-from pyrl_ext.plan.forecast.workload import step_samples
+from pyrl_ext.plan.forecast.workload import Sample, step_samples
 from pyrl_ext.train import train
+from pyrl_ext.trainer import step as step_module
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QUICK, tiny_plan
 from tests.helpers.traffic import Traffic, counted, sockets
@@ -48,12 +56,51 @@ class Compared(NamedTuple):
         return abs(self.counted - self.planned) <= self.tolerance * max(1.0, abs(self.planned))
 
 
-def count(group, folder: Path, overrides: tuple[str, ...]) -> tuple[Traffic, int]:
-    """Two steps of a run on this rank; what it sent, and the sockets of its groups."""
+class Held(NamedTuple):
+    """The batch of one step on one rank."""
+
+    lengths: tuple[int, ...]
+    """Rows of each sample, on all ranks."""
+    numbers: int
+    """Bytes of the numbers of all samples."""
+    computed: int
+    """Bytes of the rows that the rank computes."""
+    network: int
+    """Bytes of them that came from other hosts."""
+
+
+class Counted(NamedTuple):
+    """The counts of one rank."""
+
+    traffic: Traffic
+    sockets: int
+    """Sockets of its groups."""
+    steps: list[Held]
+
+
+@contextmanager
+def batches() -> Iterator[list[Held]]:
+    """The batch of every step inside the block."""
+    held: list[Held] = []
+    shard_batch = step_module.shard_batch
+
+    def kept(batch: Batch | None, index: BatchIndex, *more: Any) -> tuple[BatchShard, Moved]:
+        shard, moved = shard_batch(batch, index, *more)
+        computed = sum(column.nbytes for column in shard.columns.values())
+        network = sum(moved.network.values())
+        held.append(Held(tuple(index.seqlens.tolist()), index.nbytes, computed, network))
+        return shard, moved
+
+    with patch.object(step_module, "shard_batch", kept):
+        yield held
+
+
+def count(group, folder: Path, overrides: tuple[str, ...]) -> Counted:
+    """Two steps of a run on this rank."""
     os.environ["WORLD_SIZE"] = str(group.size())
     plan = tiny_plan(*MORE, f"run={folder / 'run'}", *overrides)
     before = sockets()
-    with counted() as traffic, topology.start(plan) as topo:
+    with counted() as traffic, batches() as held, topology.start(plan) as topo:
         opened = sockets() - before
         with heartbeats(topo) as heartbeat:
             enter = heartbeat.enter
@@ -66,7 +113,7 @@ def count(group, folder: Path, overrides: tuple[str, ...]) -> tuple[Traffic, int
             train(plan, topo, heartbeat)
             while not traffic.reads:  # a heartbeat a second
                 time.sleep(0.1)
-    return traffic, opened
+    return Counted(traffic, opened, held)
 
 
 def compare(ranks: int, folder: Path) -> Iterator[Compared]:
@@ -75,11 +122,11 @@ def compare(ranks: int, folder: Path) -> Iterator[Compared]:
     plan = tiny_plan(*MORE, *overrides)
     world = World.of(plan, ranks, False, step_samples(plan))
     assert world is not None
-    results = run_ranks(count, ranks, folder, overrides)
-    traffic, opened = results[0]
+    results: list[Counted] = run_ranks(count, ranks, folder, overrides)
+    traffic, opened, _ = results[0]
 
     def received(*words: str) -> float:
-        return max(each.received(*words) for each, _ in results) / STEPS
+        return max(each.traffic.received(*words) for each in results) / STEPS
 
     update, copies = "time/update", "DATA_PARALLEL_GROUP"  # megatron pads the parts of ranks
     sums = "reduce_scatter" if plan.optimizer.distributed else "allreduce_coalesced"
@@ -88,11 +135,29 @@ def compare(ranks: int, folder: Path) -> Iterator[Compared]:
     yield Compared("updated weights [byte]", gathered, world.weight_bytes, 0.02)
     published = received("time/publish", "broadcast")
     yield Compared("weights for the engine [byte]", published, world.publish_bytes, 0.15)
+    yield from compare_batch(plan, ranks, results)
+    gathered, share = received("time/rollout", "gather"), (ranks - 1) / ranks  # not to itself
+    objects = share * (world.gathered_index_bytes + world.agreement_bytes)
+    yield Compared("numbers and failures gathered [byte]", gathered, objects, 0.3)
     yield Compared("keys in a request", max(traffic.reads), world.keys_read, 0)
     members = 1 + sum(member for _, member in traffic.new_groups)
     yield Compared("groups that rank 0 is in", members, world.group_count, 0)
     yield Compared("groups that it makes", len(traffic.new_groups), world.group_calls, 0)
     yield Compared("connections of gloo", opened + ranks, world.group_entries, 0)
+
+
+def compare_batch(plan: Plan, ranks: int, results: list[Counted]) -> Iterator[Compared]:
+    """Every step's rows, on all ranks together, and its index; one host receives from no other."""
+    sizes = plan.parallel
+    for step, first in enumerate(results[0].steps):
+        world = World.of(plan, ranks, False, [Sample(1, rows) for rows in first.lengths])
+        assert world is not None
+        computed = sum(each.steps[step].computed for each in results)
+        stages = sum(map(world.row_bytes, range(sizes.pp)))
+        yield Compared("rows computed [byte]", computed, world.rows * stages * sizes.tp, 0)
+        yield Compared("numbers of samples [byte]", first.numbers, world.index_bytes, 0)
+        network = sum(each.steps[step].network for each in results)
+        yield Compared("from other hosts [byte]", network, world.exchange_bytes, 0)
 
 
 def main() -> int:
