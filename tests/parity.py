@@ -22,10 +22,10 @@ import torch
 
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.trainer.step import plan_schedule
 from tests.helpers import passes
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.passes import WholeBatch
@@ -122,6 +122,7 @@ def _override(word: str) -> str:
         "recompute": "model.recompute",
         "distributed": "optimizer.distributed=true",
         "overlapped": "optimizer.overlap_grad_reduce=true",
+        "dynamic": "parallel.dynamic_cp",
         "bias": "model.router_bias_update_rate",
     }
     name, _, value = word.partition(":")
@@ -148,8 +149,13 @@ LAYOUTS = {
         *_layouts("dp2\ntp2\ncp2\npp2\npp2 vpp2\ncp2 recompute:full", "glm mtp"),
         *_layouts("tp2\ncp2\npp2 recompute:full\ndp2 ep2", "glm mtp 2"),
         *_layouts("tp2", "glm 384", "glm 384 off"),
+        *_layouts("dp2 dynamic:2", *BOTH, "glm mtp"),
+        *_layouts("dp2 ep2 dynamic:2 recompute:full", *BOTH),
     ],
     4: [
+        *_layouts("dp4 dynamic:4\ndp2 cp2 dynamic:4\ndp4 ep4 dynamic:4 distributed", *BOTH),
+        *_layouts("dp2 pp2 dynamic:2\ndp2 pp2 vpp2 dynamic:2\ndp2 tp2 ep2 dynamic:2", *BOTH),
+        *_layouts("dp4 ep2 dynamic:4 recompute:full", "glm mtp", "glm mtp 2"),
         *_layouts("dp4\ntp4\ncp4\npp4\ndp4 ep4\ntp2 pp2\ntp2 cp2\npp2 cp2", *BOTH),
         *_layouts("dp2 pp2 ep2\ncp2 dp2 ep2\npp2 vpp2 cp2", *BOTH),
         *_layouts("tp4 etp1\ntp2 dp2 ep2", *BOTH),
@@ -166,6 +172,7 @@ LAYOUTS = {
         ),
         *_layouts("dp8 ep8\ntp2 cp2 dp2 ep8 etp1 distributed overlapped", *BOTH),
         *_layouts("tp2 pp2 cp2 ep2 etp1 recompute:full", "glm mtp"),
+        *_layouts("dp2 tp2 pp2 vpp2 ep2 dynamic:2 recompute:full\ndp8 ep4 dynamic:8", *BOTH),
     ],
 }
 
@@ -237,8 +244,7 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
         before = {name: tensor.clone() for name, tensor in policy.weights()}
         out = Outcome([], [], [], [], {})
         for batch in batches(plan, mtp_routes):
-            limit, align = plan.batching.tokens_per_microbatch, plan.row_alignment
-            schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, align, topo.cp_size)
+            schedule = plan_schedule(plan, batch.seqlens)
             probe.expect(batch, schedule, training=False, replay=plan.replay.old)
             old = passes.scores(policy, batch, schedule, plan.replay.old)
             batch = batch.with_(old_logprobs=old.logprobs)

@@ -52,7 +52,7 @@ def gather_shards(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         return stats[None]
     shards = stats.new_empty(group.size() * 4, stats.shape[1])
     dist.all_gather_into_tensor(shards, stats.contiguous(), group=group)
-    return shards.view(-1, *stats.shape)
+    return shards.view(group.size(), *stats.shape)
 
 
 def shard_columns(

@@ -91,7 +91,6 @@ def _not_built(plan: Plan) -> list[tuple[str, object]]:
     """(key, value) of every field that is set and that nothing in the trainer reads yet."""
     fields = {
         "model": ("offload_layers", "fp8"),
-        "parallel": ("dynamic_cp",),
         "optimizer": ("offload",),
     }
     sections = ((name, getattr(plan, name)) for name in fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,10 +20,11 @@ from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import Moved, shard_batch
 from pyrl_ext.pack.index import BatchIndex
-from pyrl_ext.pack.schedule import Schedule, plan_microbatches
+from pyrl_ext.pack.schedule import Schedule, plan_dynamic_cp, plan_microbatches
 from pyrl_ext.pack.shard import BatchShard, joined
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import OFFLOADED
+from pyrl_ext.plan.forecast.strategies import costs_of
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
@@ -287,14 +288,29 @@ def plan_schedules(plan: Plan, index: BatchIndex, minibatches: int | None = None
     Scores and updates follow the same schedules, so that a row is computed on one rank in all
     passes, and its first old and current log-probs are the same number.
     """
+    parts = index.split(minibatches or plan.batching.minibatches)
+    return [plan_schedule(plan, index.seqlens[ids].tolist()).renumbered(ids) for ids in parts]
+
+
+def plan_schedule(plan: Plan, seqlens: Sequence[int]) -> Schedule:
+    """The microbatches of samples of ``seqlens`` rows, as ``parallel.dynamic_cp`` says."""
     sizes, tokens = plan.parallel, plan.batching.tokens_per_microbatch
-    schedules = []
-    for ids in index.split(minibatches or plan.batching.minibatches):
-        lengths = index.seqlens[ids].tolist()
-        schedule = plan_microbatches(lengths, sizes.dp, tokens, plan.row_alignment, sizes.cp)
+    if sizes.dynamic_cp is None:
+        schedule = plan_microbatches(seqlens, sizes.dp, tokens, plan.row_alignment, sizes.cp)
         # an interleaved pipeline runs pp microbatches of a chunk at a time
-        schedules.append(schedule.renumbered(ids).padded(sizes.pp if sizes.vpp else 1))
-    return schedules
+        return schedule.padded(sizes.pp if sizes.vpp else 1)
+    return plan_dynamic_cp(
+        seqlens,
+        sizes.dp * sizes.cp,
+        tokens,
+        cost=costs_of(plan).model,
+        min_cp_size=sizes.cp,
+        max_cp_size=sizes.dynamic_cp,
+        tp_size=sizes.tp,
+        fp8=plan.model.fp8 is not None,
+        pp_size=sizes.pp,
+        vpp_size=sizes.vpp_size,
+    )
 
 
 def compare(shard: BatchShard, old: Scores, topo: Topology) -> Metrics:

@@ -371,11 +371,11 @@ def test_diff_names_the_key_of_the_hf_config(small: Path):
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("parallel.dynamic_cp=2", "parallel.dynamic_cp: 2 is not built yet"),
+        ("optimizer.offload=0.5", "optimizer.offload: 0.5 is not built yet"),
     ],
 )
 def test_unsupported_names_what_cannot_run_yet(small: Path, override: str, reason: str):
-    two = ("parallel.dp=2",)
+    two = ("parallel.dp=2", "device=cuda")
     before, after = (compile_plan(small, o).unsupported for o in (two, (*two, override)))
     (found,) = set(after) - set(before)
     assert found.startswith(reason)
