@@ -19,6 +19,16 @@ def test_main_runs_every_command(name: str, capsys: pytest.CaptureFixture[str]):
     assert "usage: python -m pyrl_ext" in capsys.readouterr().out
 
 
+def test_usage_names_the_command_as_it_was_called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/pyrl"])
+    for name in ("plan", "train", "report"):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        assert capsys.readouterr().out.startswith(f"usage: pyrl {name} ")
+
+
 def test_main_returns_the_exit_code_of_the_command(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", str(ROOT / "configs/tiny.yaml")]) == 0
     assert main(["plan", str(ROOT / "configs/tiny.yaml"), "parallel.tp=3"]) == 2

@@ -12,14 +12,17 @@ import inspect
 import os
 import random
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 _SHOWN = 500  # characters of an error that user code raised
 
@@ -89,9 +92,9 @@ def load_function(
 
 
 def _import(where: str, module_name: str) -> Any:
-    rule = "expected a module that imports"
+    rule, pressed = "expected a module that imports", list[int]()
     try:
-        with guarded(f"{where}: importing {module_name}"):
+        with _ctrl_c_noted() as pressed, guarded(f"{where}: importing {module_name}"):
             return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
@@ -108,13 +111,35 @@ def _import(where: str, module_name: str) -> Any:
         raise ValueError(f"{where}: {place}: {describe(error)}, {rule}") from error
     except SettingsChanged:
         raise
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if pressed:
+            raise
         cause = error.__cause__ if isinstance(error, UserExit) else error
         frames = traceback.extract_tb((cause or error).__traceback__)
         place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
         raise ValueError(
             f"{where}: {place}: module {module_name} raised {describe(cause or error)}, {rule}"
         ) from error
+
+
+@contextmanager
+def _ctrl_c_noted() -> Generator[list[int]]:
+    """A list that is empty as long as no SIGINT came: a KeyboardInterrupt is then user code's."""
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        if callable(handler):
+            handler(number, frame)
+
+    handler = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _bound(
@@ -170,7 +195,7 @@ def guarded(where: str) -> Generator[None]:
         SettingsChanged: naming each setting, its value before and after.
         UserExit: the code raised SystemExit or the like.
     """
-    before = _read_settings()
+    before, grouped = _read_settings(), dist.is_initialized()
     try:
         with _STREAMS.swapped_in():
             yield
@@ -185,6 +210,11 @@ def guarded(where: str) -> Generator[None]:
             f"{where}: raised {describe(error)}, expected it to return; ending the process would "
             "end the training unfinished. Raise an Exception to report a failure"
         ) from error
+    if grouped and not dist.is_initialized():
+        raise SettingsChanged(
+            f"{where}: destroyed torch.distributed's process group, expected it to leave the "
+            "groups alone; the training communicates in them. Leave them as they are"
+        )
     if changed := _restore_settings(before):
         raise SettingsChanged(
             f"{where}: changed {'; '.join(changed)}; expected it to leave the settings of the "

@@ -96,7 +96,7 @@ def _on_all_ranks(stage: Callable[[Path], None], writing: Path, topo: Topology) 
         stage(writing)
     except (Exception, CheckpointException) as error:
         problem = error
-    failed = _problems(None if problem is None else _last_line(problem), topo)
+    failed = _problems(None if problem is None else _reason(problem, writing), topo)
     if not failed:
         return
     if topo.is_main:
@@ -247,6 +247,8 @@ def incomplete(folder: Path) -> list[Path]:
 
 
 def _numbered(folder: Path) -> list[Path]:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: a file, expected the folder of checkpoints. Move it away")
     return sorted((p for p in folder.glob("step-*") if _number(p) >= 0), key=_number)
 
 
@@ -276,8 +278,22 @@ def _collect_in_process() -> None:
         filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
 
 
+def _reason(error: BaseException, folder: Path) -> str:
+    """`_last_line`, with what is free on the disk: megatron's writers hide a full one."""
+    held = next((each for each in folder.absolute().parents if each.is_dir()), None)
+    free = f"; {shutil.disk_usage(held).free:,} bytes are free on its file system" if held else ""
+    return _last_line(error) + free
+
+
 def _last_line(error: BaseException) -> str:
-    """The message of ``error`` without the tracebacks that torch adds to a CheckpointException."""
+    """The message of ``error`` without the tracebacks that torch adds to a CheckpointException; the
+    system's own words, such as No space left on device, where an OSError is behind it."""
+    known: BaseException | None = error
+    while known is not None and not isinstance(known, OSError):
+        failures = getattr(known, "failures", None) or {}  # rank -> (error, its stack)
+        known = next((each[0] for each in failures.values()), known.__cause__ or known.__context__)
+    if known is not None and known.strerror:
+        return f"{known.strerror}: {known.filename}" if known.filename else known.strerror
     lines = [line.strip() for line in f"{error}".splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from pyrl_ext.metrics.glossary import GLOSSARY, lookup
 from pyrl_ext.metrics.history import Run, aim, load_run
 from pyrl_ext.metrics.plot import plot
+from pyrl_ext.plan.command import called
 
 PHASES = {metric.name: metric.phase for metric in GLOSSARY.values() if metric.phase}
 MEANS = (
@@ -155,7 +156,7 @@ def print_report(runs: Sequence[Run], png: str | Path, console: Console | None =
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line of the module."""
-    parser = argparse.ArgumentParser(prog="python -m pyrl_ext.metrics.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog=called("pyrl_ext.metrics.report"), description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder with metrics.jsonl")
     parser.add_argument("--png", help="picture to write [RUN/report.png of the first run]")
     args = parser.parse_args(argv)

@@ -80,6 +80,11 @@ class JsonlSink:
                 f"JsonlSink({self.path}): step {row.get('step')} after {self._last_step:g}, "
                 "expected a later one. Call rewind when a run is resumed"
             )
+        if not self.path.exists():
+            raise OSError(
+                f"{self.path}: was deleted while the run wrote to it, expected the run folder to "
+                "be left alone; the rows and checkpoints in it are lost. Start the command again"
+            )
         try:
             self._file.write(_encode(row))
             self._file.flush()
@@ -157,7 +162,13 @@ def _decode(line: str) -> dict[str, float]:
 
 def _parse(path: Path) -> tuple[list[dict[str, float]], str | None]:
     """All complete rows, and the last line if it is torn (a complete line ends in a newline)."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise OSError(
+            f"{path}: cannot be read ({error.strerror}), expected a file of JSON lines. Move it "
+            "away"
+        ) from error
     rows = []
     for number, line in enumerate(lines[:-1], 1):
         try:

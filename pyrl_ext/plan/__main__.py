@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pyrl_ext.plan.command import called
 from pyrl_ext.plan.compile import compile_plan, load
 from pyrl_ext.plan.language.errors import ConfigError
 from pyrl_ext.plan.plan import Plan
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: the plan holds; 2: it does not, and stderr has a problem a line."""
-    parser = argparse.ArgumentParser(prog="python -m pyrl_ext.plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog=called("pyrl_ext.plan"), description=__doc__)
     parser.add_argument("config", nargs="?", help="the YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
     parser.add_argument(

@@ -5,15 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pyrl_ext.plan.compile import compile_plan
 from pyrl_ext.plan.language.errors import ConfigError
 from pyrl_ext.plan.plan import Plan
 
 
+def called(module: str) -> str:
+    """How the command of ``module`` was called: ``pyrl plan``, or ``python -m pyrl_ext.plan``."""
+    by_name = Path(sys.argv[0]).name == "pyrl"
+    return f"pyrl {module.rpartition('.')[2]}" if by_name else f"python -m {module}"
+
+
 def plan_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser of ``CONFIG [section.key=value ...]``."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc)
+    parser = argparse.ArgumentParser(prog=called(module), description=doc)
     parser.add_argument("config", help="the YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
     return parser

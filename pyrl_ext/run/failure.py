@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from pyrl_ext.dist.disk import FolderError, write_text
-from pyrl_ext.dist.user_code import printable
+from pyrl_ext.dist.topology import launched
+from pyrl_ext.dist.user_code import SettingsChanged, printable
 from pyrl_ext.megatron import checkpoint
 
 EXPECTED = (ValueError, OSError, RuntimeError, FloatingPointError)  # their messages say it all
@@ -24,6 +25,9 @@ def report_failure(run: Path, error: BaseException) -> None:
 
     Does not raise: where the folder cannot be written, the terminal has to do.
     """
+    first = error.__context__
+    if first is not None and isinstance(first.__cause__, SettingsChanged):
+        error = first  # leaving the process groups fails where user code destroyed them
     message = str(error)
     if isinstance(error, SystemExit):
         message = f"exit code {error.code} was asked for before the last step, by sys.exit or exit"
@@ -63,6 +67,8 @@ def no_silent_exit() -> Iterator[None]:
         if status == 0 and os.getpid() == process:
             caller = sys._getframe(1)
             place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            if launched("WORLD_SIZE", 1) > 1:
+                place = f"rank {launched('RANK', 0)}: {place}"
             sys.stdout.flush()
             print(
                 f"error: {place}: os._exit(0) was called before the last step, expected user code "

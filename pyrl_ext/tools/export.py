@@ -18,6 +18,7 @@ from pyrl_ext.dist.hub import fetch
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.models.hf_folder import save_checkpoint_hf
 from pyrl_ext.plan import ConfigError, Plan
+from pyrl_ext.plan.command import called
 from pyrl_ext.plan.compile import changed_plan
 from pyrl_ext.plan.language.fields import Dtype
 from pyrl_ext.trainer.policy import Policy
@@ -60,7 +61,7 @@ def export(plan: Plan, saved: Path, out: Path, dtype: str | None, tokenizer: str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: written; 1: failed, with the reason; 2: the overrides do not hold."""
-    parser = argparse.ArgumentParser(prog="python -m pyrl_ext.tools.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog=called("pyrl_ext.tools.export"), description=__doc__)
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("out", type=Path, help="the folder to write, which must not exist")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")

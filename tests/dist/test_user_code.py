@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from pyrl_ext.data.rewards import number_match
 from pyrl_ext.dist.user_code import (
@@ -66,6 +67,7 @@ WRONG = [
     ("my_c:f", r"my_c.py:2: SyntaxError: .*, expected a module that imports"),
     ("my_d:f", r"my_d.py:1: module my_d raised KeyError: 'at import', expected a module"),
     ("my_e:f", r"my_e.py:2: module my_e raised SystemExit: 0, expected a module that imports"),
+    ("my_k:f", r"my_k.py:2: module my_k raised KeyboardInterrupt, expected a module that imports"),
     ("builtins:max", r"no signature found .*, expected a Python function of 3 positional"),
 ]
 
@@ -73,6 +75,7 @@ WRONG = [
 @pytest.mark.parametrize(("name", "message"), WRONG, ids=[name for name, _ in WRONG])
 def test_load_function_explains_what_does_not_load(module, name: str, message: str):
     module("my_a", "limit = 3\ndef length(prompt): return 1\n")
+    module("my_k", "pass\nraise KeyboardInterrupt\n")
     module("my_b", "import does_not_exist_anywhere\n")
     module("my_c", "\ndef f(:\n")
     module("my_d", "raise KeyError('at import')\n")
@@ -196,6 +199,21 @@ def test_guarded_never_lets_user_code_end_the_process(error: BaseException):
     message = f"'mine:fn': raised {name}.*expected it to return"
     with pytest.raises(UserExit, match=message), guarded("k: 'mine:fn'"):
         raise error
+
+
+def test_load_function_passes_ctrl_c_while_a_module_is_imported(module):
+    module("my_s", "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        load_function("k", "my_s:f", 1)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_guarded_reports_a_destroyed_process_group():
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with pytest.raises(SettingsChanged, match=r"^fn: destroyed .* group, expected"), guarded("fn"):
+        dist.destroy_process_group()
 
 
 def test_guarded_passes_ctrl_c():

@@ -1,10 +1,12 @@
 """A checkpoint of any layout goes on under any other: bit for bit, and with the same numbers."""
 
 import contextlib
+import errno
 import io
 import json
 import os
 import shutil
+import traceback
 import warnings
 from functools import cache
 from pathlib import Path
@@ -419,3 +421,14 @@ def damaged_on_ranks(group, folder):
 def test_load_raises_the_same_on_every_rank(tmp_path):
     one, two = run_ranks(damaged_on_ranks, 2, tmp_path)
     assert one == two and "__0_0.distcp: its sha256 is" in one
+
+
+def test_last_line_has_the_systems_words_for_a_full_disk():
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    full = OSError(errno.ENOSPC, "No space left on device", "/runs/x/data")
+    hidden = RuntimeError("writer failed")
+    hidden.__cause__ = full
+    for error in (full, hidden, CheckpointException("", {1: (hidden, traceback.StackSummary())})):
+        assert checkpoint._last_line(error) == "No space left on device: /runs/x/data"
+    assert checkpoint._last_line(ValueError("first\nlast")) == "last"

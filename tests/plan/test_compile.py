@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -510,3 +511,16 @@ def test_main_prints_a_problem_a_line(small: Path, capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err
     assert err.splitlines() == problems_of(small, "parallel.tp=3", "stepss=3")
+
+
+def test_compile_plan_refuses_a_named_pipe_and_reads_an_open_one(tmp_path: Path):
+    """Opening a named pipe waits until somebody writes to it."""
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigError, match=r"pipe\.yaml: Not a regular file, expected a YAML file"):
+        compile_plan(tmp_path / "pipe.yaml")
+    read, write = os.pipe()
+    os.write(write, b"steps: many\n")
+    os.close(write)
+    with pytest.raises(ConfigError, match="steps: 'many' is text, expected a whole number"):
+        compile_plan(f"/dev/fd/{read}")
+    os.close(read)

@@ -1,6 +1,7 @@
 """How a run that fails ends: with a message, and never with exit code 0."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +24,14 @@ def after_fork(prompt, text, tokens):
     if (child := os.fork()) == 0:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+    return 1.0
+def by_destroying(prompt, text, tokens):
+    import torch.distributed
+    torch.distributed.destroy_process_group()
+    return 1.0
+def by_deleting(prompt, text, tokens):
+    import shutil
+    shutil.rmtree(os.path.join(os.path.dirname(__file__), "leaves:by_deleting"), ignore_errors=True)
     return 1.0
 """
 
@@ -51,6 +60,8 @@ ENDS = {
     "leaves:by_number": (7, ""),
     "leaves:by_crash": (-signal.SIGSEGV, 'leaves.py", line 6 in by_crash'),
     "leaves:after_fork": (0, ""),
+    "leaves:by_destroying": (1, "destroyed torch.distributed's process group, expected it to"),
+    "leaves:by_deleting": (1, "metrics.jsonl: was deleted while the run wrote to it, expected"),
     "leaves_at_import:fn": (1, "leaves_at_import.py:2: os._exit(0) was called before the last"),
 }
 
@@ -94,6 +105,35 @@ def test_train_names_a_run_folder_that_cannot_be_made(tmp_path, capsys, name):
     assert train.main([str(CONFIG), f"run={folder}", *QUICK, "steps=1"]) == 1
     error = capsys.readouterr().err
     assert repr(folder) in error and "cannot be written" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "metrics.jsonl/",
+            "metrics.jsonl: cannot be read (Is a directory), expected",
+        ),
+        ("checkpoints", "checkpoints: a file, expected the folder of checkpoints. Move it away"),
+    ],
+)
+def test_train_names_what_is_in_the_way_in_the_run_folder(tmp_path, capsys, name, said):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / name
+    path.mkdir() if name.endswith("/") else path.touch()
+    assert train.main([str(CONFIG), f"run={tmp_path / 'run'}", *QUICK, "steps=1"]) == 1
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+
+
+def test_no_silent_exit_names_the_rank_under_torchrun():
+    code = "import os; from pyrl_ext.run.failure import no_silent_exit\n"
+    code += "with no_silent_exit(): os._exit(0)"
+    ranks = {"WORLD_SIZE": "4", "RANK": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | ranks, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "error: rank 2: <string>:2: os._exit(0)" in done.stderr
 
 
 @pytest.mark.parametrize("error", [ValueError("bad luck"), SystemExit(0), KeyError("colour")])

@@ -129,7 +129,7 @@ def _read_file(source: Source, child: Source | None = None) -> None:
     """Read the tree of `source.path`, a parent that `child` names."""
     source.complete = False
     try:
-        if child:
+        if child or not source.path.startswith("/dev/"):  # stdin and open pipes are there
             refuse_pipe(source.path)
         with open(source.path, encoding="utf-8") as file:
             text = file.read(_LONGEST + 1)  # a device could hold text without end
