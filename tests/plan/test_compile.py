@@ -376,7 +376,7 @@ def test_diff_names_the_key_of_the_hf_config(small: Path):
     ],
 )
 def test_unsupported_names_what_cannot_run_yet(small: Path, override: str, reason: str):
-    two = ("parallel.dp=2", "device=cuda")
+    two = ("parallel.dp=2", "device=cuda", "optimizer.distributed=true")
     before, after = (compile_plan(small, o).unsupported for o in (two, (*two, override)))
     (found,) = set(after) - set(before)
     assert found.startswith(reason)
