@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,8 @@ def compiled(backend: str) -> Callable[[Tensor, Tensor], Pair]:
     So the width is named, which is part of the cache's key.
     """
     width = {"AVX512": 512, "AVX2": 256}.get(torch.backends.cpu.get_cpu_capability())
-    options = {"cpp.simdlen": width} if backend == "inductor" and width else None
+    named = backend == "inductor" and width
+    options: dict[str, Any] | None = {"cpp.simdlen": width} if named else None
     return torch.compile(eager, dynamic=False, backend=backend, options=options)
 
 

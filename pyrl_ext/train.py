@@ -50,12 +50,13 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
                 rollout = step.take(number, clock)
                 run.record(number, rollout.samples)
                 row |= step.onload(clock)
-                shard = step.batch_of(rollout, clock)
+                shard, index = step.batch_of(rollout, clock), rollout.index
+                del rollout  # the rows are now where they are computed
                 check = number == first or plan.rollout.max_mismatch is not None
                 shard, old = step.score(shard, clock, check)
                 row |= step.update(shard, clock)
             policy.step = number + 1
-            run.write(row | step.metrics(rollout.index, shard, old) | speed(clock, rollout.index))
+            run.write(row | step.metrics(index, shard, old) | speed(clock, index))
             stop = interrupt.agreed()
             if stop or run.due(policy):
                 with clock("time/checkpoint"):  # counted in the next row

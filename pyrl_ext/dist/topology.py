@@ -195,6 +195,8 @@ def _leave_groups() -> None:
 
     groups = parallel_state._global_process_group_list or []
     parallel_state.destroy_model_parallel()
+    if not dist.is_initialized():  # user code destroyed them; what it broke is reported elsewhere
+        return
     for group in {group for group in groups if group is not None}:
         dist.destroy_process_group(group)
 

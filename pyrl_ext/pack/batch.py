@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.samples import Sample
+from pyrl_ext.samples import Sample, route_dtype
 
 _PER_ROW = (
     *("tokens", "targets", "positions", "loss_mask", "rollout_logprobs", "advantages"),
@@ -98,6 +98,7 @@ class Batch:
         for sample in samples:
             sample.check()
             _check_routes_shape(sample, first.routes, layer_ids, topk)
+            _check_routes_type(sample, num_experts)
         routes, route_mask = _joined_routes(samples, num_experts)
         seqlens = tuple(s.tokens.numel() - 1 for s in samples)
         counts = torch.tensor(seqlens, device=device)
@@ -175,6 +176,14 @@ def _check_routes_shape(
         _refuse(sample, f"routes have shape {list(routes.shape)}", f"{list(shape)}, [T, L, K]")
     if routes.dtype != first.dtype:
         _refuse(sample, f"routes are {routes.dtype}", f"{first.dtype} as in the first sample")
+
+
+def _check_routes_type(sample: Sample, num_experts: int | None) -> None:
+    """Refuse routes whose type is not that of the model's expert ids; ranks exchange them so."""
+    if sample.routes is None or num_experts is None:
+        return
+    if sample.routes.dtype != (dtype := route_dtype(num_experts)):
+        _refuse(sample, f"routes are {sample.routes.dtype}", f"{dtype} for {num_experts} experts")
 
 
 def _joined_routes(

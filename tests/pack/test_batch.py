@@ -142,6 +142,11 @@ def test_of_checks_the_layers_and_topk_it_is_given():
         of([])
 
 
+def test_of_refuses_ids_of_another_type():
+    with pytest.raises(ValueError, match=r"routes are torch.uint8, expected torch.uint16 for 300"):
+        of(make_samples(), num_experts=300)
+
+
 def test_batch_refuses_fields_of_another_length():
     batch = of(make_samples())
     with pytest.raises(ValueError, match=r"advantages has shape \[3\], expected \d+ rows"):
