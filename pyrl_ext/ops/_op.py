@@ -7,13 +7,13 @@ live one layer up, in the functions that call operators.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-_named: ContextVar[str | None] = ContextVar("pyrl_backend", default=None)
+# Globals: autograd computes gradients on a GPU in another thread, with an empty context.
+_named: str | None = None
 _on_gpu = "auto"
 
 
@@ -59,7 +59,7 @@ class Op:
         return self.overload(*args)
 
     def _run(self, *args: Any) -> Any:
-        wanted = _named.get() or os.environ.get("PYRL_BACKEND") or _wanted(args)
+        wanted = _named or os.environ.get("PYRL_BACKEND") or _wanted(args)
         refusals = []
         for backend in self.backends:
             if wanted not in ("auto", backend.name):
@@ -95,11 +95,14 @@ def serve_gpu_from(name: str) -> None:
 def use_backend(name: str) -> Iterator[None]:
     """Serve every operator called inside from the backend ``name``, or raise where it declines.
 
+    It holds in every thread of the process, so that gradients taken inside are served by it, too.
+
     The environment variable ``PYRL_BACKEND`` does the same for a whole process; ``auto`` is the
     first that accepts. The choice is made each time the operator runs, in compiled graphs too.
     """
-    token = _named.set(name)
+    global _named
+    before, _named = _named, name
     try:
         yield
     finally:
-        _named.reset(token)
+        _named = before

@@ -1,4 +1,5 @@
 import mmap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -204,6 +205,17 @@ def test_use_backend_raises_where_the_named_backend_declines(monkeypatch):
         gather_rows(*case("odd"))
     with use_backend("fast"), pytest.raises(NotImplementedError, match=r"\['native', 'triton'"):
         gather_rows(*case("odd"))
+
+
+def test_use_backend_is_in_force_where_another_thread_takes_the_gradient():
+    """As autograd does for tensors on a GPU."""
+    src, rows, fill = case("odd")
+    out = gather_rows(src.requires_grad_(), rows, fill)
+    with ThreadPoolExecutor(1) as pool:
+        with use_backend("fast"), pytest.raises(NotImplementedError, match=r"rows: no .*'fast' to"):
+            pool.submit(out.sum().backward, retain_graph=True).result()
+        pool.submit(out.sum().backward).result()
+    assert src.grad is not None
 
 
 def triton_equals_reference():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton.compiler")
 
@@ -19,6 +20,7 @@ from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.models import family
 from pyrl_ext.ops import prebuilt
+from pyrl_ext.ops.gather_fields.triton import gather_fields
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.tools import prebuild
@@ -79,6 +81,22 @@ def test_another_process_finds_every_kernel_of_the_plan(built: Path, more: tuple
         assert missed == ["token_logprob_stats_kernel", "token_logprob_grad_kernel"]
     else:
         assert missed == []
+
+
+def test_fields_with_any_fill_compile(tmp_path: Path):
+    """Triton makes an integer argument of 1 a constant, which is no tensor in the kernel."""
+    dtypes = [torch.bool, torch.uint8, torch.bfloat16, torch.int32, torch.int64, torch.float32]
+    fields = [torch.empty(64, 3, dtype=dtype, device="meta") for dtype in dtypes]
+    rows = torch.empty(32, dtype=torch.int64, device="meta")
+    fills: list[list[float]] = [[1] * 6, [0, 1, 1, -1, 1, 2], [0] * 6]
+    with (
+        prebuild._cache(tmp_path),
+        prebuild._driver(prebuild.Offline(90)),
+        prebuild.compiled() as found,
+    ):
+        for each in fills:
+            gather_fields(fields, rows, each, False)
+    assert found == [("gather_rows_kernel", False)] * len(fills)
 
 
 @pytest.fixture

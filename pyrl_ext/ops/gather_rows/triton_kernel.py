@@ -31,7 +31,7 @@ def gather_rows_kernel(
             if FILL_ROWS:
                 padding = tl.load(fills[f] + c[None, :], inside & (row < 0), other=0)
             else:
-                padding = fills[f].to(value.dtype)
+                padding = tl.cast(fills[f], value.dtype)  # Triton makes a fill of 1 a constant
             tl.store(
                 outs[f] + m[:, None] * WIDTHS[f] + c[None, :],
                 tl.where(row >= 0, value, padding),
