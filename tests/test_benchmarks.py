@@ -26,7 +26,7 @@ SIZES = ("T", "V", "H", "first", "width")  # multiples of 16 in the benchmark
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_baseline_computes_the_same(family):
+def test_cases_of_has_baselines_that_compute_the_same(family):
     cases = list(cases_of(family)("cpu", 256))
     assert len({case.name for case in cases}) == len(cases) > 0
     for case in cases:
@@ -36,7 +36,7 @@ def test_every_baseline_computes_the_same(family):
         assert case.at_least.keys() <= {*case.baselines, "2 threads", "% of floor"}
 
 
-def test_a_case_that_differs_from_a_baseline_is_not_timed():
+def test_measure_times_no_case_that_differs_from_a_baseline():
     case = _ones()
     with pytest.raises(ValueError, match="ones: the result differs from wrong's"):
         measure(replace(case, baselines={"wrong": lambda: torch.zeros(100_000)}), "cpu")
@@ -56,7 +56,7 @@ def test_check_holds_ours_to_float64_and_reports_baselines():
         check(replace(case, run=lambda: torch.full((1,), torch.nan)))
 
 
-def test_floats_agree_to_rounding_and_integers_exactly():
+def test_same_takes_floats_to_rounding_and_integers_exactly():
     ones = torch.ones(3)
     assert same((ones, [torch.tensor(2)]), (ones + 3e-7, [torch.tensor(2)]))
     assert not same(ones, ones + 1e-5)
@@ -77,7 +77,7 @@ def test_bars_pass_and_fail_by_what_was_measured():
     assert run.count_bars([row, row]) == "6 bars, 4 missed"
 
 
-def test_floors_of_products_and_errors_of_everyone():
+def test_measure_gives_floors_of_products_and_errors_of_everyone():
     product = torch.ones(64, 64)
     case = _ones(
         at_least={"% of floor": 1e6},
@@ -93,7 +93,7 @@ def test_floors_of_products_and_errors_of_everyone():
     assert [bar["pass"] for bar in row["bars"]] == [True, False]
 
 
-def test_a_log_prob_that_is_off_is_told_from_ours():
+def test_agree_tells_a_log_prob_that_is_off_from_ours():
     ours = torch.tensor([-1.0, -2.0]), torch.tensor([0.5, 0.5]), torch.ones(2, 3)
     error = exact_error((ours[0].double(), ours[1].double() + 1e-3))
     assert error(ours) == pytest.approx(1e-3, rel=1e-4)
@@ -126,14 +126,14 @@ def logprobs_by_triton():
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_the_triton_baseline_is_right_interpreted():
+def test_split_logprob_is_right_interpreted():
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     script = "from tests.test_benchmarks import logprobs_by_triton; logprobs_by_triton()"
     subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=DEADLINE)
 
 
 @pytest.mark.parametrize("name", ["split_stats", "merge_splits", "split_grad"])
-def test_the_triton_baseline_compiles_for_hopper(name):
+def test_triton_linear_compiles_for_hopper(name):
     from benchmarks import triton_linear
     from benchmarks.binaries import compiled
 
@@ -144,7 +144,7 @@ def test_the_triton_baseline_compiles_for_hopper(name):
     assert binary.registers > 0 and binary.spills <= 64 and binary.shared <= 227 << 10
 
 
-def test_extra_memory_is_the_peak_not_the_result():
+def test_extra_bytes_is_the_peak_not_the_result():
     def run() -> torch.Tensor:
         held = torch.ones(5_000_000)  # 20 MB, beside a second one while it is added
         return (held + 1)[:10].clone()
@@ -152,7 +152,7 @@ def test_extra_memory_is_the_peak_not_the_result():
     assert extra_bytes(run, "cpu") == pytest.approx(40e6, rel=0.1)
 
 
-def test_processor_time_leaves_out_what_others_take(monkeypatch):
+def test_call_seconds_by_the_processor_leaves_out_what_others_take(monkeypatch):
     """A call that waits takes its time on the wall alone."""
     seconds = {}
     for name, clock in CLOCKS.items():
@@ -161,7 +161,7 @@ def test_processor_time_leaves_out_what_others_take(monkeypatch):
     assert seconds["processor"][0] < 0.04 < 0.05 <= seconds["wall"][0]
 
 
-def test_lengths_sum_to_what_was_asked():
+def test_lognormal_sums_to_what_was_asked():
     lengths = lognormal(512, 16384, 1_216_000)
     assert len(lengths) == 512
     assert min(lengths) >= 1
@@ -170,7 +170,7 @@ def test_lengths_sum_to_what_was_asked():
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_without_parallelism_a_trainer_model_takes_the_real_tokens(name):
+def test_TRAINERS_without_parallelism_take_the_real_tokens(name):
     batch = torch.arange(2 * 5 * 3 * 2, dtype=torch.uint8).view(2, 5, 3, 2)
     mask = torch.tensor([[0, 1, 1, 1, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
     out = TRAINERS[name](batch, mask, torch.int32, (1, 0, 1, 0))
@@ -178,7 +178,7 @@ def test_without_parallelism_a_trainer_model_takes_the_real_tokens(name):
     assert torch.equal(out, batch[mask].permute(1, 0, 2).int())
 
 
-def test_tables_and_pictures_hold_every_row(tmp_path):
+def test_table_of_and_plot_hold_every_row(tmp_path):
     row = measure(_ones(), "cpu")
     columns, cells = run.table_of([row, {**row, "case": "again", "baselines": {}}])
     assert columns[0] == "case"
@@ -192,7 +192,7 @@ def test_tables_and_pictures_hold_every_row(tmp_path):
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_picture_of_errors_holds_every_case(tmp_path):
+def test_plot_of_errors_holds_every_case(tmp_path):
     rows = [{**measure(_ones(error=lambda found: 1e-6), "cpu"), "case": f"{i}"} for i in range(4)]
     plot(dict(family="f", device="d", rows=rows), tmp_path / "f.png")
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"

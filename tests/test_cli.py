@@ -19,7 +19,7 @@ def test_main_runs_every_command(name: str, capsys: pytest.CaptureFixture[str]):
     assert "usage: python -m pyrl_ext" in capsys.readouterr().out
 
 
-def test_usage_names_the_command_as_it_was_called(
+def test_main_names_the_command_as_it_was_called(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/pyrl"])

@@ -82,7 +82,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_links_lead_somewhere(page: str):
+def test_docs_link_to_what_is_there(page: str):
     folder, wrong = (REPOSITORY / page).parent, []
     targets = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", TEXTS[page])
     for target in (a or b for a, b in targets):
@@ -96,7 +96,7 @@ def test_links_lead_somewhere(page: str):
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_modules_and_names_exist(page: str):
+def test_docs_name_modules_and_names_that_exist(page: str):
     named = set(re.findall(r"\bpyrl_ext(?:\.\w+)+(?::\w+)?", TEXTS[page]))
     wrong = [name for name in named if not INVENTED.search(name) and not is_there(name)]
     wrong = [name for name in wrong if not name.endswith((".py", ".md"))]
@@ -104,7 +104,7 @@ def test_modules_and_names_exist(page: str):
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_files_and_folders_exist(page: str):
+def test_docs_name_files_and_folders_that_exist(page: str):
     wrong = []
     for name in quoted(TEXTS[page]):
         is_path = re.fullmatch(rf"[\w./-]+\.{SUFFIXES}|(?:[\w-]+/)+", name)
@@ -136,7 +136,7 @@ def problem_of_key(dotted: str) -> str | None:
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_config_keys_exist(page: str):
+def test_docs_name_config_keys_that_exist(page: str):
     sections = "|".join(
         name
         for name, field in Config.model_fields.items()
@@ -155,7 +155,7 @@ def test_config_keys_exist(page: str):
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_metrics_exist(page: str):
+def test_docs_name_metrics_that_exist(page: str):
     names = {name for name in quoted(TEXTS[page]) if re.fullmatch(r"[a-z]+/[\w/<>]*\w>?", name)}
     wrong = [n for n in names if n.split("/")[0] in METRIC_ROOTS and lookup(n) is None]
     wrong = [n for n in wrong if not (REPOSITORY / "pyrl_ext" / n).exists()]
@@ -163,7 +163,7 @@ def test_metrics_exist(page: str):
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_commands_are_run_or_say_what_they_need(page: str):
+def test_docs_show_commands_that_are_run_or_say_what_they_need(page: str):
     makefile = (REPOSITORY / "Makefile").read_text("utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     lines = shown(TEXTS[page])
@@ -177,29 +177,29 @@ def test_commands_are_run_or_say_what_they_need(page: str):
     assert not wrong, f"{page} shows {wrong}: CI cannot run them"
 
 
-def test_commands_of_pyrl_exist():
+def test_docs_name_every_command_of_pyrl():
     called = {name for text in TEXTS.values() for name in re.findall(r"[`/]pyrl (\w+)", text)}
     assert called == set(COMMANDS)
 
 
-def test_commands_of_all_pages_are_listed_once():
+def test_commands_lists_those_of_all_pages_once():
     text = (
         "```bash\nmake demo   # a minute\nmake gpu  # needs a GPU\nmake demo\nmake x \\\n  A=1\n```"
     )
     assert commands([text, text]) == ["make demo", "make x A=1"]
 
 
-def test_readme_is_short():
+def test_README_is_short():
     assert len(README.splitlines()) <= 180
 
 
-def test_every_page_is_in_the_index():
+def test_docs_index_lists_every_page():
     index = TEXTS["docs/README.md"]
     names = [page.name for page in (REPOSITORY / "docs").glob("*.md") if page.name != "README.md"]
     assert not [name for name in names if f"]({name})" not in index]
 
 
-def test_changes_list_every_renamed_key_and_metric():
+def test_docs_changes_list_every_renamed_key_and_metric():
     page = (REPOSITORY / "docs/changes.md").read_text("utf-8")
     renamed = dict(RENAMED_METRICS)
     renamed |= {
@@ -214,13 +214,13 @@ def test_page_of_metrics_is_current():
     assert glossary.page() == (REPOSITORY / "docs/metrics.md").read_text("utf-8")
 
 
-def test_rooms_of_contributing_are_those_of_the_house():
+def test_CONTRIBUTING_has_the_rooms_of_the_house():
     house = (REPOSITORY / "tests/test_house.py").read_text("utf-8")
     order = re.findall(r'"(\w+)"', house.split("ORDER: list[str] = [")[1].split("]\n")[0])
     assert " < ".join(order) in TEXTS["CONTRIBUTING.md"]
 
 
-def test_configs_of_readme_have_the_gpus_it_says():
+def test_README_says_the_gpus_of_configs():
     rows = re.findall(r"^\| (`\w+`.*?) \| .*? \| (.*?) \| .*? \|$", README, re.MULTILINE)
     assert len(rows) == 7
     for names, devices in rows:
@@ -232,7 +232,7 @@ def test_configs_of_readme_have_the_gpus_it_says():
             assert devices == wanted, name
 
 
-def test_errors_of_readme_are_what_the_plan_says(
+def test_README_shows_errors_as_the_plan_says_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     shutil.copy(REPOSITORY / "configs/tiny.yaml", tmp_path)
@@ -248,7 +248,7 @@ def test_errors_of_readme_are_what_the_plan_says(
 
 
 @pytest.mark.parametrize("block", fenced("".join(TEXTS.values()), "yaml"))
-def test_yaml_of_docs_compiles(block: str, tmp_path: Path):
+def test_docs_show_yaml_that_compiles(block: str, tmp_path: Path):
     path = tmp_path / "mine.yaml"
     path.write_text(block.replace("extends: ", f"extends: {REPOSITORY}/configs/"))
     assert compile_plan(path).run
@@ -270,13 +270,13 @@ def example(function: str) -> list:
     return found
 
 
-def test_reward_example_scores():
+def test_example_of_a_reward_scores():
     for close in example("close"):
         assert close(SimpleNamespace(answer="42"), " 42 ", [4, 2]) == 0.5
         assert close(SimpleNamespace(answer="42"), "41", [4, 1]) == 0
 
 
-def test_answer_rule_example_refuses_other_answers():
+def test_example_of_an_answer_rule_refuses_other_answers():
     (block,) = (b for b in fenced(TEXTS["docs/extend.md"], "python") if "@answer_rule(" in b)
     names: dict = {}
     exec(compile(block, "answer_rule", "exec"), names)
@@ -285,13 +285,13 @@ def test_answer_rule_example_refuses_other_answers():
     assert names["distance"](SimpleNamespace(answer="12"), "", [1] * 11) == 0.5
 
 
-def test_advantage_example_centres_groups():
+def test_example_of_advantages_centres_groups():
     for centred in example("centred"):
         rewards, groups = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([7, 7, 2])
         assert centred(rewards, groups).tolist() == [-1, 1, 0]
 
 
-def test_loss_example_sums_over_loss_tokens():
+def test_example_of_a_loss_sums_over_loss_tokens():
     mask = torch.tensor([True, False, True])
     advantages = torch.tensor([1.0, 5.0, -2.0])
     for reinforce in example("reinforce"):
@@ -305,7 +305,7 @@ def test_loss_example_sums_over_loss_tokens():
         assert all(float(value) == number for value, number in metrics.values())
 
 
-def test_python_of_docs_parses():
+def test_docs_show_python_that_parses():
     for page, text in TEXTS.items():
         for block in fenced(text, "python"):
             ast.parse(block, page)

@@ -52,7 +52,7 @@ MEGATRON_FILES = {"pyrl_ext/dist/topology.py"}
 PLAN_MAY_IMPORT = {"pydantic", "pydantic_core", "yaml", "rich", "jinja2", "markupsafe"}
 
 
-def test_imports_go_one_way():
+def test_house_imports_go_one_way():
     wrong = []
     for file in FILES:
         room = room_of(file)
@@ -71,12 +71,12 @@ def test_imports_go_one_way():
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_file_is_in_a_room():
+def test_house_has_a_room_for_every_file():
     homeless = [place(f) for f in FILES if room_of(f) not in {*ORDER, "__init__", "cli"}]
     assert not homeless, f"files outside the rooms {ORDER}: {homeless}"
 
 
-def test_megatron_is_imported_by_its_rooms_only():
+def test_house_imports_megatron_in_its_rooms_only():
     wrong = [
         f"{place(file, line)}: {module}"
         for file in FILES
@@ -90,7 +90,7 @@ def test_megatron_is_imported_by_its_rooms_only():
     )
 
 
-def test_only_topology_reads_parallel_state():
+def test_house_reads_parallel_state_in_topology_only():
     wrong = [
         f"{place(file, line)}: {name}"
         for file in FILES
@@ -102,7 +102,7 @@ def test_only_topology_reads_parallel_state():
 
 
 @pytest.mark.parametrize("library", NAMED_AFTER)
-def test_accelerators_stay_in_the_files_named_after_them(library: str):
+def test_house_keeps_accelerators_in_the_files_named_after_them(library: str):
     wrong = [
         f"{place(file, line)}: {module}"
         for file in FILES
@@ -114,7 +114,7 @@ def test_accelerators_stay_in_the_files_named_after_them(library: str):
     assert not wrong, f"{library} belongs to {NAMED_AFTER[library]}:\n" + "\n".join(wrong)
 
 
-def test_ops_know_no_process_group():
+def test_house_has_no_process_group_in_ops():
     wrong = [
         f"{place(file, line)}: {name}"
         for file in FILES
@@ -125,7 +125,7 @@ def test_ops_know_no_process_group():
     assert not wrong, "ops are local; collectives live above them:\n" + "\n".join(wrong)
 
 
-def test_plan_is_pure():
+def test_house_keeps_the_plan_pure():
     wrong = [
         f"{place(file, line)}: {module}"
         for file in FILES
@@ -137,7 +137,7 @@ def test_plan_is_pure():
     assert not wrong, "the plan answers in a second, so it imports little:\n" + "\n".join(wrong)
 
 
-def test_test_modules_import_no_test_module():
+def test_house_imports_no_test_module_in_test_modules():
     """The scripts that tests run in other processes are texts; they may import their own module."""
     wrong = []
     for file in sorted((REPOSITORY / "tests").rglob("*.py")):
@@ -154,7 +154,7 @@ def test_test_modules_import_no_test_module():
     assert not wrong, "what test modules share is in tests/helpers:\n" + "\n".join(wrong)
 
 
-def test_importing_the_package_is_free():
+def test_house_is_free_to_import():
     code = (
         "import sys; before = set(sys.modules); import pyrl_ext; print(*set(sys.modules) - before)"
     )
@@ -165,7 +165,7 @@ def test_importing_the_package_is_free():
     assert new <= {"pyrl_ext", *sys.stdlib_module_names}, run.stdout + run.stderr
 
 
-def test_functions_and_files_stay_short():
+def test_house_keeps_functions_and_files_short():
     functions = sorted(function_lengths(), reverse=True)
     files = sorted(((len(lines_of(f)), place(f)) for f in FILES), reverse=True)
     total = sum(length for length, _ in files)
@@ -192,7 +192,7 @@ ODD_ENGLISH = re.compile(
 )
 
 
-def test_docstrings_and_messages_are_plain_english():
+def test_house_has_docstrings_and_messages_in_plain_english():
     others = [f for room in ("tests", "benchmarks") for f in (REPOSITORY / room).rglob("*.py")]
     odd = [
         f"{place(file, number)}: {line.strip()}"
@@ -214,7 +214,7 @@ def test_docstrings_and_messages_are_plain_english():
         ("def f():\n    from megatron.core import x", {"megatron.core.x"}),
     ],
 )
-def test_imports_are_resolved(code: str, expected: set[str]):
+def test_house_resolves_its_imports(code: str, expected: set[str]):
     found = resolve(ast.parse(code), PACKAGE / "ops" / "gather.py")
     assert {module for _, module in found} == expected
 

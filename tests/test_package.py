@@ -37,7 +37,7 @@ def test_version_is_that_of_the_project():
     assert declared and declared[1] == pyrl_ext.__version__
 
 
-def test_the_binary_does_not_link_torch():
+def test_C_does_not_link_torch():
     spec = find_spec("pyrl_ext._C")
     assert spec is not None and spec.origin is not None, "pyrl_ext._C is not built"
     binary = Path(spec.origin).read_bytes()
@@ -45,7 +45,7 @@ def test_the_binary_does_not_link_torch():
         assert library not in binary
 
 
-def test_the_binary_loads_without_torch():
+def test_C_loads_without_torch():
     """It is as old or as new as any torch, since it knows none."""
     script = (
         "import sys; from pyrl_ext import _C; print('torch' in sys.modules, _C.has_isa('portable'))"
@@ -62,7 +62,7 @@ def test_native_sources_know_no_torch_and_bindings_alone_know_python():
         assert source.name == "bindings.cpp" or "pybind11" not in text, source
 
 
-def test_emulation_is_built_for_developers_only():
+def test_C_has_emulation_for_developers_only():
     """The GPU grids walked on the host are in an editable install, never in a wheel."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     settings = build["tool"]["scikit-build"]

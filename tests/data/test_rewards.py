@@ -164,7 +164,7 @@ def test_score_ends_a_reward_at_its_timeout(guard: bool):
     assert signal.getsignal(signal.SIGRTMIN + 6) == before
 
 
-def test_answer_rules_of_the_common_rewards():
+def test_answer_rule_holds_for_what_the_common_rewards_take():
     rule, holds = vars(number_match)["answer_rule"]
     assert rule == "a number as answer"
     assert [holds(x) for x in (3, "so 1,200", "many", None)] == [True, True, False, False]

@@ -140,7 +140,7 @@ def test_train_is_the_same_with_an_offloaded_trainer(tmp_path: Path):
     assert {"time/offload", "time/onload"} < rows["all"][0].keys()
 
 
-def test_engine_wants_weights_after_sleep():
+def test_sleep_leaves_an_engine_that_wants_weights():
     torch.manual_seed(0)
     engine = HFEngine(CONFIG.parent / "tiny")
     named = [(n, 0.1 * torch.randn(v.shape)) for n, v in engine._destinations.views.items()]

@@ -6,7 +6,7 @@ import torch
 from pyrl_ext.loss.arguments import check_targets, check_valid_vocab, logit_scale
 
 
-def test_checks_name_an_entry_by_its_token():
+def test_check_targets_names_an_entry_by_its_token():
     targets, order = torch.tensor([1, 9, 2, 7]), torch.tensor([3, 0])
     assert check_targets("f", targets, 8, order).tolist() == [7, 1]
     with pytest.raises(ValueError, match=r"f: targets\[1\] is 9, expected one in \[0, 8\)"):

@@ -246,7 +246,7 @@ def save_by_megatron(plan, to):
         dist_checkpointing.save(megatrons_state(policy), str(to))
 
 
-def test_megatron_does_not_load_what_it_saved_under_ep(two, folder):
+def test_dist_checkpointing_does_not_load_what_it_saved_under_ep(two, folder):
     from megatron.core import dist_checkpointing
 
     plan = plan_of(folder)
@@ -257,9 +257,7 @@ def test_megatron_does_not_load_what_it_saved_under_ep(two, folder):
             policy.llm.optimizer.load_state_dict(state)
 
 
-def test_megatrons_distributed_optimizer_does_not_load_what_it_saved(
-    never_stopped, folder, monkeypatch
-):
+def test_DistributedOptimizer_does_not_load_what_it_saved(never_stopped, folder, monkeypatch):
     """Over torch's AdamW: `step` is not among what it loads, and then one tensor for all."""
     from megatron.core import dist_checkpointing
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer

@@ -135,7 +135,7 @@ def test_score_tokens_in_bfloat16_errs_no_more_than_rounded_logits(tmp_path):
 
 
 @pytest.mark.parametrize("head", ["fused", "logits"])
-def test_who_computes_logits_and_of_which_rows(folder, head):
+def test_score_tokens_with_the_fused_head_runs_no_output_layer(folder, head):
     """The output layer never runs with the fused head, whose loss sees loss tokens alone."""
     plan = tiny_plan(f"logprob.head={head}")
     layer_runs, left_out = [], []
@@ -169,7 +169,7 @@ def reinforce(logprobs, entropy, inputs):
     return each.sum(), count, {"mine": (logprobs.detach().where(mask, 0).sum(), count)}
 
 
-def test_a_token_wise_loss_of_the_users_gives_the_same_update(folder):
+def test_accumulate_has_the_same_update_by_a_token_wise_loss_of_the_user(folder):
     """With all rows, with loss tokens alone, and inside the chunks."""
     mine = (CHUNKS, "objective.loss=tests.megatron.test_head:reinforce")
     token_wise = "objective.loss_is_token_wise=true"
@@ -183,7 +183,7 @@ def test_a_token_wise_loss_of_the_users_gives_the_same_update(folder):
         assert max(apart(grads[n], plain[2][n]) for n in grads | plain[2]) < BOUNDS["grad"]
 
 
-def test_loss_rows_are_those_of_a_plain_loop(folder):
+def test_Microbatch_has_the_loss_rows_of_a_plain_loop(folder):
     plan = compiled("glm mtp 2", folder)
     batch = parity.batches(plan, mtp_routes=False)[0]
     ids = [3, 0, 7, 2]
@@ -205,7 +205,7 @@ def test_loss_rows_are_those_of_a_plain_loop(folder):
     assert microbatch(batch, (), place).loss_rows[0].tolist() == []
 
 
-def test_a_run_learns_the_same_with_the_fused_head(tmp_path):
+def test_train_learns_the_same_with_the_fused_head(tmp_path):
     """Ten steps with two updates each: the same curve with logits and without."""
     quick = ("batching.prompts=4", "rollout.max_new_tokens=6", "log.progress=false")
     common = (*quick, "steps=10", "evaluate.every=0", "checkpoint.every=0")
@@ -222,7 +222,7 @@ def test_a_run_learns_the_same_with_the_fused_head(tmp_path):
         assert [a[n] for n in names] == pytest.approx([b[n] for n in names], rel=1e-5, abs=1e-5)
 
 
-def test_a_model_for_multi_token_prediction_says_what_it_needs(folder):
+def test_MultiTokenGPT_says_what_it_needs(folder):
     with topology.start(plan := compiled("glm mtp", folder)) as topo:
         policy, batch = Policy.build(plan, topo), random_batch(2)
         [(_, ready)] = passes.prefetch(

@@ -39,7 +39,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_tokens_ahead_are_those_of_a_plain_loop(folder):
+def test_Microbatch_has_the_tokens_ahead_of_a_plain_loop(folder):
     plan = compiled("glm mtp 2", folder)
     batch = parity.batches(plan, mtp_routes=True)[0]
     ids = [3, 0, 7, 2]
@@ -61,7 +61,7 @@ def test_tokens_ahead_are_those_of_a_plain_loop(folder):
                     assert ahead.tokens[m] == batch.tokens[there]
 
 
-def test_multi_token_prediction_equals_megatrons_own(folder):
+def test_MultiTokenGPT_equals_megatrons_own(folder):
     """On one unpadded sequence on one rank, where megatron's own path is right."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -168,7 +168,7 @@ def test_weights_go_out_and_come_back_under_checkpoint_names(folder):
         assert all(torch.equal(loaded[name], other[name]) for name in other)
 
 
-def test_a_run_trains_the_mtp_layers(folder):
+def test_train_trains_the_mtp_layers(folder):
     """The engine takes the weights it has a place for; the loss of the layers ahead falls."""
     config = f"model.config={mtp_plan(folder).config_path}"
     overrides = [config, "model.mtp=true", "optimizer.lr=1e-2", *QUICK, f"run={folder / 'run'}"]

@@ -48,7 +48,7 @@ def ragged_attention(q, k, v, sizes, scale):
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
 @pytest.mark.parametrize("seqlens", [(5, 1, 9, 5), (16,), (0, 3), (1,)])
 @pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
-def test_both_kernels_equal_a_loop(cp_size, seqlens, kv_heads):
+def test_PackedAttention_equals_a_loop_by_both_kernels(cp_size, seqlens, kv_heads):
     layout, scale = TokenLayout(seqlens, cp_size=cp_size, tp_size=2), 0.3
     g = torch.Generator().manual_seed(0)
     total = sum(layout.padded_seqlens)
@@ -75,7 +75,7 @@ def test_both_kernels_equal_a_loop(cp_size, seqlens, kv_heads):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn runs on a GPU")
 @pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
-def test_kernel_on_a_gpu_equals_the_plain_one(kv_heads):
+def test_PackedAttention_on_a_gpu_equals_the_plain_one(kv_heads):
     """bfloat16 through ``varlen_attn`` against float32, and the gradients."""
     layout, device = TokenLayout((5, 1, 130, 64), cp_size=1, tp_size=1), torch.device("cuda")
     chunks = packed_of(layout, 0, device).over_ranks
@@ -98,7 +98,7 @@ def test_kernel_on_a_gpu_equals_the_plain_one(kv_heads):
         assert (got.float() - exact).norm() < 2e-2 * exact.norm()
 
 
-def test_rows_taken_and_their_gradient_equal_indexing():
+def test_RowMap_and_its_gradient_equal_indexing():
     """Two maps: a permutation, and one that repeats rows."""
     layout = TokenLayout((5, 1, 9), cp_size=2)
     once = RowMap(layout.global_order(), 24, torch.device("cpu"))
@@ -114,7 +114,7 @@ def test_rows_taken_and_their_gradient_equal_indexing():
         torch.testing.assert_close(ours.grad, plain.grad)
 
 
-def test_rotary_angles_are_position_times_frequency():
+def test_PackedRotary_gives_position_times_frequency():
     rotary = PackedRotary(8, 100.0, torch.device("cpu"))
     angles = rotary(torch.tensor([0, 7, 3]))
     assert angles.shape == (3, 1, 8)

@@ -55,11 +55,11 @@ def test_parameters_are_those_of_transformers(hf):
     ("model", "billions", "digits"),
     [("deepseek_v3", 671, 0), ("moonlight", 16, 0), ("qwen3_30b", 30.5, 1), ("qwen3_8b", 8.2, 1)],
 )
-def test_totals_are_the_published_ones(model, billions, digits):
+def test_parameters_have_the_published_totals(model, billions, digits):
     assert round(parameters(read_sizes(MODELS[model])).total / 1e9, digits) == billions
 
 
-def test_totals_that_were_published_without_the_embedding():
+def test_parameters_have_the_totals_published_without_the_embedding():
     def billions(model, embeddings, part):
         sizes = read_sizes(MODELS[model])
         each = embedding_parameters(sizes).total
@@ -73,7 +73,7 @@ def test_totals_that_were_published_without_the_embedding():
     assert round(billions("deepseek_v3", 1, "active"), 1) == 36.6
 
 
-def test_deepseek_v3_is_what_transformers_has_by_itself():
+def test_MODELS_has_deepseek_v3_as_transformers_has_it_by_itself():
     """Its config class has the published sizes as defaults, but for the longer context."""
     ours, theirs = MODELS["deepseek_v3"], CONFIG_MAPPING["deepseek_v3"]()
     longer = {"architectures", "dtype", "rope_scaling", "max_position_embeddings", "rope_theta"}
@@ -83,7 +83,7 @@ def test_deepseek_v3_is_what_transformers_has_by_itself():
     assert ours["max_position_embeddings"] == 40 * theirs.max_position_embeddings
 
 
-def test_a_dense_model_has_no_experts():
+def test_read_sizes_finds_no_experts_in_a_dense_model():
     sizes = read_sizes(QWEN3_8B)
     assert sizes.router_layers == () and sizes.route_bytes_per_token == 0
     assert (sizes.num_experts, sizes.topk, sizes.shared_expert_width) == (0, 0, 0)
@@ -91,7 +91,7 @@ def test_a_dense_model_has_no_experts():
     assert counts.active == counts.total and counts.expert == 0
 
 
-def test_routed_layers_and_bytes():
+def test_read_sizes_counts_routed_layers_and_bytes():
     for model, routers, each in (
         ("glm47_355b", range(3, 92), 89 * 8),
         ("moonlight", range(1, 27), 26 * 6),
@@ -178,7 +178,7 @@ SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qw
 
 
 @pytest.mark.parametrize("hf", SEVERAL.values(), ids=list(SEVERAL))
-def test_engine_and_trainer_are_one_model(tmp_path, hf):
+def test_build_engine_has_the_model_of_the_trainer(tmp_path, hf):
     """Log-probs of generated tokens, and every router's experts, agree."""
     write_model(tmp_path, hf)
     replay = "on" if read_sizes(hf).router_layers else "off"
@@ -211,7 +211,7 @@ def test_engine_and_trainer_are_one_model(tmp_path, hf):
     assert metrics["grad_norm"] > 0
 
 
-def test_layouts_equal_one_process(tmp_path):
+def test_Policy_of_every_layout_equals_one_process(tmp_path):
     layouts = {
         "tp2 with yarn and groups": ("deepseek_v3", "parallel.tp=2"),
         "tp2 with wide queries": ("moonlight", "parallel.tp=2"),
@@ -223,7 +223,7 @@ def test_layouts_equal_one_process(tmp_path):
     check_layouts(tmp_path, SEVERAL | {"qwen3, tied": TRAINED["qwen3, tied"]}, layouts)
 
 
-def test_prediction_of_a_token_further_ahead(tmp_path):
+def test_MultiTokenGPT_predicts_a_token_further_ahead(tmp_path):
     """Its layer is one of transformers' decoder layers, between what checkpoints name."""
     hf = GLM | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(hf))

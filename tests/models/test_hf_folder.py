@@ -161,7 +161,7 @@ def fill_disk(models):
 
 @pytest.mark.parametrize("source", ["", "bf16", "fused"])
 @pytest.mark.parametrize("name", MODELS)
-def test_save_and_read_restore_every_tensor(models, tmp_path, name, source):
+def test_save_checkpoint_hf_restores_every_tensor(models, tmp_path, name, source):
     """Also from what transformers writes with a layer's experts in one tensor."""
     overrides = (BF16,) * (source == "bf16")
     there_and_back(models / name / source, tmp_path / "out", *overrides)
@@ -169,7 +169,7 @@ def test_save_and_read_restore_every_tensor(models, tmp_path, name, source):
     equal(tensors_of(tmp_path / "out"), tensors_of(models / name / source.replace("fused", "")))
 
 
-def test_types_of_file_and_model_may_differ(models, tmp_path):
+def test_save_checkpoint_hf_writes_the_type_of_the_model(models, tmp_path):
     source = models / "qwen3_moe"
     exact, rounded = (tensors_of(source / part) for part in ("", "bf16"))
     there_and_back(source / "bf16", tmp_path / "wider")
@@ -193,7 +193,7 @@ def test_written_config_describes_the_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_loads_the_written_checkpoint(models, tmp_path, name):
+def test_save_checkpoint_hf_writes_what_transformers_loads(models, tmp_path, name):
     """Without a missing or unexpected name; its log-probs are megatron's, as is the tokenizer."""
     batch = random_batch(9)
     batch = batch.with_(tokens=batch.tokens % 125, targets=batch.targets % 125)
@@ -233,7 +233,7 @@ def two(models, run):
     return run_ranks(on_rank, 2, models)
 
 
-def test_a_run_is_exported(run, tmp_path, capsys):
+def test_export_writes_what_the_run_wrote(run, tmp_path, capsys):
     assert export.main([str(run), str(tmp_path / "last")]) == 0
     assert "step-2" in capsys.readouterr().out
     assert export.main([str(run), str(tmp_path / "first"), "--step", "1"]) == 0
@@ -277,7 +277,7 @@ def test_export_overwrites_nothing(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", dict(jobs()))
-def test_every_layout_writes_the_same(two, models, name):
+def test_save_checkpoint_hf_writes_the_same_in_every_layout(two, models, name):
     source, _ = dict(jobs())[name]
     equal(tensors_of(models / "rank0" / name), tensors_of(models / source))
     assert not (models / "rank1").exists()
@@ -290,12 +290,12 @@ def test_load_reads_only_the_part_of_the_rank(two, name):
         assert held - padding <= read <= held
 
 
-def test_two_ranks_export_the_same(two, run, models):
+def test_export_on_two_ranks_writes_the_same(two, run, models):
     assert [result["exit"] for result in two] == [0, 0]
     equal(tensors_of(models / "exported by two"), tensors_of(run / "checkpoints/step-2/hf"))
 
 
-def test_a_full_disk_fails_every_rank_and_leaves_nothing(two, models):
+def test_save_checkpoint_hf_on_a_full_disk_fails_every_rank_and_leaves_nothing(two, models):
     for result in two:
         assert "full could not be written (rank 0: " in result["full"]
         assert "rank 1" not in result["full"]
@@ -345,7 +345,7 @@ HOW = ("a file is missing", "truncated", "in two files", "no index", "elsewhere"
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_reading_refuses_inconsistent_files(models, tmp_path, how):
+def test_SafetensorsFolder_refuses_inconsistent_files(models, tmp_path, how):
     there_and_back(models / "qwen3", tmp_path)
     kind, words = spoil(tmp_path, how)
     with pytest.raises(kind, match=words):

@@ -63,7 +63,7 @@ LAYOUTS = {
 }
 
 
-def test_layouts_equal_one_process(tmp_path):
+def test_Policy_of_every_layout_equals_one_process(tmp_path):
     models = {"mixed": changed(MIXED), "one head": changed({"num_key_value_heads": 1})}
     check_layouts(tmp_path, models, LAYOUTS)
 
@@ -87,7 +87,7 @@ def test_shard_of_interleaves_query_groups(size):
 
 
 @pytest.mark.parametrize("changes", [MIXED, {"norm_topk_prob": False}], ids=["mixed", "raw"])
-def test_engine_and_trainer_are_one_model(tmp_path, changes):
+def test_build_engine_has_the_model_of_the_trainer(tmp_path, changes):
     """Log-probs of generated tokens, and every router's experts, agree."""
     write_model(tmp_path, changed(changes))
     plan = plan_of(tmp_path, "rollout.max_new_tokens=9")
@@ -110,7 +110,7 @@ def test_engine_and_trainer_are_one_model(tmp_path, changes):
     assert all(found == (rows, rows, rows) for found in scores.agreement.values())
 
 
-def test_a_run(tmp_path):
+def test_train_replays_the_routes_of_the_engine(tmp_path):
     quick = ("steps=2", "batching.prompts=4", "evaluate.prompts=8", "log.progress=false")
     assert train.main([str(QWEN3), f"run={tmp_path}", *quick]) == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

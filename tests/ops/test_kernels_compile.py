@@ -15,19 +15,19 @@ GLOBAL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s+)?(\w
 
 @pytest.mark.parametrize("target", binaries.TARGETS)
 @pytest.mark.parametrize("name", binaries.triton_builds())
-def test_triton_variant_compiles_without_spills(name, target):
+def test_build_triton_compiles_without_spills(name, target):
     built = binaries.build_triton(name, target)
     assert built.spills == 0, built
     assert 0 < built.registers <= 255, built
     assert built.shared <= 99 << 10, built  # what a block of the smallest of these GPUs may ask for
 
 
-def test_builds_name_every_triton_kernel():
+def test_triton_builds_names_every_triton_kernel():
     ops = {file.parent.name for file in binaries.PACKAGE.glob("ops/*/triton_kernel.py")}
     assert ops == {name.split()[0] for name in binaries.triton_builds()}
 
 
-def test_cuda_kernels_are_there_for_every_target_and_do_not_spill():
+def test_read_usage_finds_cuda_kernels_for_every_target_and_no_spills():
     file = binaries.extension()
     if file is None:
         pytest.skip("pyrl_ext._C is not built")

@@ -300,7 +300,7 @@ def test_plan_stages_refuses_a_split_that_no_rule_has_checked():
         plan_stages(negative, 3)
 
 
-def test_megatron_divides_by_zero_where_stage_counts_split_over_chunks_refuses():
+def test_get_transformer_layer_offset_divides_by_zero_where_a_rule_refuses():
     """Why a rule refuses them: when this fails, megatron-core can do it and the rule can go."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -346,7 +346,7 @@ def test_layout_problem_of_chunks_and_mtp(layout: str, message: str | None):
     assert found is None if message is None else (found or "no problem").startswith(message)
 
 
-def test_stage_counts_names_a_count_that_fits(tmp_path: Path):
+def test_stage_counts_leave_equal_stages_names_a_count_that_fits(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"Use num_layers_in_first_pipeline_stage 12$"):
         compiled(tmp_path, {"pp": 4, FIRST: 13, LAST: 20}, [1] * 48)
     plan = compiled(tmp_path, {"pp": 4, FIRST: 12, LAST: 20}, [1] * 48)

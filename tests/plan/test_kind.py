@@ -25,7 +25,7 @@ def sft(*overrides: str) -> Plan:
     return compile_plan(SFT, overrides)
 
 
-def test_keys_of_both_kinds_exist_and_those_required_are_read():
+def test_REQUIRED_keys_and_those_of_both_kinds_exist_and_are_read():
     for key in (*WITH_ROLLOUTS, *WITHOUT_ROLLOUTS, *REQUIRED[True], *REQUIRED[False]):
         assert key[-1] in fields_of(*key[:-1]), key
     for rollouts, unread in ((True, WITHOUT_ROLLOUTS), (False, WITH_ROLLOUTS)):
@@ -33,7 +33,7 @@ def test_keys_of_both_kinds_exist_and_those_required_are_read():
         assert not {key[:1] for key in REQUIRED[rollouts]} & {*unread}
 
 
-def test_objective_sft_is_short_for_its_loss(tmp_path: Path):
+def test_compile_plan_takes_objective_sft_for_its_loss(tmp_path: Path):
     plan = sft()
     assert (plan.objective.loss, plan.has_rollouts, plan.replay.enabled) == ("sft", False, False)
     assert (plan.samples, plan.samples_per_minibatch, plan.longest) == (32, 16, 191)
@@ -49,7 +49,7 @@ def test_objective_sft_is_short_for_its_loss(tmp_path: Path):
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_a_loss_of_the_user_has_no_rollouts_where_records_are_named():
+def test_compile_plan_gives_a_loss_of_the_user_over_records_no_rollouts():
     plan = sft("objective=my.losses:smooth")
     assert not plan.has_rollouts and not plan.replay.enabled
     found = problems_of(SFT, "objective=grpo")
@@ -75,7 +75,7 @@ def test_compile_plan_refuses_what_a_run_without_rollouts_cannot_take(overrides,
     assert len(found) <= 2
 
 
-def test_memory_and_time_of_a_run_without_rollouts_are_of_the_update_alone():
+def test_stage_memory_and_step_time_without_rollouts_are_of_the_update_alone():
     plan = sft("device=cuda", "hardware.gpu=H100", "estimate.spread=1.2")
     (stage,) = stage_memory(plan)
     assert stage.phases == ("update",) == tuple({p for i in stage.items for p in i.phases})
@@ -92,7 +92,7 @@ def test_memory_and_time_of_a_run_without_rollouts_are_of_the_update_alone():
     assert {"old_logprobs", "rollout"} < {cost.phase for cost in with_rollouts.costs}
 
 
-def test_pages_of_a_run_without_rollouts_speak_of_records_alone():
+def test_plan_page_of_a_run_without_rollouts_speaks_of_records_alone():
     plan = sft("device=cuda", "hardware.gpu=H100")
     everything = "\n".join(printed(plan, 200, everything=True))
     assert "32 records of data/countdown.jsonl, without rollouts" in everything

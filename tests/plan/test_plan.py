@@ -67,7 +67,7 @@ def test_ranks_and_groups_are_megatrons(dp: int, tp: int, pp: int, cp: int, data
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_golden_plan(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_compile_plan_gives_the_golden_plan(path: Path, monkeypatch: pytest.MonkeyPatch):
     """`PYRL_WRITE_GOLDEN=1 python -m pytest tests/plan/test_plan.py` writes them anew."""
     monkeypatch.chdir(REPOSITORY)
     plan = compile_plan(path).model_copy(update={"source": f"configs/{path.name}"})
@@ -106,7 +106,7 @@ def test_read_names_the_file_and_what_is_wrong_with_it(tmp_path: Path, text: str
     )
 
 
-def test_json_is_the_plan_and_what_follows():
+def test_to_json_is_the_plan_and_what_follows():
     plan = compile_plan(REPOSITORY / "configs/tiny.yaml", ["parallel.tp=2", "parallel.pp=2"])
     tree = json.loads(plan.to_json())
     derived = tree.pop("derived")

@@ -10,7 +10,7 @@ from pyrl_ext.data.tasks import TASKS, Task
 from pyrl_ext.plan.task_options import SYMBOLS, TaskOptions, option_problems, read_options
 
 
-def test_symbols_names_every_task():
+def test_SYMBOLS_names_every_task():
     assert list(SYMBOLS) == list(TASKS)
 
 

@@ -92,7 +92,7 @@ def test_use_forces_the_given_ids(recompute):
     ],
     ids=["sigmoid with bias", "softmax", "capacity"],
 )
-def test_given_experts_are_routed_as_megatron_does(config, fields):
+def test_use_routes_given_experts_as_megatron_does(config, fields):
     """One kernel in the place of megatron's function gives the same bits and the same gradient."""
     from megatron.core.transformer.moe.router import TopKRouter
 

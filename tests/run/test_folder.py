@@ -139,7 +139,7 @@ def test_resume_names_a_damaged_checkpoint_and_the_one_to_use(three, copy, capsy
     assert numbers(copy) == numbers(three)
 
 
-def test_a_second_process_in_the_folder_is_refused(copy, capsys):
+def test_train_refuses_a_folder_that_a_second_process_uses(copy, capsys):
     before = (copy / "metrics.jsonl").read_bytes()
     with locked(copy, is_main=True):
         assert run(copy, "steps=4") == 1

@@ -73,7 +73,9 @@ print([name for name, hit in found if not hit])
 
 
 @pytest.mark.parametrize("more", [(), ("logprob.head=logits", "logprob.accept_rounded_logits=on")])
-def test_another_process_finds_every_kernel_of_the_plan(built: Path, more: tuple[str, ...]):
+def test_build_compiles_every_kernel_that_another_process_looks_for(
+    built: Path, more: tuple[str, ...]
+):
     command = [sys.executable, "-c", LAUNCH, str(CONFIGS / "glm47.yaml"), str(built), *LAYOUT]
     done = subprocess.run([*command, *more], check=True, capture_output=True, text=True)
     missed = json.loads(done.stdout.replace("'", '"'))
@@ -108,7 +110,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_run_loads_from_the_folder_and_says_what_is_missing(
+def test_use_loads_from_the_folder_and_says_what_is_missing(
     built: Path, hopper: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert use(plan(), built) == len(list(prebuilt.launches(plan(), config_of(plan()))))
@@ -120,7 +122,7 @@ def test_a_run_loads_from_the_folder_and_says_what_is_missing(
     assert said == "kernels: kernel_False was compiled during the run, not prebuilt\n"
 
 
-def test_kernels_of_another_plan_or_gpu_or_triton_are_refused(
+def test_use_refuses_kernels_of_another_plan_or_gpu_or_triton(
     built: Path, tmp_path: Path, hopper: pytest.MonkeyPatch
 ):
     with pytest.raises(ValueError, match=r"another plan: it lacks \['token_logprob bfloat16"):
@@ -135,7 +137,7 @@ def test_kernels_of_another_plan_or_gpu_or_triton_are_refused(
         use(plan(), built)
 
 
-def test_a_gpu_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_build_needs_the_name_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ValueError, match=r"hardware\.gpu: null, expected the GPU to compile"):
         prebuild.build(compile_plan(CONFIGS / "tiny.yaml"), tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -171,7 +173,7 @@ def launch_name(op: str, args: tuple) -> str | None:
     return f"{op} {first.dtype} x {first.shape[1]}"
 
 
-def test_a_real_step_launches_nothing_else():
+def test_launches_names_all_that_a_real_step_launches():
     with topology.start(plan := tiny_plan()) as topo:
         policy = Policy.build(plan, topo)
         batch = random_batch(unrouted=0.0)

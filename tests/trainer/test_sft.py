@@ -73,7 +73,7 @@ def assert_equal(found: dict[str, Any], alone: dict[str, Any]) -> None:
         ("logprob.loss_in_chunk=true",),
     ],
 )
-def test_a_step_does_not_depend_on_microbatches_and_the_head(overrides, alone):
+def test_SftStep_does_not_depend_on_microbatches_and_the_head(overrides, alone):
     assert_equal(of_a_step(*overrides), alone)
     assert alone["counts"]["data/padding"] == 0 and alone["owned"] == 6
 
@@ -82,7 +82,7 @@ def on_rank(_group: Any) -> list[dict[str, Any]]:
     return [of_a_step(*layout) for layout in LAYOUTS]
 
 
-def test_a_step_does_not_depend_on_the_layout(alone):
+def test_SftStep_does_not_depend_on_the_layout(alone):
     for rank in run_ranks(on_rank, 2):
         for found in rank:
             assert_equal(found, alone)
@@ -90,7 +90,7 @@ def test_a_step_does_not_depend_on_the_layout(alone):
         assert rank[1]["counts"]["data/padding"] > 0  # sequences are cut into 2 cp chunks
 
 
-def test_the_loss_is_the_mean_over_tokens_of_the_minibatch(alone):
+def test_SftStep_has_the_mean_over_tokens_of_the_minibatch_as_loss(alone):
     """Not a mean of means: records of many tokens count for more."""
     plan, clock = tiny_plan(*SMALL, "batching.minibatches=1", config=CONFIG), Clock()
     with topology.start(plan) as topo:
