@@ -149,7 +149,7 @@ def _parse(line: bytes) -> Any:
         half = error.object[error.start]
         raise Broken(f"{half!r}, a lone surrogate", "whole Unicode characters") from None
     except json.JSONDecodeError as error:
-        raise Broken(f"{error.msg} at column {error.colno}", rule) from None
+        raise Broken(f"{error.msg.removesuffix(' at')} at column {error.colno}", rule) from None
     except RecursionError:
         raise Broken("objects or lists nested too deeply to read", rule) from None
     except ValueError as error:  # an integer of more digits than Python converts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,13 @@ def to_device(host: Tensor, device: torch.device | None) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One stream a device: torch's allocator keeps freed memory for the stream that it was
+    allocated on, and with a new stream a pass would keep the copies of many passes."""
+    return torch.cuda.Stream(device)
+
+
 class Upload:
     """Host-to-device copies on a separate stream; on a CPU nothing is copied.
 
@@ -22,7 +31,7 @@ class Upload:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _stream_of(device) if device.type == "cuda" else None
         self._in_flight: list[Tensor] = []
 
     def __call__(self, host: Tensor) -> Tensor:

@@ -15,6 +15,16 @@ def test_upload_on_a_cpu_copies_nothing():
     upload.arrive()
 
 
+def test_uploads_to_a_device_share_a_stream(monkeypatch: pytest.MonkeyPatch):
+    """Otherwise torch's allocator keeps the freed memory of each: it does not mix streams."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    first, second, other = (
+        Upload(torch.device("cuda", n))
+        for n in (100, 100, 101)  # of no other test
+    )
+    assert first._stream is second._stream and first._stream is not other._stream
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 def test_upload_is_there_after_arrive():
     device = torch.device("cuda")
