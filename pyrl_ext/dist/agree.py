@@ -23,7 +23,7 @@ def agree(
         call:   name of the function, for the message.
         error:  what failed here; None: nothing.
         digest: of what this rank is about to do.
-        what:   it is the digest of, for the message.
+        what:   names what ``digest`` is of, for the message.
         group:  None = this process alone.
 
     Raises: RuntimeError naming the ranks and their errors; in a single process the error itself.

@@ -45,7 +45,7 @@ STORE = -1  # stands for the store among the watched ranks
 
 
 class Beat(NamedTuple):
-    """One rank's heartbeat. Rising ``serial``: alive. ``left``: the rank exited normally, so
+    """One rank's heartbeat. A rising ``serial``: alive. ``left``: the rank exited normally, so
     silence is expected."""
 
     serial: int
@@ -85,7 +85,8 @@ class MissedBeats:
 def watched_by(rank: int, world_size: int) -> list[int]:
     """The ranks whose heartbeats ``rank`` reads.
 
-    The next one is always among them. So of any ranks that die, another one that lives watches one.
+    The next one is always among them, so whichever ranks die, a rank that lives watches one of
+    them.
     """
     return [(rank + step) % world_size for step in DISTANCES if step < world_size]
 

@@ -277,7 +277,7 @@ def _hosts() -> tuple[int, ...]:
 
 @cache
 def _group_of(ranks: tuple[int, ...]) -> Any:
-    """The group of ``ranks``, which they alone create: any number of ranks costs a rank as much.
+    """The group of ``ranks``, created by them alone: a rank's cost does not grow with the world.
 
     It lives as long as the process. torch names such a group by its ranks, and the store keeps the
     addresses under a name; a second group of that name would connect to them and hang.

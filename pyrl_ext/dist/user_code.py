@@ -184,7 +184,7 @@ def guarded(where: str) -> Generator[None]:
       SIGTERM) are set back, and the change is an error.
     - Random numbers come from separate generators, kept from call to call: what it draws or seeds
       does not affect the trainer.
-    - ``sys.exit`` and other exceptions that are no `Exception` become a `UserExit`. Ctrl-C passes.
+    - ``sys.exit`` and other exceptions outside of `Exception` become a `UserExit`. Ctrl-C passes.
 
     Syncs: nothing; the states of generators, those of CUDA too, are in host memory.
 

@@ -1,7 +1,7 @@
 """Batch: ragged samples as one stream of model-input rows, with everything a loss needs beside it.
 
 A sample of n tokens gives n - 1 rows. Row t is the model input ``tokens[t]`` and its target is
-``tokens[t + 1]``: nothing is predicted from the last token, so it never is an input. Routes at a
+``tokens[t + 1]``: nothing is predicted from the last token, so it is never an input. Routes at a
 row are about the input token; the loss mask, log-probs and advantages are about the target.
 """
 
@@ -179,7 +179,7 @@ def _check_routes_shape(
 
 
 def _check_routes_type(sample: Sample, num_experts: int | None) -> None:
-    """Refuse routes whose type is not that of the model's expert ids; ranks exchange them so."""
+    """Refuse routes whose type is not that of the model's expert ids: ranks exchange that."""
     if sample.routes is None or num_experts is None:
         return
     if sample.routes.dtype != (dtype := route_dtype(num_experts)):

@@ -31,7 +31,7 @@ class BatchIndex:
         places:      [S] int32, place of the sample in its group.
         seqlens:     [S] int32, rows: tokens less one.
         prompt_lens: [S] int32, tokens of the prompt.
-        truncated:   [S] bool, whether the sample ended for want of room.
+        truncated:   [S] bool, whether the sample ran out of room before it ended.
         rewards:     [S] float64.
         versions:    [S] int32, of the weights that generated the sample.
         unrouted:    [S] int32, rows without a route.
@@ -124,7 +124,7 @@ class BatchIndex:
         Args:
             advantage: (rewards [S] float32, groups [S] int64) -> [S] float.
 
-        Raises: ValueError for a reward or an advantage that is not finite, or not one a sample.
+        Raises: ValueError when a reward or an advantage is not finite, or their numbers differ.
         """
         if not np.isfinite(self.rewards).all():
             at = int(np.flatnonzero(~np.isfinite(self.rewards))[0])

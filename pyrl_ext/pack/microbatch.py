@@ -121,7 +121,7 @@ class Microbatch:
 
 
 def _places(rows: Tensor, first: int = 0) -> Tensor:
-    """Counts the rows that are no padding from ``first`` on; -1 in padding."""
+    """Numbers the rows that are not padding from ``first`` on; -1 in padding."""
     real = rows >= 0
     return torch.where(real, real.cumsum(0) + (first - 1), -1)
 

@@ -120,8 +120,8 @@ def _samples(path: Path, index: dict[str, Any], tensors: dict[str, Tensor]) -> l
 
 
 class Recorder:
-    """Writes the rollout batches of a run: a file a step and rank that has samples, and
-    ``index.json`` with a line a file, which the main rank writes.
+    """Writes the rollout batches of a run: one file for each step and rank with samples, and
+    ``index.json`` with one line for each file, which the main rank writes.
 
     Args:
         folder: made when the first batch comes

@@ -73,7 +73,7 @@ class Step(ABC):
             self.engine.close()
 
     def publish(self, version: int, phase: Phase) -> Metrics:
-        """Make the weights known to who generates samples."""
+        """Send the weights to whatever generates samples."""
         return {}
 
     @abstractmethod

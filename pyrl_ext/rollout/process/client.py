@@ -32,7 +32,7 @@ class ProcessEngine(Engine):
     """Starts a process that builds an engine, forwards calls to it, and ends it.
 
     The process ends when this one does, however that happens; when it dies or hangs, whoever waits
-    for it gets an error. Until the first call it starts while this process goes on.
+    for it gets an error. It starts in the background; the first call waits for it.
 
     Args:
         build:        returns the engine; a function that the process can import, called there.

@@ -1,6 +1,6 @@
 """``python -m pyrl_ext.rollout.process.server``: the process of a `ProcessEngine`.
 
-The `ProcessEngine` starts it and is the only one it talks to, over a socket that it inherits.
+It talks only to the `ProcessEngine` that started it, over a socket that it inherits.
 """
 
 from __future__ import annotations

@@ -274,7 +274,7 @@ class VLLMEngine(Engine):
         self, tokens: int, parts: list[tuple[int, np.ndarray]]
     ) -> tuple[Tensor | None, Tensor]:
         """(routes [T, L, K] of the layers that have a router, mask [T] of the tokens that have a
-        route). The last token never was an input; the trainer's router chooses for tokens that vLLM
+        route). The last token was never an input; the trainer's router chooses for tokens that vLLM
         did not report."""
         routed = torch.zeros(tokens, dtype=torch.bool)
         if not self.layer_ids:
