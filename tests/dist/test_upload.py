@@ -15,7 +15,7 @@ def test_upload_on_a_cpu_copies_nothing():
     upload.arrive()
 
 
-def test_uploads_to_a_device_share_a_stream(monkeypatch: pytest.MonkeyPatch):
+def test_upload_shares_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch):
     """Otherwise torch's allocator keeps the freed memory of each: it does not mix streams."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     first, second, other = (

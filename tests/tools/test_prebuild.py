@@ -85,7 +85,7 @@ def test_build_compiles_every_kernel_that_another_process_looks_for(
         assert missed == []
 
 
-def test_fields_with_any_fill_compile(tmp_path: Path):
+def test_gather_fields_compiles_with_any_fill(tmp_path: Path):
     """Triton makes an integer argument of 1 a constant, which is no tensor in the kernel."""
     dtypes = [torch.bool, torch.uint8, torch.bfloat16, torch.int32, torch.int64, torch.float32]
     fields = [torch.empty(64, 3, dtype=dtype, device="meta") for dtype in dtypes]
