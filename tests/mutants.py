@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parents[1]
 COPIED = ("pyrl_ext", "tests", "configs", "benchmarks", "data", "docs", "pyproject.toml")
 POLICY, CHECKPOINT = "pyrl_ext/trainer/policy.py", "pyrl_ext/megatron/checkpoint.py"
 ROUTED, HOOK = "pyrl_ext/replay/routed_experts.py", "pyrl_ext/replay/router_hook.py"
-BATCH, STEP_TIME = "pyrl_ext/pack/batch.py", "pyrl_ext/plan/forecast/step_time.py"
+INDEX, STEP_TIME = "pyrl_ext/pack/index.py", "pyrl_ext/plan/forecast/step_time.py"
 
 
 class Mutant(NamedTuple):
@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "prompt rows dilute the mismatch",
         "pyrl_ext/weights/check.py",
-        [("float(gap.sum() / batch.loss_mask.sum())", "float(gap.mean())")],
+        [("0.0), mask.sum().double()", "0.0), torch.tensor(float(len(mask))).double()")],
         ["tests/weights/test_check.py::test_check_batch_averages_over_loss_tokens_alone"],
     ),
     Mutant(
@@ -109,16 +109,16 @@ MUTANTS = [
     ),
     Mutant(
         "a loss token too few is counted at each MTP depth",
-        BATCH,
-        [("self.positions >= depth", "self.positions > depth")],
-        ["tests/pack/test_batch.py::test_num_loss_tokens_ahead_equals_a_loop"],
+        INDEX,
+        [("s.loss_mask[1 + d :]", "s.loss_mask[2 + d :]")],
+        ["tests/pack/test_index.py::test_of_counts_loss_tokens_as_a_loop"],
     ),
     Mutant(
         "the samples' routes of MTP layers are ignored",
         HOOK,
         [
             (
-                "if replayed and (not hook.is_mtp or hook.layer_id in batch.layer_ids)",
+                "if replayed and (not hook.is_mtp or hook.layer_id in shard.seat.layers)",
                 "if replayed and not hook.is_mtp",
             )
         ],
@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant(
         "padding counts as routed by the engine",
         ROUTED,
-        [("rows, [0, 0, 1], pin", "rows, [0, 1, 1], pin")],
+        [("at, [0, 0, 1], pin", "at, [0, 1, 1], pin")],
         [
             "tests/replay/test_router_hook.py::test_use_leaves_padding_out_of_the_counts",
             "tests/replay/test_routed_experts.py::test_of_layers_equals_a_plain_loop",
@@ -151,7 +151,7 @@ MUTANTS = [
     Mutant(
         "routers choose the experts of padding",
         ROUTED,
-        [("rows, [0, 0, 1], pin", "rows, [0, 0, 0], pin")],
+        [("at, [0, 0, 1], pin", "at, [0, 0, 0], pin")],
         [
             "tests/replay/test_router_hook.py::test_use_leaves_padding_out_of_the_counts",
             "tests/replay/test_routed_experts.py::test_of_layers_equals_a_plain_loop",
@@ -165,8 +165,8 @@ MUTANTS = [
     ),
     Mutant(
         "a rank without samples computes row 0",
-        "pyrl_ext/pack/microbatch.py",
-        [("for i in ids) or (-1,)", "for i in ids) or (0,)")],
+        "pyrl_ext/pack/shard.py",
+        [("for i in group.samples) or (-1,)", "for i in group.samples) or (0,)")],
         ["tests/pack/test_microbatch.py::test_of_no_samples_is_padding_alone"],
     ),
     Mutant(
@@ -206,14 +206,14 @@ MUTANTS = [
     ),
     Mutant(
         "groups are consecutive samples, whatever their prompt",
-        BATCH,
+        INDEX,
         [
             (
-                "torch.tensor([s.prompt_id for s in samples])",
-                "torch.arange(len(samples)) * len({s.prompt_id for s in samples}) // len(samples)",
+                "np.asarray([s.prompt_id for s in samples], np.int64)",
+                "np.arange(len(samples)) * len({s.prompt_id for s in samples}) // len(samples)",
             )
         ],
-        ["tests/pack/test_batch.py::test_of_groups_samples_by_their_prompt"],
+        ["tests/pack/test_index.py::test_advantages_gets_rewards_and_groups_of_all_samples"],
     ),
     Mutant(
         "every step draws the same random numbers",

@@ -350,15 +350,6 @@ def test_train_leaves_no_half_checkpoint_on_a_full_disk(tmp_path):
     assert run(tmp_path, "steps=2", *overrides) == 0
 
 
-def test_train_names_a_checkpoint_folder_that_cannot_be_written(tmp_path, capsys):
-    (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    assert run(tmp_path, "steps=1", "evaluate.every=0") == 1
-    error = capsys.readouterr().err
-    assert "step-1 could not be written (rank 0: " in error
-    assert "with resume=never the same command starts over" in error
-    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1  # the step itself is kept
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_train_on_a_gpu_gives_the_numbers_of_the_cpu(dtype, recording, tmp_path):

@@ -20,7 +20,7 @@ class SharedBlock:
     """
 
     def __init__(self, size: int):
-        self.file = os.memfd_create("pyrl")
+        self.file = os.memfd_create("pyrl_ext")
         os.ftruncate(self.file, size)
         self.memory = map_file(self.file, size)
 

@@ -323,4 +323,4 @@ def test_measure_main_prints_json_and_tables(capsys: pytest.CaptureFixture[str])
     assert all(name in shown for name in (*rank["items"], *MEMORY_PHASES))
     assert main([str(CONFIG), "parallel.dp=2"]) == 1
     assert "2 processes" in capsys.readouterr().err
-    assert main([str(GLM47.with_name("glm47_long.yaml"))]) == 2
+    assert main([str(GLM47.with_name("glm47_long.yaml")), "optimizer.offload=1.0"]) == 2

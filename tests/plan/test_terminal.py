@@ -80,7 +80,7 @@ def test_verdicts_answer_whether_it_holds_fits_and_runs():
 
     whole = answers("glm47")
     assert [whole[each] for each in ("consistent", "fits", "runs")] == ["good"] * 3
-    refused = answers("glm47", "parallel.cp=2", "parallel.dp=4", "parallel.dynamic_cp=8")
+    refused = answers("glm47", "optimizer.offload=1.0")
     assert refused["cannot run yet"] == "bad"
     assert answers("glm47", "hardware.gpu=null")["memory"] == "plain"
     assert answers("tiny")["runs"] == "good"

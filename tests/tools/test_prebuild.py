@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -170,7 +171,7 @@ def launch_name(op: str, args: tuple) -> str | None:
     if op.startswith("token_logprob"):
         start, width = args[3:5]
         return f"token_logprob {first.dtype} {width} of {first.shape[1]} from {start}"
-    return f"{op} {first.dtype} x {first.shape[1]}"
+    return f"{op} {first.dtype} x {math.prod(first.shape[1:])}"
 
 
 def test_launches_names_all_that_a_real_step_launches():
@@ -184,6 +185,6 @@ def test_launches_names_all_that_a_real_step_launches():
             passes.update(policy, batch, schedule, build_loss(plan.objective))
     found = {name.replace("torch.", "") for name in called.names}
     assert {name.split()[0] for name in found} == {
-        *("gather_routes", "replay_probs", "token_logprob")
+        *("gather_routes", "replay_probs", "token_logprob", "sum_rows")
     }
     assert found <= {name for name, _ in prebuilt.launches(plan, config_of(plan))}

@@ -67,15 +67,20 @@ def words(tensor: Tensor) -> Tensor:
 
 
 def attention_widths(plan: Plan, config: Mapping[str, Any]) -> list[int]:
-    """Elements per row of keys and of values on a rank, which context parallelism gathers."""
-    if plan.parallel.cp == 1:
+    """Elements per row on a rank of what attention reorders: keys and values under context
+    parallelism; in single precision queries and outputs, too, under every layout."""
+    sizes, parallel = plan.sizes, plan.parallel
+    whole = plan.model.dtype == "float32"  # attention by shapes
+    if not whole and parallel.cp == 1 and parallel.dynamic_cp is None:
         return []
-    heads = (plan.sizes.query_groups or plan.sizes.num_attention_heads) // plan.parallel.tp
     if config.get("multi_latent_attention"):
         widths = {config["qk_head_dim"] + config["qk_pos_emb_head_dim"], config["v_head_dim"]}
     else:
         widths = {config["kv_channels"]}
-    return sorted(max(heads, 1) * width for width in widths)
+    heads = {max(1, (sizes.query_groups or sizes.num_attention_heads) // parallel.tp)}
+    if whole:
+        heads.add(max(1, sizes.num_attention_heads // parallel.tp))
+    return sorted({number * width for number in heads for width in widths})
 
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:

@@ -97,7 +97,7 @@ def test_load_weights_uses_memory_without_a_name(engine: ProcessEngine):
     loaded(engine)
     maps = Path(f"/proc/{engine.process.pid}/maps").read_text()
     assert "/dev/shm" not in maps
-    assert ("memfd:pyrl-weights (deleted)" in maps) == (engine._sender.kind == "shm")
+    assert ("memfd:pyrl_ext (deleted)" in maps) == (engine._sender.kind == "shm")
 
 
 def test_stream_that_is_closed_early_leaves_a_usable_engine(engine: ProcessEngine):

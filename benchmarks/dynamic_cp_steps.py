@@ -1,0 +1,104 @@
+"""Updates on four ranks with fixed and with dynamic context parallelism: ``python -m
+benchmarks.dynamic_cp_steps [--samples N] [--rounds N]``.
+
+The same long-tailed samples, model and token limit; both ways in turns, so that a busy machine
+slows both. Printed are medians of the slowest rank's seconds and their ratio beside the planner's.
+Written before measuring: fixed groups of four send every layer's latents of every row and launch
+every microbatch on all ranks, so 1.3 times as long at least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.lengths import lognormal
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.forecast.strategies import Comparison
+from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.trainer.step import plan_schedule
+from tests.helpers import passes
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_plan
+
+WAYS = {"fixed": ("parallel.cp=4",), "dynamic": ("parallel.dp=4", "parallel.dynamic_cp=4")}
+
+
+def plan_of(way: str, limit: int, longest: int) -> Plan:
+    common = (f"batching.tokens_per_microbatch={limit}", f"rollout.max_new_tokens={longest - 64}")
+    return tiny_plan(*WAYS[way], *common, "batching.minibatches=1")
+
+
+def batch_of(lengths: Sequence[int]) -> passes.WholeBatch:
+    """Random tokens and routes of the tiny model."""
+    g, rows = torch.Generator().manual_seed(0), sum(lengths)
+    scores = torch.rand(rows, 3, 8, generator=g)
+    return passes.WholeBatch(
+        seqlens=tuple(lengths),
+        tokens=torch.randint(3, 128, (rows,), generator=g),
+        targets=torch.randint(3, 128, (rows,), generator=g),
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        loss_mask=torch.ones(rows, dtype=torch.bool),
+        rollout_logprobs=torch.full((rows,), -4.0),
+        advantages=torch.randn(rows, generator=g),
+        routes=scores.argsort(-1)[..., :2].to(torch.uint8),
+        layer_ids=(1, 2, 3),
+        route_mask=torch.ones(rows, dtype=torch.bool),
+        old_logprobs=torch.full((rows,), -4.0),
+    )
+
+
+def on_rank(
+    group: dist.ProcessGroup, lengths: Sequence[int], limit: int, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of the slowest rank for each round's update, by way."""
+    os.environ["WORLD_SIZE"] = str(group.size())
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    seconds, batch = {way: list[float]() for way in WAYS}, batch_of(lengths)
+    for _ in range(rounds):
+        for way, found in seconds.items():
+            plan = plan_of(way, limit, max(lengths))
+            with topology.start(plan) as topo:
+                policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
+                shard = passes.shard_of(policy, batch, plan_schedule(plan, batch.seqlens))
+                policy.accumulate(shard, loss)  # the first allocates
+                dist.barrier()
+                start = time.perf_counter()
+                policy.accumulate(shard, loss)
+                took = torch.tensor(time.perf_counter() - start)
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                found.append(float(took))
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=96)
+    parser.add_argument("--longest", type=int, default=2048, help="tokens")
+    parser.add_argument("--limit", type=int, default=512, help="tokens of a microbatch and rank")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    lengths = lognormal(given.samples, given.longest, given.samples * given.longest // 6)
+    plan = plan_of("dynamic", given.limit, max(lengths))
+    shown = {each.name: each for each in Comparison(plan, lengths, [0] * len(lengths)).strategies}
+    found = run_ranks(on_rank, 4, lengths, given.limit, given.rounds, timeout=1200)[0]
+    print(f"{len(lengths)} samples, {sum(lengths)} tokens, longest {max(lengths)}, 4 gloo ranks, "
+          f"load {os.getloadavg()[0]:.1f}, median of {given.rounds}")  # fmt: skip
+    median = {way: statistics.median(times) for way, times in found.items()}
+    for way, times in found.items():
+        print(f"{way:8s} {median[way]:7.2f} s   ({min(times):.2f} to {max(times):.2f})")
+    ratios = [a / b for a, b in zip(found["fixed"], found["dynamic"], strict=True)]
+    print(f"fixed / dynamic: {statistics.median(ratios):.2f}; planner: {shown}")
+
+
+if __name__ == "__main__":
+    main()
