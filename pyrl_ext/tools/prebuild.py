@@ -99,12 +99,9 @@ def _target(plan: Plan) -> int:
 
 @contextmanager
 def _cache(folder: Path) -> Iterator[None]:
-    before = knobs.cache.dir
-    knobs.cache.dir = str(folder)
-    try:
+    with knobs.cache.scope():
+        knobs.cache.dir = str(folder)
         yield
-    finally:
-        knobs.cache.dir = before
 
 
 @contextmanager
