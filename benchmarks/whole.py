@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from pyrl_ext.dist.topology import Place
 from pyrl_ext.pack.batch import Batch
@@ -50,7 +51,9 @@ def shard_at(
     schedule = Schedule(place.cp_size, ((group,),))
     index = index_of(batch, depths=depths)
     seat = Seat(place.cp_rank, place.tp_rank, place.tp_size, layers=index.layer_ids, fp8=fp8)
-    delivery = Delivery(Exchange(index, schedule, [seat], 1 << 8), 0)
+    wide = batch.routes is not None and batch.routes.dtype == torch.uint16
+    experts = 1 << 16 if wide else 1 << 8  # the ids that their type holds
+    delivery = Delivery(Exchange(index, schedule, [seat], experts), 0)
     delivery.take(0, columns_of(batch, depths))
     counts = tuple(index.loss_tokens[list(ids)].sum(0).tolist())
     lengths, columns = delivery.exchange.lengths, delivery.columns

@@ -242,7 +242,8 @@ class Exchange:
         for name in self.shapes(seat, 0, 0):
             if name == "routes":
                 slots = torch.tensor([self.index.layer_ids.index(i) for i in seat.layers])
-                yield name, columns[name].index_select(0, routers).index_select(1, slots)
+                routes = _bits(columns[name]).index_select(0, routers).index_select(1, slots)
+                yield name, routes.view(self._route_dtype)
             else:
                 at = routers if kind_of(name) == "routes" else tokens
                 yield name, columns[name].index_select(0, at)
@@ -287,7 +288,8 @@ class Delivery:
         sizes: dict[str, int] = dict.fromkeys(KINDS, 0)
         for name, part in parts:
             kind = kind_of(name)
-            self.columns[name].index_copy_(0, routers if kind == "routes" else tokens, part)
+            at = routers if kind == "routes" else tokens
+            _bits(self.columns[name]).index_copy_(0, at, _bits(part))
             sizes[kind] += part.nbytes
         return sizes
 
@@ -357,6 +359,11 @@ class Delivery:
             rows = SeatRows.of(exchange.schedule, exchange.lengths, seat, self._is_owned)
             self._asked[grid_rank, tp_rank] = rows
         return self._asked[grid_rank, tp_rank]
+
+
+def _bits(column: Tensor) -> Tensor:
+    """``column``; torch selects and copies no rows of uint16, so its bits as int16."""
+    return column.view(torch.int16) if column.dtype == torch.uint16 else column
 
 
 def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
