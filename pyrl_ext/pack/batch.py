@@ -116,11 +116,6 @@ class Batch:
         )
 
     @cached_property
-    def num_loss_tokens(self) -> int:
-        """Rows under the loss mask. Syncs: once, if the batch is on a device."""
-        return int(self.loss_mask.sum())
-
-    @cached_property
     def starts(self) -> np.ndarray:
         """[S + 1] int64, first row of each sample, then T."""
         return np.cumsum([0, *self.seqlens])
@@ -139,13 +134,6 @@ class Batch:
         moved = rows + depth
         inside = (rows >= 0) & (moved < self.ends[rows.clamp(min=0)])
         return torch.where(inside, moved, -1)
-
-    def num_loss_tokens_ahead(self, depth: int) -> int:
-        """Loss tokens that a row ``depth`` before them in the same sample can predict.
-
-        Syncs: if the batch is on a device.
-        """
-        return int((self.loss_mask & (self.positions >= depth)).sum())
 
     def with_(self, **changed: Any) -> Batch:
         """A copy with some fields replaced; the shapes are checked again."""

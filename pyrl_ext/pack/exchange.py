@@ -310,8 +310,9 @@ class Delivery:
         everyone = [torch.empty_like(mine) for _ in hosts]
         dist.all_gather(everyone, mine)
         for owner, host in enumerate(hosts):
-            there = self.exchange.stored_by(owner)
-            if host == hosts[self.rank] and owner != self.rank and there.bytes:
+            if host != hosts[self.rank] or owner == self.rank:
+                continue
+            if (there := self.exchange.stored_by(owner)).bytes:
                 process, file = everyone[owner].tolist()
                 columns = there.read(map_block(process, file, there.bytes))
                 _add(self.moved.shared, self.take(owner, columns))

@@ -9,7 +9,7 @@ import json
 import math
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -78,10 +78,6 @@ class Schedule:
     def digest(self) -> int:
         """32 bits, equal for equal schedules."""
         return zlib.crc32(repr(self.microbatches).encode())
-
-    def single(self) -> Iterator[Schedule]:
-        """Each microbatch as a schedule."""
-        return (replace(self, microbatches=(groups,)) for groups in self.microbatches)
 
     def renumbered(self, ids: Sequence[int]) -> Schedule:
         """The same microbatches, with sample ``ids[i]`` in place of sample i."""
