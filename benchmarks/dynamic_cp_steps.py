@@ -10,10 +10,13 @@ every microbatch on all ranks, so 1.3 times as long at least.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,14 +30,20 @@ from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.step import plan_schedule
 from tests.helpers import passes
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import tiny_plan
+from tests.helpers.tiny import CONFIG, tiny_plan
 
 WAYS = {"fixed": ("parallel.cp=4",), "dynamic": ("parallel.dp=4", "parallel.dynamic_cp=4")}
 
 
 def plan_of(way: str, limit: int, longest: int) -> Plan:
-    common = (f"batching.tokens_per_microbatch={limit}", f"rollout.max_new_tokens={longest - 64}")
-    return tiny_plan(*WAYS[way], *common, "batching.minibatches=1")
+    """The tiny model's plan, with positions for samples of ``longest`` tokens."""
+    sizes = json.loads((CONFIG.parent / "tiny" / "config.json").read_text())
+    common = (f"batching.tokens_per_microbatch={limit}", f"rollout.max_new_tokens={longest}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps(sizes | {"max_position_embeddings": 4 * longest}))
+        model = f"model.config={path}"
+        return tiny_plan(*WAYS[way], *common, model, "batching.minibatches=1")
 
 
 def batch_of(lengths: Sequence[int]) -> passes.WholeBatch:
@@ -82,14 +91,13 @@ def on_rank(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=96)
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--mean", type=int, default=128, help="tokens")
     parser.add_argument("--longest", type=int, default=2048, help="tokens")
     parser.add_argument("--limit", type=int, default=512, help="tokens of a microbatch and rank")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    lengths = lognormal(given.samples, given.longest, given.samples * given.longest // 6)
-    plan = plan_of("dynamic", given.limit, max(lengths))
-    shown = {each.name: each for each in Comparison(plan, lengths, [0] * len(lengths)).strategies}
+    lengths = lognormal(given.samples, given.longest, given.samples * given.mean)
     found = run_ranks(on_rank, 4, lengths, given.limit, given.rounds, timeout=1200)[0]
     print(f"{len(lengths)} samples, {sum(lengths)} tokens, longest {max(lengths)}, 4 gloo ranks, "
           f"load {os.getloadavg()[0]:.1f}, median of {given.rounds}")  # fmt: skip
@@ -97,7 +105,12 @@ def main() -> None:
     for way, times in found.items():
         print(f"{way:8s} {median[way]:7.2f} s   ({min(times):.2f} to {max(times):.2f})")
     ratios = [a / b for a, b in zip(found["fixed"], found["dynamic"], strict=True)]
-    print(f"fixed / dynamic: {statistics.median(ratios):.2f}; planner: {shown}")
+    planned = Comparison(
+        plan_of("dynamic", given.limit, max(lengths)), lengths, [0] * len(lengths)
+    ).strategies
+    first_fit, balanced, dynamic = (each.makespan for each in planned)
+    print(f"fixed / dynamic: {statistics.median(ratios):.2f}; the planner without fitted costs: "
+          f"{balanced / dynamic:.2f}, {first_fit / dynamic:.2f} first fit")  # fmt: skip
 
 
 if __name__ == "__main__":
