@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from pyrl_ext.dist.shared_memory import host_key
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.model.ranks import Grid
 
 # said once per import of megatron-core; the plan's backend decides, not what happens to be there
 warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
@@ -46,15 +47,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of this process in the grid. Built by `start`, passed to whatever communicates.
+    """The place of this process. Built by `start`, passed to whatever communicates.
 
-    Sizes and ranks are plain ints; ``groups`` is megatron-core's ``ProcessGroupCollection``
-    (``tp pp cp ep expt_tp dp dp_cp expt_dp ...``), which its functions take as an argument.
-    ``cp_groups`` holds this rank's context-parallel group of each size that a microbatch may take;
-    None for a group of one rank. ``hosts`` has the `host_key` of every rank.
+    ``rank``, ``world_size``, ``hosts``, `world` and `is_main` are of the whole run; all else is of
+    the module that this rank runs, on its ``grid``. Sizes and ranks are plain ints; ``groups`` is
+    megatron-core's ``ProcessGroupCollection`` (``tp pp cp ep expt_tp dp dp_cp expt_dp ...``), which
+    its functions take as an argument. ``cp_groups`` holds this rank's context-parallel group of
+    each size that a microbatch may take; None for a group of one rank. ``hosts`` has the `host_key`
+    of every rank.
     """
 
     device: torch.device
+    grid: Grid
     world_size: int
     rank: int
     dp_size: int
@@ -71,6 +75,16 @@ class Topology:
     groups: Any
     cp_groups: Mapping[int, Any]
     hosts: tuple[int, ...]
+
+    @property
+    def module(self) -> str:
+        """Name of the module that this rank runs."""
+        return self.grid.name
+
+    @property
+    def first(self) -> int:
+        """First rank of this rank's module."""
+        return self.grid.first
 
     @property
     def grid_rank(self) -> int:
@@ -231,6 +245,7 @@ def _groups(plan: Plan, device: torch.device) -> Topology:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return Topology(
         device=device,
+        grid=plan.grids["llm"],
         world_size=dist.get_world_size(),
         rank=dist.get_rank(),
         dp_size=groups.dp.size(),

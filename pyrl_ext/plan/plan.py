@@ -20,7 +20,7 @@ from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
 from pyrl_ext.plan.model.sizes import ModelSizes, read_sizes
-from pyrl_ext.plan.schema import Config
+from pyrl_ext.plan.schema import Config, Parallel
 
 # What a resumed run may change: it decides how long, how often, where and how, not what is computed
 # (beyond rounding).
@@ -107,6 +107,16 @@ class Plan(Config):
     def stages(self) -> tuple[tuple[ModelChunk, ...], ...]:
         """[pp][vpp] what every model chunk of every pipeline rank holds."""
         return plan_stages(self.parallel, self.sizes.num_hidden_layers, self.num_mtp_layers)
+
+    @property
+    def grids(self) -> dict[str, ranks.Grid]:
+        """Module -> its ranks: the language model's, then each module's with ranks for itself."""
+        grids, first = {"llm": ranks.Grid("llm", 0, self.parallel)}, self.parallel.world_size
+        for name, module in getattr(self, "modules", {}).items():
+            if module.ranks == "own":
+                grids[name] = ranks.Grid(name, first, Parallel(**module.parallel.model_dump()))
+                first = grids[name].ranks.stop
+        return grids
 
     @property
     def has_rollouts(self) -> bool:

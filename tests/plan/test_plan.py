@@ -66,6 +66,17 @@ def test_ranks_and_groups_are_megatrons(dp: int, tp: int, pp: int, cp: int, data
             assert getattr(rank, axis) == group.index(rank.rank)
 
 
+def test_Grid_counts_its_ranks_from_the_first_one():
+    grid = ranks.Grid("vision", 5, Parallel(dp=2, tp=2, pp=3))
+    assert [*grid.ranks] == list(range(5, 17))
+    for rank in grid.ranks:
+        at = grid.place(rank)
+        assert (at.rank, at.cp, grid.rank_of(dp=at.dp, tp=at.tp, pp=at.pp)) == (rank, 0, rank)
+    assert grid.group(10, "pp") == (6, 10, 14)
+    assert grid.group(10, "dp", "tp") == (9, 10, 11, 12)
+    assert grid.group(10, "cp") == (10,)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_compile_plan_gives_the_golden_plan(path: Path, monkeypatch: pytest.MonkeyPatch):
     """`PYRL_WRITE_GOLDEN=1 python -m pytest tests/plan/test_plan.py` writes them anew."""

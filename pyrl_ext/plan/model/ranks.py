@@ -1,16 +1,29 @@
 """Which rank is where, and which ranks communicate: megatron-core's default order, tp fastest.
 
-Attention and dense layers see the ranks as pp x dp x cp x tp; routed experts see the same ranks as
-pp x edp x ep x etp.
+Attention and dense layers see the ranks of a module as pp x dp x cp x tp; routed experts see the
+same ranks as pp x edp x ep x etp.
 """
 
 from __future__ import annotations
 
-from itertools import product
-from operator import attrgetter
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from pyrl_ext.plan.schema import Parallel
+
+# Groups that the trainer communicates in: name -> the axes along which their ranks differ, the
+# slowest first.
+GROUPS = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "dp_cp": ("dp", "cp"),
+    "pp": ("pp",),
+    "ep": ("ep",),
+    "expt_tp": ("etp",),
+    "expt_dp": ("edp",),
+}
 
 
 class Rank(NamedTuple):
@@ -26,39 +39,60 @@ class Rank(NamedTuple):
     etp: int
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The ranks that one module runs on, from `first` on, as its `parallel` arranges them."""
+
+    name: str
+    first: int
+    parallel: Parallel
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.parallel.world_size)
+
+    @cached_property
+    def axes(self) -> dict[str, tuple[int, int]]:
+        """Axis -> (its size, the distance of neighbours on it), in the order of `Rank`."""
+        sizes, stage = self.parallel, self.parallel.world_size // self.parallel.pp
+        tp, ep, etp = sizes.tp, sizes.ep, sizes.etp_size
+        dense = {"pp": (sizes.pp, stage), "dp": (sizes.dp, sizes.cp * tp), "cp": (sizes.cp, tp)}
+        experts = {"edp": (stage // (ep * etp), ep * etp), "ep": (ep, etp), "etp": (etp, 1)}
+        return dense | {"tp": (tp, 1)} | experts
+
+    def rank_of(self, *, dp: int = 0, cp: int = 0, tp: int = 0, pp: int = 0) -> int:
+        """The rank at a place of the dense grid."""
+        here = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+        return self.first + sum(at * self.axes[axis][1] for axis, at in here.items())
+
+    def place(self, rank: int) -> Rank:
+        """The coordinates of `rank`."""
+        at = rank - self.first
+        return Rank(rank, *(at // stride % size for size, stride in self.axes.values()))
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axes` alone, and itself; rising."""
+        place, group = self.place(rank)._asdict(), [rank]
+        for axis in axes:
+            size, stride = self.axes[axis]
+            group = [r + (i - place[axis]) * stride for r in group for i in range(size)]
+        return tuple(group)
+
+
 def ranks(parallel: Parallel) -> tuple[Rank, ...]:
-    """Every rank of the world, in order."""
-    pp, ep, etp = parallel.pp, parallel.ep, parallel.etp_size
-    dense = product(*map(range, (pp, parallel.dp, parallel.cp, parallel.tp)))
-    expert = product(*map(range, (pp, parallel.world_size // (pp * ep * etp), ep, etp)))
-    pairs = zip(dense, expert, strict=True)
-    return tuple(Rank(i, *here, *there[1:]) for i, (here, there) in enumerate(pairs))
-
-
-DENSE_GRID = ("pp", "dp", "cp", "tp")
-EXPERT_GRID = ("pp", "edp", "ep", "etp")
-# Groups that the trainer communicates in: name -> the axes along which their ranks differ.
-GROUPS = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "dp": ("dp",),
-    "dp_cp": ("dp", "cp"),
-    "pp": ("pp",),
-    "ep": ("ep",),
-    "expt_tp": ("etp",),
-    "expt_dp": ("edp",),
-}
+    """Every rank of a module alone in the world, in order."""
+    grid = Grid("llm", 0, parallel)
+    return tuple(map(grid.place, grid.ranks))
 
 
 def groups(parallel: Parallel) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Name -> every group of that kind, as rising ranks; kinds of one rank are left out."""
-    everyone, found = ranks(parallel), {}
+    grid, found = Grid("llm", 0, parallel), {}
     for name, axes in GROUPS.items():
-        grid = EXPERT_GRID if axes[0] in EXPERT_GRID else DENSE_GRID
-        place = attrgetter(*(axis for axis in grid if axis not in axes))
-        kind: dict[tuple[int, ...], list[int]] = {}
-        for each in everyone:
-            kind.setdefault(place(each), []).append(each.rank)
-        if len(kind) < len(everyone):
-            found[name] = tuple(map(tuple, kind.values()))
+        kind: dict[int, tuple[int, ...]] = {}
+        for rank in grid.ranks:
+            if rank not in kind:
+                kind |= dict.fromkeys(group := grid.group(rank, *axes), group)
+        if len(kind[0]) > 1:
+            found[name] = tuple(dict.fromkeys(kind.values()))
     return found
