@@ -27,9 +27,9 @@ from pyrl_ext.dist.agree import gather_objects
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.samples import Sample
-from pyrl_ext.trainer.step import plan_schedules
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import one_rank
 
@@ -107,7 +107,7 @@ def on_rank(group: dist.ProcessGroup, samples: int, tokens: int) -> dict[str, An
         index = BatchIndex.joined(indices, range(samples))
         batch = Batch.of(own, advantages)
         own.clear()
-        return shard_batch(batch, index, plan_schedules(plan, index), plan, topo)
+        return shard_batch(batch, index, Scheduler(plan).minibatches(index), plan, topo)
 
     return {
         "own": sum(s.routes.nbytes for s in mine if s.routes is not None),

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from benchmarks.lengths import lognormal
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.strategies import Comparison
 from pyrl_ext.trainer.policy import Policy
-from pyrl_ext.trainer.step import plan_schedule
 from tests.helpers import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, tiny_plan
@@ -78,7 +78,7 @@ def on_rank(
             plan = plan_of(way, limit, max(lengths))
             with topology.start(plan) as topo:
                 policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
-                shard = passes.shard_of(policy, batch, plan_schedule(plan, batch.seqlens))
+                shard = passes.shard_of(policy, batch, Scheduler(plan).schedule(batch.seqlens))
                 policy.accumulate(shard, loss)  # the first allocates
                 dist.barrier()
                 start = time.perf_counter()

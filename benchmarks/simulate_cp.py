@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from pyrl_ext.ops.plan_dynamic_cp import search
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.forecast.cp_problem import CpSize, Problem, problem_of
+from pyrl_ext.plan.forecast.cp_costs import costs_of, cp_groups
+from pyrl_ext.plan.forecast.cp_problem import CpSize, Problem
 from pyrl_ext.plan.forecast.packing import pack_samples
-from pyrl_ext.plan.forecast.strategies import costs_of
 from pyrl_ext.plan.forecast.workload import step_samples
 
 CONFIG = Path(__file__).parents[1] / "configs" / "qwen3_30b.yaml"
@@ -96,27 +96,14 @@ def main() -> None:
     print("| --- | --- | ---: | ---: | ---: | ---: | --- |")
     for gpu in ("H100", "H200"):
         plan = compile_plan(CONFIG, [f"hardware.gpu={gpu}"])
-        cost = costs_of(plan).model
-        parallel = plan.parallel
+        groups = cp_groups(plan, costs_of(plan).model)
         lengths = {
             "median 2k, sigma 1.1": lognormal(2000, 1.1),
             "median 1k, sigma 1.5": lognormal(1000, 1.5),
             "as the config estimates": of_plan(plan),
         }
         for name, draw in lengths.items():
-            found = [
-                simulate(
-                    problem_of(
-                        draw(random.Random(seed)),
-                        parallel.dp * parallel.cp,
-                        plan.batching.tokens_per_microbatch,
-                        cost=cost,
-                        max_cp_size=parallel.dynamic_cp,
-                        tp_size=parallel.tp,
-                    )
-                )
-                for seed in range(SEEDS)
-            ]
+            found = [simulate(groups.problem(draw(random.Random(seed)))) for seed in range(SEEDS)]
             padded, packed, dynamic, cp = (sum(x) / SEEDS for x in zip(*found, strict=True))
             print(
                 f"| {gpu} | {name} | {padded:.1f} | {packed:.2f} | {dynamic:.2f} | {cp:.1f} | "

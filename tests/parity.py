@@ -22,10 +22,10 @@ import torch
 
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
-from pyrl_ext.trainer.step import plan_schedule
 from tests.helpers import passes
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.passes import WholeBatch
@@ -244,7 +244,7 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
         before = {name: tensor.clone() for name, tensor in policy.weights()}
         out = Outcome([], [], [], [], {})
         for batch in batches(plan, mtp_routes):
-            schedule = plan_schedule(plan, batch.seqlens)
+            schedule = Scheduler(plan).schedule(batch.seqlens)
             probe.expect(batch, schedule, training=False, replay=plan.replay.old)
             old = passes.scores(policy, batch, schedule, plan.replay.old)
             batch = batch.with_(old_logprobs=old.logprobs)

@@ -11,8 +11,8 @@ from benchmarks.dynamic_cp import DISTRIBUTIONS, quality
 from benchmarks.greedy_cp import GREEDY
 from benchmarks.simulate_cp import CONFIG, lognormal, simulate
 from pyrl_ext.plan import compile_plan
-from pyrl_ext.plan.forecast.cp_problem import CostModel, Exchange, problem_of
-from pyrl_ext.plan.forecast.strategies import costs_of
+from pyrl_ext.plan.forecast.cp_costs import costs_of
+from pyrl_ext.plan.forecast.cp_problem import CostModel, CpGroups, Exchange
 
 
 @pytest.mark.parametrize("name", GREEDY)
@@ -45,7 +45,7 @@ def test_quality_of_plans_made_by_hand():
 def test_simulate_prices_dynamic_groups_below_fixed_ones():
     plan = compile_plan(CONFIG)
     lengths = lognormal(2000, 1.1)(random.Random(0))
-    problem = problem_of(lengths, 32, 3072, cost=costs_of(plan).model, max_cp_size=16)
+    problem = CpGroups(32, 3072, cost=costs_of(plan).model, max_cp_size=16).problem(lengths)
     found = simulate(problem)
     assert found.dynamic < found.packed < found.padded
     assert 1 < found.cp < 16

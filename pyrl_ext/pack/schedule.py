@@ -11,13 +11,24 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from pyrl_ext.ops.plan_dynamic_cp import search
-from pyrl_ext.plan.forecast.cp_problem import CostModel, problem_of
+from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.forecast.cp_costs import costs_of, cp_groups
+from pyrl_ext.plan.forecast.cp_problem import CostModel, CpGroups, Problem
 from pyrl_ext.plan.forecast.packing import pack_samples
 
-__all__ = ["CostModel", "Group", "Schedule", "plan_dynamic_cp", "plan_microbatches"]
+__all__ = [
+    "CostModel",
+    "Group",
+    "Schedule",
+    "Scheduler",
+    "plan_dynamic_cp",
+    "plan_microbatches",
+]
 
 
 class Group(NamedTuple):
@@ -159,16 +170,8 @@ def plan_dynamic_cp(
 
     Args:
         seqlens: rows of each sample [tokens].
-        num_ranks: ranks of the grid, data-parallel times context-parallel.
-        max_tokens_per_rank: most padded rows of a microbatch on one rank [tokens].
-        cost: seconds of a microbatch on a group.
-        min_cp_size: ranks of the smallest groups; divides ``num_ranks``.
-        max_cp_size: ranks of the largest groups; None: ``num_ranks``.
-        tp_size: tensor-parallel ranks that share the rows of a rank of the grid.
-        fp8: each rank's rows are whole tiles of 8-bit products. With ``tp_size`` and a group's
-            size, the padding of its samples (`alignment`).
-        pp_size, vpp_size: pipeline ranks, and model chunks on each. With several chunks the number
-            of microbatches is a multiple of ``pp_size``.
+        num_ranks, max_tokens_per_rank, cost, min_cp_size, max_cp_size, tp_size, fp8, pp_size,
+            vpp_size: see `CpGroups`.
 
     Returns:
         A microbatch has no sample at all only if there are fewer samples than microbatches.
@@ -177,8 +180,7 @@ def plan_dynamic_cp(
         ValueError: there are no samples, one is empty or longer than the largest group takes, a
             size is below 1, or the sizes of groups do not fit each other or the costs.
     """
-    problem = problem_of(
-        seqlens,
+    groups = CpGroups(
         num_ranks,
         max_tokens_per_rank,
         cost=cost,
@@ -189,9 +191,46 @@ def plan_dynamic_cp(
         pp_size=pp_size,
         vpp_size=vpp_size,
     )
+    return _searched(groups.problem(seqlens))
+
+
+def _searched(problem: Problem) -> Schedule:
     found = search(problem)
-    groups = (tuple(Group(*each) for each in placed) for placed in found.microbatches)
-    return Schedule(num_ranks, tuple(groups), found.makespan, found.lower_bound)
+    microbatches = (tuple(Group(*each) for each in placed) for placed in found.microbatches)
+    return Schedule(problem.num_ranks, tuple(microbatches), found.makespan, found.lower_bound)
+
+
+class Scheduler:
+    """Which samples of a plan's minibatches run together, in which microbatch, on which ranks.
+
+    Groups of dynamic context parallelism are priced once.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    @cached_property
+    def _groups(self) -> CpGroups:
+        return cp_groups(self.plan, costs_of(self.plan).model)
+
+    def schedule(self, seqlens: Sequence[int]) -> Schedule:
+        """The microbatches of samples of ``seqlens`` rows, as ``parallel.dynamic_cp`` says."""
+        sizes, tokens = self.plan.parallel, self.plan.batching.tokens_per_microbatch
+        if sizes.dynamic_cp is not None:
+            return _searched(self._groups.problem(seqlens))
+        align = self.plan.row_alignment
+        schedule = plan_microbatches(seqlens, sizes.dp, tokens, align, sizes.cp)
+        # an interleaved pipeline runs pp microbatches of a chunk at a time
+        return schedule.padded(sizes.pp if sizes.vpp else 1)
+
+    def minibatches(self, index: BatchIndex, number: int | None = None) -> list[Schedule]:
+        """The schedule of every minibatch; `number` of them, None: as many as the plan has.
+
+        Scores and updates follow the same schedules, so that a row is computed on one rank in all
+        passes, and its first old and current log-probs are the same number.
+        """
+        parts = index.split(number or self.plan.batching.minibatches)
+        return [self.schedule(index.seqlens[ids].tolist()).renumbered(ids) for ids in parts]
 
 
 def _check_sizes(seqlens: Sequence[int], dp_size: int, limit: int, align: int) -> None:

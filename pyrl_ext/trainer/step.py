@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -20,11 +20,10 @@ from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import Moved, shard_batch
 from pyrl_ext.pack.index import BatchIndex
-from pyrl_ext.pack.schedule import Schedule, plan_dynamic_cp, plan_microbatches
+from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.pack.shard import BatchShard, joined
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import OFFLOADED
-from pyrl_ext.plan.forecast.strategies import costs_of
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
@@ -61,6 +60,11 @@ class Step(ABC):
     advantage: AdvantageFn
     loss: LossFn
     moved: Moved = field(default_factory=Moved, init=False)
+
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        """The schedules of the plan's minibatches."""
+        return Scheduler(self.plan)
 
     @property
     def engine(self) -> Engine | None:
@@ -102,7 +106,7 @@ class Step(ABC):
         with phase("time/exchange"):
             schedules, batch, error = [], None, None
             try:
-                schedules = plan_schedules(self.plan, index, minibatches)
+                schedules = self.scheduler.minibatches(index, minibatches)
                 batch = self._rows_of(rollout)
             except Exception as caught:  # every rank has to know, or the others wait forever
                 error = caught
@@ -280,37 +284,6 @@ class RolloutStep(Step):
             agreement={n: each.share / each.rows for n, each in old.agreement.items() if each.rows},
             topo=self.topo,
         )
-
-
-def plan_schedules(plan: Plan, index: BatchIndex, minibatches: int | None = None) -> list[Schedule]:
-    """Which samples of each minibatch run together, in which microbatch, on which ranks.
-
-    Scores and updates follow the same schedules, so that a row is computed on one rank in all
-    passes, and its first old and current log-probs are the same number.
-    """
-    parts = index.split(minibatches or plan.batching.minibatches)
-    return [plan_schedule(plan, index.seqlens[ids].tolist()).renumbered(ids) for ids in parts]
-
-
-def plan_schedule(plan: Plan, seqlens: Sequence[int]) -> Schedule:
-    """The microbatches of samples of ``seqlens`` rows, as ``parallel.dynamic_cp`` says."""
-    sizes, tokens = plan.parallel, plan.batching.tokens_per_microbatch
-    if sizes.dynamic_cp is None:
-        schedule = plan_microbatches(seqlens, sizes.dp, tokens, plan.row_alignment, sizes.cp)
-        # an interleaved pipeline runs pp microbatches of a chunk at a time
-        return schedule.padded(sizes.pp if sizes.vpp else 1)
-    return plan_dynamic_cp(
-        seqlens,
-        sizes.dp * sizes.cp,
-        tokens,
-        cost=costs_of(plan).model,
-        min_cp_size=sizes.cp,
-        max_cp_size=sizes.dynamic_cp,
-        tp_size=sizes.tp,
-        fp8=plan.model.fp8 is not None,
-        pp_size=sizes.pp,
-        vpp_size=sizes.vpp_size,
-    )
 
 
 def compare(shard: BatchShard, old: Scores, topo: Topology) -> Metrics:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from pyrl_ext.ops.plan_dynamic_cp import native, reference
-from pyrl_ext.plan.forecast.cp_problem import problem_of
+from pyrl_ext.plan.forecast.cp_problem import CpGroups
 from tests.helpers.dynamic_cp import COST, problems
 
 
@@ -14,7 +14,8 @@ from tests.helpers.dynamic_cp import COST, problems
 @settings(max_examples=100, deadline=None)
 def test_plan_dynamic_cp_native_equals_reference(problem):
     args, options = problem
-    checked = problem_of(*args, cost=COST, **options)
+    seqlens, *grid = args
+    checked = CpGroups(*grid, cost=COST, **options).problem(seqlens)
     assert native.search(checked) == reference.search(checked)
 
 
@@ -24,11 +25,11 @@ def test_plan_dynamic_cp_native_equals_reference_for_many_samples(samples, ranks
     draw = random.Random(samples)
     lengths = [min(12 * 512, int(draw.lognormvariate(6, 1.2)) + 1) for _ in range(samples)]
     for vpp in (1, 2):
-        checked = problem_of(lengths, ranks, 512, cost=COST, pp_size=4, vpp_size=vpp)
+        checked = CpGroups(ranks, 512, cost=COST, pp_size=4, vpp_size=vpp).problem(lengths)
         assert native.search(checked) == reference.search(checked)
 
 
 def test_plan_dynamic_cp_native_refuses_a_sample_that_no_group_holds():
-    problem = problem_of([5, 64], 4, 16, cost=COST)
+    problem = CpGroups(4, 16, cost=COST).problem([5, 64])
     with pytest.raises(ValueError, match="sample 0 has 65 tokens, expected at most"):
         native.search(problem._replace(lengths=(65, 5)))

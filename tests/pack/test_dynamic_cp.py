@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from benchmarks.dynamic_cp import DISTRIBUTIONS, rows_of
 from pyrl_ext.ops.plan_dynamic_cp import search
 from pyrl_ext.pack.schedule import CostModel, Schedule, plan_dynamic_cp
-from pyrl_ext.plan.forecast.cp_problem import Exchange, problem_of
+from pyrl_ext.plan.forecast.cp_problem import CpGroups, Exchange
 from pyrl_ext.plan.model.alignment import alignment
 from tests.helpers.dynamic_cp import COST, least_makespan, problems
 
@@ -84,7 +84,7 @@ def test_plan_dynamic_cp_is_near_the_best_plan_of_few_samples():
         lengths = [min(limit * ranks, int(n) + 1) for n in samples]
         exchange = Exchange(8, 0, draw.choice([0, 80, 400]))
         cost = CostModel(4000, 1, draw.choice([8e4, 4e5, 1.2e6]), (exchange,))
-        problem = problem_of(lengths, ranks, limit, cost=cost)
+        problem = CpGroups(ranks, limit, cost=cost).problem(lengths)
         least = least_makespan(problem)
         assert search(problem).lower_bound <= least * (1 + 1e-12)
         found.append(search(problem).makespan / least)

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pyrl_ext.pack.schedule import Group, Schedule, plan_microbatches
+from pyrl_ext.pack.schedule import (
+    Group,
+    Schedule,
+    Scheduler,
+    plan_dynamic_cp,
+    plan_microbatches,
+)
+from pyrl_ext.plan.forecast.cp_costs import costs_of
+from tests.helpers.tiny import tiny_plan
 
 
 def bins_of(*args):
@@ -160,3 +168,45 @@ def test_schedule_to_json_names_every_group():
             {"ranks": [2, 3], "cp_size": 2, "samples": [0]},
         ]
     ]
+
+
+DYNAMIC = (
+    *("parallel.dp=4", "parallel.cp=2", "parallel.dynamic_cp=4", "parallel.tp=2", "parallel.pp=2"),
+    *("parallel.ep=2", "parallel.vpp=2", "hardware.gpu=H100", "batching.tokens_per_microbatch=32"),
+)
+
+
+def test_Scheduler_gives_the_planner_the_sizes_of_the_plan():
+    """Each argument written out; lengths at which each of them matters."""
+    plan = tiny_plan(*DYNAMIC)
+    seqlens = [121, 61, 60, 59, 33, 32, 31, 17, 9, 5, 3, 1, 90, 45]
+    asked = plan_dynamic_cp(
+        *(seqlens, 8, 32),
+        cost=costs_of(plan).model,
+        min_cp_size=2,
+        max_cp_size=4,
+        tp_size=2,
+        pp_size=2,
+        vpp_size=2,
+    )
+    scheduler = Scheduler(plan)
+    assert scheduler.schedule(seqlens) == asked
+    assert scheduler.schedule(seqlens[:5]) == Scheduler(plan).schedule(seqlens[:5])
+    fixed = Scheduler(
+        tiny_plan("parallel.dp=2", "parallel.cp=2", "parallel.pp=2", "parallel.vpp=2")
+    )
+    (tokens, align) = (fixed.plan.batching.tokens_per_microbatch, fixed.plan.row_alignment)
+    even = plan_microbatches([7, 5, 3], 2, tokens, align, 2)
+    assert fixed.schedule([7, 5, 3]) == even.padded(2) and len(even) == 1
+
+
+def test_Scheduler_prices_groups_once(monkeypatch):
+    """Pricing a plan takes longer than planning a minibatch."""
+    from pyrl_ext.pack import schedule
+
+    priced = []
+    monkeypatch.setattr(schedule, "costs_of", lambda plan: priced.append(0) or costs_of(plan))
+    scheduler = Scheduler(tiny_plan("parallel.dp=2", "parallel.dynamic_cp=2"))
+    for number in (1, 2, 3):
+        scheduler.schedule([5] * number)
+    assert len(priced) == 1

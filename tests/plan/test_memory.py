@@ -262,15 +262,15 @@ def of_an_update(plan: Plan) -> dict[str, tuple[int, int]]:
     """(predicted, measured) bytes of each item on this rank, over an update."""
     from pyrl_ext.dist import topology
     from pyrl_ext.loss.registry import build_loss
+    from pyrl_ext.pack.schedule import Scheduler
     from pyrl_ext.tools.measure import Saved, tensors_of
     from pyrl_ext.trainer.policy import Policy
-    from pyrl_ext.trainer.step import plan_schedules
 
     batch = equal_samples(plan.samples_per_minibatch, 20)
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         known = tensors_of(policy)
-        (planned,) = plan_schedules(plan, index_of(batch))
+        (planned,) = Scheduler(plan).minibatches(index_of(batch))
         with Saved(x for each in known.values() for x in each).watched() as saved:
             passes.update(policy, batch, planned, build_loss(plan.objective))
         align = plan.row_alignment

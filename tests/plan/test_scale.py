@@ -14,8 +14,16 @@ from rich.console import Console
 from pyrl_ext.dist import heartbeat
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.__main__ import main
-from pyrl_ext.plan.forecast.scale import HEARTBEAT_KEYS, WATCHED, WORLDS, Row, World, scale
-from pyrl_ext.plan.forecast.workload import Sample, step_samples
+from pyrl_ext.plan.forecast.scale import (
+    GROWING,
+    HEARTBEAT_KEYS,
+    WATCHED,
+    WORLDS,
+    Row,
+    World,
+    scale,
+)
+from pyrl_ext.plan.forecast.workload import Sample
 from pyrl_ext.plan.show.html.page import plan_page
 from pyrl_ext.plan.show.scale import print_scale, scale_block
 from tests.helpers.plan_pages import REPOSITORY, checked, plan_of
@@ -153,11 +161,15 @@ def test_scale_leaves_out_ranks_that_the_layout_does_not_fit():
 
 def test_scale_with_a_growing_batch_keeps_a_rank_constant():
     plan = plan_of("glm47")
-    rows = {(row.part, row.name, row.unit): row for row in scale(plan, grows=True)}
-    batch = rows["host memory of a rank", "rows of the batch", "byte"]
+    rows = {(row.part, row.name, row.unit): row for row in scale(plan)}
+    batch = rows["host memory of a rank" + GROWING, "rows of the batch", "byte"]
     assert len({round(value or 0) for value in batch.values}) == 1
-    fixed = scale(plan, samples=step_samples(plan))
-    assert fixed == scale(plan) and fixed[0].values[0] == batch.values[0]
+    fixed = rows["host memory of a rank", "rows of the batch", "byte"]
+    assert fixed.values[0] == batch.values[0] and fixed.growth == "no"
+    growing = [row for row in scale(plan) if row.part.endswith(GROWING)]
+    for row in growing:
+        assert row.values != rows[row.part.removesuffix(GROWING), row.name, row.unit].values
+    assert growing == [*scale(plan)][-len(growing) :]
 
 
 def test_print_scale_and_page_show_every_number(capsys):

@@ -12,8 +12,9 @@ import torch
 
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.__main__ import main
+from pyrl_ext.plan.forecast.cp_costs import costs_of
 from pyrl_ext.plan.forecast.lengths_file import read_lengths
-from pyrl_ext.plan.forecast.strategies import Comparison, costs_of
+from pyrl_ext.plan.forecast.strategies import Comparison
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.show.html.charts import Box
 from pyrl_ext.plan.show.html.page import plan_page

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from pyrl_ext.plan.model.alignment import alignment
@@ -94,46 +95,67 @@ class Problem(NamedTuple):
     """The number of microbatches is a multiple of this."""
 
 
-def problem_of(
-    seqlens: Sequence[int],
-    num_ranks: int,
-    max_tokens_per_rank: int,
-    *,
-    cost: CostModel,
-    min_cp_size: int = 1,
-    max_cp_size: int | None = None,
-    tp_size: int = 1,
-    fp8: bool = False,
-    pp_size: int = 1,
-    vpp_size: int = 1,
-) -> Problem:
-    """Check the arguments of `plan_dynamic_cp` and price every group size.
+@dataclass(frozen=True)
+class CpGroups:
+    """The groups that a grid of ranks may form, priced: a problem without its samples.
+
+    Args:
+        num_ranks: ranks of the grid, data-parallel times context-parallel.
+        max_tokens_per_rank: most padded rows of a microbatch on one rank [tokens].
+        cost: seconds of a microbatch on a group.
+        min_cp_size: ranks of the smallest groups; divides ``num_ranks``.
+        max_cp_size: ranks of the largest groups; None: ``num_ranks``.
+        tp_size: tensor-parallel ranks that share the rows of a rank of the grid.
+        fp8: each rank's rows are whole tiles of 8-bit products. With ``tp_size`` and a group's
+            size, the padding of its samples (`alignment`).
+        pp_size, vpp_size: pipeline ranks, and model chunks on each. With several chunks the number
+            of microbatches is a multiple of ``pp_size``.
 
     Raises:
-        ValueError: see `plan_dynamic_cp`
+        ValueError: a size is below 1, or the sizes of groups do not fit each other or the costs.
     """
-    _check_positive(
-        num_ranks=num_ranks,
-        max_tokens_per_rank=max_tokens_per_rank,
-        min_cp_size=min_cp_size,
-        tp_size=tp_size,
-        pp_size=pp_size,
-        vpp_size=vpp_size,
-    )
-    sizes = []
-    for size in _group_sizes(num_ranks, min_cp_size, max_cp_size):
-        unit = alignment(tp_size, size, fp8)
-        limit = max_tokens_per_rank * size // unit * unit
-        sizes.append(CpSize(size, unit, limit, *cost.rates(size)))
-    _check_samples(seqlens, max_tokens_per_rank, sizes)
-    multiple = pp_size if vpp_size > 1 else 1  # interleaved schedules run whole rounds of stages
-    return Problem(tuple(map(int, seqlens)), num_ranks, tuple(sizes), cost.launch_seconds, multiple)
+
+    num_ranks: int
+    max_tokens_per_rank: int
+    _: KW_ONLY
+    cost: CostModel
+    min_cp_size: int = 1
+    max_cp_size: int | None = None
+    tp_size: int = 1
+    fp8: bool = False
+    pp_size: int = 1
+    vpp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"plan_dynamic_cp: {name} is {value}, expected at least 1")
+        assert self.sizes  # priced here, so that errors come at once
+
+    @cached_property
+    def sizes(self) -> tuple[CpSize, ...]:
+        """Every size of a group, ascending."""
+        found = []
+        for size in _group_sizes(self.num_ranks, self.min_cp_size, self.max_cp_size):
+            unit = alignment(self.tp_size, size, self.fp8)
+            limit = self.max_tokens_per_rank * size // unit * unit
+            found.append(CpSize(size, unit, limit, *self.cost.rates(size)))
+        return tuple(found)
+
+    def problem(self, seqlens: Sequence[int]) -> Problem:
+        """The problem of samples of ``seqlens`` rows.
+
+        Raises:
+            ValueError: there are no samples, one is empty, or longer than the largest group takes
+        """
+        _check_samples(seqlens, self.max_tokens_per_rank, self.sizes)
+        # interleaved schedules run whole rounds of stages
+        multiple = self.pp_size if self.vpp_size > 1 else 1
+        lengths = tuple(map(int, seqlens))
+        return Problem(lengths, self.num_ranks, self.sizes, self.cost.launch_seconds, multiple)
 
 
-def _check_positive(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"plan_dynamic_cp: {name} is {value}, expected at least 1")
+_POSITIVE = "num_ranks", "max_tokens_per_rank", "min_cp_size", "tp_size", "pp_size", "vpp_size"
 
 
 def _group_sizes(num_ranks: int, least: int, most: int | None) -> list[int]:

@@ -62,7 +62,7 @@ def tried[T](table: Sequence[tuple[int | None, T]], samples: int) -> T:
 
 
 def search(problem: Problem) -> Found:
-    """Plan the microbatches of a problem that `problem_of` has checked."""
+    """Plan the microbatches of a problem that `CpGroups` has checked."""
     return _Search(problem).best()
 
 

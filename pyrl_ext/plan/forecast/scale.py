@@ -339,19 +339,23 @@ QUANTITIES: tuple[Quantity, ...] = (
 )  # fmt: skip
 
 
-def scale(
-    plan: Plan, grows: bool = False, samples: Sequence[Sample] | None = None
-) -> tuple[Row, ...]:
-    """Every quantity at each of `WORLDS`.
+GROWING = " *"
+"""Ends the part of a row whose batch is in proportion to dp."""
 
-    Args:
-        plan: gives the layout and the batch
-        grows: the batch is in proportion to dp; otherwise it is the plan's at every number of ranks
-        samples: of a step; None: of the lengths that the plan estimates
-    """
-    samples = step_samples(plan) if samples is None else samples
+
+def scale(plan: Plan) -> tuple[Row, ...]:
+    """Every quantity at each of `WORLDS`: with the plan's batch at every number of ranks; then
+    those that differ if the batch is in proportion to dp."""
+    samples = step_samples(plan)
+    same, growing = (_rows(plan, samples, grows) for grows in (False, True))
+    pairs = zip(same, growing, strict=True)
+    differ = (many for one, many in pairs if one.values != many.values)
+    return (*same, *(row._replace(part=row.part + GROWING) for row in differ))
+
+
+def _rows(plan: Plan, samples: Sequence[Sample], grows: bool) -> list[Row]:
     worlds = [World.of(plan, ranks, grows, samples) for ranks in WORLDS]
-    return tuple(
+    return [
         Row(part, name, unit, tuple(w and of(w) for w in worlds), why)
         for part, name, unit, of, why in QUANTITIES
-    )
+    ]

@@ -10,26 +10,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from pyrl_ext.plan.forecast.compute_time import Passes
-from pyrl_ext.plan.forecast.cp_problem import CostModel, CpSize, Exchange, Problem, problem_of
+from pyrl_ext.plan.forecast.cp_costs import costs_of, cp_groups
+from pyrl_ext.plan.forecast.cp_problem import CpSize
 from pyrl_ext.plan.forecast.dynamic_cp import Placed, search
-from pyrl_ext.plan.forecast.flops import model_flops
-from pyrl_ext.plan.forecast.hardware import gpu_of
 from pyrl_ext.plan.forecast.packing import pack_samples
 from pyrl_ext.plan.forecast.scale import World
-from pyrl_ext.plan.forecast.workload import step_samples
 from pyrl_ext.plan.plan import Plan
 
 Microbatch = tuple[Placed, ...]
-
-
-class Costs(NamedTuple):
-    """The price of a microbatch, and where it comes from."""
-
-    model: CostModel
-    unit: str
-    """s or FLOP."""
-    why: str
 
 
 class Strategy(NamedTuple):
@@ -72,37 +60,6 @@ class Strategy(NamedTuple):
         return 1 - self.rows / self.padded
 
 
-def costs_of(plan: Plan) -> Costs:
-    """Seconds on the plan's GPU, as `step_time` prices an update; without a GPU, operations."""
-    gpu, samples = gpu_of(plan), step_samples(plan)
-    scored = sum(s.response for s in samples) / sum(s.rows for s in samples)
-    tp, pp = plan.parallel.tp, plan.parallel.pp
-    if gpu is None:
-        each = model_flops(plan.sizes, plan.num_mtp_layers)
-        pair = 3 * each.attention / tp / pp
-        row = 3 * (each.projections + each.experts + each.head * scored) / tp / pp
-        why = "operations of the slowest rank: hardware.gpu names no GPU; communication is free"
-        return Costs(CostModel(row + pair / 2, pair / 2), "FLOP", why)
-    run = Passes(plan, gpu)
-    chunks = [chunk for stage in plan.stages for chunk in stage]
-
-    def rates(cp: int) -> list[float]:
-        found = [run.rates(c, cp, work) for c in chunks for work in ("forward", "backward")]
-        return [sum(each) / pp for each in zip(*found, strict=True)]
-
-    fixed, row, pair, head = rates(1)
-    alone, exchanges, size = row + head * scored, [], 2
-    while size <= plan.parallel.dp * plan.parallel.cp:
-        _, shared, _, shared_head = rates(size)
-        received = shared + shared_head * scored - alone / size
-        exchanges.append(Exchange(size, 0.0, max(0.0, received) * size / (size - 1)))
-        size *= 2
-    if exchanges:
-        exchanges.append(exchanges[-1]._replace(up_to=plan.parallel.dp * plan.parallel.cp))
-    model = CostModel(alone + pair / 2, pair / 2, fixed, tuple(exchanges))
-    return Costs(model, "s", f"forward and backward passes on {plan.hardware.gpu}, as in the plan")
-
-
 class Comparison:
     """The strategies for samples of given lengths.
 
@@ -117,19 +74,8 @@ class Comparison:
 
     def __init__(self, plan: Plan, rows: Sequence[int], owners: Sequence[int]) -> None:
         self.plan, self.rows, self.owners = plan, tuple(rows), tuple(owners)
-        self.costs, parallel = costs_of(plan), plan.parallel
-        self.problem: Problem = problem_of(
-            self.rows,
-            parallel.dp * parallel.cp,
-            plan.batching.tokens_per_microbatch,
-            cost=self.costs.model,
-            min_cp_size=parallel.cp,
-            max_cp_size=parallel.dynamic_cp,
-            tp_size=parallel.tp,
-            fp8=plan.model.fp8 is not None,
-            pp_size=parallel.pp,
-            vpp_size=parallel.vpp_size,
-        )
+        self.costs = costs_of(plan)
+        self.problem = cp_groups(plan, self.costs.model).problem(self.rows)
         self._sizes = {each.size: each for each in self.problem.sizes}
 
     @cached_property

@@ -1,8 +1,8 @@
-"""Prints what grows with the number of ranks, for `--scale`, and makes the tables of the page."""
+"""Prints what grows with the number of ranks, for `--scale`, and makes the table of the page."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,7 +13,8 @@ from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.show.html.sections import Block, Table
 
 ABOUT = (
-    "Counted from the plan, at the lengths of estimate; ~ estimated. Left out: checkpoints, "
+    "Counted from the plan, at the lengths of estimate; ~ estimated; * what differs if the batch "
+    "is in proportion to dp. Left out: checkpoints, "
     "evaluation, and traffic of tp, pp, cp and ep within a replica, which stays as it is."
 )
 GROWTH = {"no": "no", "log": "log", "yes": "yes"}
@@ -22,24 +23,11 @@ WIDE = 120
 """Columns of a terminal that has room for the reasons beside the numbers."""
 
 
-class ScaleTable(NamedTuple):
-    """Quantities by number of ranks."""
-
-    title: str
-    rows: list[Row]
-
-
-def scale_tables(plan: Plan) -> list[ScaleTable]:
-    """Everything for the plan's batch, and what differs if the batch grows with dp."""
-    same, growing = scale(plan), scale(plan, grows=True)
-    differ = [many for one, many in zip(same, growing, strict=True) if one.values != many.values]
+def title_of(plan: Plan) -> str:
+    """The batch and the layout."""
     parallel = plan.parallel
     layout = f"tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}, ep {parallel.ep}; dp grows"
-    each = f"{plan.samples} samples for every {parallel.dp} of dp"
-    return [
-        ScaleTable(f"{plan.samples} samples a step on any number of ranks ({layout})", [*same]),
-        ScaleTable(f"What differs with {each}", differ),
-    ]
+    return f"{plan.samples} samples a step on any number of ranks ({layout})"
 
 
 def cells(row: Row) -> list[str]:
@@ -61,19 +49,18 @@ def name_of(row: Row) -> str:
 
 
 def print_scale(plan: Plan, console: Console) -> None:
-    """Print both tables; what grows with the ranks is yellow, and has its reason below where the
+    """Print the table; what grows with the ranks is yellow, and has its reason below where the
     terminal is narrow."""
-    for title, rows in scale_tables(plan):
-        console.print(f"\n[cyan]{escape(title)}[/]")
-        console.print(_printed(rows, console.width >= WIDE))
-        if console.width < WIDE:
-            for row in rows:
-                if row.growth == "yes":
-                    console.print(f"[yellow]{escape(name_of(row))}[/] [dim]{escape(row.why)}[/]")
+    rows, wide = scale(plan), console.width >= WIDE
+    console.print(f"\n[cyan]{escape(title_of(plan))}[/]")
+    console.print(_printed(rows, wide))
+    reasons = dict.fromkeys((name_of(row), row.why) for row in rows if row.growth == "yes")
+    for name, why in reasons if not wide else ():
+        console.print(f"[yellow]{escape(name)}[/] [dim]{escape(why)}[/]")
     console.print(f"[dim]{ABOUT}[/]")
 
 
-def _printed(rows: list[Row], reasons: bool) -> Printed:
+def _printed(rows: Sequence[Row], reasons: bool) -> Printed:
     table = Printed(box=None, pad_edge=False)
     for name in ("by number of ranks", *map(str, WORLDS), "grows"):
         table.add_column(name, justify="right" if name.isdigit() else "left", no_wrap=True)
@@ -91,15 +78,8 @@ def _printed(rows: list[Row], reasons: bool) -> Printed:
 
 
 def scale_block(plan: Plan) -> Block:
-    """Both tables for the page."""
+    """The table for the page."""
     head = ("of", "quantity", *map(str, WORLDS), "grows", "why")
-    tables = (
-        Table(
-            head,
-            [(r.part, name_of(r), *cells(r), GROWTH[r.growth], r.why) for r in rows],
-            title,
-            "scale",
-        )
-        for title, rows in scale_tables(plan)
-    )
-    return Block("By number of ranks", (ABOUT,), (), tuple(tables))
+    shown = [(r.part, name_of(r), *cells(r), GROWTH[r.growth], r.why) for r in scale(plan)]
+    table = Table(head, shown, title_of(plan), "scale")
+    return Block("By number of ranks", (ABOUT,), (), (table,))
