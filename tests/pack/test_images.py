@@ -1,0 +1,143 @@
+"""Images: every row of an image goes from one replica to the one rank that embeds it; compared with
+a plain loop over ranks and rows."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyrl_ext.pack.images import EncoderWork, Images, spread, within_patches
+from pyrl_ext.pack.schedule import CostModel, Group, Schedule, plan_dynamic_cp, plan_microbatches
+from pyrl_ext.pack.shard import Lengths, Seat
+from tests.helpers.probe import local_rows
+
+MERGE = 4  # patches of a row
+
+
+@st.composite
+def steps(draw):
+    """(images, lengths) of a step; some samples without images, some with several."""
+    lengths, table = [], []
+    for sample in range(draw(st.integers(1, 14))):
+        length = draw(st.integers(1, 9))
+        for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2, 3]))):
+            rows = draw(st.integers(1, 12))
+            table.append((sample, length, rows, (1, 2 * rows, 2)))
+            length += rows + draw(st.integers(0, 3))
+        lengths.append(length)
+    seqlens = np.asarray(lengths, np.int32)
+    starts = np.concatenate([[0], np.cumsum(seqlens, dtype=np.int64)])
+    columns = zip(*table, strict=True) if table else ([], [], [], np.empty((0, 3)))
+    return Images(*(np.asarray(c, np.int64) for c in columns)), Lengths(seqlens, starts)
+
+
+def schedule_of(lengths: Lengths, way: str) -> tuple[Schedule, int]:
+    """A schedule and tensor-parallel ranks that share rows."""
+    dp, cp, tp, dynamic = map(int, way.split())
+    unit = (2 * cp if cp > 1 else 1) * tp
+    seqlens = lengths.seqlens.tolist()
+    limit = max(64, -(-max(seqlens) // unit) * unit)
+    if dynamic:
+        cost = CostModel(token_seconds=1.0, square_seconds=0.01)
+        plan = plan_dynamic_cp(
+            seqlens, dp * cp, limit, cost=cost, min_cp_size=cp, max_cp_size=dynamic, tp_size=tp
+        )
+        return plan, tp
+    return plan_microbatches(seqlens, dp, limit, unit, cp), tp
+
+
+@given(
+    step=steps(),
+    way=st.sampled_from(["1 1 1 0", "3 1 1 0", "1 2 1 0", "1 1 2 0", "2 2 2 0", "4 1 2 4"]),
+    replicas=st.integers(1, 4),
+)
+@settings(max_examples=300, deadline=None)
+def test_route_brings_each_row_of_an_image_to_the_rank_that_embeds_it(step, way, replicas):
+    images, lengths = step
+    schedule, tp = schedule_of(lengths, way)
+    work = EncoderWork(images, schedule, lengths, replicas)
+    batch = SimpleNamespace(seqlens=lengths.seqlens.tolist())
+    of_image = {  # row of the stream -> image
+        int(lengths.starts[s]) + first + i: (image, i)
+        for image, (s, first, n) in enumerate(zip(*images[:3], strict=True))
+        for i in range(n)
+    }
+    arrived = []
+    for m in range(len(schedule)):
+        outputs = [
+            [(image, i) for image in work.ids(m, r).tolist() for i in range(images.counts[image])]
+            for r in range(replicas)
+        ]
+        for rank in range(schedule.num_ranks):
+            group = schedule.group_of(m, rank)
+            place = SimpleNamespace(
+                cp_size=group.cp_size, cp_rank=rank - group.first, tp_size=tp, tp_rank=0
+            )
+            rows = local_rows(batch, group.samples, place)
+            for t in range(tp):
+                part = rows[t * len(rows) // tp : (t + 1) * len(rows) // tp]
+                want = {at: of_image[row] for at, row in enumerate(part) if row in of_image}
+                found = {}
+                for r in range(replicas):
+                    route = work.route(m, r, Seat(rank, t, tp))
+                    for source, dest in zip(*(x.tolist() for x in route), strict=True):
+                        assert dest not in found
+                        found[dest] = outputs[r][source]
+                    assert route.dest.tolist() == sorted(route.dest.tolist())
+                assert found == want
+                arrived += found.values()
+    assert sorted(arrived) == sorted(of_image.values())
+
+
+@given(sizes=st.lists(st.integers(1, 1000), max_size=40), replicas=st.integers(1, 8))
+@settings(max_examples=200, deadline=None)
+def test_spread_gives_no_replica_more_than_its_share_and_one_image(sizes, replicas):
+    parts = spread(np.asarray(sizes, np.int64), replicas)
+    assert sorted(i for part in parts for i in part) == [*range(len(sizes))]
+    assert parts == spread(np.asarray(sizes, np.int64), replicas)
+    loads = [sum(sizes[i] for i in part) for part in parts]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@given(step=steps(), replicas=st.integers(1, 3), limit=st.integers(48, 400))
+@settings(max_examples=200, deadline=None)
+def test_within_patches_keeps_samples_on_their_ranks_and_replicas_below_the_limit(
+    step, replicas, limit
+):
+    images, lengths = step
+    schedule, _ = schedule_of(lengths, "2 1 1 0")
+    per_sample = [images.patches[images.samples == s].tolist() for s in range(len(lengths.seqlens))]
+    limit = max(limit, max(map(sum, per_sample)))
+    small = within_patches(schedule, images, replicas, limit)
+    where = {i: g.first for groups in schedule.microbatches for g in groups for i in g.samples}
+    after = [(i, g.first) for groups in small.microbatches for g in groups for i in g.samples]
+    assert sorted(after) == sorted(where.items())
+    work = EncoderWork(images, small, lengths, replicas)
+    for m in range(len(small)):
+        for r in range(replicas):
+            assert images.patches[work.ids(m, r)].sum() <= limit
+    if all(sum(p) == 0 for p in per_sample):
+        assert small == schedule
+
+
+def test_within_patches_splits_into_as_few_parts_as_hold_the_patches():
+    grids = np.asarray([(1, 4, 4)] * 6)
+    images = Images(np.arange(6), np.zeros(6, np.int64), np.full(6, 4), grids)
+    schedule = Schedule(2, ((Group(0, 1, (0, 1, 2)), Group(1, 1, (3, 4, 5))),))
+    assert len(within_patches(schedule, images, 2, 48)) == 1
+    assert len(within_patches(schedule, images, 2, 32)) == 2
+    assert len(within_patches(schedule, images, 1, 16)) == 6
+
+
+def test_within_patches_names_a_sample_that_is_too_much_alone():
+    images = Images(
+        np.asarray([0, 1, 1]),
+        np.asarray([0, 0, 4]),
+        np.asarray([4, 4, 4]),
+        np.asarray([(1, 4, 4), (1, 4, 4), (2, 8, 8)]),
+    )
+    schedule = Schedule(1, ((Group(0, 1, (0, 1)),),))
+    with pytest.raises(ValueError, match=r"sample 1 has images of \[16, 128\] patches.*at most 64"):
+        within_patches(schedule, images, 2, 64)
