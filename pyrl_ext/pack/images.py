@@ -113,7 +113,7 @@ class EncoderWork:
         group = self.schedule.group_of(microbatch, seat.grid_rank)
         samples = self.images.samples[self.ids(microbatch, replica)]
         if not len(group.samples) or not np.isin(samples, group.samples).any():
-            return Route(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+            return meeting(np.empty(0, np.int64), np.empty(0, np.int64))
         layout = layout_of(group, self.lengths, seat)
         local = layout.shard(layout.rows(seat.grid_rank - group.first), seat.tp_rank)
         return meeting(self.rows(microbatch, replica), local.numpy())
@@ -123,9 +123,11 @@ def meeting(output: np.ndarray, local: np.ndarray) -> Route:
     """Which rows of an output are among the rows of a shard.
 
     Args:
-        output: [F] rows of the stream, each once; F is at least 1.
+        output: [F] rows of the stream, each once.
         local:  [M] rows of the stream, -1 in padding.
     """
+    if not len(output):
+        return Route(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
     order = np.argsort(output)
     places = np.searchsorted(output, local, sorter=order).clip(max=len(output) - 1)
     source = order[places]

@@ -2,6 +2,7 @@
 a plain loop over ranks and rows."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_route_brings_each_row_of_an_image_to_the_rank_that_embeds_it(step, way,
     images, lengths = step
     schedule, tp = schedule_of(lengths, way)
     work = EncoderWork(images, schedule, lengths, replicas)
-    batch = SimpleNamespace(seqlens=lengths.seqlens.tolist())
+    batch: Any = SimpleNamespace(seqlens=lengths.seqlens.tolist())
     of_image = {  # row of the stream -> image
         int(lengths.starts[s]) + first + i: (image, i)
         for image, (s, first, n) in enumerate(zip(*images[:3], strict=True))

@@ -1,0 +1,203 @@
+"""Edges between modules as operations of autograd: each module runs its own megatron schedule.
+
+An encoder's last stage ends in `give`, the "loss" of its schedule: forward sends rows to the ranks
+that embed them, backward waits for their gradients. A reader's first stage begins with `Edge.take`:
+leaf tensors whose gradients go back as soon as they are complete. Who sends which rows to whom
+follows from the batch (`pack/images.py`), so no shapes are exchanged, and nothing is sent where no
+row is wanted. Each rank gets the rows of its shard alone, and sends back their gradient.
+
+Sends never wait; only receives do. So modules of any depth and any schedule can be joined, if an
+encoder's schedule runs as far ahead as its readers do (`RunsAhead`, `ahead_of`).
+"""
+
+# torch.distributed is not fully typed
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from pyrl_ext.dist.upload import to_device
+from pyrl_ext.pack.images import Route
+from pyrl_ext.plan.schema import Parallel
+
+# (microbatch, replica of the encoder, seat of the reading rank) -> the rows that move
+Routes = Callable[[int, int, Any], Route]
+
+
+@dataclass(eq=False)
+class Edge:
+    """From an encoder's last stage to the first stage of the module that reads it.
+
+    Args:
+        sources: global rank of each replica of the encoder that sends.
+        readers: global rank -> its seat, as the routes know it.
+        there, back: process groups of all these ranks, one a direction, so that neither way waits
+            for the other.
+        width: numbers of a row.
+        dtype: of the rows and their gradients.
+        trained: whether gradients go back.
+
+    Attributes:
+        sent: bytes that this rank sent ``there`` and ``back``.
+    """
+
+    sources: Sequence[int]
+    readers: Mapping[int, Any]
+    there: Any
+    back: Any
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    trained: bool = True
+    sent: dict[str, int] = field(default_factory=lambda: {"there": 0, "back": 0}, init=False)
+    _pending: list[tuple[Any, Tensor]] = field(default_factory=list, init=False)
+
+    def take(self, routes: Routes, microbatch: int) -> list[tuple[Tensor, Tensor]]:
+        """On a reading rank: (rows of its shard [n] int64, their values [n, width]) of each replica
+        that has some; the values are leaves of autograd.
+
+        Communicates: receives the values.
+        """
+        seat = self.readers[dist.get_rank()]
+        arriving: list[tuple[int, Tensor, Tensor, Any]] = []
+        for replica, rank in enumerate(self.sources):
+            if len(dest := routes(microbatch, replica, seat).dest):
+                values = self._empty(len(dest))
+                arriving.append((rank, dest, values, dist.irecv(values, rank, group=self.there)))
+        for rank, _, values, receiving in arriving:
+            receiving.wait()
+            if self.trained and torch.is_grad_enabled():
+                values.requires_grad_()
+                values.register_post_accumulate_grad_hook(partial(self._send_back, rank))
+        return [(to_device(dest, self.device), values) for _, dest, values, _ in arriving]
+
+    def _send_back(self, rank: int, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        self._send("back", leaf.grad, rank)
+        leaf.grad = None
+
+    def send(self, routes: Routes, microbatch: int, replica: int, output: Tensor) -> None:
+        """On a sending rank: its rows to every rank that reads some."""
+        for rank, route in self._reached(routes, microbatch, replica):
+            source = to_device(route.source, self.device)
+            self._send("there", output.index_select(0, source).to(self.dtype), rank)
+
+    def gradients(
+        self, routes: Routes, microbatch: int, replica: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """On a sending rank: (rows of the output, their gradients) of every rank that reads some.
+
+        Communicates: receives as many numbers as `send` sent.
+        """
+        arriving: list[tuple[Tensor, Tensor, Any]] = []
+        for rank, route in self._reached(routes, microbatch, replica):
+            grad = self._empty(len(route.source))
+            arriving.append((route.source, grad, dist.irecv(grad, rank, group=self.back)))
+        for source, grad, receiving in arriving:
+            receiving.wait()
+            yield to_device(source, self.device), grad
+
+    def finish(self) -> None:
+        """Wait, at the end of a pass, until all that was sent has arrived."""
+        for sending, _ in self._pending:
+            sending.wait()
+        self._pending.clear()
+
+    def _reached(
+        self, routes: Routes, microbatch: int, replica: int
+    ) -> Iterator[tuple[int, Route]]:
+        for rank, seat in self.readers.items():
+            if len((route := routes(microbatch, replica, seat)).source):
+                yield rank, route
+
+    def _empty(self, rows: int) -> Tensor:
+        return torch.empty(rows, self.width, dtype=self.dtype, device=self.device)
+
+    def _send(self, way: str, rows: Tensor, to: int) -> None:
+        rows = rows.contiguous()
+        self.sent[way] += rows.nbytes
+        group = self.there if way == "there" else self.back
+        self._pending.append((dist.isend(rows, to, group=group), rows))  # alive until it arrived
+
+
+class Outlet(NamedTuple):
+    """An edge that a rank feeds, with the routes of the pass."""
+
+    edge: Edge
+    routes: Routes
+
+
+def give(
+    output: Tensor, outlets: Sequence[Outlet], microbatch: int, replica: int, tp_group: Any
+) -> Tensor:
+    """Send the rows of an encoder's output to all readers; returns a zero, whose gradient is the
+    sum of theirs.
+
+    Args:
+        output: [F, width], equal on all ranks of ``tp_group``; its first rank sends.
+
+    Communicates: `Edge.send`; in backward `Edge.gradients`, and a broadcast over ``tp_group``.
+    """
+    zero: Any = _Give.apply(output, outlets, microbatch, replica, tp_group)
+    return zero
+
+
+class _Give(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, outlets: Any, *where: Any) -> Tensor:
+        ctx.like, ctx.outlets, ctx.where = output.new_empty(0), outlets, where
+        ctx.rows, ctx.width = output.shape
+        *at, tp_group = where
+        if tp_group.rank() == 0:
+            for edge, routes in outlets:
+                edge.send(routes, *at, output.detach())
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        *at, tp_group = ctx.where
+        wide = torch.promote_types(ctx.like.dtype, torch.float32)  # several readers may add up
+        total = ctx.like.new_zeros(ctx.rows, ctx.width, dtype=wide)
+        if tp_group.rank() == 0:
+            for edge, routes in ctx.outlets:
+                for source, grad in edge.gradients(routes, *at):
+                    total.index_add_(0, source, grad.to(wide))
+        if tp_group.size() > 1:
+            dist.broadcast(total, dist.get_global_rank(tp_group, 0), group=tp_group)
+        return total.to(ctx.like.dtype), None, None, None, None
+
+
+class RunsAhead(P2PCommunicator):
+    """A module's pipeline with ``more`` stages that do not exist behind its last one, so that its
+    stages do as many forward passes more before they wait for a gradient."""
+
+    def __init__(self, group: Any, config: Any, more: int):
+        super().__init__(group, config)
+        self.more = more
+
+    @property
+    def total_stages(self) -> int:
+        """See megatron's."""
+        return super().total_stages + self.more
+
+
+def ahead_of(reader: Parallel, beyond: int = 0) -> int:
+    """Microbatches that the first chunk of ``reader`` takes before the gradient of its first one.
+
+    Args:
+        beyond: the same of the modules that ``reader`` feeds.
+    """
+    if reader.vpp is None:
+        return reader.pp + beyond
+    passes = 2 * (reader.pp - 1) + 2 * (reader.vpp - 1) * reader.pp + 1
+    rounds, rest = divmod(passes, reader.pp * reader.vpp)  # pp microbatches to each chunk in turn
+    return rounds * reader.pp + min(rest, reader.pp)

@@ -1,0 +1,249 @@
+"""Edges: rows and gradients of encoders and readers on different ranks are those of one process,
+and exactly the bytes of the rows move."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyrl_ext.pack.images import EncoderWork, Images, meeting
+from pyrl_ext.pack.schedule import Schedule, plan_microbatches
+from pyrl_ext.pack.shard import Lengths, Seat, layout_of
+from pyrl_ext.trainer.edges import Edge, Outlet, give
+from tests.helpers.ranks import run_ranks
+
+H, PIXELS, WORLD = 6, 5, 4
+SEQLENS = [9, 4, 12, 7, 3, 8, 5, 10]
+# (sample, first row, rows); samples 1, 4 and 6 have no image
+TABLE = np.asarray([(0, 1, 3), (0, 5, 2), (2, 0, 7), (3, 2, 4), (5, 1, 5), (7, 0, 1), (7, 2, 6)])
+ROWS = int(TABLE[:, 2].sum())
+GRIDS = np.asarray([(1, 2, 2 * n) for n in TABLE[:, 2]])
+IMAGES = Images(TABLE[:, 0], TABLE[:, 1], TABLE[:, 2], GRIDS)
+LENGTHS = Lengths(np.asarray(SEQLENS, np.int32), np.cumsum([0, *SEQLENS]))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Modules on different ranks.
+
+    Args:
+        encoders: (dp, tp) of each encoder.
+        middle:   replicas of a module that reads the encoder and feeds the readers; 0: none.
+        reader:   (dp, cp, tp) of each of ``readers``.
+    """
+
+    encoders: tuple[tuple[int, int], ...] = ((1, 1),)
+    middle: int = 0
+    reader: tuple[int, int, int] = (1, 1, 1)
+    readers: int = 1
+    width: int = H
+    trained: bool = True
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def grids(self) -> dict[str, list[Any]]:
+        """Module -> the seat of each of its ranks: (replica, tp rank), or the reader's."""
+        found: dict[str, list[Any]] = {
+            f"encoder{e}": [(r, t) for r in range(dp) for t in range(tp)]
+            for e, (dp, tp) in enumerate(self.encoders)
+        }
+        if self.middle:
+            found["middle"] = [(r, 0) for r in range(self.middle)]
+        dp, cp, tp = self.reader
+        seats = [Seat(r, t, tp) for r in range(dp * cp) for t in range(tp)]
+        return found | {f"reader{i}": seats for i in range(self.readers)}
+
+    @property
+    def joined(self) -> list[tuple[str, str]]:
+        readers = [f"reader{i}" for i in range(self.readers)]
+        if self.middle:
+            return [("encoder0", "middle"), *(("middle", reader) for reader in readers)]
+        return [(f"encoder{e}", r) for e in range(len(self.encoders)) for r in readers]
+
+
+CASES = {
+    "1 -> 1": Case(),
+    "dp2 -> cp2": Case(((2, 1),), reader=(1, 2, 1)),
+    "dp3 -> 1, wide": Case(((3, 1),), width=3 * H),
+    "1 -> dp2, frozen": Case(reader=(2, 1, 1), trained=False),
+    "dp2 -> tp2": Case(((2, 1),), reader=(1, 1, 2)),
+    "tp2 -> tp2": Case(((1, 2),), reader=(1, 1, 2)),
+    "two encoders -> dp2": Case(((1, 1), (1, 1)), reader=(2, 1, 1)),
+    "two readers": Case(readers=2),
+    "two readers of dp2": Case(((2, 1),), readers=2),
+    "1 -> dp2 -> 1": Case(middle=2),
+    "dp2 -> 1 -> 1": Case(((2, 1),), middle=1),
+    "1 -> 1 -> two readers": Case(middle=1, readers=2),
+    "bf16: dp2 -> cp2": Case(((2, 1),), reader=(1, 2, 1), dtype=torch.bfloat16),
+    "bf16: two readers": Case(readers=2, dtype=torch.bfloat16),
+}
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@cache
+def schedule_of(case: Case) -> Schedule:
+    dp, cp, _ = case.reader
+    return plan_microbatches(SEQLENS, dp, 16 // cp, 4, cp)
+
+
+def work_of(case: Case, name: str) -> EncoderWork:
+    replicas = len({replica for replica, _ in case.grids[name]})
+    return EncoderWork(IMAGES, schedule_of(case), LENGTHS, replicas)
+
+
+def pixels(encoder: int, ids: np.ndarray) -> Tensor:
+    """[F, PIXELS], one row of pixels for each row of the output."""
+    parts = [numbers(100 * encoder + i, int(IMAGES.counts[i]), PIXELS) for i in ids.tolist()]
+    return torch.cat([torch.empty(0, PIXELS, dtype=torch.float64), *parts])
+
+
+def weights(case: Case) -> dict[str, Tensor]:
+    width = case.width
+    held = {f"encoder{e}": numbers(e, PIXELS, width) for e in range(len(case.encoders))}
+    return {
+        n: w.requires_grad_() for n, w in (held | {"middle": numbers(50, width, width)}).items()
+    }
+
+
+def loss_of(case: Case, reader: int, rows: Tensor, values: Tensor) -> Tensor:
+    """A loss in which every row of the stream counts for something else, for every reader."""
+    return (values.double() ** 2 * numbers(7 + reader, sum(SEQLENS), case.width)[rows]).sum()
+
+
+def whole(case: Case) -> dict[str, Tensor]:
+    """The gradient of every module's weights, in one process."""
+    held, ids = weights(case), np.arange(len(TABLE))
+    rows = torch.cat([torch.arange(n) + LENGTHS.starts[s] + r for s, r, n in TABLE.tolist()])
+    total = torch.zeros((), dtype=torch.float64)
+    for e in range(len(case.encoders)):
+        out = pixels(e, ids) @ held[f"encoder{e}"]
+        if case.middle:
+            out = torch.tanh(out @ held["middle"])
+        for reader in range(case.readers):
+            total = total + loss_of(case, reader, rows, out)
+    total.backward()
+    return {name: w.grad for name, w in held.items() if w.grad is not None}
+
+
+class Rank:
+    """This process' part of a case."""
+
+    def __init__(self, case: Case):
+        self.case, places = case, [(n, seat) for n, seats in case.grids.items() for seat in seats]
+        self.name, self.seat = dict(enumerate(places)).get(dist.get_rank(), ("", None))
+        self.edges = {key: self._edge(*key, places) for key in case.joined}
+        pairs = [[r for r, (n, s) in enumerate(places) if (n, s[0]) == x] for x in _tp(places)]
+        self.tp = [g for g in map(dist.new_group, pairs) if isinstance(g, dist.ProcessGroup)]
+
+    def _edge(self, source: str, reader: str, places: list) -> Edge:
+        sources = [r for r, (n, s) in enumerate(places) if n == source and s[1] == 0]
+        readers = {r: s for r, (n, s) in enumerate(places) if n == reader}
+        there, back = (dist.new_group(sorted({*sources, *readers})) for _ in range(2))
+        case, device = self.case, torch.device("cpu")
+        return Edge(*(sources, readers, there, back), case.width, case.dtype, device, case.trained)
+
+    def _routes(self, source: str, reader: str) -> Any:
+        mine = work_of(self.case, source)
+        if reader != "middle":
+            return mine.route
+        theirs = work_of(self.case, reader)
+
+        def between(m: int, replica: int, seat: Any):
+            rows = mine.rows(m, replica), theirs.rows(m, seat[0])
+            return meeting(*rows)
+
+        return between
+
+    def run(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """This rank's gradient of its weights, and what it sent."""
+        held = {n: w.detach().to(self.case.dtype) for n, w in weights(self.case).items()}
+        for weight in held.values():
+            weight.requires_grad_()
+        losses = [self._forward(m, held) for m in range(len(schedule_of(self.case)))]
+        for loss in losses if self.name.startswith("reader") or self.case.trained else ():
+            if loss is not None and loss.requires_grad:
+                loss.backward()
+        for edge in self.edges.values():
+            edge.finish()
+        sent = {way: sum(e.sent[way] for e in self.edges.values()) for way in ("there", "back")}
+        return {n: w.grad for n, w in held.items() if w.grad is not None}, sent
+
+    def _forward(self, m: int, held: dict[str, Tensor]) -> Tensor | None:
+        case, name, seat = self.case, self.name, self.seat
+        taken = [
+            rows
+            for key, edge in self.edges.items()
+            if key[1] == name
+            for rows in edge.take(self._routes(*key), m)
+        ]
+        if name.startswith("reader"):
+            return self._read(m, seat, taken)
+        if not name:
+            return None
+        work, (replica, _) = work_of(case, name), seat
+        if name == "middle":
+            x = torch.zeros(len(work.rows(m, replica)), case.width, dtype=case.dtype)
+            for dest, values in taken:
+                x = x.index_copy(0, dest, values)
+            output = torch.tanh(x @ held["middle"])
+        else:
+            output = pixels(int(name[-1]), work.ids(m, replica)).to(case.dtype) @ held[name]
+        outlets = [Outlet(e, self._routes(*k)) for k, e in self.edges.items() if k[0] == name]
+        return give(output, outlets, m, replica, self.tp[0])
+
+    def _read(self, m: int, seat: Seat, taken: list) -> Tensor | None:
+        group = schedule_of(self.case).group_of(m, seat.grid_rank)
+        layout = layout_of(group, LENGTHS, seat)
+        local = layout.shard(layout.rows(seat.grid_rank - group.first), seat.tp_rank)
+        reader = int(self.name[-1])
+        losses = [loss_of(self.case, reader, local[dest], values) for dest, values in taken]
+        return torch.stack(losses).sum() if losses else None
+
+
+def _tp(places: list) -> list[tuple[str, int]]:
+    """(module, replica) of everything that feeds."""
+    return [*dict.fromkeys((n, s[0]) for n, s in places if not n.startswith("reader"))]
+
+
+def on_rank(group) -> dict[str, Any]:
+    return {name: Rank(case).run() for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_ranks(on_rank, WORLD)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_give_and_take_make_the_gradients_of_one_process(results, name):
+    case, want = CASES[name], whole(CASES[name])
+    found: dict[str, Tensor] = {}
+    places = [(module, seat) for module, seats in case.grids.items() for seat in seats]
+    for rank, (module, seat) in enumerate(places):
+        grads, _ = results[rank][name]
+        if module.startswith("reader") or not case.trained:
+            assert not grads
+        elif seat[1] == 0:
+            found[module] = found.get(module, 0) + grads[module].double()
+        else:  # tensor-parallel ranks get the same gradient
+            assert torch.equal(grads[module], results[rank - 1][name][0][module])
+    assert found.keys() == (want.keys() if case.trained else set())
+    bound = 1e-12 if case.dtype == torch.float64 else 1.5e-2
+    for module, grad in found.items():
+        assert (grad - want[module]).norm() <= bound * want[module].norm(), module
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_edges_move_the_bytes_of_the_rows_and_no_more(results, name):
+    case = CASES[name]
+    sent = [sum(each[name][1][way] for each in results) for way in ("there", "back")]
+    bytes_once = ROWS * case.width * case.dtype.itemsize
+    assert sent == [len(case.joined) * bytes_once, len(case.joined) * bytes_once * case.trained]
