@@ -28,9 +28,9 @@ def build_chunks(
         family_config: keyword arguments of the transformer config, from ``models/<family>.py``.
         rotary:        rotated dimensions per head, base of the wavelengths, stretching or None.
     """
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
+    from pyrl_ext.megatron.features import FeatureGPT
     from pyrl_ext.megatron.mtp import MultiTokenGPT
 
     if plan.model.backend != "local":
@@ -45,7 +45,7 @@ def build_chunks(
     with quiet():
         config = transformer_config(plan, topo, family_config)
         for stage in stages:
-            chunk = (MultiTokenGPT if plan.num_mtp_layers else GPTModel)(
+            chunk = (MultiTokenGPT if plan.num_mtp_layers else FeatureGPT)(
                 config,
                 local_spec(config, stage),
                 mtp_block_spec=local_mtp_spec(config, stage),

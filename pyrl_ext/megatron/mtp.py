@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -25,8 +24,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from pyrl_ext.megatron.features import FeatureGPT
 
-class MultiTokenGPT(GPTModel):
+
+class MultiTokenGPT(FeatureGPT):
     """In training, returns what ``output_processor`` makes of every depth: [next token, the one
     after it, ...].
 

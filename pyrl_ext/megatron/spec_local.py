@@ -19,15 +19,17 @@ LOCAL_FIELDS = {
 
 
 def local_spec(config: Any, vp_stage: int | None) -> Any:
-    """megatron's decoder block spec with the layers that packed sequences need."""
+    """megatron's decoder block spec with the layers that packed sequences and features need."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    from pyrl_ext.megatron.features import FeatureLayer
     from pyrl_ext.megatron.local_layers import RMSNorm
 
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
     for layer in spec.layer_specs:  # type: ignore[union-attr]
+        layer.module = FeatureLayer
         _fit(layer, config)
     spec.layer_norm = RMSNorm
     return spec
