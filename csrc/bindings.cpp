@@ -9,6 +9,7 @@
 
 #include "common/dispatch.hpp"
 #include "common/dtype.hpp"
+#include "common/sources.hpp"
 #include "expand_runs/api.hpp"
 #include "gather_routes/api.hpp"
 #include "gather_rows/api.hpp"
@@ -321,6 +322,7 @@ void bind_emulation(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+  m.attr("sources") = pyrl::sources;
   bind_common(m);
   bind_expand_runs(m);
   bind_gather_rows(m);

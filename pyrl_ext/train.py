@@ -16,7 +16,7 @@ from pyrl_ext.dist.heartbeat import Heartbeat, heartbeats
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.models import family
-from pyrl_ext.ops import serve_gpu_from
+from pyrl_ext.ops import check_extension, serve_gpu_from
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.plan.command import parse_plan, plan_parser
@@ -116,11 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve_gpu_from(plan.kernels.backend)
     run = Path(plan.run)
     try:
+        check_extension()
         with (
             no_silent_exit(),
             topology.start(plan) as topo,
             heartbeats(topo) as heartbeat,
-            locked(run, topo.is_main),
+            locked(run, topo.is_main, topo.world),
         ):
             print_notes(plan, topo)
             plan = fetch(plan, topo)

@@ -1,5 +1,6 @@
 """Local, pure operators over ``torch.library``, each with several backends."""
 
+from ._native import check_extension
 from ._op import serve_gpu_from, use_backend
 from .expand_runs import expand_runs
 from .gather_fields import Fields, gather_fields
@@ -12,6 +13,7 @@ from .token_logprob import token_logprob_grad, token_logprob_grad_, token_logpro
 __all__ = [
     "Fields",
     "Inverse",
+    "check_extension",
     "expand_runs",
     "gather_fields",
     "gather_routes",

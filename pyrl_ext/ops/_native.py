@@ -1,18 +1,56 @@
 """The compiled extension, and what all native backends need from it."""
 
 import warnings
-from typing import Any
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+
+class Outdated:
+    """Takes the place of an extension that was built from other sources: every use raises."""
+
+    def __init__(self, reason: str):
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(self._reason)
+
+
+def sources_hash(root: Path) -> str | None:
+    """Hash of ``csrc`` in ``root`` as CMakeLists.txt computes it; None: no sources are there."""
+    if not (root / "csrc/common/sources.cpp").exists():
+        return None  # an installed wheel, whose extension and Python files come together
+    files = (f for f in (root / "csrc").rglob("*") if f.suffix in (".cpp", ".hpp", ".cu"))
+    listing = sorted(
+        (file.relative_to(root).as_posix(), sha256(file.read_bytes()).hexdigest()) for file in files
+    )
+    text = "".join(f"{digest}  {name}\n" for name, digest in listing)
+    return sha256(text.encode()).hexdigest()[:12]
+
+
+def loaded(extension: Any, root: Path) -> Any:
+    """``extension``, or an `Outdated` if it was not built from ``csrc`` in ``root``."""
+    expected, found = sources_hash(root), getattr(extension, "sources", "older sources")
+    if expected in (None, found):
+        return extension
+    return Outdated(
+        f"{extension.__file__}: built from {found}, expected {expected}, the hash of "
+        f"{root / 'csrc'}; kernels and Python code may not fit each other. Build it again with: "
+        "pip install ."
+    )
+
 
 C: Any = None
 _missing = ""
 try:
     from pyrl_ext import _C  # type: ignore[attr-defined]
 
-    C = _C
-    C.auto_isa()  # a ValueError where PYRL_ISA names what this processor does not have
+    C = loaded(_C, Path(__file__).parents[2])
+    if C is _C:
+        C.auto_isa()  # a ValueError where PYRL_ISA names what this processor does not have
 except ImportError as error:
     _missing = f"pyrl_ext._C is not built ({error})"
     warnings.warn(
@@ -34,6 +72,12 @@ DTYPES = {  # enum class DType of csrc/common/dtype.hpp
     torch.float32: "f32",
     torch.float64: "f64",
 }
+
+
+def check_extension() -> None:
+    """Raises: RuntimeError if the extension was built from other sources."""
+    if C is not None:
+        C.auto_isa()
 
 
 def dtype_of(tensor: Tensor) -> Any:
