@@ -8,9 +8,12 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -67,7 +70,7 @@ class FolderError(OSError):
 
 
 @contextmanager
-def locked(folder: Path, is_main: bool) -> Iterator[None]:
+def locked(folder: Path, is_main: bool, world: ProcessGroup | None = None) -> Iterator[None]:
     """Own ``folder`` while the block runs: a second process that tries gets an error.
 
     The main rank locks ``<folder>/lock``; the kernel releases the lock when the process ends,
@@ -76,12 +79,34 @@ def locked(folder: Path, is_main: bool) -> Iterator[None]:
     lock is written into the file and removed when the block ends, so that the next start notices a
     process that was killed.
 
-    Raises: FolderError when the folder cannot be made or written, or on the main rank when another
+    Args:
+        world: all ranks of the run; None: this process alone.
+
+    Raises: FolderError, on every rank, when the folder cannot be made or written, or when another
         process owns it, with the pid and the host of that process.
+    Communicates: a broadcast of the main rank's error.
     """
-    if not is_main:
+    with ExitStack() as held:
+        refusal: FolderError | None = None
+        if is_main:
+            try:
+                held.enter_context(_own(folder))
+            except FolderError as error:
+                refusal = error
+        if world is not None:
+            import torch.distributed as dist  # not needed to write a file
+
+            shared = [refusal]
+            dist.broadcast_object_list(shared, group=world)
+            refusal = refusal or shared[0]
+        if refusal is not None:
+            raise refusal
         yield
-        return
+
+
+@contextmanager
+def _own(folder: Path) -> Iterator[None]:
+    """`locked` on the main rank."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("ab", buffering=0)

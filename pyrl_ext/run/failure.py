@@ -23,8 +23,11 @@ _SHOWN = 4000  # characters of a message on the terminal
 def report_failure(run: Path, error: BaseException) -> None:
     """Print why the run ended; its traceback goes into ``error.txt`` of the run folder.
 
-    Does not raise: where the folder cannot be written, the terminal has to do.
+    Does not raise: where the folder cannot be written, the terminal has to do. Every rank has the
+    error of a run folder; the main rank prints it.
     """
+    if isinstance(error, FolderError) and launched("RANK", 0):
+        return
     first = error.__context__
     if first is not None and isinstance(first.__cause__, SettingsChanged):
         error = first  # leaving the process groups fails where user code destroyed them

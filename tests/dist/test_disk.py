@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext.dist.disk import FolderError, locked, replacing, write_text
+from tests.helpers.ranks import run_ranks
 from tests.helpers.small_disk import fill, make_read_only, small_disk
 
 HOLD = """
@@ -98,6 +99,22 @@ def test_locked_names_a_folder_that_cannot_be_made(tmp_path: Path, name: str):
     (tmp_path / "file").touch()
     folder = name.format(tmp_path)
     refuses(Path(folder), r"cannot be written .* Set run to another")
+
+
+def lock_as_rank(group, folder: Path) -> str:
+    try:
+        with locked(folder, group.rank() == 0, group):
+            return (folder / "lock").read_text().split()[1]
+    except FolderError as error:
+        return str(error)
+
+
+def test_locked_refuses_on_every_rank(tmp_path: Path):
+    """So none goes on alone and reports the loss of the main rank beside that rank's error."""
+    first, second = run_ranks(lock_as_rank, 2, Path("/dev/null"))
+    assert first == second and "'/dev/null': cannot be written" in first
+    first, second = run_ranks(lock_as_rank, 2, tmp_path)
+    assert first == second and first.isdigit()
 
 
 def test_locked_names_a_folder_with_a_nul():

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext import train
+from pyrl_ext.dist.disk import FolderError
+from pyrl_ext.ops import _native
 from pyrl_ext.run.failure import report_failure, report_stop
 from tests.helpers.tiny import CONFIG, QUICK
 
@@ -107,6 +109,15 @@ def test_train_names_a_run_folder_that_cannot_be_made(tmp_path, capsys, name):
     assert repr(folder) in error and "cannot be written" in error and "Traceback" not in error
 
 
+def test_train_refuses_an_extension_of_other_sources(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(_native, "C", _native.Outdated("_C.so: built from a, expected b"))
+    assert train.main([str(CONFIG), f"run={tmp_path}", *QUICK, "steps=1"]) == 1
+    error = capsys.readouterr().err
+    assert (
+        error.startswith("error: _C.so: built from a, expected b\n") and "most recent" not in error
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -124,6 +135,14 @@ def test_train_names_what_is_in_the_way_in_the_run_folder(tmp_path, capsys, name
     assert train.main([str(CONFIG), f"run={tmp_path / 'run'}", *QUICK, "steps=1"]) == 1
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
+
+
+def test_report_failure_of_a_run_folder_is_the_main_ranks(tmp_path, capsys, monkeypatch):
+    for rank, said in (("0", "error: in use\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        report_failure(tmp_path, FolderError("in use"))
+        assert capsys.readouterr().err == said
+        assert not list(tmp_path.iterdir())
 
 
 def test_no_silent_exit_names_the_rank_under_torchrun():
