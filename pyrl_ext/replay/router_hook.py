@@ -15,7 +15,7 @@ layer has id ``num_layers``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,10 +26,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pyrl_ext.dist.clock import Clock
-from pyrl_ext.dist.upload import Upload
 from pyrl_ext.ops import replay_probs
-from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.replay.expert_load import leave_out_padding
 from pyrl_ext.replay.routed_experts import LayerRoutes, RoutedExperts
 
@@ -207,27 +204,19 @@ class Replay:
         """Whether no router holds routes of any microbatch."""
         return all(hook.is_clear for hook in self._all())
 
-    def prepare(
-        self, shard: BatchShard, micro: Microbatch, replayed: bool, upload: Upload
-    ) -> RoutedExperts | None:
-        """Start the upload of the routed experts of ``micro``; None on a rank without routers.
+    def layers_to_replay(self, routed: Collection[int]) -> list[int]:
+        """Layers of this rank that replay samples with routes of the layers ``routed``.
 
-        MTP layers replay if the samples have routes of them.
-
-        Args:
-            shard: on the host, what ``micro`` was taken from.
-            replayed: False: routers choose for all tokens.
+        A decoder layer without routes is among them, which is an error; an MTP layer is not.
         """
-        if not (hooks := list(self._all())):
-            return None
-        layers = [
-            hook.layer_id
-            for hook in hooks
-            if replayed and (not hook.is_mtp or hook.layer_id in shard.seat.layers)
-        ]
-        sizes = hooks[0].num_experts, hooks[0].topk
-        with record_function("pyrl: routes"), self.clock("time/replay"):
-            return RoutedExperts.of(shard, micro.at_router, layers, *sizes, upload)
+        hooks = self._all()
+        return [hook.layer_id for hook in hooks if not hook.is_mtp or hook.layer_id in routed]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Experts of a layer, and experts of a token in it."""
+        hook = next(self._all())
+        return hook.num_experts, hook.topk
 
     def use(self, chunk: int, routes: RoutedExperts | None) -> None:
         """Use ``routes`` in the next forward of model chunk ``chunk``; None: routers choose."""

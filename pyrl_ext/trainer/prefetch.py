@@ -89,6 +89,13 @@ class MicrobatchPrefetcher:
         with record_function("pyrl: pack"):
             micro = Microbatch.of(shard, self._made, place, self.depths, self._upload)
             packed = PackedSequences.of(micro)
-        routes = self.replay.prepare(shard, micro, self.replayed, self._upload)
+        routes = self._routes(micro) if self.replay.layers else None
         self._ready[self._made] = DeviceMicrobatch(micro, packed, routes, len(self.replay.hooks))
         self._made += 1
+
+    def _routes(self, micro: Microbatch) -> RoutedExperts:
+        """Start the upload of the routed experts of ``micro``."""
+        shard, replay = self.shard, self.replay
+        layers = replay.layers_to_replay(shard.seat.layers) if self.replayed else ()
+        with record_function("pyrl: routes"), replay.clock("time/replay"):
+            return RoutedExperts.of(shard, micro.at_router, layers, *replay.sizes, self._upload)

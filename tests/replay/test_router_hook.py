@@ -12,6 +12,7 @@ from pyrl_ext.dist.upload import Upload
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.replay.routed_experts import RoutedExperts
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.tiny import (
@@ -135,7 +136,9 @@ def test_use_leaves_padding_out_of_the_counts(replayed):
         replay, chunk = policy.llm.replay, policy.llm.chunks[0]
         routers = [m for m in chunk.modules() if isinstance(m, TopKRouter)]
         with replay.session(counting=True), torch.no_grad():
-            routes = replay.prepare(shard, micro, replayed, Upload(topo.device))
+            layers = replay.layers_to_replay(shard.seat.layers) if replayed else ()
+            upload = Upload(topo.device)
+            routes = RoutedExperts.of(shard, micro.at_router, layers, *replay.sizes, upload)
             for hook, router in zip(replay.hooks[0], routers, strict=True):
                 logits = torch.randn(len(rows), 1, EXPERTS)
                 native = router.routing(logits)[1]
