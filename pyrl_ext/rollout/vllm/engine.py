@@ -75,7 +75,7 @@ class VLLMEngine(Engine):
         self._refusal = "no weights were loaded yet"
         own = not self.on_cpu if engine_routes is None else engine_routes
         self._sleeps, self._asleep = sleeps, set[str]()
-        self._engine_routes, self._captures = own, bool(self.layer_ids) and not own
+        self._captures = bool(self.layer_ids) and not own
         arguments = {
             "enable_return_routed_experts": bool(self.layer_ids) and own,
             "enable_prefix_caching": own,  # our worker sees what is computed, not what is cached
@@ -92,7 +92,8 @@ class VLLMEngine(Engine):
         arguments |= cpu.arguments(cache_bytes) if self.on_cpu else device
         self._engine = _start(self.on_cpu and own, **(arguments | (options or {})))
         if not own:
-            self._engine.collective_rpc("watch_steps", args=(self._captures,))
+            layers = self.layer_ids if self._captures else ()
+            self._engine.collective_rpc("watch_steps", args=(layers, num_experts))
 
     @property
     def capabilities(self) -> Capabilities:
@@ -210,10 +211,9 @@ class VLLMEngine(Engine):
                 with torch.compiler.set_stance("force_eager" if self.on_cpu else "default"):
                     outputs = self._engine.step()
                 done = {each.request_id: each.outputs[0] for each in outputs if each.finished}
-                routes = self._captured(list(done)) if done and self._captures else {}
                 for name, output in done.items():
                     del left[name]
-                    yield self._sample(*wanted[name], output, routes.get(name))
+                    yield self._sample(*wanted[name], name, output)
             if left:
                 raise RuntimeError(
                     f"VLLMEngine.stream: vLLM ended without {len(left)} of {len(wanted)} samples, "
@@ -231,16 +231,12 @@ class VLLMEngine(Engine):
             raise RuntimeError("VLLMEngine.stream: a stream is open, expected it closed before")
         need_tokenizer("VLLMEngine", sampling, self.tokenizer)
 
-    def _captured(self, names: list[str]) -> dict[str, list[tuple[int, np.ndarray]]]:
-        """Request -> the parts of its routes."""
-        return self._engine.collective_rpc("take_routes", args=(names,))[0]
-
     def _sample(
         self,
         prompt: Prompt,
         index: int,
+        name: str,
         output: CompletionOutput,
-        parts: list[tuple[int, np.ndarray]] | None,
     ) -> Sample:
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(
@@ -253,9 +249,11 @@ class VLLMEngine(Engine):
         logprobs[start:] = torch.tensor(
             [found[t].logprob for t, found in zip(output.token_ids, output.logprobs, strict=True)]
         )
-        if self._engine_routes and output.routed_experts is not None:
-            parts = [(0, output.routed_experts)]
-        routes, routed = self._routes(len(tokens), parts or [])
+        if self._captures:
+            asked = name, len(tokens)
+            routes, routed = self._engine.collective_rpc("take_routes", args=asked)[0]
+        else:
+            routes, routed = self._reported(output.routed_experts, len(tokens))
         return Sample(
             prompt_id=prompt.id,
             index=index,
@@ -270,23 +268,15 @@ class VLLMEngine(Engine):
             finish_reason=output.finish_reason,
         ).check()
 
-    def _routes(
-        self, tokens: int, parts: list[tuple[int, np.ndarray]]
-    ) -> tuple[Tensor | None, Tensor]:
-        """(routes [T, L, K] of the layers that have a router, mask [T] of the tokens that have a
-        route). The last token was never an input; the trainer's router chooses for tokens that vLLM
-        did not report."""
+    def _reported(self, ids: np.ndarray | None, tokens: int) -> tuple[Tensor | None, Tensor]:
+        """Routes [T, L, K] of the layers that have a router, as vLLM reports them, and the mask [T]
+        of the tokens that have a route: not the last one, which is no input."""
         routed = torch.zeros(tokens, dtype=torch.bool)
-        if not self.layer_ids:
+        if not self.layer_ids or ids is None:
             return None, routed
-        dtype = route_dtype(self.num_experts)
-        routes = None
-        for start, part in parts:
-            each = torch.from_numpy(part.astype(np.int32))[:, list(self.layer_ids)].to(dtype)
-            if routes is None:
-                routes = torch.zeros(tokens, *each.shape[1:], dtype=dtype)
-            end = min(start + len(each), tokens - 1)
-            routes[start:end], routed[start:end] = each[: end - start], True
+        given = torch.from_numpy(ids.astype(np.int32))[: tokens - 1, list(self.layer_ids)]
+        routes = torch.zeros(tokens, *given.shape[1:], dtype=route_dtype(self.num_experts))
+        routes[: len(given)], routed[: len(given)] = given, True
         return routes, routed
 
 
