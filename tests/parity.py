@@ -152,6 +152,9 @@ LAYOUTS = {
         *_layouts("dp2 dynamic:2", *BOTH, "glm mtp"),
         *_layouts("dp2 ep2 dynamic:2 recompute:full", *BOTH),
     ],
+    3: [
+        *_layouts("dp3 dynamic:3", *BOTH),
+    ],
     4: [
         *_layouts("dp4 dynamic:4\ndp2 cp2 dynamic:4\ndp4 ep4 dynamic:4 distributed", *BOTH),
         *_layouts("dp2 pp2 dynamic:2\ndp2 pp2 vpp2 dynamic:2\ndp2 tp2 ep2 dynamic:2", *BOTH),
@@ -165,6 +168,10 @@ LAYOUTS = {
         *_layouts("tp2 cp2\npp2 cp2", "glm mtp"),
         *_layouts("pp4 layout:Et|tt|tm|L", "glm mtp"),
         *_layouts("tp2 pp2", "glm mtp 2"),
+    ],
+    6: [
+        *_layouts("dp6 dynamic:6\ndp2 cp3 dynamic:6\ndp3 pp2 vpp2 dynamic:3", *BOTH),
+        *_layouts("dp3 tp2 dynamic:3 recompute:full", "glm mtp"),
     ],
     8: [
         *_layouts(
@@ -397,7 +404,7 @@ def pairwise_cover(table: Mapping[int, Sequence[Layout]]) -> dict[int, list[Layo
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="world sizes")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="world sizes")
     parser.add_argument("--pairs", action="store_true", help="only enough that all pairs meet")
     parser.add_argument("--only", default="", help="layouts whose title contains this")
     parser.add_argument("--write", type=Path, help="put the rows into this file, as a table")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from pyrl_ext.dist.shared_memory import host_key
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.model.cp_sizes import cp_group, cp_sizes
 from pyrl_ext.plan.model.ranks import Grid
 
 # said once per import of megatron-core; the plan's backend decides, not what happens to be there
@@ -100,7 +101,7 @@ class Topology:
         if size not in self.cp_groups:
             raise ValueError(
                 f"Topology.place: cp_size is {size}, expected one of {sorted(self.cp_groups)} "
-                "(parallel.cp to parallel.dynamic_cp), the sizes with process groups"
+                "(parallel.cp to parallel.dynamic_cp), the sizes of this rank's process groups"
             )
         return Place(
             cp_size=size,
@@ -266,19 +267,19 @@ def _groups(plan: Plan, device: torch.device) -> Topology:
 
 
 def _cp_groups(plan: Plan, groups: Any) -> dict[int, Any]:
-    """This rank's context-parallel group of each size from ``parallel.cp`` to ``dynamic_cp``.
+    """This rank's context-parallel group of each of the `cp_sizes` that a microbatch may take.
 
     A group of c ranks holds neighbours in the grid of data- and context-parallel ranks, from a
-    multiple of c on.
+    multiple of c on. Ranks behind the last multiple are in no group of c; they make one of
+    themselves that nothing uses, since torch counts groups (see `_group_of`).
     """
-    smallest = groups.cp.size()
-    found = {smallest: groups.cp if smallest > 1 else None}
-    grid = dist.get_process_group_ranks(groups.dp_cp)
-    rank, size = grid.index(dist.get_rank()), 2 * smallest
-    while size <= (plan.parallel.dynamic_cp or 0):
-        first = rank // size * size
-        found[size] = _group_of(tuple(grid[first : first + size]))
-        size *= 2
+    smallest, grid = groups.cp.size(), dist.get_process_group_ranks(groups.dp_cp)
+    found, rank = {smallest: groups.cp if smallest > 1 else None}, grid.index(dist.get_rank())
+    for size in cp_sizes(len(grid), smallest, plan.parallel.dynamic_cp or smallest)[1:]:
+        members = cp_group(rank, len(grid), size)
+        group = _group_of(tuple(grid[i] for i in members), size)
+        if len(members) == size:
+            found[size] = group
     return found
 
 
@@ -291,10 +292,15 @@ def _hosts() -> tuple[int, ...]:
 
 
 @cache
-def _group_of(ranks: tuple[int, ...]) -> Any:
+def _group_of(ranks: tuple[int, ...], _size: int) -> Any:
     """The group of ``ranks``, created by them alone: a rank's cost does not grow with the world.
 
-    It lives as long as the process. torch names such a group by its ranks, and the store keeps the
-    addresses under a name; a second group of that name would connect to them and hang.
+    It lives as long as the process. torch names such a group by its ranks and by the number of
+    groups that the process has: ranks with different numbers of groups wait for each other forever.
+    So every rank makes as many, in the same order. The store keeps the addresses under a name; a
+    second group of that name would connect to them and hang.
+
+    Args:
+        _size: tells groups of the same ranks apart.
     """
     return dist.new_group(ranks, use_local_synchronization=True)

@@ -14,6 +14,7 @@ from pyrl_ext.ops.plan_dynamic_cp import search
 from pyrl_ext.pack.schedule import CostModel, Schedule, plan_dynamic_cp
 from pyrl_ext.plan.forecast.cp_problem import CpGroups, Exchange
 from pyrl_ext.plan.model.alignment import alignment
+from pyrl_ext.plan.model.cp_sizes import cp_group, cp_sizes
 from tests.helpers.dynamic_cp import COST, least_makespan, problems
 
 
@@ -26,9 +27,12 @@ def check(plan: Schedule, seqlens, ranks, limit, **options) -> None:
     for groups in plan.microbatches:
         assert [r for group in groups for r in group.ranks] == list(range(ranks))
         for first, size, samples in groups:
+            group_ranks = range(first, first + size)
             assert first % size == 0
             assert least <= size <= most
             assert size == ranks or (size // least) & (size // least - 1) == 0
+            assert size in cp_sizes(ranks, least, most)  # whose process groups ranks have
+            assert all(cp_group(r, ranks, size) == group_ranks for r in group_ranks)
             align = alignment(tp, size, fp8)
             assert sum(-(-seqlens[i] // align) * align for i in samples) <= limit * size
             assert list(samples) == sorted(samples)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import fields
 from itertools import product
-from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from pyrl_ext.plan.compile import draft_of, load
 from pyrl_ext.plan.language.errors import fields_of, show
 from pyrl_ext.plan.language.fields import InvalidField, Section
 from pyrl_ext.plan.model.alignment import alignment
+from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.rules import RULES
 from pyrl_ext.plan.rules._rule import unfit_for_heads
@@ -163,21 +163,26 @@ def test_compile_plan_refuses_the_offloaded_layers_that_megatron_refuses(pp, lay
         )
 
 
-def test_compile_plan_takes_the_dynamic_cp_of_megatrons_groups():
-    """megatron-core has groups of each power of two below the dp * cp ranks; ours goes to all."""
-    for ranks in (2, 4, 6, 8):
-        fits = [
-            size
-            for size in range(2, ranks + 1)
-            if not problems_of(TINY, f"parallel.dp={ranks}", f"parallel.dynamic_cp={size}")
-        ]
-        powers = [2**i for i in range(1, int(log2(ranks)) + 1)]
-        assert fits == [size for size in powers if ranks % size == 0]
+@pytest.mark.parametrize(
+    ("dp", "cp", "sizes"),
+    [
+        *[(2, 1, [2]), (4, 1, [2, 4]), (6, 1, [2, 4, 6]), (12, 1, [2, 4, 8, 12])],
+        *[(1, 3, []), (2, 3, [6]), (4, 3, [6, 12]), (3, 2, [4, 6])],
+    ],
+)
+def test_compile_plan_takes_the_dynamic_cp_of_the_planners_groups(dp, cp, sizes):
+    layout = (f"parallel.dp={dp}", f"parallel.cp={cp}", "batching.prompts=32")
+    fits = [
+        size
+        for size in range(1, dp * cp + 3)
+        if not problems_of(TINY, *layout, f"parallel.dynamic_cp={size}")
+    ]
+    assert fits == sizes == cp_sizes(dp * cp, cp)[1:]
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_alignment_equals_the_layouts(fp8: bool):
-    for tp, cp, rows in product((1, 2, 3, 8), (1, 2, 4), (1, 15, 16, 17, 100)):
+    for tp, cp, rows in product((1, 2, 3, 8), (1, 2, 3, 4, 6), (1, 15, 16, 17, 100)):
         layout = TokenLayout((rows,), cp, tp, align=16 * cp if fp8 else 1)
         unit = alignment(tp, cp, fp8)
         assert layout.padded_seqlens == (-(-rows // unit) * unit,)

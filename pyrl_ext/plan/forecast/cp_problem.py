@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pyrl_ext.plan.model.alignment import alignment
+from pyrl_ext.plan.model.cp_sizes import cp_sizes
 
 
 class CpSize(NamedTuple):
@@ -159,29 +160,18 @@ _POSITIVE = "num_ranks", "max_tokens_per_rank", "min_cp_size", "tp_size", "pp_si
 
 
 def _group_sizes(num_ranks: int, least: int, most: int | None) -> list[int]:
-    """`least` times powers of two, and the whole grid if `most` allows.
-
-    Larger groups first, these sizes always begin at multiples of their size: what comes before is a
-    multiple of it, and a group of the whole grid is alone.
-    """
     if num_ranks % least:
         raise ValueError(
             f"plan_dynamic_cp: min_cp_size is {least} and num_ranks {num_ranks}, expected a "
             "min_cp_size that divides num_ranks; otherwise some ranks are in no group"
         )
-    sizes = [least]
-    while 2 * sizes[-1] <= num_ranks:
-        sizes.append(2 * sizes[-1])
-    if sizes[-1] != num_ranks:
-        sizes.append(num_ranks)
-    if most is None:
-        return sizes
-    if most not in sizes:
+    sizes = cp_sizes(num_ranks, least)
+    if most is not None and most not in sizes:
         raise ValueError(
             f"plan_dynamic_cp: max_cp_size is {most}, expected one of {sizes}: min_cp_size "
             f"({least}) times a power of two, or num_ranks ({num_ranks})"
         )
-    return sizes[: sizes.index(most) + 1]
+    return cp_sizes(num_ranks, least, most)
 
 
 def _check_samples(seqlens: Sequence[int], each: int, sizes: Sequence[CpSize]) -> None:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from pyrl_ext.plan.forecast.parameters import copies, rank_parameters, stage_parameters
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import Sample, step_samples
+from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.plan import Plan
 
@@ -256,8 +257,8 @@ class World:
     @property
     def cp_groups(self) -> list[int]:
         """Ranks of each larger group of dynamic context parallelism, which its ranks alone make."""
-        cp, most = self.plan.parallel.cp, self.plan.parallel.dynamic_cp or 0
-        return [cp << i for i in range(1, max(1, (most // cp).bit_length()))]
+        parallel = self.plan.parallel
+        return cp_sizes(self.grid, parallel.cp, parallel.dynamic_cp or parallel.cp)[1:]
 
     @property
     def group_count(self) -> float:

@@ -7,6 +7,7 @@ left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -75,8 +76,10 @@ class Comparison:
     def __init__(self, plan: Plan, rows: Sequence[int], owners: Sequence[int]) -> None:
         self.plan, self.rows, self.owners = plan, tuple(rows), tuple(owners)
         self.costs = costs_of(plan)
-        self.problem = cp_groups(plan, self.costs.model).problem(self.rows)
-        self._sizes = {each.size: each for each in self.problem.sizes}
+        groups = cp_groups(plan, self.costs.model)
+        self.problem = groups.problem(self.rows)
+        # a fixed size divides the ranks: that of the whole grid always does
+        self._sizes = {each.size: each for each in replace(groups, max_cp_size=None).sizes}
 
     @cached_property
     def fixed(self) -> CpSize:
@@ -84,7 +87,7 @@ class Comparison:
         longest, ranks = max(self.rows), self.problem.num_ranks
         return next(
             each
-            for each in self.problem.sizes
+            for each in self._sizes.values()
             if ranks % each.size == 0 and _padded(longest, each.unit) <= each.limit
         )
 

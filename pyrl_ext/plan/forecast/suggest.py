@@ -24,6 +24,7 @@ from pyrl_ext.plan.forecast.step_time import StepTime, quick_seconds, step_time
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.language.errors import Key, show
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
+from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.rules import RULES, check
@@ -243,9 +244,8 @@ class _Given:
             DISTRIBUTED: self.choices(DISTRIBUTED, [dp * cp > 1 or self.value(DISTRIBUTED)])[0]
         }
         if self.draft.parallel.dynamic_cp:
-            most = min(self.draft.parallel.dynamic_cp, dp * cp)
-            fitting = most if most > cp and dp * cp % most == 0 else None
-            found[DYNAMIC] = self.choices(DYNAMIC, [fitting])[0]
+            _, *larger = cp_sizes(dp * cp, cp, self.draft.parallel.dynamic_cp)
+            found[DYNAMIC] = self.choices(DYNAMIC, larger[-1:] or [None])[0]
         return found
 
     def tokens(self, layout: Values) -> list[int]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.packing import pack_samples
 from pyrl_ext.plan.model.alignment import alignment
+from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.plan import Plan
 
 
@@ -134,16 +135,15 @@ def _rounds(
     limit: int,
     fp8: bool,
 ) -> tuple[Round, ...]:
-    """Rounds of `samples`. Under dynamic context parallelism a sample runs on the smallest power of
-    two of ranks at which a rank's part is within the limit, together with samples of that size."""
+    """Rounds of `samples`. Under dynamic context parallelism a sample runs on the smallest group
+    in which a rank's part is within the limit, together with samples of that size."""
     if dynamic is None:
         return tuple(_pack(samples, cp, dp, limit * cp, alignment(tp, cp, fp8)))
     classes: dict[int, list[Sample]] = {}
+    units = {size: alignment(tp, size, fp8) for size in cp_sizes(dp * cp, cp, dynamic)}
     for sample in samples:
-        size = 1
-        while size < dynamic and _padded(sample.rows, alignment(tp, size, fp8)) > limit * size:
-            size *= 2
-        classes.setdefault(size, []).append(sample)
+        fitting = (s for s, unit in units.items() if _padded(sample.rows, unit) <= limit * s)
+        classes.setdefault(next(fitting, max(units)), []).append(sample)
     return tuple(
         each
         for size, held in sorted(classes.items())
