@@ -19,7 +19,7 @@ from pyrl_ext.megatron.checkpoint import write_whole
 from pyrl_ext.models.weight_table import Weight
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.model.sizes import parameters
+from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.rollout.tensor_names import split_experts
 
 INDEX = "model.safetensors.index.json"

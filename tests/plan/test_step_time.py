@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import GPUS, exchange_rate, group_rate, parse_gpus
 from pyrl_ext.plan.forecast.memory import stage_memory
@@ -26,7 +27,7 @@ from pyrl_ext.plan.forecast.workload import (
     step_samples,
     update_rounds,
 )
-from pyrl_ext.plan.model.sizes import parameters, read_sizes
+from pyrl_ext.plan.model.sizes import read_sizes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GLM47 = CONFIGS / "glm47.yaml"

@@ -26,7 +26,8 @@ from pyrl_ext.models import family
 from pyrl_ext.models.weight_table import RandomWeights
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.plan.model.sizes import mtp_parameters, parameters, read_sizes
+from pyrl_ext.plan.forecast.counts import mtp_parameters, parameters
+from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import gather

@@ -10,8 +10,9 @@ from collections import Counter
 from dataclasses import astuple, dataclass
 
 from pyrl_ext.plan.forecast.attention import head_widths
+from pyrl_ext.plan.forecast.counts import Parameters, layers, mtp_parameters, whole_projections
 from pyrl_ext.plan.model.chunks import ModelChunk
-from pyrl_ext.plan.model.sizes import ModelSizes, Parameters, mtp_parameters
+from pyrl_ext.plan.model.sizes import ModelSizes
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Flops:
 def chunk_flops(sizes: ModelSizes, chunk: ModelChunk) -> Flops:
     """Operations of a model chunk for one row, pair or scored row; MTP layers score as well."""
     head = 2 * sizes.vocab_size * sizes.hidden_size * (chunk.loss + chunk.mtp)
-    kinds = [sizes.layers[layer] for layer in chunk.layers]
+    each = layers(sizes)
+    kinds = [each[layer] for layer in chunk.layers]
     kinds += [mtp_parameters(sizes)] * chunk.mtp
     total = Flops(head=head)
     for held, number in Counter(kinds).items():
@@ -65,7 +67,7 @@ def model_flops(sizes: ModelSizes, mtp: int = 0) -> Flops:
 def _layer(sizes: ModelSizes, held: Parameters) -> Flops:
     router = sizes.hidden_size * sizes.num_experts if held.expert else 0
     return Flops(
-        projections=2 * (held.tensor + sizes.whole_projections + router),
+        projections=2 * (held.tensor + whole_projections(sizes) + router),
         experts=2 * held.active_expert,
         attention=2 * sizes.num_attention_heads * sum(head_widths(sizes)),
     )

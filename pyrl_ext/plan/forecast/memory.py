@@ -13,6 +13,7 @@ from pyrl_ext.plan.forecast.activations import (
     stage_activations,
 )
 from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
+from pyrl_ext.plan.forecast.counts import layers, parameters
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.parameters import (
     copies,
@@ -22,7 +23,6 @@ from pyrl_ext.plan.forecast.parameters import (
 )
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, OFFLOADED, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, GIB
-from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.plan import Plan
 
 PASSES = ("logprobs", "update")
@@ -268,7 +268,7 @@ def _publish(plan: Plan) -> Item:
     widest = max(sizes.vocab_size, sizes.intermediate_size) * sizes.hidden_size
     held, why = widest * (each + 1), "the largest tensor and its check for nan"
     if max(parallel.tp, parallel.pp, parallel.ep, parallel.etp_size) > 1:
-        experts = max(layer.expert for layer in sizes.layers)
+        experts = max(layer.expert for layer in layers(sizes))
         bucket = max(plan.rollout.bucket_bytes, each * max(widest, experts))
         held += min(bucket, each * parameters(sizes).total)
         why = f"a bucket, {why}"

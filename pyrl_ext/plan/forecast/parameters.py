@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pyrl_ext.plan.model.chunks import ModelChunk
-from pyrl_ext.plan.model.sizes import (
+from pyrl_ext.plan.forecast.counts import (
     Parameters,
     embedding_parameters,
     head_parameters,
+    layers,
     mtp_parameters,
 )
+from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.plan import Plan
 
 
@@ -41,8 +42,9 @@ def chunk_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
     """Parameters that one model chunk stores: a weight that two stages share is counted in each,
     and the vocabulary is padded to a multiple of tp."""
     sizes, total = plan.sizes, Parameters()
+    each = layers(sizes)
     for index in chunk.layers:
-        total += sizes.layers[index]
+        total += each[index]
     for _ in range(chunk.mtp):
         total += mtp_parameters(sizes)
     tables, reads_tokens = 0, chunk.embedding or chunk.mtp > 0

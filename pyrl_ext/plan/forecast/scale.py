@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.parameters import copies, rank_parameters, stage_parameters
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import Sample, step_samples
 from pyrl_ext.plan.model.cp_sizes import cp_sizes
-from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.plan import Plan
 
 WORLDS = (8, 64, 512, 4096)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.compute_time import Passes, Spent, pass_costs
+from pyrl_ext.plan.forecast.counts import Parameters, parameters
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, gpu_of, group_rate
 from pyrl_ext.plan.forecast.memory import stage_memory
@@ -31,7 +32,6 @@ from pyrl_ext.plan.forecast.workload import (
     step_samples,
     update_rounds,
 )
-from pyrl_ext.plan.model.sizes import Parameters, parameters
 from pyrl_ext.plan.plan import Plan
 
 ERROR = "never compared with a run on GPUs: the shares of the data sheets' rates are assumptions"

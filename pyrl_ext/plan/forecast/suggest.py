@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyrl_ext.plan.compile import compile_plan, draft_of, load, refuse
+from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import memory_of
 from pyrl_ext.plan.forecast.parameters import rank_parameters
@@ -25,7 +26,6 @@ from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.language.errors import Key, show
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
 from pyrl_ext.plan.model.cp_sizes import cp_sizes
-from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.rules import RULES, check
 from pyrl_ext.plan.rules._rule import divisors

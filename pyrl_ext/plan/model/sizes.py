@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from pyrl_ext.plan.language.fields import Count, Positive
 from pyrl_ext.plan.model.route_ids import route_id_bytes
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Parameter counts of parts, told apart by how they are split over ranks."""
-
-    replicated: int = 0
-    """Norms and routers: whole on every tensor-parallel rank."""
-    tensor: int = 0
-    """Split over tensor-parallel ranks."""
-    expert: int = 0
-    """Routed experts: split over expert-parallel and expert-tensor-parallel ranks."""
-    active_expert: int = 0
-    """The parameters of `expert` that one token uses."""
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(*map(operator.add, vars(self).values(), vars(other).values()))
-
-    @property
-    def total(self) -> int:
-        """Every parameter once."""
-        return self.replicated + self.tensor + self.expert
-
-    @property
-    def active(self) -> int:
-        """Parameters one token passes through, with the whole embedding and head counted."""
-        return self.replicated + self.tensor + self.active_expert
+from pyrl_ext.plan.model.towers import Tower
 
 
 @dataclass(frozen=True)
@@ -93,6 +65,8 @@ class ModelSizes(BaseModel, ABC):
     num_experts: Count = 0
     topk: Count = Field(0, alias="num_experts_per_tok")
     moe_intermediate_size: Count = 0
+    # of a model that reads images
+    vision: Tower | None = Field(None, validation_alias="vision_config")
 
     has_output_bias: ClassVar[bool] = True
     """Whether ``attention_bias`` means the output projection too, which the trainer cannot."""
@@ -113,25 +87,8 @@ class ModelSizes(BaseModel, ABC):
 
     @property
     @abstractmethod
-    def attention(self) -> Parameters:
-        """Parameters of one layer's attention."""
-
-    @property
-    def whole_projections(self) -> int:
-        """The matrices of `attention` that every tensor-parallel rank holds whole."""
-        return 0
-
-    @property
-    @abstractmethod
     def rotary_width(self) -> int:
         """Elements of a query or key head that are rotated by position."""
-
-    @cached_property
-    def layers(self) -> tuple[Parameters, ...]:
-        """Parameters of every decoder layer, without its router's bias buffer; many plans are
-        priced with one set of sizes."""
-        kinds, routers = (_dense_layer(self), _sparse_layer(self)), {*self.router_layers}
-        return tuple(kinds[layer in routers] for layer in range(self.num_hidden_layers))
 
     @property
     def tp_widths(self) -> dict[str, int]:
@@ -166,6 +123,12 @@ class ModelSizes(BaseModel, ABC):
         """How the rotary embedding is scaled to long contexts; default: not."""
         rope = self.rope_parameters or {}
         return rope.get("rope_type", rope.get("type", "default"))
+
+    @property
+    def rope_sections(self) -> tuple[int, ...]:
+        """Wavelengths that turn with a row's position in time, height and width; (): with one
+        position."""
+        return tuple((self.rope_parameters or {}).get("mrope_section", ()))
 
     @property
     def yarn(self) -> Yarn | None:
@@ -204,48 +167,7 @@ class Sparse(ModelSizes):
     moe_intermediate_size: Positive = Field()
 
 
-def _dense_layer(sizes: ModelSizes) -> Parameters:
-    norms, ffn = 2 * sizes.hidden_size, 3 * sizes.hidden_size * sizes.intermediate_size
-    return Parameters(replicated=norms, tensor=ffn) + sizes.attention
-
-
-def _sparse_layer(sizes: ModelSizes) -> Parameters:
-    hidden = sizes.hidden_size
-    one = 3 * hidden * sizes.moe_intermediate_size
-    return sizes.attention + Parameters(
-        replicated=2 * hidden + hidden * sizes.num_experts,
-        tensor=3 * hidden * sizes.shared_expert_width,
-        expert=one * sizes.num_experts,
-        active_expert=one * sizes.topk,
-    )
-
-
-def mtp_parameters(sizes: ModelSizes) -> Parameters:
-    """Parameters of a layer for multi-token prediction: a decoder layer with experts, behind a
-    projection of two normed inputs and before a separate norm."""
-    hidden = sizes.hidden_size
-    return _sparse_layer(sizes) + Parameters(replicated=3 * hidden, tensor=2 * hidden * hidden)
-
-
-def embedding_parameters(sizes: ModelSizes) -> Parameters:
-    """The token embedding."""
-    return Parameters(tensor=sizes.vocab_size * sizes.hidden_size)
-
-
-def head_parameters(sizes: ModelSizes) -> Parameters:
-    """The final norm, and the output projection where it is not the embedding again."""
-    tied = sizes.tie_word_embeddings
-    return Parameters(
-        replicated=sizes.hidden_size, tensor=0 if tied else sizes.vocab_size * sizes.hidden_size
-    )
-
-
-def parameters(sizes: ModelSizes) -> Parameters:
-    """Parameters of the whole model, layers for multi-token prediction apart."""
-    return sum(sizes.layers, embedding_parameters(sizes) + head_parameters(sizes))
-
-
 def read_sizes(hf: dict[str, Any]) -> ModelSizes:
-    """The sizes in an HF config. Raises pydantic's `ValidationError`."""
+    """The sizes in an HF config, or in its ``text_config``. Raises pydantic's `ValidationError`."""
     family = importlib.import_module(f"pyrl_ext.plan.model.families.{hf['model_type']}")
-    return family.SIZES.model_validate(hf)
+    return family.SIZES.model_validate(hf.get("text_config", {}) | hf)

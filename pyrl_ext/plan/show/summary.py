@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from pydantic.fields import FieldInfo
 
 from pyrl_ext.plan import rules
+from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
@@ -16,7 +17,6 @@ from pyrl_ext.plan.language.errors import Key, show
 from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.language.kind import WITH_ROLLOUTS, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.model.ranks import groups as groups_of
-from pyrl_ext.plan.model.sizes import parameters
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import Config
 

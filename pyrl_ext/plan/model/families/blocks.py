@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from pyrl_ext.plan.language.fields import Count, Positive
-from pyrl_ext.plan.model.sizes import ModelSizes, Parameters, Sparse, Yarn
+from pyrl_ext.plan.model.sizes import ModelSizes, Sparse, Yarn
 
 # The epsilon of transformers' norms inside multi-latent attention, whatever rms_norm_eps says.
 MLA_NORM_EPS = 1e-6
@@ -37,18 +37,6 @@ class GroupedQuery(ModelSizes):
     @property
     def query_groups(self) -> int:
         return self.num_key_value_heads
-
-    @property
-    def attention(self) -> Parameters:
-        hidden, width, heads = self.hidden_size, self.head_width, self.num_attention_heads
-        inputs = heads + 2 * self.num_key_value_heads  # queries; keys, values
-        whole, split = 0, hidden * width * (inputs + heads)
-        if self.has_qk_norm:
-            whole += 2 * width
-        if self.attention_bias:
-            whole += hidden if self.has_output_bias else 0
-            split += width * inputs
-        return Parameters(replicated=whole, tensor=split)
 
     def contradictions(self) -> list[str]:
         found = super().contradictions()
@@ -84,26 +72,6 @@ class Latent(ModelSizes):
             "q_lora_rank": self.q_lora_rank or 0,
             "kv_lora_rank + qk_rope_head_dim": self.kv_lora_rank + self.qk_rope_head_dim,
         }
-
-    @property
-    def whole_projections(self) -> int:
-        down = (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim
-        return self.hidden_size * down
-
-    @property
-    def attention(self) -> Parameters:
-        hidden, heads = self.hidden_size, self.num_attention_heads
-        query = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
-        norms, split = self.kv_lora_rank, heads * self.v_head_dim * hidden
-        split += self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
-        if self.q_lora_rank is None:
-            split += hidden * query
-        else:
-            norms += self.q_lora_rank
-            split += self.q_lora_rank * query
-        whole = self.whole_projections
-        biases = whole // hidden + hidden if self.attention_bias else 0
-        return Parameters(replicated=norms + whole + biases, tensor=split)
 
     @property
     def yarn(self) -> Yarn | None:

@@ -1,0 +1,130 @@
+"""Parameters of the parts of a model."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from pyrl_ext.plan.model.families.blocks import GroupedQuery, Latent
+from pyrl_ext.plan.model.sizes import ModelSizes
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameter counts of parts, told apart by how they are split over ranks."""
+
+    replicated: int = 0
+    """Norms and routers: whole on every tensor-parallel rank."""
+    tensor: int = 0
+    """Split over tensor-parallel ranks."""
+    expert: int = 0
+    """Routed experts: split over expert-parallel and expert-tensor-parallel ranks."""
+    active_expert: int = 0
+    """The parameters of `expert` that one token uses."""
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    @property
+    def total(self) -> int:
+        """Every parameter once."""
+        return self.replicated + self.tensor + self.expert
+
+    @property
+    def active(self) -> int:
+        """Parameters one token passes through, with the whole embedding and head counted."""
+        return self.replicated + self.tensor + self.active_expert
+
+
+def attention(sizes: ModelSizes) -> Parameters:
+    """Parameters of one layer's attention."""
+    if isinstance(sizes, Latent):
+        return _latent(sizes)
+    if isinstance(sizes, GroupedQuery):
+        return _grouped_query(sizes)
+    raise TypeError(
+        f"attention: {type(sizes).__name__}, expected a family with Latent or GroupedQuery "
+        "attention"
+    )
+
+
+def _grouped_query(sizes: GroupedQuery) -> Parameters:
+    hidden, width, heads = sizes.hidden_size, sizes.head_width, sizes.num_attention_heads
+    inputs = heads + 2 * sizes.num_key_value_heads  # queries; keys, values
+    whole, split = 0, hidden * width * (inputs + heads)
+    if sizes.has_qk_norm:
+        whole += 2 * width
+    if sizes.attention_bias:
+        whole += hidden if sizes.has_output_bias else 0
+        split += width * inputs
+    return Parameters(replicated=whole, tensor=split)
+
+
+def _latent(sizes: Latent) -> Parameters:
+    hidden, heads = sizes.hidden_size, sizes.num_attention_heads
+    query = heads * (sizes.qk_nope_head_dim + sizes.qk_rope_head_dim)
+    norms, split = sizes.kv_lora_rank, heads * sizes.v_head_dim * hidden
+    split += sizes.kv_lora_rank * heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
+    if sizes.q_lora_rank is None:
+        split += hidden * query
+    else:
+        norms += sizes.q_lora_rank
+        split += sizes.q_lora_rank * query
+    whole = whole_projections(sizes)
+    biases = whole // hidden + hidden if sizes.attention_bias else 0
+    return Parameters(replicated=norms + whole + biases, tensor=split)
+
+
+def whole_projections(sizes: ModelSizes) -> int:
+    """The matrices of `attention` that every tensor-parallel rank holds whole."""
+    if not isinstance(sizes, Latent):
+        return 0
+    down = (sizes.q_lora_rank or 0) + sizes.kv_lora_rank + sizes.qk_rope_head_dim
+    return sizes.hidden_size * down
+
+
+def layers(sizes: ModelSizes) -> tuple[Parameters, ...]:
+    """Parameters of every decoder layer, without its router's bias buffer."""
+    kinds, routers = (_dense_layer(sizes), _sparse_layer(sizes)), {*sizes.router_layers}
+    return tuple(kinds[layer in routers] for layer in range(sizes.num_hidden_layers))
+
+
+def _dense_layer(sizes: ModelSizes) -> Parameters:
+    norms, ffn = 2 * sizes.hidden_size, 3 * sizes.hidden_size * sizes.intermediate_size
+    return Parameters(replicated=norms, tensor=ffn) + attention(sizes)
+
+
+def _sparse_layer(sizes: ModelSizes) -> Parameters:
+    hidden = sizes.hidden_size
+    one = 3 * hidden * sizes.moe_intermediate_size
+    return attention(sizes) + Parameters(
+        replicated=2 * hidden + hidden * sizes.num_experts,
+        tensor=3 * hidden * sizes.shared_expert_width,
+        expert=one * sizes.num_experts,
+        active_expert=one * sizes.topk,
+    )
+
+
+def mtp_parameters(sizes: ModelSizes) -> Parameters:
+    """Parameters of a layer for multi-token prediction: a decoder layer with experts, behind a
+    projection of two normed inputs and before a separate norm."""
+    hidden = sizes.hidden_size
+    return _sparse_layer(sizes) + Parameters(replicated=3 * hidden, tensor=2 * hidden * hidden)
+
+
+def embedding_parameters(sizes: ModelSizes) -> Parameters:
+    """The token embedding."""
+    return Parameters(tensor=sizes.vocab_size * sizes.hidden_size)
+
+
+def head_parameters(sizes: ModelSizes) -> Parameters:
+    """The final norm, and the output projection where it is not the embedding again."""
+    tied = sizes.tie_word_embeddings
+    return Parameters(
+        replicated=sizes.hidden_size, tensor=0 if tied else sizes.vocab_size * sizes.hidden_size
+    )
+
+
+def parameters(sizes: ModelSizes) -> Parameters:
+    """Parameters of the whole model, layers for multi-token prediction apart."""
+    return sum(layers(sizes), embedding_parameters(sizes) + head_parameters(sizes))
