@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,41 @@ from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan.model.route_ids import route_id_dtype
 
 FINISH_REASONS = ("stop", "length")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """One image, cut into patches.
+
+    Args:
+        row: its first token in the sample, a placeholder
+        rows: number of its tokens, all of them placeholders
+        grid: its patches in time, height and width
+        patches: [P, W] uint8, the numbers of each patch as the model's processor orders them
+    """
+
+    row: int
+    rows: int
+    grid: tuple[int, int, int]
+    patches: Tensor
+
+
+class PromptImage(Protocol):
+    """An image of a prompt, which nothing has decoded yet."""
+
+    @property
+    def row(self) -> int:
+        """Its first token, a placeholder."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Number of its tokens."""
+        ...
+
+    def load(self) -> Image:
+        """Decode it and cut it into patches."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +62,7 @@ class Prompt:
         answer: what the reward function compares with, of any type
         text: the prompt as text, for messages and logs
         meta: further fields of its record, for reward functions
+        images: in the order of their tokens
     """
 
     id: int
@@ -34,6 +70,7 @@ class Prompt:
     answer: Any = None
     text: str = ""
     meta: Mapping[str, Any] | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +143,7 @@ class Sample:
         finish_reason: "stop" (a stop token was sampled or a stop string is complete) or
             "length" (the budget ran out)
         reward: nan until it is computed
+        images: of the prompt, in the order of their tokens; samples of a group share them
     """
 
     prompt_id: int
@@ -120,6 +158,7 @@ class Sample:
     weight_version: int
     finish_reason: str
     reward: float = math.nan
+    images: tuple[Image, ...] = ()
 
     @property
     def response(self) -> list[int]:
@@ -156,6 +195,7 @@ class Sample:
         )
         self._check_tokens()
         self._check_routes()
+        self._check_images()
         return self
 
     def _check_tokens(self) -> None:
@@ -197,6 +237,17 @@ class Sample:
             f"layer_ids {ids}",
             "rising global layer ids",
         )
+
+    def _check_images(self) -> None:
+        end = 0
+        for number, image in enumerate(self.images):
+            found = f"image {number} at tokens {image.row} to {image.row + image.rows}"
+            free = end <= image.row and image.row + image.rows <= self.prompt_len
+            self._need(free and image.rows > 0, found, "tokens of the prompt, after those before")
+            count = image.grid[0] * image.grid[1] * image.grid[2]
+            found = f"image {number} with patches {list(image.patches.shape)}"
+            self._need(len(image.patches) == count, found, f"{count}, as its grid {image.grid}")
+            end = image.row + image.rows
 
     def _first(self, bad: Tensor, value: Tensor, what: str, rule: str) -> None:
         if bool(bad.any()):

@@ -45,18 +45,36 @@ def render(messages: Any, tokenizer: Tokenizer, generate: bool) -> str:
 
 
 def check_messages(messages: Any, tokenizer: Tokenizer) -> None:
-    """Refuse what is no conversation, and any if the tokenizer has no template. Raises: Broken."""
-    rule = 'a non-empty list of {"role": text, "content": non-empty text}'
+    """Refuse what is no conversation, and any if the tokenizer has no template. Raises: Broken.
+
+    Content is a text, or a list of parts: {"type": "text", "text": ...} and {"type": "image",
+    "image": ...}.
+    """
+    rule = 'a non-empty list of {"role": text, "content": non-empty text or parts}'
     if not isinstance(messages, list) or not messages:
         raise Broken(f"messages {cut(messages)}", rule)
     for number, message in enumerate(messages):
         role, content = (
             (message.get("role"), message.get("content")) if isinstance(message, dict) else (0, 0)
         )
-        if not (isinstance(role, str) and role and isinstance(content, str) and content):
+        if not (isinstance(role, str) and role and _is_content(content)):
             raise Broken(f"messages[{number}] {cut(message)}", rule)
     if not tokenizer.chat_template:
         raise Broken("messages, but the tokenizer has no chat template", "a tokenizer with one")
+
+
+def _is_content(content: Any) -> bool:
+    """A non-empty text, or a non-empty list of such texts and of images."""
+    if not isinstance(content, list):
+        return isinstance(content, str) and bool(content)
+    parts = [part if isinstance(part, dict) else {} for part in content]
+    return bool(parts) and all(
+        "image" in part if part.get("type") == "image" else _is_text(part) for part in parts
+    )
+
+
+def _is_text(part: dict[str, Any]) -> bool:
+    return part.get("type") == "text" and isinstance(part.get("text"), str) and bool(part["text"])
 
 
 def tokens_of_chat(messages: list[Any], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

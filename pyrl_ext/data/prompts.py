@@ -11,6 +11,7 @@ from typing import Any
 from pyrl_ext.data.chat import Tokenizer, check_known, check_size, render
 from pyrl_ext.data.epochs import Epochs
 from pyrl_ext.data.files import Broken, cut, open_records, refuse
+from pyrl_ext.data.images import ImageReader, Placed, images_of
 from pyrl_ext.samples import Prompt
 
 AnswerRule = tuple[str, Callable[[Any], bool]]  # the rule, and whether an answer fulfils it
@@ -21,18 +22,21 @@ def load_prompts(
     tokenizer: Tokenizer,
     max_prompt_tokens: int,
     answer_rule: AnswerRule | None = None,
+    reader: ImageReader | None = None,
 ) -> list[Prompt]:
     """Read a file of prompts; a prompt's id is the place of its record in the file.
 
     A record holds either `prompt`, a text that is encoded as it is, or `messages`, a list of
     {"role": ..., "content": ...} rendered by the tokenizer's chat template up to where the
-    assistant begins. `answer` and any other field are kept.
+    assistant begins. `answer` and any other field are kept. Content may be a list of parts:
+    {"type": "text", "text": ...} and {"type": "image", "image": path or bytes}.
 
     Args:
         path: .jsonl (UTF-8, one object a line, blank lines ignored) or .parquet
         tokenizer: from `load_tokenizer`
         max_prompt_tokens: a longer prompt is an error [tokens]
         answer_rule: what the reward needs as `answer`, and whether one is that; None: anything
+        reader: of the images in messages; None: the model takes none
 
     Raises:
         DataError: listing every record that cannot be used, as file:line: what, expected rule
@@ -42,7 +46,7 @@ def load_prompts(
     problems: list[str] = []
     for number in range(len(records)):
         try:
-            prompt = _prompt(records.read(number), tokenizer, max_prompt_tokens)
+            prompt = _prompt(records.read(number), tokenizer, max_prompt_tokens, reader)
             if answer_rule is not None and not answer_rule[1](prompt.answer):
                 what = "no answer" if prompt.answer is None else f"answer {cut(prompt.answer)}"
                 raise Broken(what, f"{answer_rule[0]}; data.reward compares with it")
@@ -100,14 +104,22 @@ class PromptSource:
 def _split(prompts: list[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
     """(train, held out): an eighth of the distinct prompts, at least one, by rank of a hash."""
     # a cryptographic hash: a checksum would hold out related prompts together
-    marks = {p.tokens: sha256(repr(p.tokens).encode()).digest() for p in prompts}
-    ranked = sorted(marks, key=lambda tokens: marks[tokens])
+    marks = {_content(p): sha256(repr(_content(p)).encode()).digest() for p in prompts}
+    ranked = sorted(marks, key=lambda content: marks[content])
     chosen = set(ranked[: max(1, len(ranked) // 8)])
-    train = [p for p in prompts if p.tokens not in chosen]
-    return train, list({p.tokens: p for p in prompts if p.tokens in chosen}.values())
+    train = [p for p in prompts if _content(p) not in chosen]
+    return train, list({_content(p): p for p in prompts if _content(p) in chosen}.values())
 
 
-def _prompt(record: Any, tokenizer: Tokenizer, max_prompt_tokens: int) -> Prompt:
+def _content(prompt: Prompt) -> tuple[Any, ...]:
+    """The tokens and images of a prompt, by which it differs from others."""
+    images: Any = prompt.images
+    return (prompt.tokens, *(each.source for each in images)) if images else prompt.tokens
+
+
+def _prompt(
+    record: Any, tokenizer: Tokenizer, max_prompt_tokens: int, reader: ImageReader | None
+) -> Prompt:
     if not isinstance(record, dict):
         raise Broken(f"a {type(record).__name__}", "a JSON object")
     if ("prompt" in record) == ("messages" in record):
@@ -120,9 +132,15 @@ def _prompt(record: Any, tokenizer: Tokenizer, max_prompt_tokens: int) -> Prompt
     check_size(text, tokenizer, max_prompt_tokens, "max_prompt_tokens")
     tokens = list(tokenizer(text, add_special_tokens=is_text)["input_ids"])
     check_known(text, tokens, tokenizer)
+    given = [] if is_text else images_of(record["messages"])
+    if given and reader is None:
+        raise Broken(f"{len(given)} images in messages", "text; the model has no image token")
+    placed: list[Placed] = []
+    if reader is not None:
+        tokens, placed = reader.place(tokens, given)
     if not 1 <= len(tokens) <= max_prompt_tokens:
         raise Broken(
             f"{len(tokens)} tokens in {cut(text)}", f"1 to max_prompt_tokens {max_prompt_tokens}"
         )
     rest = {k: v for k, v in record.items() if k not in ("prompt", "messages", "answer")}
-    return Prompt(0, tuple(tokens), record.get("answer"), text, rest)
+    return Prompt(0, tuple(tokens), record.get("answer"), text, rest, tuple(placed))

@@ -15,6 +15,7 @@ import torch
 from pyrl_ext.data.chat import Tokenizer, check_known, check_size, render, tokens_of_chat
 from pyrl_ext.data.epochs import Epochs
 from pyrl_ext.data.files import SHOWN_PROBLEMS, Broken, Records, cut, refuse
+from pyrl_ext.data.images import images_of
 from pyrl_ext.samples import Sample
 
 
@@ -74,6 +75,8 @@ class Encoder:
                 for m in messages
             ]
         text = render(messages, self.tokenizer, generate=False)
+        if images_of(messages):
+            raise Broken("images in messages", "text: fine-tuning on images is not built yet")
         if not self.truncate:
             check_size(text, self.tokenizer, self.max_tokens, "data.max_tokens")
         tokens, mask = tokens_of_chat(messages, self.tokenizer)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from pyrl_ext.data.files import open_records
+from pyrl_ext.data.images import ImageReader
 from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import Reward, score
 from pyrl_ext.data.sft import Encoder, SftSource
@@ -47,6 +49,14 @@ class Source:
         )
 
 
+def _reader(plan: Plan, path: str) -> ImageReader | None:
+    """Reads the images of a file, whose folder paths start at; None: the model takes no images."""
+    token = plan.hf.get("image_token_id", plan.hf.get("media_placeholder_token_id"))
+    if token is None or plan.tokenizer_path is None:
+        return None
+    return ImageReader(plan.tokenizer_path, Path(path).parent, token)
+
+
 def build_records(plan: Plan) -> SftSource:
     """The records of a run without rollouts, not looked at yet.
 
@@ -85,9 +95,9 @@ def build_source(plan: Plan) -> Source:
     assert plan.prompts_path is not None and plan.data.reward is not None  # a rule says so
     reward = load_function("data.reward", plan.data.reward, 3)
     limits = plan.data.max_prompt_tokens, getattr(reward, "answer_rule", None)
-    prompts = load_prompts(plan.prompts_path, tokenizer, *limits)
-    held_out = None
-    if plan.eval_prompts_path is not None:
-        held_out = load_prompts(plan.eval_prompts_path, tokenizer, *limits)
+    prompts = load_prompts(plan.prompts_path, tokenizer, *limits, _reader(plan, plan.prompts_path))
+    held_out, path = None, plan.eval_prompts_path
+    if path is not None:
+        held_out = load_prompts(path, tokenizer, *limits, _reader(plan, path))
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
     return Source(source, reward, tokenizer.decode, stop_ids, plan.data.reward_timeout)

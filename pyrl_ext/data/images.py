@@ -1,0 +1,235 @@
+"""Images of records: opened within bounds, cut into patches by the model's own processor.
+
+A file is looked at before training (its kind, its size, and so the rows it takes); it is decoded
+when a step needs it. Patches stay in the processor's 8 bits: the encoder scales them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image as PIL
+from torch import Tensor
+
+from pyrl_ext.data.files import Broken, DataError, cut
+from pyrl_ext.samples import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+MAX_BYTES = 64 * 2**20  # of a file
+MAX_PIXELS = 2**26  # 64 megapixels: 192 MiB once decoded, however small the file
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An image of a prompt that is not decoded yet.
+
+    Args:
+        reader: decodes it.
+        source: file, or the bytes of one.
+        row:    its first placeholder token.
+        rows:   number of them: the rows that it takes in the language model.
+    """
+
+    reader: ImageReader
+    source: Path | bytes
+    row: int
+    rows: int
+
+    def load(self) -> Image:
+        """Decode it and cut it into patches.
+
+        Raises: DataError when it cannot be, or has become another since it was looked at.
+        """
+        try:
+            grid, patches = self.reader.patches(self.source)
+            if (rows := self.reader.rows(len(patches))) != self.rows:
+                raise Broken(f"{rows} rows now", f"{self.rows}, as when the run began")
+        except Broken as broken:
+            name = self.source if isinstance(self.source, Path) else "in a record"
+            raise DataError(f"image {name}: {broken}") from None
+        return Image(self.row, self.rows, grid, patches)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """value = patch * factor + offset, for each of a patch's numbers.
+
+    Args:
+        factor, offset: [width] float32.
+    """
+
+    factor: Tensor
+    offset: Tensor
+
+    def __call__(self, patches: Tensor) -> Tensor:
+        """[P, width] float32 of patches in 8 bits."""
+        device = patches.device
+        return torch.addcmul(self.offset.to(device), patches.float(), self.factor.to(device))
+
+
+class ImageReader:
+    """The image processor of a model, and the bounds within which images are read.
+
+    Args:
+        folder: holds the processor's ``preprocessor_config.json``.
+        beside: folder that relative paths of images start at.
+        token:  id of the placeholder, which the chat template writes once for each image.
+
+    Raises:
+        DataError: the folder has no processor that runs here.
+    """
+
+    def __init__(self, folder: str | Path, beside: str | Path, token: int):
+        self.beside, self.token = Path(beside), token
+        self._processor = _load(folder)
+        self.patches = lru_cache(8)(self._patches)  # prompts are often asked again
+
+    @property
+    def scale(self) -> Scale:
+        """The factor and offset that the processor applies to a patch after cutting it."""
+        each = self._processor.patch_size**2 * getattr(self._processor, "temporal_patch_size", 1)
+        mean, std = (
+            np.repeat(np.asarray(value, np.float64), each)
+            for value in (self._processor.image_mean, self._processor.image_std)
+        )
+        factor = self._processor.rescale_factor / std
+        return Scale(*(torch.from_numpy(x.astype(np.float32)) for x in (factor, -mean / std)))
+
+    def place(self, tokens: Sequence[int], images: Sequence[Any]) -> tuple[list[int], list[Placed]]:
+        """The tokens with as many placeholders as each image has rows, and the images.
+
+        Args:
+            tokens: with one placeholder for each image, in order.
+            images: as `images_of` finds them in messages.
+
+        Raises: Broken.
+        """
+        if (found := sum(t == self.token for t in tokens)) != len(images):
+            raise Broken(
+                f"{found} image placeholders (token {self.token}) for {len(images)} images",
+                "one for each; no text may hold the placeholder",
+            )
+        expanded: list[int] = []
+        placed: list[Placed] = []
+        rest = iter(enumerate(images))
+        for token in tokens:
+            if token != self.token:
+                expanded.append(token)
+                continue
+            number, given = next(rest)
+            try:
+                each = self._placed(given, len(expanded))
+            except Broken as broken:
+                raise Broken(f"image {number}: {broken.args[0]}", broken.args[1]) from None
+            placed.append(each)
+            expanded += [self.token] * each.rows
+        return expanded, placed
+
+    def _placed(self, given: Any, row: int) -> Placed:
+        source = self._source(given)
+        with _opened(source) as image:
+            width, height = image.size
+        try:
+            patches = self._processor.get_number_of_image_patches(height, width)
+        except ValueError as error:  # sides too unlike
+            raise Broken(f"{width} x {height} pixels: {error}", "a size that it takes") from None
+        return Placed(self, source, row, self.rows(patches))
+
+    def rows(self, patches: int) -> int:
+        """Rows of the language model that so many patches become."""
+        return patches // self._processor.merge_size**2
+
+    def _source(self, given: Any) -> Path | bytes:
+        rule = "a path, bytes, or data:image/...;base64,..."
+        if isinstance(given, dict):  # as datasets write it into Parquet
+            given = given.get("bytes") or given.get("path")
+        if isinstance(given, bytes):
+            return given
+        if not isinstance(given, str) or not given:
+            raise Broken(f"{cut(given)}", rule)
+        if given.startswith("data:"):
+            try:
+                return base64.b64decode(given.partition(";base64,")[2], validate=True)
+            except binascii.Error as error:
+                raise Broken(f"{given[:40]}...: {error}", rule) from None
+        if "://" in given:
+            raise Broken(f"{cut(given)}", f"{rule}; nothing is fetched")
+        return self.beside / given
+
+    def _patches(self, source: Path | bytes) -> tuple[tuple[int, int, int], Tensor]:
+        """(patches in time, height and width; [P, width] uint8)."""
+        with _opened(source) as file:
+            try:
+                image = file.convert("RGB")
+            except (OSError, SyntaxError, ValueError) as error:
+                raise Broken(f"{error}", "an image that can be decoded") from None
+        found = self._processor(image, do_rescale=False, do_normalize=False, return_tensors="pt")
+        (grid,) = found["image_grid_thw"].tolist()
+        patches = found["pixel_values"].flatten(1)
+        return tuple(grid), patches.to(torch.uint8)
+
+
+def images_of(messages: Sequence[Any]) -> list[Any]:
+    """The images of a conversation, in order: parts {"type": "image", "image": ...}."""
+    return [
+        part.get("image")
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if part["type"] == "image"
+    ]
+
+
+def _load(folder: str | Path) -> Any:
+    from transformers import AutoImageProcessor
+
+    rule = "a preprocessor_config.json whose processor runs here"
+    try:
+        loaded: Any = AutoImageProcessor.from_pretrained(
+            str(folder), local_files_only=True, backend="pil"
+        )
+    except Exception as error:
+        raise DataError(
+            f"image processor {folder}: {type(error).__name__}: {error}, expected {rule}"
+        ) from error
+    if not (loaded.do_rescale and loaded.do_normalize):
+        raise DataError(
+            f"image processor {folder}: does not scale to [0, 1] and normalize, expected both"
+        )
+    return loaded
+
+
+def _opened(source: Path | bytes) -> PIL.Image:
+    """An image whose header was read, and no more."""
+    if isinstance(source, Path):
+        if not source.is_file():
+            raise Broken(f"{source}: no such file", "an image file")
+        size, file = source.stat().st_size, source
+    else:
+        size, file = len(source), io.BytesIO(source)
+    if size > MAX_BYTES:
+        raise Broken(f"{size:,} bytes", f"at most {MAX_BYTES:,}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PIL.DecompressionBombWarning)  # our bound is below
+            image = PIL.open(file, formats=FORMATS)
+    except PIL.DecompressionBombError as error:
+        raise Broken(f"{error}", f"at most {MAX_PIXELS:,} pixels") from None
+    except OSError as error:
+        raise Broken(f"{error}", f"an image ({', '.join(FORMATS)})") from None
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise Broken(f"{width} x {height} pixels", f"at most {MAX_PIXELS:,} pixels")
+    if (frames := getattr(image, "n_frames", 1)) > 1:
+        raise Broken(f"{frames} frames", "an image of one")
+    return image
