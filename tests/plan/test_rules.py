@@ -34,7 +34,7 @@ from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.rules import RULES
 from pyrl_ext.plan.rules._rule import unfit_for_heads
-from pyrl_ext.plan.rules.passthrough import ENGINE_KEYS, field_names, megatron_fields
+from pyrl_ext.plan.rules.passthrough import engine_arguments, field_names, megatron_fields
 from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.rule_reads import declared_reads
 from tests.helpers.tiny import one_rank
@@ -82,7 +82,7 @@ def keys_of_the_plan() -> set[str]:
 
 def test_megatron_fields_and_engine_keys_name_keys_of_the_plan():
     assert {*megatron_fields()["plan"].values()} <= keys_of_the_plan()
-    named = " and ".join(ENGINE_KEYS.values()).split(" and ")
+    named = " and ".join(engine_arguments()["plan"].values()).split(" and ")
     assert {*named} - {"model.config"} <= keys_of_the_plan()
 
 

@@ -17,10 +17,19 @@ from pyrl_ext.plan.rules._rule import Found, in_config, rule
 
 
 @cache
+def _table(name: str) -> dict[str, Any]:
+    path = Path(__file__).parents[1] / name
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
 def megatron_fields() -> dict[str, Any]:
     """``plan/megatron_fields.yaml``: every field of megatron-core's config, by who sets it."""
-    path = Path(__file__).parents[1] / "megatron_fields.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    return _table("megatron_fields.yaml")
+
+
+def engine_arguments() -> dict[str, Any]:
+    """``plan/engine_arguments.yaml``: arguments of vLLM that are not passed on, by the reason."""
+    return _table("engine_arguments.yaml")
 
 
 def field_names() -> set[str]:
@@ -58,9 +67,8 @@ def _megatron_problem(plan: Plan, name: str) -> str | None:
             f"expected it {f'as {key} ' if key else ''}in model.config {in_config(plan)}; trainer "
             "and engine would run different networks. Set it there"
         )
-    for each in groups["breaking"]:
-        if name in each["fields"]:
-            return f"expected it left out; {each['reason']}"
+    if reason := _reason(groups, name):
+        return f"expected it left out; {reason}"
     if name in groups["transformer_engine"] and plan.model.backend != "te":
         return (
             f"expected it left out with model.backend {plan.model.backend}; only "
@@ -75,39 +83,6 @@ def _megatron_problem(plan: Plan, name: str) -> str | None:
     return None
 
 
-_SAME_NAMES = ("gpu_memory_utilization", "logprobs_mode", "temperature", "top_p", "top_k")
-# Argument of vLLM's engine, or of its sampling -> the key of the plan that sets it.
-ENGINE_KEYS = {
-    **dict.fromkeys(("model", "hf_config_path", "hf_overrides"), "model.config"),
-    "tokenizer": "model.tokenizer",
-    "dtype": "rollout.dtype",
-    "tensor_parallel_size": "rollout.tp",
-    "enable_sleep_mode": "rollout.sleep",
-    "max_model_len": "data.max_prompt_tokens and rollout.max_new_tokens",
-    "max_tokens": "rollout.max_new_tokens",
-    "n": "batching.samples_per_prompt",
-    "enable_return_routed_experts": "replay",
-    "seed": "seed",
-    **{name: f"rollout.{name}" for name in _SAME_NAMES},
-}
-
-_SAMPLING = "the trainer scores the distribution that temperature alone makes"
-_COUNT = "an engine has rollout.tp GPUs, and there are as many engines as fit"
-# Argument -> what of the trainer it would break.
-ENGINE_BREAKING = {
-    **dict.fromkeys(("generation_config", "override_generation_config", "min_p"), _SAMPLING),
-    **dict.fromkeys(("logits_processors", "logit_bias", "repetition_penalty"), _SAMPLING),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _SAMPLING),
-    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), _COUNT),
-    "load_format": "the trainer hands over all weights, at the start and after each step",
-}
-# Arguments beside which vLLM refuses to return routes (its VllmConfig.__post_init__).
-ENGINE_WITHOUT_ROUTES = {
-    *("decode_context_parallel_size", "prefill_context_parallel_size"),
-    *("kv_transfer_config", "kv_offloading_size"),
-}
-
-
 @rule("rollout.engine_options")
 def engine_arguments_are_free(plan: Plan) -> Found:
     options = plan.rollout.engine_options if plan.rollout.engine == "vllm" else {}
@@ -115,10 +90,16 @@ def engine_arguments_are_free(plan: Plan) -> Found:
 
 
 def _engine_problem(plan: Plan, name: str) -> str | None:
-    if key := ENGINE_KEYS.get(name):
+    groups = engine_arguments()
+    if key := groups["plan"].get(name):
         return f"expected it unset; the trainer reads only {key}. Set that key instead"
-    if reason := ENGINE_BREAKING.get(name):
+    if reason := _reason(groups, name):
         return f"expected it left out; {reason}"
-    if name in ENGINE_WITHOUT_ROUTES and plan.replay.enabled:
+    if name in groups["without_routes"] and plan.replay.enabled:
         return "expected it left out with replay on; vLLM returns no routes beside it"
     return None
+
+
+def _reason(groups: dict[str, Any], name: str) -> str | None:
+    """Why `name` would break the trainer."""
+    return next((each["reason"] for each in groups["breaking"] if name in each["fields"]), None)
