@@ -1,16 +1,20 @@
 """The costs of context parallelism on this machine, fitted to microbatches that really run.
 
-`python -m benchmarks.run dynamic_cp --calibrate [CONFIG] [key=value ...]` prints a `CostModel` as
-YAML. A microbatch is timed as the difference between the gradient of three of them and of one, each
-the fastest of several, so that the reduction of gradients is left out. Launch, tokens and squared
-tokens are fitted to microbatches on one rank; the exchange, to what a group takes beyond its share
-of that. Under torchrun this module measures and prints JSON.
+`python -m benchmarks.run dynamic_cp --calibrate [CONFIG] [key=value ...]` prints the section
+`cp_cost` of that config, for groups of up to its `parallel.dynamic_cp` ranks (2 without it). A
+microbatch is timed as half the difference between the gradient of three of them and of one, so that
+the reduction of gradients is left out: the median of several rounds over all shapes, so that a busy
+moment slows one round of each. Launch, tokens and squared tokens are fitted to microbatches on one
+rank; the exchange, to what a group takes beyond its share of that. Errors count relative to the
+time, and those beyond `USUAL` less than squared. Under torchrun this module measures and prints
+JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -30,14 +34,17 @@ from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
-from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.cp_problem import CostModel, Exchange
+from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.trainer.policy import Policy
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 SHAPES = ((64,) * 4, (256,), (64,) * 16, (1024,), (256,) * 8, (2048,), (1024, 512, 256), (3072,))
 """Lengths of the samples of each microbatch."""
-REPEATS = 5
+ROUNDS = 7
+USUAL, MOST = 0.05, 0.15
+"""Relative errors of a fit: those that are expected, and the largest that is trusted."""
 
 
 class Timed(NamedTuple):
@@ -46,32 +53,73 @@ class Timed(NamedTuple):
     cp_size: int
     lengths: tuple[int, ...]
     seconds: float
+    spread: float = 0.0
+    """Half of the rounds differ by less than this from the median, relative to it."""
 
 
-def calibrate(arguments: Sequence[str], sizes: Sequence[int] = (2,)) -> None:
-    """Time microbatches on one rank and on groups of ``sizes`` ranks; print the fitted costs."""
+def calibrate(arguments: Sequence[str]) -> None:
+    """Time microbatches on one rank and on groups of every larger size; print the fitted costs."""
     timed: list[Timed] = []
-    for size in (1, *sizes):
+    for size in sizes_of(compile_plan(*split(arguments))):
+        ranks = group_plan(*split(arguments), size).world_size
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(size), "-m", "benchmarks.calibrate_cp", *arguments]
+        command += ["--nproc-per-node", str(ranks), "-m", "benchmarks.calibrate_cp", str(size)]
+        command += arguments
         ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         told = json.loads(ran.stdout.splitlines()[-1])
-        timed += [Timed(size, tuple(lengths), seconds) for _, lengths, seconds in told]
-    cost, error = fit(timed)
-    for each in timed:
-        shape = f"{len(each.lengths)} x at most {max(each.lengths)} tokens"
+        timed += [Timed(size, tuple(lengths), *each) for _, lengths, *each in told]
+    print("\n".join(report(timed, fit(timed))))
+
+
+def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """(config, overrides)."""
+    given = [a for a in arguments if "=" not in a]
+    return given[0] if given else str(CONFIG), [a for a in arguments if "=" in a]
+
+
+LAYOUT = ("parallel.dp", "parallel.cp", "parallel.dynamic_cp", "replay")
+
+
+def group_plan(config: str, overrides: Sequence[str], size: int) -> Plan:
+    """The config on one group of ``size`` context-parallel ranks."""
+    kept = [each for each in overrides if each.partition("=")[0] not in LAYOUT]
+    layout = ("parallel.dp=1", f"parallel.cp={size}", "parallel.dynamic_cp=null", "replay=off")
+    return compile_plan(config, [*layout, *kept])
+
+
+def sizes_of(plan: Plan) -> list[int]:
+    """Ranks of the groups to measure: 1, and the larger sizes that groups of the plan may have."""
+    grid, largest = plan.parallel.dp * plan.parallel.cp, plan.parallel.dynamic_cp
+    return [1, 2] if largest is None else sorted({1, *cp_sizes(grid, plan.parallel.cp, largest)})
+
+
+def report(timed: Sequence[Timed], cost: CostModel) -> list[str]:
+    """Every measured point beside its fit, whether the fit is to be trusted, and the section."""
+    lines, errors = [], [predicted(cost, each) / each.seconds - 1 for each in timed]
+    for each, error in zip(timed, errors, strict=True):
+        shape = f"CP {each.cp_size}, {len(each.lengths)} x at most {max(each.lengths)} tokens"
         took, fitted = 1e3 * each.seconds, 1e3 * predicted(cost, each)
-        print(f"# CP {each.cp_size}, {shape}: {took:.1f} ms, fitted {fitted:.1f} ms")
-    print(f"# largest error {error:.0%}\n{as_yaml(cost)}", end="")
+        lines.append(
+            f"# {shape}: {took:.1f} ms (+- {each.spread:.0%}), fitted {fitted:.1f} ms: {error:+.0%}"
+        )
+    worst, spread = max(map(abs, errors)), max(each.spread for each in timed)
+    if max(worst, spread) > MOST:
+        verdict = (
+            f"NOT to be trusted, expected errors and rounds within {MOST:.0%}. Measure again while "
+            "nothing else runs, with a processor core for every rank"
+        )
+    else:
+        verdict = f"to be trusted: errors and rounds are within {MOST:.0%}"
+    lines.append(
+        f"# largest error {worst:.0%}, rounds within {spread:.0%} of their median: {verdict}"
+    )
+    return [*lines, as_yaml(cost)]
 
 
-def fit(timed: Sequence[Timed]) -> tuple[CostModel, float]:
-    """Costs, none negative, with the least squared relative errors.
-
-    Returns: the costs, and the largest relative error.
-    """
+def fit(timed: Sequence[Timed]) -> CostModel:
+    """Costs, none negative, with the least relative errors."""
     alone = [t for t in timed if t.cp_size == 1]
-    launch, token, square = _least_squares(
+    launch, token, square = _robust(
         [(1.0, sum(t.lengths), sum(n * n for n in t.lengths)) for t in alone],
         [t.seconds for t in alone],
         [t.seconds for t in alone],
@@ -79,15 +127,14 @@ def fit(timed: Sequence[Timed]) -> tuple[CostModel, float]:
     exchanges = []
     for size in sorted({t.cp_size for t in timed} - {1}):
         shared = [t for t in timed if t.cp_size == size]
-        own = CostModel(token, square, launch)
-        fixed, received = _least_squares(
-            [(1.0, sum(t.lengths) * (size - 1) / size) for t in shared],
+        own, part = CostModel(token, square, launch), (size - 1) / size
+        beyond = _robust(
+            [(1.0, sum(t.lengths) * part, sum(n * n for n in t.lengths)) for t in shared],
             [t.seconds - predicted(own, t) for t in shared],
             [t.seconds for t in shared],
         )
-        exchanges.append(Exchange(size, fixed, received))
-    cost = CostModel(token, square, launch, tuple(exchanges))
-    return cost, max(abs(predicted(cost, t) / t.seconds - 1) for t in timed)
+        exchanges.append(Exchange(size, *beyond))
+    return CostModel(token, square, launch, tuple(exchanges))
 
 
 def predicted(cost: CostModel, timed: Timed) -> float:
@@ -95,6 +142,20 @@ def predicted(cost: CostModel, timed: Timed) -> float:
     fixed, token, square = cost.rates(timed.cp_size)
     work = sum(token * n + square * n * n for n in timed.lengths)
     return cost.launch_seconds + fixed + work
+
+
+def _robust(
+    rows: Sequence[Sequence[float]], values: Sequence[float], times: Sequence[float]
+) -> list[float]:
+    """Coefficients, none negative, that leave the least errors relative to ``times``: squared up to
+    `USUAL`, linear beyond (Huber), by weights that are computed anew from each fit."""
+    found = _least_squares(rows, values, times)
+    for _ in range(10):
+        fitted = [sum(c * x for c, x in zip(found, row, strict=True)) for row in rows]
+        errors = [abs(f - v) / t for f, v, t in zip(fitted, values, times, strict=True)]
+        units = [t * max(1.0, e / USUAL) ** 0.5 for t, e in zip(times, errors, strict=True)]
+        found = _least_squares(rows, values, units)
+    return found
 
 
 def _least_squares(
@@ -119,38 +180,49 @@ def _least_squares(
 
 
 def as_yaml(cost: CostModel) -> str:
-    """The fields of the costs; an exchange is (up_to, launch_seconds, token_seconds)."""
+    """The section of a config that `costs_of` reads."""
     fields = {
         "token_seconds": cost.token_seconds,
         "square_seconds": cost.square_seconds,
         "launch_seconds": cost.launch_seconds,
         "exchanges": [list(each) for each in cost.exchanges],
     }
-    return yaml.safe_dump(fields, sort_keys=False, default_flow_style=None)
+    return yaml.safe_dump({"cp_cost": fields}, sort_keys=False, default_flow_style=None).rstrip()
 
 
 # Under torchrun ----------------------------------------------------------------------------------
 
 
-def measure(config: str, overrides: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Timed]:
-    """Time microbatches that all ranks of the job share as one group."""
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    plan = compile_plan(config, [f"parallel.cp={size}", "replay=off", *overrides])
-    timed = []
+def measure(plan: Plan, shapes: Sequence[Sequence[int]]) -> list[Timed]:
+    """Time microbatches that all ranks of the plan share as one group."""
     with topology.start(plan) as topo:
         policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
 
         def seconds(copies: BatchShard) -> float:
             start = time.perf_counter()
             policy.accumulate(copies, loss)
+            if plan.device == "cuda":
+                torch.cuda.synchronize()
             return time.perf_counter() - start
 
-        for lengths in shapes:
-            one, three = _shard(policy, lengths, 1), _shard(policy, lengths, 3)
-            taken = [(seconds(three), seconds(one)) for _ in range(1 + REPEATS)][1:]
-            least = [min(each) for each in zip(*taken, strict=True)]
-            timed.append(Timed(size, tuple(lengths), max(1e-6, (least[0] - least[1]) / 2)))
-    return timed
+        shards = [(_shard(policy, lengths, 1), _shard(policy, lengths, 3)) for lengths in shapes]
+        # the first round loads what is loaded once, and attention compiles in shapes
+        rounds = [
+            [(seconds(three) - seconds(one)) / 2 for one, three in shards]
+            for _ in range(1 + ROUNDS)
+        ]
+    taken = list(zip(*rounds[1:], strict=True))
+    return [
+        _timed(plan.parallel.cp, tuple(each), took)
+        for each, took in zip(shapes, taken, strict=True)
+    ]
+
+
+def _timed(size: int, lengths: tuple[int, ...], taken: Sequence[float]) -> Timed:
+    """The median of the rounds; at least a microsecond, which a busy machine may undercut."""
+    median = max(1e-6, statistics.median(taken))
+    away = statistics.median(abs(each - median) for each in taken)
+    return Timed(size, lengths, median, away / median)
 
 
 def _shard(policy: Policy, lengths: Sequence[int], copies: int) -> BatchShard:
@@ -186,9 +258,8 @@ def _tokens(vocabulary: int, rows: int, draw: torch.Generator) -> Tensor:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, and print JSON on the first rank."""
-    given = [a for a in arguments if "=" not in a]
-    overrides = [a for a in arguments if "=" in a]
-    timed = measure(given[0] if given else str(CONFIG), overrides, SHAPES)
+    size, *others = arguments
+    timed = measure(group_plan(*split(others), int(size)), SHAPES)
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(timed))
 

@@ -12,19 +12,19 @@ from pydantic import Field
 from pyrl_ext.plan.language.fields import (
     MAX_RANKS,
     MAX_SAMPLES,
-    NO_BOUNDS,
     Count,
     Dtype,
+    NonNegative,
     Positive,
+    Rate,
     RelativePath,
     Section,
+    Size,
     bounded,
 )
+from pyrl_ext.plan.model.cp_cost import CpCost
 
-Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 Layers = Annotated[int, Field(ge=1, le=4096)]
-NonNegative = Annotated[float, Field(ge=0, le=NO_BOUNDS[1])]
-Rate = Annotated[float, Field(gt=0, le=NO_BOUNDS[1])]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 File = Annotated[Text, RelativePath()]
@@ -77,8 +77,7 @@ class Parallel(Section):
     cp: Size = 1
     """context-parallel size: ranks that share one sequence [ranks]"""
     dynamic_cp: Size | None = None
-    """largest context-parallel size a microbatch may take of the dp * cp ranks, by its longest
-    sample; null: every microbatch has cp"""
+    """largest number of the dp * cp ranks that share a sample, if it is long [ranks]; null: cp"""
     ep: Size = 1
     """expert-parallel size: ranks the experts are spread over [ranks]"""
     etp: Size | None = None
@@ -385,6 +384,7 @@ class Config(Section):
     hardware: Hardware = Hardware()
     model: Model
     parallel: Parallel = Parallel()
+    cp_cost: CpCost = CpCost()
     batching: Batching
     logprob: Logprob = Logprob()
     kernels: Kernels = Kernels()

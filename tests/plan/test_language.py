@@ -418,7 +418,9 @@ def test_schema_describes_every_key(capsys: pytest.CaptureFixture[str]):
     assert main(["--schema"]) == 0
     tree = json.loads(capsys.readouterr().out)
     for name in fields_of():
-        inner = tree["$defs"][name.capitalize()]["properties"] if fields_of(name) else None
+        inner = (
+            tree["$defs"][name.title().replace("_", "")]["properties"] if fields_of(name) else None
+        )
         assert name in tree["properties"]
         for key, field in fields_of(name).items():
             assert inner and inner[key]["description"] == field.description

@@ -10,15 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from pyrl_ext.pack.schedule import Scheduler, plan_dynamic_cp
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.cp_costs import costs_of
+from pyrl_ext.plan.forecast.cp_problem import CostModel, Exchange
 from pyrl_ext.plan.forecast.lengths_file import read_lengths
 from pyrl_ext.plan.forecast.strategies import Comparison
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.show.html.charts import Box
 from pyrl_ext.plan.show.html.page import plan_page
-from pyrl_ext.plan.show.strategies import compare, print_strategies, strategies_block
+from pyrl_ext.plan.show.strategies import (
+    compare,
+    print_strategies,
+    sentences,
+    strategies_block,
+)
+from pyrl_ext.plan.show.summary import facts
 from pyrl_ext.rollout.recorded import Recorder
 from pyrl_ext.samples import Sample
 from tests.helpers.plan_pages import REPOSITORY, checked, plan_of
@@ -141,6 +149,47 @@ def test_costs_of_a_plan_are_those_of_its_forecast():
         ours = costs.model.launch_seconds + launch + token * n + square * n * n
         assert ours == pytest.approx(seconds, rel=1e-3)
     assert costs_of(plan_of("tiny")).unit == "FLOP"
+
+
+MEASURED = (
+    *("cp_cost.token_seconds=2e-6", "cp_cost.square_seconds=3e-11", "cp_cost.launch_seconds=0.004"),
+    "cp_cost.exchanges=[[2, 0.001, 4e-7, 0], [8, 0.002, 5e-7, 2e-12]]",
+)
+
+
+def test_costs_of_a_plan_are_the_measured_ones_if_it_has_some():
+    """In the planner of a run, in the comparison, and on the page; not otherwise."""
+    rows = lengths(60)
+    plan = compile_plan(LONG, MEASURED)
+    exchanges = Exchange(2, 0.001, 4e-7, 0), Exchange(8, 0.002, 5e-7, 2e-12)
+    cost = CostModel(2e-6, 3e-11, 0.004, exchanges)
+    assert costs_of(plan).model == cost
+    parallel = plan.parallel
+    asked = plan_dynamic_cp(
+        *(rows, parallel.dp * parallel.cp, plan.batching.tokens_per_microbatch),
+        cost=cost,
+        min_cp_size=parallel.cp,
+        max_cp_size=parallel.dynamic_cp,
+    )
+    assert Scheduler(plan).schedule(rows) == asked
+    measured, estimated = compared(rows, *MEASURED), compared(rows)
+    assert measured.strategies[-1].makespan == pytest.approx(asked.makespan)
+    told = {True: "as measured, cp_cost", False: "on H200, as in the plan"}
+    for each in (measured, estimated):
+        text = " ".join(sentences(each, "x"))
+        assert (told[each is measured] in text) and (told[each is estimated] not in text)
+    origins = [dict(facts(compile_plan(LONG, more)))["cp costs"] for more in (MEASURED, ())]
+    assert origins == ["measured, cp_cost", "estimated for H200; cp_cost would hold measured ones"]
+    assert "cp costs" not in dict(facts(plan_of("tiny")))
+
+
+def test_compare_refuses_groups_that_were_not_measured(tmp_path: Path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("5\n7\n")
+    exchanges = "cp_cost.exchanges=[[2, 0.001, 4e-7, 0]]"
+    plan = plan_of("tiny", "parallel.dp=4", MEASURED[0], exchanges)
+    with pytest.raises(ConfigError, match=r"a group has 4 ranks, expected at most 2.*cp_cost"):
+        compare(plan, str(path))
 
 
 # Files -------------------------------------------------------------------------------------------

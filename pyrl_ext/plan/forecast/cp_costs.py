@@ -38,7 +38,14 @@ def cp_groups(plan: Plan, cost: CostModel) -> CpGroups:
 
 
 def costs_of(plan: Plan) -> Costs:
-    """Seconds on the plan's GPU, as `step_time` prices an update; without a GPU, operations."""
+    """Seconds as `cp_cost` has them, or else on the plan's GPU, as `step_time` prices an update;
+    without a GPU, operations."""
+    measured = plan.cp_cost
+    if measured.token_seconds is not None:
+        exchanges = tuple(Exchange(*each) for each in measured.exchanges) or (Exchange(1, 0, 0),)
+        seconds = measured.token_seconds, measured.square_seconds, measured.launch_seconds
+        model, why = CostModel(*seconds, exchanges), "forward and backward passes as measured"
+        return Costs(model, "s", f"{why}, cp_cost")
     gpu, samples = gpu_of(plan), step_samples(plan)
     scored = sum(s.response for s in samples) / sum(s.rows for s in samples)
     tp, pp = plan.parallel.tp, plan.parallel.pp

@@ -37,6 +37,8 @@ class Exchange(NamedTuple):
     """Seconds of a microbatch, whatever is in it."""
     token_seconds: float
     """Seconds for each token that a rank receives from the other ranks of its group."""
+    square_seconds: float = 0.0
+    """Seconds for each squared token of a sample: shapes of parts are slower than of wholes."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class CostModel:
 
     launch + (token sum(n) + square sum(n^2)) / c + exchange, with n the padded lengths of its
     samples; the exchange is that of the group's size, for the (c - 1) / c of its tokens that a rank
-    receives.
+    receives, and for sum(n^2).
     """
 
     token_seconds: float
@@ -71,7 +73,7 @@ class CostModel:
         raise ValueError(
             f"CostModel.exchange: a group has {cp_size} ranks, expected at most "
             f"{self.exchanges[-1].up_to}, the largest whose exchange is known. Add it to the costs "
-            "or lower max_cp_size"
+            "(cp_cost.exchanges), or lower the largest size (parallel.dynamic_cp)"
         )
 
     def rates(self, cp_size: int) -> tuple[float, float, float]:
@@ -79,7 +81,8 @@ class CostModel:
         exchange = self.exchange(cp_size)
         received = exchange.token_seconds * ((cp_size - 1) / cp_size)
         token = self.token_seconds / cp_size + received
-        return exchange.launch_seconds, token, self.square_seconds / cp_size
+        square = self.square_seconds / cp_size + exchange.square_seconds
+        return exchange.launch_seconds, token, square
 
 
 class Problem(NamedTuple):

@@ -51,6 +51,9 @@ MAX_SAMPLES = 2**17
 NO_BOUNDS = (2**62, 1e30)
 Positive = Annotated[int, Field(ge=1, le=NO_BOUNDS[0])]
 Count = Annotated[int, Field(ge=0, le=NO_BOUNDS[0])]
+Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+NonNegative = Annotated[float, Field(ge=0, le=NO_BOUNDS[1])]
+Rate = Annotated[float, Field(gt=0, le=NO_BOUNDS[1])]
 Dtype = Literal["float32", "bfloat16"]
 
 

@@ -151,9 +151,12 @@ def _type_of(annotation: Any, marks: Iterable[object] = ()) -> str:
         return "null"
     if kind is list:
         return f"list, each a {_type_of(inner[0])}"
-    if kind in (dict, tuple):
-        each = f" of {len(inner)}, each a {_type_of(inner[0])}" if kind is tuple else ""
-        return "mapping" if kind is dict else f"list{each}"
+    if kind is tuple:
+        first, last = _type_of(inner[0]), _type_of(inner[-1])
+        each = f"each a {first}" if first == last else f"a {first}; then each a {last}"
+        return f"list of {len(inner)}, {each}"
+    if kind is dict:
+        return "mapping"
     return ", ".join([_KINDS[annotation], *_bounds(marks)])
 
 

@@ -127,6 +127,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("parameters", f"{count(counts.total)}, {count(counts.active)} of them active for a token"),
         ("routers", f"{len(routers)} of {sizes.num_hidden_layers} layers ({ranges(routers)}), "
                     f"each picks {sizes.topk} of {sizes.num_experts} experts"),
+        *_cp_costs(plan),
         *_source(plan),
         ("minibatch", f"{plan.samples_per_minibatch} samples, {batching.minibatches} a step"),
         ("microbatches", f"at most {most_microbatches(plan)} a minibatch and replica: samples of "
@@ -182,6 +183,15 @@ def ranges(ids: tuple[int, ...]) -> str:
         else:
             runs.append([i])
     return ", ".join("-".join(map(str, run)) for run in runs) or "none"
+
+
+def _cp_costs(plan: Plan) -> list[tuple[str, str]]:
+    """The costs that groups are planned by, where microbatches have groups of several sizes."""
+    if plan.parallel.dynamic_cp is None:
+        return []
+    origin = f"estimated for {plan.hardware.gpu}" if plan.hardware.gpu else "counted operations"
+    return [("cp costs", "measured, cp_cost" if plan.cp_cost.token_seconds else f"{origin}; "
+             "cp_cost would hold measured ones")]  # fmt: skip
 
 
 def _source(plan: Plan) -> list[tuple[str, str]]:
