@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pyrl_ext.plan import notes, rules
-from pyrl_ext.plan.language.errors import ConfigError, Key, describe
+from pyrl_ext.plan.language.errors import ConfigError, Key, describe, field_key
 from pyrl_ext.plan.language.fields import InvalidField
 from pyrl_ext.plan.language.kind import check_kind
 from pyrl_ext.plan.language.paths import refuse_pipe
@@ -37,7 +37,6 @@ def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     refuse(source, rules.check(draft))
     derived = {
         "source": draft.source,
-        "world_size": draft.parallel.world_size,
         "hf": draft.hf,
         "notes": (*source.notes, *notes.notes(draft)),
         "unsupported": notes.unsupported(draft),
@@ -64,14 +63,12 @@ def changed_plan(saved: Plan, changes: Mapping[str, Any], overrides: Sequence[st
     resolve(source)
     _check_fields(source)
     refuse(source)
-    plan = Plan.model_validate(
-        source.tree | {"source": saved.source, "world_size": 1, "hf": saved.hf}
-    )
+    plan = Plan.model_validate(source.tree | {"source": saved.source, "hf": saved.hf})
     plan.check_resumes(saved)
     touched = {*changes, *(key[0] for key in source.overrides)}
     refuse(source, (broken for broken in rules.check(plan) if broken[0].split(".")[0] in touched))
     refused = tuple(r for r in notes.unsupported(plan) if r.split(".")[0] in touched)
-    return plan.model_copy(update={"world_size": plan.parallel.world_size, "unsupported": refused})
+    return plan.model_copy(update={"unsupported": refused})
 
 
 def refuse(source: Source, broken: Iterable[tuple[str, str]] = ()) -> None:
@@ -108,8 +105,8 @@ def _check_fields(source: Source) -> set[Key]:
     except ValidationError as error:
         for each in error.errors(include_url=False):
             key = tuple(str(part) for part in each["loc"])
-            if key[:2] not in source.failed:
-                wrong.add(key[:2])
+            if field_key(key) not in source.failed:
+                wrong.add(field_key(key))
                 source.report(key, describe(each))
     return wrong
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -34,7 +34,7 @@ FREE_ON_RESUME = (
     "rollout.transport",
 )
 # Derived from the rest, or only where the YAML lay.
-NOT_COMPARED = ("source", "notes", "unsupported", "world_size", "fetched")
+NOT_COMPARED = ("source", "notes", "unsupported", "fetched")
 
 
 class Difference(NamedTuple):
@@ -53,8 +53,6 @@ class Plan(Config):
 
     source: str
     """absolute path of the YAML file; relative paths in the plan start at its folder"""
-    world_size: int
-    """ranks of the run"""
     hf: dict[str, Any]
     """the HF config, as read"""
     notes: tuple[str, ...] = ()
@@ -68,6 +66,7 @@ class Plan(Config):
     def derived(self) -> dict[str, Any]:
         """Derived values: row counts, the stages' layers, the ranks' coordinates and groups."""
         return {
+            "world_size": self.world_size,
             "fingerprint": self.fingerprint,
             "row_alignment": self.row_alignment,
             "max_rows": self.max_rows,
@@ -86,7 +85,9 @@ class Plan(Config):
 
     def _compared(self) -> dict[str, Any]:
         """Values by dotted name of all that a resumed run may not change."""
-        return _flatten(self.model_dump(mode="json"), {*FREE_ON_RESUME, *NOT_COMPARED})
+        keys = ("ranks", "parallel", "patches_per_microbatch")
+        free = {f"modules.{name}.{key}" for name in self.modules for key in keys}
+        return _flatten(self.model_dump(mode="json"), {*FREE_ON_RESUME, *NOT_COMPARED, *free})
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -112,11 +113,16 @@ class Plan(Config):
     def grids(self) -> dict[str, ranks.Grid]:
         """Module -> its ranks: the language model's, then each module's with ranks for itself."""
         grids, first = {"llm": ranks.Grid("llm", 0, self.parallel)}, self.parallel.world_size
-        for name, module in getattr(self, "modules", {}).items():
+        for name, module in self.modules.items():
             if module.ranks == "own":
                 grids[name] = ranks.Grid(name, first, Parallel(**module.parallel.model_dump()))
                 first = grids[name].ranks.stop
         return grids
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return sum(len(grid.ranks) for grid in self.grids.values())
 
     @property
     def has_rollouts(self) -> bool:
@@ -245,7 +251,8 @@ class Plan(Config):
         tree = json.loads(text)
         if not isinstance(tree, dict):
             raise ValueError(f"{show(tree)}, expected a JSON object of the plan's sections")
-        tree.pop("derived", None)
+        for derived in ("derived", "world_size"):  # the second one, of plans before
+            tree.pop(derived, None)
         return cls.model_validate_json(json.dumps(renamed_tree(tree)))
 
     @classmethod
@@ -285,19 +292,8 @@ class PartialPlan(Plan):
     @classmethod
     def of(cls, source: str, tree: Mapping[str, Any], wrong: Set[Key]) -> PartialPlan:
         """The sections of `tree`, and their defaults, without the fields in `wrong`."""
-        plan = cls.model_construct(source=source)
-        for name, field in Config.model_fields.items():
-            if (name,) in wrong:
-                vars(plan).pop(name, None)  # its default would be an answer too
-            elif name in tree:
-                value, kind = tree[name], field.annotation
-                if isinstance(kind, type) and issubclass(kind, Section):
-                    bad = {key[1] for key in wrong if key[0] == name}
-                    value = kind.model_construct(**{k: v for k, v in value.items() if k not in bad})
-                    for key in bad:
-                        vars(value).pop(key, None)
-                vars(plan)[name] = value
-        return plan
+        kept = {name: tree[name] for name in Config.model_fields if name in tree}
+        return _constructed(cls, kept | {"source": source}, (), wrong)
 
     def learn(self, hf: dict[str, Any]) -> None:
         """Set the HF config, once it was read."""
@@ -306,11 +302,36 @@ class PartialPlan(Plan):
     def changed(self, values: Mapping[Key, Any]) -> Self:
         """This plan with other values, unchecked; what follows from them is computed again."""
         plan = self.model_copy()
-        for (section, key), value in values.items():
-            vars(plan)[section] = getattr(plan, section).model_copy(update={key: value})
-        vars(plan)["world_size"] = plan.parallel.world_size
+        for key, value in values.items():
+            vars(plan)[key[0]] = _replaced(getattr(plan, key[0]), key[1:], value)
         vars(plan).pop("stages", None)
         return plan
+
+
+def _constructed(kind: Any, value: Any, at: Key, wrong: Set[Key]) -> Any:
+    """`value` as the type `kind`, unchecked, without the fields in `wrong` and their defaults."""
+    if not isinstance(value, dict):
+        return value
+    if get_origin(kind) is dict:
+        return {k: _constructed(get_args(kind)[1], v, (*at, k), wrong) for k, v in value.items()}
+    if not (isinstance(kind, type) and issubclass(kind, Section)):
+        return value
+    kinds = {name: field.annotation for name, field in kind.model_fields.items()}
+    inner = {k: _constructed(kinds.get(k), v, (*at, k), wrong) for k, v in value.items()}
+    made = kind.model_construct(**inner)
+    for name in (key[-1] for key in wrong if key[:-1] == at):
+        vars(made).pop(name, None)  # its default would be an answer too
+    return made
+
+
+def _replaced(holder: Any, key: Key, value: Any) -> Any:
+    """A copy of the section or mapping `holder` with another value at `key`, unchecked."""
+    if not key:
+        return value
+    if isinstance(holder, dict):
+        return holder | {key[0]: _replaced(holder[key[0]], key[1:], value)}
+    inner = _replaced(getattr(holder, key[0]), key[1:], value)
+    return holder.model_copy(update={key[0]: inner})
 
 
 def _flatten(tree: dict[str, Any], ignored: Set[str], prefix: str = "") -> dict[str, Any]:

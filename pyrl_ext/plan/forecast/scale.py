@@ -85,7 +85,7 @@ class World:
         if odd or ranks % (given.pp * given.ep * given.etp_size):
             return None
         parallel = given.model_copy(update={"dp": dp})
-        moved = plan.model_copy(update={"parallel": parallel, "world_size": ranks})
+        moved = plan.model_copy(update={"parallel": parallel})
         return cls(moved, tuple(samples), dp / given.dp if grows else 1.0)
 
     @property

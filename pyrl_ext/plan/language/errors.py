@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -41,12 +41,28 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def fields_of(section: str | None = None) -> dict[str, FieldInfo]:
-    """Field name -> pydantic's field info, of a section or of the top level."""
-    if section is None:
-        return Config.model_fields
-    kind = Config.model_fields[section].annotation if section in Config.model_fields else None
+def kind_at(key: Key) -> Any:
+    """The type of what the schema has at `key`, an entry of a mapping under any name; None where it
+    has nothing."""
+    kind: Any = Config
+    for name in key:
+        if isinstance(kind, type) and issubclass(kind, Section):
+            field = kind.model_fields.get(name)
+            kind = field.annotation if field else None
+        else:
+            kind = get_args(kind)[1] if get_origin(kind) is dict else None
+    return kind
+
+
+def fields_of(*key: str) -> dict[str, FieldInfo]:
+    """Field name -> pydantic's field info, at the top level or of the section at `key`."""
+    kind = kind_at(key)
     return kind.model_fields if isinstance(kind, type) and issubclass(kind, Section) else {}
+
+
+def field_key(key: Key) -> Key:
+    """The key of the field that `key` is, or lies in."""
+    return next((key[:n] for n in range(len(key), 0, -1) if fields_of(*key[: n - 1])), ())
 
 
 # pydantic's error type -> the rule, filled in from the error's context
@@ -83,7 +99,7 @@ def describe(error: ErrorDetails) -> str:
         return unknown(key)
     if error["type"] == "value_error":  # a section's own check
         return str(error.get("ctx", {})["error"])
-    if len(key) == 1 and (keys := fields_of(key[0])):
+    if keys := fields_of(*key):
         return f"{_given(error)}, expected a mapping of {', '.join(keys)}{_about(key)}"
     return f"{expectation(error)}{_about(key)}"
 
@@ -115,7 +131,8 @@ def unknown(key: Key) -> str:
     known = [*fields_of(*parents), *([] if parents else ["extends"])]
     elsewhere = [f"{name}.{last}" for name in fields_of() if last in fields_of(name)]
     if elsewhere:
-        return f"unknown key here. Did you mean {' or '.join(elsewhere)}?"
+        rule = f", expected one of {', '.join(known)}" if parents[1:] else ""
+        return f"unknown key here{rule}. Did you mean {' or '.join(elsewhere)}?"
     if close := difflib.get_close_matches(last, known, n=1, cutoff=0.6):
         meant = ".".join((*parents, close[0]))
         return f"unknown key. Did you mean {meant}?"
@@ -126,20 +143,15 @@ def suggest_path(key: Key) -> str | None:
     """Why `key` cannot be set from the command line, or None where it can."""
     if key == ("extends",):
         return None
-    if key[0] not in fields_of():
-        return unknown(key[:1])
-    section = fields_of(key[0])
-    if len(key) == 1:
-        if not section or key[0] in ("replay", "objective"):
-            return None
-        example = f"{key[0]}.{next(iter(section))}=value"
-        return f"{key[0]} is a section, expected one of its keys. For example {example}"
-    if not section:
-        return f"{key[0]} is a single value, expected {key[0]}=value"
-    if key[1] not in section:
-        return unknown(key[:2])
-    if len(key) > 2 and section[key[1]].annotation != dict[str, Any]:
-        return f"{key[0]}.{key[1]} has no keys, expected {key[0]}.{key[1]}=value"
+    around, name = ".".join(field_key(key)), ".".join(key)
+    if (field := field_key(key))[-1] not in fields_of(*field[:-1]):
+        return unknown(field)
+    if (section := fields_of(*key)) and key not in (("replay",), ("objective",)):
+        example = f"{name}.{next(iter(section))}=value"
+        return f"{name} is a section, expected one of its keys. For example {example}"
+    if key != field and get_origin(kind_at(field)) is not dict:
+        what = "has no keys" if field[1:] else "is a single value"
+        return f"{around} {what}, expected {around}=value"
     return None
 
 
@@ -152,6 +164,6 @@ def show(value: object) -> str:
 
 
 def _about(key: Key) -> str:
-    fields = fields_of(key[0]) if len(key) > 1 else fields_of()
-    owner = fields.get(key[min(1, len(key) - 1)])
+    field = field_key(key)
+    owner = fields_of(*field[:-1]).get(field[-1])
     return "; " + " ".join(owner.description.split()) if owner and owner.description else ""

@@ -55,6 +55,8 @@ Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 NonNegative = Annotated[float, Field(ge=0, le=NO_BOUNDS[1])]
 Rate = Annotated[float, Field(gt=0, le=NO_BOUNDS[1])]
 Dtype = Literal["float32", "bfloat16"]
+Text = Annotated[str, Field(min_length=1)]
+LearningRate = Annotated[float, Field(ge=0, le=100)]
 
 
 def bounded(names: tuple[str, ...], what: str, most: int) -> Any:

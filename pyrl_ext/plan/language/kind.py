@@ -7,27 +7,27 @@ from pydantic_core import ErrorDetails
 from pyrl_ext.plan.language.errors import Key, describe, show
 from pyrl_ext.plan.language.yaml_tree import Source
 
+
+def _keys(names: str) -> tuple[Key, ...]:
+    return tuple(tuple(name.split(".")) for name in names.split())
+
+
 # Keys that only runs with rollouts read, and those that only runs without them read; a section
 # stands for all its keys.
-WITH_ROLLOUTS: tuple[Key, ...] = (
-    *(("rollout",), ("replay",), ("evaluate", "prompts")),
-    *(("batching", key) for key in ("prompts", "samples_per_prompt")),
-    *(("objective", key) for key in ("advantage", "normalize_std", "clip_low", "clip_high")),
-    *(("objective", key) for key in ("kl_coef", "entropy_coef", "tis_cap")),
-    *(("data", key) for key in ("task", "task_options", "prompts", "reward", "reward_timeout")),
-    *(("data", key) for key in ("eval_prompts", "max_prompt_tokens")),
+WITH_ROLLOUTS = _keys(
+    "rollout replay evaluate.prompts batching.prompts batching.samples_per_prompt "
+    "objective.advantage objective.normalize_std objective.clip_low objective.clip_high "
+    "objective.kl_coef objective.entropy_coef objective.tis_cap data.task data.task_options "
+    "data.prompts data.reward data.reward_timeout data.eval_prompts data.max_prompt_tokens"
 )
-WITHOUT_ROLLOUTS: tuple[Key, ...] = (
-    *(("data", key) for key in ("path", "max_tokens", "truncate", "held_out")),
-    ("batching", "samples"),
-)
+WITHOUT_ROLLOUTS = _keys("data.path data.max_tokens data.truncate data.held_out batching.samples")
 # By whether a run has rollouts: the keys that it cannot do without.
-REQUIRED: dict[bool, tuple[Key, ...]] = {
-    True: (
-        *(("rollout", "engine"), ("rollout", "max_new_tokens"), ("data", "max_prompt_tokens")),
-        *(("batching", "prompts"), ("batching", "samples_per_prompt")),
+REQUIRED = {
+    True: _keys(
+        "rollout.engine rollout.max_new_tokens data.max_prompt_tokens batching.prompts "
+        "batching.samples_per_prompt"
     ),
-    False: (("data", "path"), ("data", "max_tokens"), ("batching", "samples")),
+    False: _keys("data.path data.max_tokens batching.samples"),
 }
 
 

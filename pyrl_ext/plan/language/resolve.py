@@ -36,7 +36,7 @@ def _resolved(source: Source, key: Key, written: Any) -> Any:
         rule = "expected the value itself; references to other keys were removed"
         source.fail(key, f"{reference[0]}, {rule}. Write the value that it stood for")
         return written
-    if (field := _field(key)) is None:
+    if (field := fields_of(*key[:-1]).get(key[-1])) is None:
         return written
     kinds = [*field.metadata, field.annotation, *_annotations(field.annotation)]
     if int in kinds:
@@ -69,7 +69,7 @@ def read_size(text: str, unit: str | None) -> int | str:
 
     Args:
         text: a number with k, M, G or T; with `i` powers of 1024; with B a number of bytes
-        unit: what the field counts: `bytes`, `tokens` (k is 1024), or anything else
+        unit: what the field counts: `bytes`, `tokens` or `patches` (k is 1024), or anything else
 
     Raises:
         ValueError: what it could mean, where that is not one whole number
@@ -81,7 +81,7 @@ def read_size(text: str, unit: str | None) -> int | str:
         raise ValueError(f"{text!r} is a number of bytes, expected {unit or 'a plain number'}")
     power = "kmgt".index(letter.lower()) + 1
     readings = [Decimal(number) * 1000**power, Decimal(number) * 1024**power]
-    if binary or (unit == "tokens" and power == 1):
+    if binary or (unit in ("tokens", "patches") and power == 1):
         value = readings[1]
     elif byte == "B" and letter in "kMGT":
         value = readings[0]
@@ -107,9 +107,3 @@ def unit_of(field: FieldInfo) -> str | None:
 def _annotations(annotation: Any) -> list[Any]:
     inner = get_args(annotation)
     return [*inner, *(each for part in inner for each in _annotations(part))]
-
-
-def _field(key: Key) -> FieldInfo | None:
-    """The schema's field of `key`, None if the schema has no such field."""
-    *section, name = key
-    return fields_of(*section).get(name) if len(key) <= 2 else None

@@ -13,7 +13,7 @@ import yaml
 from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from pyrl_ext.plan.language.errors import Key, Problem, show, suggest_path
+from pyrl_ext.plan.language.errors import Key, Problem, field_key, kind_at, show, suggest_path
 from pyrl_ext.plan.language.paths import refuse_pipe
 from pyrl_ext.plan.language.renamed import current, renamed_note
 
@@ -105,7 +105,7 @@ class Source:
     def fail(self, key: Key, message: str) -> None:
         """Record that the value of `key` cannot be read."""
         self.report(key, message)
-        self.failed.add(key[:2])
+        self.failed.add(field_key(key))
 
 
 def read(path: str | os.PathLike[str], overrides: tuple[str, ...] = ()) -> Source:
@@ -206,7 +206,7 @@ def _merge(
     merged = dict(parent)
     for name, value in child.items():
         key, below = (*at, name), parent.get(name)
-        merges = len(key) <= 2 and key not in replaced and value
+        merges = kind_at(key) not in (None, Any) and key not in replaced and value
         if merges and isinstance(value, dict) and isinstance(below, dict):
             merged[name] = _merge(below, value, key, replaced)
         else:

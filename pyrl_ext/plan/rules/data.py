@@ -53,26 +53,14 @@ def a_timeout_has_a_reward_function(plan: Plan) -> Found:
         return f"{timeout:g} without data.reward, expected null; built-in rewards always end"
 
 
-@rule("data.prompts")
-def prompts_exist(plan: Plan) -> Found:
-    return _data_file(plan, plan.data.prompts)
-
-
-@rule("data.eval_prompts")
-def eval_prompts_exist(plan: Plan) -> Found:
-    return _data_file(plan, plan.data.eval_prompts)
-
-
-@rule("data.path")
-def records_exist(plan: Plan) -> Found:
-    return _data_file(plan, plan.data.path)
-
-
-def _data_file(plan: Plan, name: str | None) -> Found:
-    if name is None:
-        return None
-    path = plan.resolve(name)
-    if not path.endswith((".jsonl", ".parquet")):
-        return f"{name!r}, expected a .jsonl or .parquet file"
-    if not os.path.isfile(path):
-        return f"{relative(path)} does not exist, expected a file; relative to the YAML file"
+@rule("data")
+def files_exist(plan: Plan) -> Found:
+    for key in ("prompts", "eval_prompts", "path"):
+        if (name := getattr(plan.data, key)) is None:
+            continue
+        path = plan.resolve(name)
+        if not path.endswith((".jsonl", ".parquet")):
+            yield key, f"{name!r}, expected a .jsonl or .parquet file"
+        elif not os.path.isfile(path):
+            rule = "expected a file; relative to the YAML file"
+            yield key, f"{relative(path)} does not exist, {rule}"

@@ -53,8 +53,8 @@ def the_engine_reads_what_is_set(plan: Plan) -> Found:
 
 
 @rule("rollout.gpus")
-def own_gpus_are_not_shared(plan: Plan) -> Found:
-    rollout = plan.rollout
+def own_gpus_are_not_shared_and_have_an_owner(plan: Plan) -> Found:
+    rollout, ranks = plan.rollout, plan.parallel.world_size
     if rollout.gpus is None or rollout.engine != "vllm":
         return
     if rollout.sleep and "sleep" in rollout.model_fields_set:
@@ -67,13 +67,6 @@ def own_gpus_are_not_shared(plan: Plan) -> Found:
             f"{rollout.gpus} with rollout.offload_trainer {rollout.offload_trainer}, expected "
             "null; only a trainer that shares its GPUs makes room for the engine. Remove one"
         )
-
-
-@rule("rollout.gpus")
-def own_gpus_have_an_owner(plan: Plan) -> Found:
-    rollout, ranks = plan.rollout, plan.parallel.world_size
-    if rollout.gpus is None or rollout.engine != "vllm":
-        return
     if plan.device == "cpu":
         yield f"{rollout.gpus} with device cpu, expected null; there are none"
     elif rollout.gpus % rollout.tp == 0 and rollout.gpus // rollout.tp > ranks:

@@ -11,12 +11,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, fields_of, show, unknown
-from pyrl_ext.plan.language.fields import NO_BOUNDS
+from pyrl_ext.plan.language.errors import (
+    ConfigError,
+    Key,
+    Problem,
+    field_key,
+    fields_of,
+    kind_at,
+    show,
+    unknown,
+)
+from pyrl_ext.plan.language.fields import NO_BOUNDS, Section
 from pyrl_ext.plan.language.kind import REQUIRED
 from pyrl_ext.plan.language.resolve import unit_of
 from pyrl_ext.plan.language.yaml_tree import Source
-from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.rule_reads import rules_of_fields
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -35,16 +43,16 @@ def explain(name: str, source: Source | None, console: Console) -> None:
         ConfigError: there is no such key
     """
     key = tuple(name.split("."))
-    section, inner = key[0], fields_of(key[0])
+    field, around = field_key(key), ".".join(field_key(key))
     message = None
-    if section not in fields_of():
-        message = unknown(key[:1])
-    elif len(key) == 1 and inner:
-        return _explain_section(section, source, console)
-    elif len(key) > 1 and key[1] not in inner:
-        message = unknown(key[:2]) if inner else f"{section} is a single value, it has no keys"
-    elif len(key) > 2:
-        message = f"unknown key, expected {section}.{key[1]}, which is explained as a whole"
+    if field[-1] not in fields_of(*field[:-1]):
+        message = unknown(field)
+    elif fields_of(*key):
+        return _explain_section(key, source, console)
+    elif key != field:
+        message = f"unknown key, expected {around}, which is explained as a whole"
+        if not field[1:]:
+            message = f"{around} is a single value, it has no keys"
     if message:
         raise ConfigError([Problem(f"command line: --explain {name}", 0, message)])
     console.print(f"[bold]{name}[/]  {escape(about(field_of(key)))}")
@@ -54,15 +62,17 @@ def explain(name: str, source: Source | None, console: Console) -> None:
     console.print(table)
 
 
-def _explain_section(name: str, source: Source | None, console: Console) -> None:
-    console.print(f"[bold]{name}[/]  {escape(str(Config.model_fields[name].annotation.__doc__))}")
+def _explain_section(section: Key, source: Source | None, console: Console) -> None:
+    words = str(kind_at(section).__doc__)
+    console.print(f"[bold]{'.'.join(section)}[/]  {escape(words)}")
     table = Table(box=None, pad_edge=False)
     for column in ("key", "type", "default", "value" if source else "", "meaning"):
         if column:
             table.add_column(column, overflow="fold")
-    for key, field in fields_of(name).items():
-        value = [show(value_of((name, key), source))] if source else []
-        row = [key, type_of(field), default_of(field, (name, key)), *value, about(field)]
+    for name, field in fields_of(*section).items():
+        key = (*section, name)
+        value = [show(value_of(key, source))] if source else []
+        row = [name, type_of(field), default_of(field, key), *value, about(field)]
         table.add_row(*map(escape, row))
     console.print(table)
 
@@ -131,6 +141,8 @@ def default_of(field: FieldInfo, key: Key) -> str:
     default = field.get_default(call_default_factory=True)
     if isinstance(default, str):
         return default
+    if isinstance(default, Section):
+        return "{}"
     return show(list(default) if isinstance(default, tuple) else default)
 
 
@@ -155,7 +167,7 @@ def _type_of(annotation: Any, marks: Iterable[object] = ()) -> str:
         first, last = _type_of(inner[0]), _type_of(inner[-1])
         each = f"each a {first}" if first == last else f"a {first}; then each a {last}"
         return f"list of {len(inner)}, {each}"
-    if kind is dict:
+    if kind is dict or issubclass(annotation, Section):
         return "mapping"
     return ", ".join([_KINDS[annotation], *_bounds(marks)])
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
-from pyrl_ext.plan.language.errors import Key, fields_of
+from pyrl_ext.plan.language.errors import Key, fields_of, kind_at
 from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.explain import about, default_of, type_of
@@ -30,10 +30,11 @@ def _tables() -> Iterator[str]:
     yield "`extends`: " + EXTENDS + "."
     yield ""
     yield from _table((), alone)
-    for name, field in fields_of().items():
-        if fields := fields_of(name):
-            yield from (f"## {name}", "", str(field.annotation.__doc__), "")
-            yield from _table((name,), fields)
+    for name in fields_of():
+        for key in ((name,), (name, "<name>"), (name, "<name>", "parallel")):
+            if fields := fields_of(*key):
+                yield from (f"## {'.'.join(key)}", "", str(kind_at(key).__doc__), "")
+                yield from _table(key, fields)
 
 
 def _table(section: Key, fields: dict[str, FieldInfo]) -> Iterator[str]:
@@ -66,7 +67,7 @@ def schema() -> str:
     owners = {tree["properties"][name].get("$ref"): name for name in fields_of()}
     for name, section in tree["$defs"].items():
         # a required key may come from the parent
-        if required := section.pop("required", None):
+        if (required := section.pop("required", None)) and f"#/$defs/{name}" in owners:
             needed["properties"][owners[f"#/$defs/{name}"]] = {"required": required}
         _accept_written_forms(section, kinds[name].model_fields)
     _accept_written_forms(tree, {n: f for n, f in fields_of().items() if not fields_of(n)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -139,26 +140,28 @@ def values(plan: Plan) -> list[Value]:
     """Every field that this kind of run reads, in the order of the schema."""
     found = []
     for name, field in Config.model_fields.items():
-        value = getattr(plan, name)
-        if isinstance(value, Section):
-            inner = type(value).model_fields.items()
-            read = [(key, each) for key, each in inner if is_read(plan, (name, key))]
-            found += [_value(f"{name}.{key}", getattr(value, key), each) for key, each in read]
-        else:
-            found.append(_value(name, value, field))
-    return found
+        found += _values((name,), getattr(plan, name), field)
+    return [value for value in found if is_read(plan, tuple(value.key.split(".")))]
+
+
+def _values(key: Key, value: object, field: FieldInfo) -> Iterator[Value]:
+    """The fields of a section, of each section of a mapping, or the one field."""
+    if isinstance(value, Section):
+        for name, each in type(value).model_fields.items():
+            yield from _values((*key, name), getattr(value, name), each)
+    elif isinstance(value, dict) and any(isinstance(each, Section) for each in value.values()):
+        for name, each in value.items():
+            yield from _values((*key, name), each, field)
+    else:
+        is_default = value == field.get_default(call_default_factory=True)
+        text = value if isinstance(value, str) else show(value)
+        yield Value(".".join(key), text, field.description or "", is_default)
 
 
 def is_read(plan: Plan, key: Key) -> bool:
     """Whether this kind of run, with rollouts or without, reads `key`."""
     unread = WITHOUT_ROLLOUTS if plan.has_rollouts else WITH_ROLLOUTS
     return key not in unread and key[:1] not in unread
-
-
-def _value(key: str, value: object, field: FieldInfo) -> Value:
-    is_default = value == field.get_default(call_default_factory=True)
-    text = value if isinstance(value, str) else show(value)
-    return Value(key, text, field.description or "", is_default)
 
 
 def peak_phase(stage: StageMemory) -> str:

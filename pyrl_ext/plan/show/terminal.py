@@ -13,6 +13,7 @@ from pyrl_ext.plan.forecast.memory import Item
 from pyrl_ext.plan.forecast.parameters import chunk_parameters
 from pyrl_ext.plan.forecast.step_time import StepTime
 from pyrl_ext.plan.forecast.units import amount, count, duration, in_units, size, unit_for
+from pyrl_ext.plan.language.errors import kind_at
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.show.summary import Summary, facts, ranges, values
 
@@ -179,7 +180,8 @@ def sections_table(plan: Plan, width: int) -> Table:
     for key, text, meaning, is_default in values(plan):
         section, _, name = key.rpartition(".")
         if section != above:
-            above, about = section, type(getattr(plan, section)).__doc__ if section else ""
+            kind = kind_at(tuple(section.split("."))) if section else None
+            above, about = section, kind.__doc__ if kind else ""
             rows.append((f"[cyan]{section}[/]", about or ""))
         shown = escape(text) if is_default else f"[bold]{escape(text)}[/]"
         rows.append((f"{'  ' if section else ''}{name}: {shown}", meaning))

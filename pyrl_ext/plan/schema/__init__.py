@@ -10,23 +10,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pyrl_ext.plan.language.fields import (
-    MAX_RANKS,
     MAX_SAMPLES,
     Count,
     Dtype,
+    LearningRate,
     NonNegative,
     Positive,
     Rate,
     RelativePath,
     Section,
-    Size,
+    Text,
     bounded,
 )
 from pyrl_ext.plan.model.cp_cost import CpCost
+from pyrl_ext.plan.schema.layout import Module, Parallel
 
-Layers = Annotated[int, Field(ge=1, le=4096)]
+__all__ = ["Config", "Module", "Parallel"]
+
 Momentum = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
 File = Annotated[Text, RelativePath()]
 Folder = Annotated[Text, RelativePath(or_hub_id=True)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
@@ -61,54 +62,6 @@ class Model(Section):
     """train the MTP (multi-token prediction) layers as well"""
     megatron: dict[str, Any] = Field({})
     """fields of megatron-core's TransformerConfig that have no key here, passed on as they are"""
-
-
-class Parallel(Section):
-    """How the ranks are arranged; the world is dp * tp * pp * cp ranks."""
-
-    dp: Size = 1
-    """data-parallel replicas [ranks]"""
-    tp: Size = 1
-    """tensor-parallel size; above 1 implies sequence parallelism [ranks]"""
-    pp: Layers = 1
-    """pipeline stages [ranks]"""
-    vpp: Annotated[int, Field(ge=2, le=64)] | None = None
-    """model chunks per pipeline stage (interleaved schedule); null: one"""
-    cp: Size = 1
-    """context-parallel size: ranks that share one sequence [ranks]"""
-    dynamic_cp: Size | None = None
-    """largest number of the dp * cp ranks that share a sample, if it is long [ranks]; null: cp"""
-    ep: Size = 1
-    """expert-parallel size: ranks the experts are spread over [ranks]"""
-    etp: Size | None = None
-    """tensor-parallel size inside an expert [ranks]; null: tp"""
-    num_layers_in_first_pipeline_stage: Layers | None = None
-    """decoder layers of the first pipeline stage; null: an equal share"""
-    num_layers_in_last_pipeline_stage: Layers | None = None
-    """decoder layers of the last pipeline stage; null: an equal share"""
-    account_for_embedding_in_pipeline_split: bool = False
-    """count the embedding as a layer when stages are made equal"""
-    account_for_loss_in_pipeline_split: bool = False
-    """count the output projection and loss as a layer when stages are made equal"""
-    pipeline_model_parallel_layout: Text | None = None
-    """every stage written out, such as Et*3|(tt|)*2,m|L; null: split by the keys above"""
-
-    _world_is_bounded = bounded(("dp", "tp", "pp", "cp"), "ranks", MAX_RANKS)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the run."""
-        return self.dp * self.tp * self.pp * self.cp
-
-    @property
-    def etp_size(self) -> int:
-        """Tensor-parallel size inside an expert, with null resolved."""
-        return self.tp if self.etp is None else self.etp
-
-    @property
-    def vpp_size(self) -> int:
-        """Model chunks per pipeline stage, with null resolved."""
-        return self.vpp or 1
 
 
 class Batching(Section):
@@ -264,7 +217,7 @@ class Objective(Section):
 class Optimizer(Section):
     """AdamW, and its schedule."""
 
-    lr: Annotated[float, Field(ge=0, le=100)]
+    lr: LearningRate
     """learning rate after the warmup"""
     betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.98)
     """decay of the first and second moment, as a list of two"""
@@ -385,6 +338,8 @@ class Config(Section):
     model: Model
     parallel: Parallel = Parallel()
     cp_cost: CpCost = CpCost()
+    modules: dict[str, Module] = Field({})
+    """encoders by name, such as vision; parallel is the language model's"""
     batching: Batching
     logprob: Logprob = Logprob()
     kernels: Kernels = Kernels()
