@@ -91,17 +91,24 @@ class JsonLines:
 
 
 class ParquetRows:
-    """Records of a .parquet file, whose columns memory holds whole."""
+    """Records of a .parquet file; memory holds one row group, the last that was read.
+
+    Whoever reads many records reads them in rising order, so that each row group is read once.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._table = pyarrow.parquet.read_table(path)
+            self._file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{path}: {error}, expected a parquet file") from error
+        facts = self._file.metadata
+        sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
+        self._starts = np.cumsum([0, *sizes])
+        self._held, self._rows = -1, pyarrow.table({})
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return int(self._starts[-1])
 
     def where(self, number: int) -> str:
         """See `Records.where`."""
@@ -110,7 +117,16 @@ class ParquetRows:
     def read(self, number: int) -> Any:
         """See `Records.read`; a column that a row does not use is null, the same as an absent
         field."""
-        (row,) = self._table.slice(number, 1).to_pylist()
+        group = int(np.searchsorted(self._starts, number, side="right")) - 1
+        if group != self._held:
+            self._held, self._rows = -1, pyarrow.table({})  # two would be in memory
+            try:
+                self._rows = self._file.read_row_group(group)
+            except (pyarrow.ArrowException, OSError) as error:
+                reason = " ".join(str(error).split())
+                raise Broken(f"row group {group}: {reason}", "one that can be read") from None
+            self._held = group
+        (row,) = self._rows.slice(number - int(self._starts[group]), 1).to_pylist()
         return {name: value for name, value in row.items() if value is not None}
 
 

@@ -232,7 +232,9 @@ class SftSource:
         ``prompt_id`` is the place in the stream of all steps, step * n + i.
         """
         taken = list(enumerate(self._epochs.take(step, n), start=step * n))
-        return [self._sample(number, place) for place, number in taken[rank::ranks]]
+        rising = sorted(taken[rank::ranks], key=lambda each: each[1])  # as `ParquetRows` asks
+        samples = [self._sample(number, place) for place, number in rising]
+        return sorted(samples, key=lambda sample: sample.prompt_id)
 
     def held_out(self, rank: int = 0, ranks: int = 1) -> list[Sample]:
         """Every ``ranks``-th of the held-out samples; ``prompt_id`` is -1, -2, ..."""

@@ -145,7 +145,8 @@ def test_take_reads_the_same_from_parquet(tokenizer: Any, tmp_path: Path):
     lines = [CHAT, tokens(3, 4, 5), system]
     rows = [{"messages": None, "tokens": None, "loss_mask": None} | each for each in lines]
     rows[0]["messages"] = [{**m, "name": None} for m in CHAT["messages"]]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     write_lines(tmp_path / "a.jsonl", *lines)
     sources = [
         SftSource(open_records(tmp_path / name), Encoder(tokenizer, 128, 16))
@@ -154,6 +155,37 @@ def test_take_reads_the_same_from_parquet(tokenizer: Any, tmp_path: Path):
     assert [s.check().problems for s in sources] == [[], []]
     first, second = ([shown(s) for s in source.take(3, 4)] for source in sources)
     assert first == second
+
+
+def test_ParquetRows_holds_one_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    groups, each = 20, 500
+    rows = [tokens(*[3 + i % 97] * 200) for i in range(groups * each)]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=each)
+    read, whole = [], pyarrow.parquet.ParquetFile.read_row_group
+    count = lambda file, group: read.append(group) or whole(file, group)  # noqa: E731
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", count)
+    before = pyarrow.total_allocated_bytes()
+    source = SftSource(open_records(path), Encoder(None, 128, 200))
+    assert not source.check(1, 3).problems and read == list(range(groups))
+    held = pyarrow.total_allocated_bytes() - before
+    assert held < 4 * each * 200 * 16  # a token and its mask are int64, and are decoded in chunks
+    read.clear()
+    taken = source.take(2, 256, 1, 2)
+    assert len(read) == len({*read}) and [s.prompt_id for s in taken] == list(range(513, 768, 2))
+
+
+def test_ParquetRows_names_the_rows_of_a_damaged_row_group(tmp_path: Path):
+    path, table = tmp_path / "a.parquet", pyarrow.Table.from_pylist([tokens(3, 4)] * 6)
+    pyarrow.parquet.write_table(table, path, row_group_size=2)
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    with path.open("r+b") as file:
+        file.seek(column.data_page_offset)
+        file.write(b"\xff" * 20)
+    found = SftSource(open_records(path), Encoder(None, 128, 8)).check()
+    assert [text.partition(" group")[0] for _, text in found.problems] == [
+        f"{path}: row {row}: row" for row in (2, 3)
+    ]
 
 
 def test_open_records_finds_lines_with_blanks_around_them(tmp_path: Path):

@@ -4,18 +4,21 @@ import random
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pyrl_ext.ops.plan_dynamic_cp import native, reference
-from pyrl_ext.plan.forecast.cp_problem import CpGroups
+from pyrl_ext.plan.forecast.cp_problem import CostModel, CpGroups
 from tests.helpers.dynamic_cp import COST, problems
 
+FREE = CostModel(1e-6, 1e-10)  # launches and communication cost nothing, as operations are counted
 
-@given(problems())
+
+@given(problems(), st.sampled_from([COST, FREE]))
 @settings(max_examples=100, deadline=None)
-def test_plan_dynamic_cp_native_equals_reference(problem):
+def test_plan_dynamic_cp_native_equals_reference(problem, cost):
     args, options = problem
     seqlens, *grid = args
-    checked = CpGroups(*grid, cost=COST, **options).problem(seqlens)
+    checked = CpGroups(*grid, cost=cost, **options).problem(seqlens)
     assert native.search(checked) == reference.search(checked)
 
 

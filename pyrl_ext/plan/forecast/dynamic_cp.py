@@ -237,7 +237,8 @@ class _Search:
                 rows += self.least_rows[x]
         tokens = weight * self.mean
         gained = work / self.problem.num_ranks + tokens * (rows / self.capacity)
-        return gained / (micro.time() + self.problem.launch + tokens)
+        time = micro.time() + self.problem.launch + tokens
+        return gained / time if time else 0.0  # nothing met the time limit, and launches are free
 
     def _build(self, left: list[int], time: float, variant: _Variant) -> _Microbatch:
         micro = _Microbatch(left, self.problem.num_ranks, by_load=[[] for _ in self.sizes])
