@@ -137,13 +137,15 @@ void bind_plan_dynamic_cp(py::module_& m) {
   py::class_<CpProblem>(m, "CpProblem")
       .def(py::init([](std::vector<int64_t> lengths, int64_t num_ranks, std::vector<CpSize> sizes,
                        double launch, int64_t multiple, Numbers times, Numbers slack,
-                       Numbers weights, int64_t bases) {
+                       Numbers weights, int64_t bases, int64_t most_steps) {
              return CpProblem{std::move(lengths), num_ranks,        std::move(sizes),
                               launch,             multiple,         std::move(times),
-                              std::move(slack),   std::move(weights), bases};
+                              std::move(slack),   std::move(weights), bases,
+                              most_steps};
            }),
            py::kw_only(), arg("lengths"), arg("num_ranks"), arg("sizes"), arg("launch"),
-           arg("multiple"), arg("times"), arg("slack"), arg("weights"), arg("bases"));
+           arg("multiple"), arg("times"), arg("slack"), arg("weights"), arg("bases"),
+           arg("most_steps"));
   py::class_<CpPlan>(m, "CpPlan")
       .def_readonly("numbers", &CpPlan::numbers)
       .def_readonly("makespan", &CpPlan::makespan)

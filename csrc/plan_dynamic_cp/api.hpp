@@ -20,7 +20,7 @@ struct CpProblem {
   double launch;
   int64_t multiple;
   std::vector<double> times, slack, weights;
-  int64_t bases;
+  int64_t bases, most_steps;
 };
 
 struct CpPlan {

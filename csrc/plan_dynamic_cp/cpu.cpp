@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "plan_dynamic_cp/api.hpp"
+#include "plan_dynamic_cp/few_samples.hpp"
 
 namespace pyrl {
 namespace {
@@ -102,6 +103,10 @@ class Search {
   }
 
   CpPlan best() {
+    if (is_few(p_)) {
+      const Plan plan = best_of_all();
+      return {numbers(plan), makespan(plan), lower_bound()};
+    }
     Plan found;
     double least = 0.0;
     for (const Variant& variant : variants()) {
@@ -138,6 +143,21 @@ class Search {
   }
 
   // Whole plans ---------------------------------------------------------------------------------
+
+  Plan best_of_all() const {
+    Plan plan;
+    for (const auto& groups : FewSamples(p_, cost_, rows_).best()) {
+      Microbatch& micro = plan.emplace_back();
+      micro.clear(p_.num_ranks, p_.sizes.size());
+      for (const auto& [size, samples] : groups) {
+        Group& group = micro.add(size);
+        group.samples = samples;
+        std::tie(group.load, group.rows) = load(size, samples);
+      }
+    }
+    split(plan);
+    return plan;
+  }
 
   std::vector<Variant> variants() const {
     std::vector<double> shares{1.0};

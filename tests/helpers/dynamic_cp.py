@@ -40,13 +40,17 @@ def problems(draw: st.DrawFn, most_samples: int = 40) -> tuple[tuple[Any, ...], 
 def least_makespan(problem: Problem) -> float:
     """Seconds of the best plan of all, by dynamic programming over sets of samples: for some ten.
 
-    Any groups whose sizes add up to at most the ranks are counted, wherever they would begin.
+    Any groups whose sizes add up to at most the ranks are counted, wherever they would begin. A
+    microbatch without samples is one more only if every other one has a single sample.
     """
     sets, ranks = 1 << len(problem.lengths), problem.num_ranks
     group = [_group_seconds(problem, size) for size in problem.sizes]
     # microbatch[r][held]: the slowest group when `held` runs on r ranks at once
     microbatch = [[0.0] + [math.inf] * (sets - 1) for _ in range(ranks + 1)]
-    total = [0.0] + [math.inf] * (sets - 1)
+    samples, multiple = len(problem.lengths), problem.multiple
+    # total[n][held]: the slowest groups of n microbatches that hold samples
+    total = [[math.inf] * sets for _ in range(samples + 1)]
+    total[0][0] = 0.0
     for held in range(1, sets):
         for first in _with_lowest(held):
             for r in range(1, ranks + 1):
@@ -57,9 +61,11 @@ def least_makespan(problem: Problem) -> float:
                         microbatch[r][held] = min(microbatch[r][held], slower)
     for held in range(1, sets):
         for first in _with_lowest(held):
-            time = problem.launch + microbatch[ranks][first] + total[held ^ first]
-            total[held] = min(total[held], time)
-    return total[-1]
+            for n in range(1, samples + 1):
+                time = microbatch[ranks][first] + total[n - 1][held ^ first]
+                total[n][held] = min(total[n][held], time)
+    whole = [n for n in range(1, samples + 1) if n % multiple == 0 or n == samples]
+    return min(problem.launch * (n + -n % multiple) + total[n][-1] for n in whole)
 
 
 def _group_seconds(problem: Problem, size: CpSize) -> list[float]:

@@ -22,6 +22,17 @@ def test_plan_dynamic_cp_native_equals_reference(problem, cost):
     assert native.search(checked) == reference.search(checked)
 
 
+@pytest.mark.parametrize("samples", range(1, 10))
+def test_plan_dynamic_cp_native_equals_reference_for_few_samples(samples):
+    """About the number up to which all plans are looked at, ties among them."""
+    draw = random.Random(samples)
+    for ranks, vpp in ((2, 1), (8, 1), (6, 2)):
+        lengths = [min(ranks * 512, int(draw.lognormvariate(6, 1.2)) + 1) for _ in range(samples)]
+        for each in (lengths, [100] * samples):
+            checked = CpGroups(ranks, 512, cost=COST, pp_size=2, vpp_size=vpp).problem(each)
+            assert native.search(checked) == reference.search(checked)
+
+
 @pytest.mark.parametrize(("samples", "ranks"), [(200, 12), (1100, 16)])
 def test_plan_dynamic_cp_native_equals_reference_for_many_samples(samples, ranks):
     """Beyond the numbers of samples at which fewer variants are tried."""

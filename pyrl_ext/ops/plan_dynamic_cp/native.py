@@ -1,7 +1,7 @@
 from collections.abc import Iterator
 
 from pyrl_ext.ops._native import C
-from pyrl_ext.plan.forecast import dynamic_cp
+from pyrl_ext.plan.forecast import dynamic_cp, few_samples
 from pyrl_ext.plan.forecast.cp_problem import Problem
 from pyrl_ext.plan.forecast.dynamic_cp import Found, Placed
 
@@ -18,6 +18,7 @@ def search(problem: Problem) -> Found:
             slack=dynamic_cp.SLACK,
             weights=dynamic_cp.tried(dynamic_cp.WEIGHTS, len(problem.lengths)),
             bases=dynamic_cp.tried(dynamic_cp.BASES, len(problem.lengths)),
+            most_steps=few_samples.MOST_STEPS,
         )
     )
     return Found(tuple(_microbatches(plan.numbers)), plan.makespan, plan.lower_bound)

@@ -13,6 +13,7 @@ time, and the most efficient one is kept:
 Efficiency is (work placed + weight x tokens placed) / (time of the slowest group + weight x tokens
 that fit), both relative to a mean microbatch: a larger weight makes fewer microbatches. Whole plans
 are built for a few weights and smallest group sizes, and the one with the least total time wins.
+For few samples all plans are looked at (`few_samples`).
 
 Every sum of floats is a plain loop: `sum` rounds in another way, and C++ has to agree.
 """
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.cp_problem import Problem
+from pyrl_ext.plan.forecast.few_samples import best_plan, is_few
 
 TIMES = (0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.45, 1.7)
 """Time limits of a microbatch, relative to an even share of the samples that its tokens allow."""
@@ -124,6 +126,9 @@ class _Search:
     # Whole plans --------------------------------------------------------------------------------
 
     def best(self) -> Found:
+        if is_few(self.problem):
+            plan = self._best_of_all()
+            return Found(tuple(map(self._placed, plan)), self._makespan(plan), self._lower_bound())
         found, least = None, 0.0
         for variant in self._variants():
             plan = self._plan(variant)
@@ -133,6 +138,17 @@ class _Search:
                 found, least = plan, time
         assert found is not None
         return Found(tuple(map(self._placed, found)), least, self._lower_bound())
+
+    def _best_of_all(self) -> list[_Microbatch]:
+        plan = []
+        for groups in best_plan(self.problem, self.cost, self.rows):
+            micro = _Microbatch([], 0)
+            for size, samples in groups:
+                load, rows = self._load(size, samples)
+                micro.groups.append(_Group(len(micro.groups), size, load, rows, samples))
+            plan.append(micro)
+        self._split(plan)
+        return plan
 
     def _variants(self) -> Iterator[_Variant]:
         multiple, shares = self.problem.multiple, [1.0]
