@@ -128,7 +128,7 @@ def compare(ranks: int, folder: Path) -> Iterator[Compared]:
     def received(*words: str) -> float:
         return max(each.traffic.received(*words) for each in results) / STEPS
 
-    update, copies = "time/update", "DATA_PARALLEL_GROUP"  # megatron pads the parts of ranks
+    update, copies = "time/update", "dp"  # dp_cp and expt_dp; megatron pads the parts of ranks
     sums = "reduce_scatter" if plan.optimizer.distributed else "allreduce_coalesced"
     yield Compared("gradients [byte]", received(update, sums, copies), world.gradient_bytes, 0.02)
     gathered = received(update, "gather", copies)
@@ -140,9 +140,8 @@ def compare(ranks: int, folder: Path) -> Iterator[Compared]:
     objects = share * (world.gathered_index_bytes + world.agreement_bytes)
     yield Compared("numbers and failures gathered [byte]", gathered, objects, 0.3)
     yield Compared("keys in a request", max(traffic.reads), world.keys_read, 0)
-    members = 1 + sum(member for _, member in traffic.new_groups)
-    yield Compared("groups that rank 0 is in", members, world.group_count, 0)
-    yield Compared("groups that it makes", len(traffic.new_groups), world.group_calls, 0)
+    yield Compared("groups that it makes", len(traffic.new_groups), len(world.groups), 0)
+    yield Compared("ranks in them", sum(traffic.new_groups), sum(world.groups), 0)
     yield Compared("connections of gloo", opened + ranks, world.group_entries, 0)
 
 

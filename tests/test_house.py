@@ -48,7 +48,7 @@ NAMED_AFTER = {
 }
 # files that may import megatron-core, beside whole rooms
 MEGATRON_ROOMS = {"replay", "megatron", "models", "trainer"}
-MEGATRON_FILES = {"pyrl_ext/dist/topology.py"}
+MEGATRON_FILES = {"pyrl_ext/dist/groups.py"}
 PLAN_MAY_IMPORT = {"pydantic", "pydantic_core", "yaml", "rich", "jinja2", "markupsafe"}
 
 
@@ -90,15 +90,15 @@ def test_house_imports_megatron_in_its_rooms_only():
     )
 
 
-def test_house_reads_parallel_state_in_topology_only():
+def test_house_reads_parallel_state_in_groups_only():
     wrong = [
         f"{place(file, line)}: {name}"
         for file in FILES
-        if place(file) != "pyrl_ext/dist/topology.py"
+        if place(file) != "pyrl_ext/dist/groups.py"
         for line, name in [*imports_of(file), *attributes_of(file)]
         if "parallel_state" in name.split(".")
     ]
-    assert not wrong, "groups and ranks come from dist/topology.py:\n" + "\n".join(wrong)
+    assert not wrong, "groups and ranks come from dist/groups.py:\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize("library", NAMED_AFTER)

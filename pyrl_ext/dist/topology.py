@@ -1,4 +1,4 @@
-"""Sizes, ranks and process groups of a run: the only file that reads megatron's parallel state."""
+"""Sizes, ranks and process groups of a run: as `Topology`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pyrl_ext.dist.groups import GroupMaker, adopt, disown, make_groups
 from pyrl_ext.dist.shared_memory import host_key
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.cp_sizes import cp_group, cp_sizes
@@ -55,7 +55,7 @@ class Topology:
     megatron-core's ``ProcessGroupCollection`` (``tp pp cp ep expt_tp dp dp_cp expt_dp ...``), which
     its functions take as an argument. ``cp_groups`` holds this rank's context-parallel group of
     each size that a microbatch may take; None for a group of one rank. ``hosts`` has the `host_key`
-    of every rank.
+    of every rank. ``make_group`` is `GroupMaker.make`, for groups across modules.
     """
 
     device: torch.device
@@ -76,6 +76,7 @@ class Topology:
     groups: Any
     cp_groups: Mapping[int, Any]
     hosts: tuple[int, ...]
+    make_group: Callable[[str, Sequence[int]], Any]
 
     @property
     def module(self) -> str:
@@ -189,31 +190,17 @@ def start(plan: Plan, timeout: timedelta = timedelta(minutes=30)) -> Iterator[To
         _start_processes(device, plan.world_size, timeout)
     else:
         gc.collect()  # a model of an earlier topology holds its groups in reference cycles
+    hosts, number = _meet()
+    maker = GroupMaker(number, timeout)
     try:
-        yield _groups(plan, device)
+        yield _topology(plan, device, hosts, maker)
         if not ours:
             dist.barrier()  # nobody closes a group that another still reads from
     finally:
-        _leave_groups()
+        disown()
+        maker.destroy()
         if ours:
-            _group_of.cache_clear()
             dist.destroy_process_group()
-
-
-def _leave_groups() -> None:
-    """Destroy megatron's groups, which megatron forgets but leaves open.
-
-    Each holds sockets and threads (three, over gloo), so a process that builds several topologies
-    would run out of them.
-    """
-    from megatron.core import parallel_state
-
-    groups = parallel_state._global_process_group_list or []
-    parallel_state.destroy_model_parallel()
-    if not dist.is_initialized():  # user code destroyed them; what it broke is reported elsewhere
-        return
-    for group in {group for group in groups if group is not None}:
-        dist.destroy_process_group(group)
 
 
 def _embedding_ranks(plan: Plan, pp_ranks: list[int]) -> list[int]:
@@ -227,80 +214,72 @@ def _embedding_ranks(plan: Plan, pp_ranks: list[int]) -> list[int]:
     return [rank for rank, holds in zip(pp_ranks, holders, strict=True) if holds]
 
 
-def _groups(plan: Plan, device: torch.device) -> Topology:
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    sizes = plan.parallel
-    embedding_ranks: Any = partial(_embedding_ranks, plan)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tp,
-        pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.vpp,
-        context_parallel_size=sizes.cp,
-        expert_model_parallel_size=sizes.ep,
-        expert_tensor_parallel_size=sizes.etp,
-        get_embedding_ranks=embedding_ranks,
-        create_gloo_process_groups=False,
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
+def _topology(
+    plan: Plan, device: torch.device, hosts: tuple[int, ...], maker: GroupMaker
+) -> Topology:
+    rank = dist.get_rank()
+    grids = [grid for grid in plan.grids.values() if rank in grid.ranks]
+    if len(grids) != 1:
+        raise RuntimeError(f"topology: rank {rank} is in the grids of {grids}, expected one")
+    (grid,) = grids
+    sizes, at = grid.parallel, grid.place(rank)
+    pipeline = list(grid.group(rank, "pp"))
+    embedding = _embedding_ranks(plan, pipeline) if grid.name == "llm" else []
+    groups = make_groups(maker, grid, embedding)
+    adopt(groups, sizes.vpp)
     return Topology(
         device=device,
-        grid=plan.grids["llm"],
+        grid=grid,
         world_size=dist.get_world_size(),
-        rank=dist.get_rank(),
-        dp_size=groups.dp.size(),
-        tp_size=groups.tp.size(),
-        pp_size=groups.pp.size(),
-        cp_size=groups.cp.size(),
-        ep_size=groups.ep.size(),
-        etp_size=groups.expt_tp.size(),
+        rank=rank,
+        dp_size=sizes.dp,
+        tp_size=sizes.tp,
+        pp_size=sizes.pp,
+        cp_size=sizes.cp,
+        ep_size=sizes.ep,
+        etp_size=sizes.etp_size,
         vpp_size=sizes.vpp,
-        dp_rank=groups.dp.rank(),
-        tp_rank=groups.tp.rank(),
-        pp_rank=groups.pp.rank(),
-        cp_rank=groups.cp.rank(),
+        dp_rank=at.dp,
+        tp_rank=at.tp,
+        pp_rank=at.pp,
+        cp_rank=at.cp,
         groups=groups,
-        cp_groups=_cp_groups(plan, groups),
-        hosts=_hosts(),
+        cp_groups=_cp_groups(grid, groups, maker),
+        hosts=hosts,
+        make_group=maker.make,
     )
 
 
-def _cp_groups(plan: Plan, groups: Any) -> dict[int, Any]:
+def _cp_groups(grid: Grid, groups: Any, maker: GroupMaker) -> dict[int, Any]:
     """This rank's context-parallel group of each of the `cp_sizes` that a microbatch may take.
 
     A group of c ranks holds neighbours in the grid of data- and context-parallel ranks, from a
-    multiple of c on. Ranks behind the last multiple are in no group of c; they make one of
-    themselves that nothing uses, since torch counts groups (see `_group_of`).
+    multiple of c on. Ranks behind the last multiple are in no group of c.
     """
-    smallest, grid = groups.cp.size(), dist.get_process_group_ranks(groups.dp_cp)
-    found, rank = {smallest: groups.cp if smallest > 1 else None}, grid.index(dist.get_rank())
-    for size in cp_sizes(len(grid), smallest, plan.parallel.dynamic_cp or smallest)[1:]:
-        members = cp_group(rank, len(grid), size)
-        group = _group_of(tuple(grid[i] for i in members), size)
+    smallest, dynamic = grid.parallel.cp, grid.parallel.dynamic_cp
+    found = {smallest: groups.cp if smallest > 1 else None}
+    neighbours = grid.group(dist.get_rank(), "dp cp")
+    at, count = neighbours.index(dist.get_rank()), len(neighbours)
+    for size in cp_sizes(count, smallest, dynamic or smallest)[1:]:
+        members = cp_group(at, count, size)
         if len(members) == size:
-            found[size] = group
+            found[size] = maker.make(f"cp {size}", [neighbours[i] for i in members])
     return found
 
 
-def _hosts() -> tuple[int, ...]:
-    """`host_key` of every rank. Communicates: 8 bytes of every rank, on the CPU."""
-    mine = torch.tensor([host_key()])
+_STARTED = 0
+"""Topologies that this process took part in."""
+
+
+def _meet() -> tuple[tuple[int, ...], int]:
+    """`host_key` of every rank, and a number that no earlier topology of these processes has.
+
+    Communicates: 16 bytes of every rank, on the CPU.
+    """
+    global _STARTED
+    mine = torch.tensor([host_key(), _STARTED])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    return tuple(int(each) for each in everyone)
-
-
-@cache
-def _group_of(ranks: tuple[int, ...], _size: int) -> Any:
-    """The group of ``ranks``, created by them alone: a rank's cost does not grow with the world.
-
-    It lives as long as the process. torch names such a group by its ranks and by the number of
-    groups that the process has: ranks with different numbers of groups wait for each other forever.
-    So every rank makes as many, in the same order. The store keeps the addresses under a name; a
-    second group of that name would connect to them and hang.
-
-    Args:
-        _size: tells groups of the same ranks apart.
-    """
-    return dist.new_group(ranks, use_local_synchronization=True)
+    hosts, started = torch.stack(everyone).T.tolist()
+    _STARTED = max(started) + 1
+    return tuple(hosts), _STARTED

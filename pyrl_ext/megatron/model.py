@@ -47,7 +47,7 @@ def build_chunks(
         for stage in stages:
             chunk = (MultiTokenGPT if plan.num_mtp_layers else FeatureGPT)(
                 config,
-                local_spec(config, stage),
+                local_spec(config, stage, topo.pp_rank),
                 mtp_block_spec=local_mtp_spec(config, stage),
                 vocab_size=-(-sizes.vocab_size // topo.tp_size) * topo.tp_size,
                 max_sequence_length=sizes.max_position_embeddings,

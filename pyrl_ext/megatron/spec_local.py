@@ -18,7 +18,7 @@ LOCAL_FIELDS = {
 }
 
 
-def local_spec(config: Any, vp_stage: int | None) -> Any:
+def local_spec(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     """megatron's decoder block spec with the layers that packed sequences and features need."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -26,7 +26,11 @@ def local_spec(config: Any, vp_stage: int | None) -> Any:
     from pyrl_ext.megatron.local_layers import RMSNorm
 
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        config,
+        use_transformer_engine=False,
+        normalization="RMSNorm",
+        vp_stage=vp_stage,
+        pp_rank=pp_rank,
     )
     for layer in spec.layer_specs:  # type: ignore[union-attr]
         layer.module = FeatureLayer

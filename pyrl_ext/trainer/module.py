@@ -66,7 +66,13 @@ class Module:
             from pyrl_ext.megatron import cpu
 
             cpu.install()
-        model_parallel_cuda_manual_seed(plan.seed)
+        groups = topo.groups
+        model_parallel_cuda_manual_seed(
+            plan.seed,
+            tp_rank=topo.tp_rank,
+            ep_rank=groups.ep.rank(),
+            etp_rank=groups.expt_tp.rank(),
+        )
         kind = family(plan.model.family)
         chunks = build_chunks(plan, topo, kind.config(plan.sizes), kind.rotary(plan.sizes))
         if trainable:

@@ -244,6 +244,7 @@ class Policy:
         Returns: the last thing that ``reduce`` returned, for each microbatch; [] on other stages.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
         def step(iterator: Iterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
             index, ready = next(iterator)
@@ -263,10 +264,10 @@ class Policy:
 
             return output, of_output
 
-        chunks = self.llm.chunks
+        chunks, topo = self.llm.chunks, self.topo
         iterators: list[Iterator] = [prefetch.microbatches(i) for i in range(len(chunks))]
         single = len(chunks) == 1
-        return get_forward_backward_func()(
+        return get_forward_backward_func(topo.pp_size, topo.vpp_size)(
             forward_step_func=step,
             data_iterator=iterators[0] if single else iterators,
             model=chunks[0] if single else chunks,
@@ -274,6 +275,8 @@ class Policy:
             seq_length=0,  # ignored: variable_seq_lengths
             micro_batch_size=1,
             forward_only=forward_only,
+            p2p_communicator=P2PCommunicator(topo.groups.pp, self.llm.config),
+            pg_collection=topo.groups,
         )
 
     @contextmanager

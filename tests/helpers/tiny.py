@@ -46,6 +46,7 @@ def one_rank(plan: Plan) -> Topology:
         groups=None,
         cp_groups={},
         hosts=(0,),
+        make_group=lambda role, ranks: None,
     )
 
 

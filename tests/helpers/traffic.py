@@ -28,7 +28,7 @@ class Call(NamedTuple):
     phase: str | None
     name: str
     group: str
-    """megatron's description of it."""
+    """Its kind, such as dp_cp."""
     ranks: int
     bytes: int
     """Size of its input on this rank."""
@@ -59,14 +59,14 @@ class Traffic:
     Attributes:
         phase: noted with every call; set it at will.
         calls: collectives, in their order.
-        new_groups: (ranks, whether this rank is one of them) of every call of `new_group`.
+        new_groups: ranks of every group that `new_group` made.
         reads: keys of every `multi_get` at the store.
     """
 
     def __init__(self) -> None:
         self.phase: str | None = None
         self.calls: list[Call] = []
-        self.new_groups: list[tuple[int, bool]] = []
+        self.new_groups: list[int] = []
         self.reads: list[int] = []
 
     def received(self, phase: str | None, name: str, group: str = "") -> float:
@@ -86,11 +86,9 @@ def counted() -> Iterator[Traffic]:
                 stack.enter_context(patch.object(dist.ProcessGroup, name, wrapped))
         new_group, multi_get = dist.new_group, dist.PrefixStore.multi_get  # pyright: ignore
 
-        def made(ranks: Any = None, *more: Any, **named: Any) -> Any:
-            group = new_group(ranks, *more, **named)
-            size = dist.get_world_size() if ranks is None else len(ranks)
-            traffic.new_groups.append((size, isinstance(group, dist.ProcessGroup)))
-            return group
+        def made(ranks: list[int], **named: Any) -> Any:
+            traffic.new_groups.append(len(ranks))
+            return new_group(ranks, **named)
 
         def read(store: Any, keys: list[str]) -> Any:
             traffic.reads.append(len(keys))

@@ -31,6 +31,12 @@ MEGATRON = {
     "ep": (True, "ep"),
     "expt_tp": (True, "tp"),
     "expt_dp": (True, "dp"),
+    "mp": (False, "tp-pp"),
+    "tp_cp": (False, "tp-cp"),
+    "tp_dp_cp": (False, "tp-dp-cp"),
+    "tp_ep": (True, "tp-ep"),
+    "tp_ep_pp": (True, "tp-ep-pp"),
+    "intra_dist_opt": (False, "tp-cp-dp-pp"),
 }
 
 
@@ -47,10 +53,12 @@ def test_ranks_and_groups_are_megatrons(dp: int, tp: int, pp: int, cp: int, data
     order, edp = "tp-cp-ep-dp-pp", dp * tp * cp // (ep * etp)
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
     expert = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order=order)
-    found = ranks.groups(sizes)
+    found, grid = ranks.groups(sizes), ranks.Grid("vision", 7, sizes)
     for name, (of_experts, token) in MEGATRON.items():
         theirs = (expert if of_experts else dense).get_ranks(token)
-        if len(theirs[0]) == 1:
+        mine = {grid.groups_of(rank)[name] for rank in grid.ranks}
+        assert mine == {tuple(7 + rank for rank in group) for group in theirs}, name
+        if len(theirs[0]) == 1 or name in ranks.MORE_GROUPS:
             assert name not in found
         else:
             assert sorted(found[name]) == sorted(map(tuple, theirs)), name
@@ -73,7 +81,7 @@ def test_Grid_counts_its_ranks_from_the_first_one():
         at = grid.place(rank)
         assert (at.rank, at.cp, grid.rank_of(dp=at.dp, tp=at.tp, pp=at.pp)) == (rank, 0, rank)
     assert grid.group(10, "pp") == (6, 10, 14)
-    assert grid.group(10, "dp", "tp") == (9, 10, 11, 12)
+    assert grid.group(10, "dp tp") == (9, 10, 11, 12)
     assert grid.group(10, "cp") == (10,)
 
 

@@ -40,42 +40,44 @@ def test_World_counts_what_ranks_do(ranks: int, tmp_path: Path):
     assert ranks in LAYOUTS
 
 
-MEGATRON = """\
+GROUPS = """\
 import sys, json, torch.distributed as dist
+from datetime import timedelta
 from torch.testing._internal.distributed.fake_pg import FakeStore
-made, new_group = [], dist.new_group
-def counted(ranks=None, *more, **named):
-    made.append([ranks is None or dist.get_rank() in ranks, len(ranks or range(world))])
-    return new_group(ranks, *more, **named)
-dist.new_group = counted
-from megatron.core import parallel_state
+from pyrl_ext.dist.groups import GroupMaker, make_groups
 from pyrl_ext.dist.topology import _embedding_ranks
 from pyrl_ext.plan import compile_plan
-from functools import partial
 path, world, *overrides = sys.argv[1:]
-world, plan = int(world), compile_plan(path, overrides)
-p = plan.parallel
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-parallel_state.initialize_model_parallel(
-    p.tp, p.pp, p.vpp, context_parallel_size=p.cp, expert_model_parallel_size=p.ep,
-    expert_tensor_parallel_size=p.etp, get_embedding_ranks=partial(_embedding_ranks, plan),
-    create_gloo_process_groups=False)
-sizes = [ranks for in_it, ranks in made if in_it]
-print(json.dumps([len(made), len(sizes), sum(sizes)]))
+made, new_group = [], dist.new_group
+def counted(ranks, **named):
+    made.append(len(ranks))
+    return new_group(ranks, **named)
+dist.new_group = counted
+plan = compile_plan(path, overrides)
+grid = plan.grids["llm"]
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=int(world))
+embedding = _embedding_ranks(plan, list(grid.group(0, "pp")))
+make_groups(GroupMaker(1, timedelta(minutes=1)), grid, embedding)
+print(json.dumps(made))
 """
 
 
-def test_World_counts_the_groups_that_megatron_makes_for_512_ranks():
+def test_World_counts_the_groups_of_512_ranks():
     """As rank 0 of 512, over torch's backend that communicates with nobody."""
     layout = ("parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "parallel.dp=64", "parallel.ep=4")
     path = str(REPOSITORY / "configs/tiny.yaml")
-    command = [sys.executable, "-c", MEGATRON, path, "512", *layout]
+    command = [sys.executable, "-c", GROUPS, path, "512", *layout]
     run = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True)
-    calls, member, entries = json.loads(run.stdout.splitlines()[-1])
+    made = json.loads(run.stdout.splitlines()[-1])
     world = World.of(compile_plan(path, layout), 512, False, [])
     assert world is not None
-    assert (world.group_calls, world.group_count - 1) == (calls, member)
-    assert world.group_entries - 512 == entries
+    assert world.groups == made
+    assert world.group_entries == sum(made) + 512
+
+
+def test_scale_makes_as_many_groups_however_many_ranks_there_are():
+    (row,) = [row for row in scale(plan_of("glm47")) if row.name == "groups that it makes"]
+    assert set(row.values) - {None} == {15} and row.growth == "no"
 
 
 def test_World_counts_the_groups_of_dynamic_context_parallelism():
@@ -86,9 +88,8 @@ def test_World_counts_the_groups_of_dynamic_context_parallelism():
     )
     more, less = (World.of(each, 64, False, []) for each in (plan, fixed))
     assert more is not None and less is not None
-    assert (more.cp_groups, less.cp_groups) == ([4, 8], [])
+    assert more.groups == [*less.groups, 4, 8]
     assert more.group_entries == less.group_entries + 4 + 8
-    assert more.group_count == less.group_count + 2 and more.group_calls == less.group_calls + 2
 
 
 def test_World_knows_what_heartbeats_read():

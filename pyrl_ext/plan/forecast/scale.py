@@ -238,48 +238,27 @@ class World:
         return HEARTBEAT_KEYS + watched if self.ranks > 1 else 0
 
     @cached_property
-    def groups(self) -> list[tuple[int, int]]:
-        """(ranks, groups of the kind in the world) of every kind of group that megatron makes."""
-        sizes, world = self.plan.parallel, self.ranks
-        dp, tp, pp, cp = sizes.dp, sizes.tp, sizes.pp, sizes.cp
-        ep, etp = sizes.ep, sizes.etp_size
-        model, tied = ep * etp * pp, self.plan.sizes.tie_word_embeddings
+    def groups(self) -> list[int]:
+        """Ranks of every group that a rank is in, each made by its members alone: the kinds of the
+        grid, one of the ranks of its pipeline that share an embedding, and the larger ones of
+        dynamic context parallelism."""
+        plan, tied = self.plan, self.plan.sizes.tie_word_embeddings
         embedded = sum(
-            any(c.embedding or c.mtp or (c.loss and tied) for c in stage)
-            for stage in self.plan.stages
+            any(c.embedding or c.mtp or (c.loss and tied) for c in stage) for stage in plan.stages
         )
-        dense = [1, dp * cp, dp, cp, tp * pp, tp, pp, tp * dp * cp, tp * dp, tp * cp]
-        experts = [1, ep, etp, ep * etp, model, model, world // model]
-        # embeddings: one of every pipeline, of those ranks of it that hold some, or of one
-        pipelines = [(embedded, world // pp), (1, world // pp)]
-        return [(n, world // n) for n in dense + experts] + pipelines + [(world, 1)]
-
-    @property
-    def cp_groups(self) -> list[int]:
-        """Ranks of each larger group of dynamic context parallelism, which its ranks alone make."""
-        parallel = self.plan.parallel
-        return cp_sizes(self.grid, parallel.cp, parallel.dynamic_cp or parallel.cp)[1:]
-
-    @property
-    def group_count(self) -> float:
-        """The world, one of each of megatron's kinds, and those of dynamic context parallelism."""
-        return 1 + len(self.groups) + len(self.cp_groups)
-
-    @property
-    def group_calls(self) -> float:
-        """Calls of `new_group`."""
-        return sum(calls for _, calls in self.groups) + len(self.cp_groups)
+        kinds = [len(ranks) for ranks in plan.grids["llm"].groups_of(0).values()]
+        cp = plan.parallel.cp
+        return [*kinds, embedded, *cp_sizes(self.grid, cp, plan.parallel.dynamic_cp or cp)[1:]]
 
     @property
     def group_entries(self) -> float:
-        """Ranks of all groups that this rank is in."""
-        return self.ranks + sum(n for n, _ in self.groups) + sum(self.cp_groups)
+        """Ranks of all groups that a rank is in, with the world."""
+        return self.ranks + sum(self.groups)
 
     @property
     def start_requests(self) -> float:
-        """A barrier after each `new_group` (it counts up and waits), and the address of every rank
-        of a group."""
-        return 2 * self.group_calls + self.group_entries
+        """To every group and the world its own address, and those of the others."""
+        return self.group_entries
 
 
 BATCH, STEP, STORE, START = (
@@ -326,12 +305,10 @@ QUANTITIES: tuple[Quantity, ...] = (
      "heartbeats of four ranks, and two keys of all ranks, in one request"),
     (STORE, "by all ranks", "request", lambda w: 2 * w.ranks if w.ranks > 1 else 0,
      "two a rank: its heartbeat, and what it reads; one process answers tens of thousands"),
-    (START, "groups that it is in", "group", lambda w: w.group_count,
-     "the world, and one of each of megatron's kinds"),
-    (START, "groups that it makes", "call", lambda w: w.group_calls,
-     "megatron makes all groups of the world on every rank; each call waits for all ranks"),
+    (START, "groups that it makes", "call", lambda w: len(w.groups),
+     "of each kind the one that it is in: groups are made by their members alone"),
     (START, "to the store", "request", lambda w: w.start_requests,
-     "a barrier after every call, and the address of every rank in its groups"),
+     "the address of every rank in its groups"),
     (START, "by all ranks", "request", lambda w: w.ranks * w.start_requests,
      "to the store, one process: once for every rank"),
     (START, "connections of gloo", "socket", lambda w: w.group_entries,

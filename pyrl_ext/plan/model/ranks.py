@@ -13,17 +13,14 @@ from typing import NamedTuple
 from pyrl_ext.plan.schema import Parallel
 
 # Groups that the trainer communicates in: name -> the axes along which their ranks differ, the
-# slowest first.
-GROUPS = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "dp": ("dp",),
-    "dp_cp": ("dp", "cp"),
-    "pp": ("pp",),
-    "ep": ("ep",),
-    "expt_tp": ("etp",),
-    "expt_dp": ("edp",),
-}
+# slowest first. megatron-core sums gradients, their norm and the routers' load in `MORE_GROUPS`.
+GROUPS = dict(
+    tp="tp", cp="cp", dp="dp", dp_cp="dp cp", pp="pp", ep="ep", expt_tp="etp", expt_dp="edp"
+)
+MORE_GROUPS = dict(
+    **{"mp": "pp tp", "tp_cp": "cp tp", "tp_dp_cp": "dp cp tp", "intra_dist_opt": "pp dp cp tp"},
+    **{"tp_ep": "ep etp", "tp_ep_pp": "pp ep etp"},
+)
 
 
 class Rank(NamedTuple):
@@ -70,13 +67,17 @@ class Grid:
         at = rank - self.first
         return Rank(rank, *(at // stride % size for size, stride in self.axes.values()))
 
-    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+    def group(self, rank: int, axes: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axes` alone, and itself; rising."""
         place, group = self.place(rank)._asdict(), [rank]
-        for axis in axes:
+        for axis in axes.split():
             size, stride = self.axes[axis]
             group = [r + (i - place[axis]) * stride for r in group for i in range(size)]
         return tuple(group)
+
+    def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Name -> the group of that kind that `rank` is in, also where it is alone."""
+        return {name: self.group(rank, axes) for name, axes in (GROUPS | MORE_GROUPS).items()}
 
 
 def ranks(parallel: Parallel) -> tuple[Rank, ...]:
@@ -92,7 +93,7 @@ def groups(parallel: Parallel) -> dict[str, tuple[tuple[int, ...], ...]]:
         kind: dict[int, tuple[int, ...]] = {}
         for rank in grid.ranks:
             if rank not in kind:
-                kind |= dict.fromkeys(group := grid.group(rank, *axes), group)
+                kind |= dict.fromkeys(group := grid.group(rank, axes), group)
         if len(kind[0]) > 1:
             found[name] = tuple(dict.fromkeys(kind.values()))
     return found

@@ -1,0 +1,128 @@
+"""The process groups of one module's grid, and megatron's global state that must name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pyrl_ext.plan.model.ranks import Grid
+
+# megatron-core 0.19.2 has other names for these: it divides data-parallel ranks further for ways of
+# splitting weights and optimizers that are not used here
+SAME_AS = {
+    "intra_dp_cp": "dp_cp",
+    "dp_cp_gtp_remat": "dp_cp",
+    "intra_expt_dp": "expt_dp",
+    "expt_dp_gtp_remat": "expt_dp",
+    "tp_ep_pp_with_egtp_remat": "tp_ep_pp",
+}
+
+# Globals of megatron.core.parallel_state -> the group that they must name
+GLOBALS = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",  # transformer/module.py:84: sharded_state_dict
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",  # multi_token_prediction.py:635: which rank has MTP
+}
+
+
+class GroupMaker:
+    """Makes process groups by their members alone, and destroys them all.
+
+    A rank's cost so does not grow with the number of groups in the world. torch derives the name of
+    such a group, under which the store keeps its addresses, from its ranks and from how many groups
+    this process is in. Ranks need not be in equally many, and a name that comes twice leads to the
+    addresses of a group that is gone: the ranks would wait for each other until the timeout. So
+    here a group is named after the run's topology, its role and its ranks.
+
+    Args:
+        number: of this topology among those that the processes of this world build.
+        timeout: of every collective in the groups.
+    """
+
+    def __init__(self, number: int, timeout: timedelta):
+        self.number, self.timeout = number, timeout
+        self._made: list[dist.ProcessGroup] = []
+
+    def make(self, role: str, ranks: Sequence[int]) -> Any:
+        """The group of ``ranks`` for ``role``; None on a rank that is not among them.
+
+        Communicates: with the other members, who call it as well, in one order of roles.
+        """
+        if dist.get_rank() not in ranks:
+            return None
+        with _named(f"pyrl-{self.number}-{role}-{'-'.join(map(str, ranks))}"):
+            group: Any = dist.new_group(
+                list(ranks),
+                timeout=self.timeout,
+                use_local_synchronization=True,
+                group_desc=role,
+            )
+        self._made.append(group)
+        return group
+
+    def destroy(self) -> None:
+        """Destroy the groups: each holds sockets and threads, three over gloo."""
+        if dist.is_initialized():  # else user code destroyed them, which is reported elsewhere
+            for group in self._made:
+                dist.destroy_process_group(group)
+        self._made.clear()
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Give the process group made in this block a name; torch has no argument for it."""
+    torch_names: Any = dist.distributed_c10d
+    theirs = torch_names._process_group_name
+    torch_names._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        torch_names._process_group_name = theirs
+
+
+def make_groups(maker: GroupMaker, grid: Grid, embedding: Sequence[int]) -> Any:
+    """This rank's groups on ``grid`` as megatron's ``ProcessGroupCollection``; each kind its own,
+    also where its ranks are those of another.
+
+    Args:
+        embedding: ranks of its pipeline that share an embedding.
+
+    Communicates: with the other ranks of each group.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    kinds = grid.groups_of(dist.get_rank())
+    groups = {name: maker.make(name, ranks) for name, ranks in kinds.items()}
+    groups |= {other: groups[name] for other, name in SAME_AS.items()}
+    return ProcessGroupCollection(**groups, embd=maker.make("embd", embedding))
+
+
+def adopt(groups: Any, vpp_size: int | None) -> None:
+    """Let megatron's global parallel state name the groups of this rank's module.
+
+    ``initialize_model_parallel`` makes all groups of the world on every rank, and knows one layout
+    for all ranks, so it is not called. megatron-core 0.19.2 reads few globals where it is given a
+    collection of groups: those of `GLOBALS`, the number of chunks (pipeline_parallel_layer_layout)
+    and the buffer that sequence-parallel layers gather into (tensor_parallel/layers.py:570).
+    """
+    from megatron.core import parallel_state
+
+    state: Any = parallel_state
+    for name, kind in GLOBALS.items():
+        if getattr(state, name) is not None:  # AttributeError: another megatron-core
+            raise RuntimeError(
+                f"topology: megatron's {name} is set, expected one topology at a time"
+            )
+        setattr(state, name, getattr(groups, kind))
+    state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = vpp_size
+    state._set_global_memory_buffer()
+
+
+def disown() -> None:
+    """Clear megatron's global parallel state."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()

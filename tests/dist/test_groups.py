@@ -1,0 +1,150 @@
+"""Groups made by their members alone, and the globals of megatron that must name them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+
+from pyrl_ext.dist import topology
+from pyrl_ext.dist.groups import GLOBALS, GroupMaker
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_plan
+from tests.helpers.traffic import counted, sockets
+
+PLANS = (
+    ("parallel.tp=2", "parallel.pp=2"),
+    ("parallel.pp=2", "parallel.dp=2", "parallel.dynamic_cp=2", "parallel.ep=2"),
+    ("parallel.tp=2", "parallel.pp=2"),  # the same ranks again, for the same roles
+    ("parallel.dp=4", "parallel.dynamic_cp=4"),
+)
+
+
+def summed(topo: topology.Topology) -> dict[str, tuple[list[int], float]]:
+    """Name of each group -> (its ranks, the sum of them as it adds up)."""
+    groups = vars(topo.groups) | {f"cp {size}": g for size, g in topo.cp_groups.items()}
+    found = {}
+    for name, group in groups.items():
+        if group is not None:
+            mine = torch.tensor(float(topo.rank))
+            dist.all_reduce(mine, group=group)
+            found[name] = dist.get_process_group_ranks(group), float(mine)
+    return found
+
+
+def build_topology(number: int, *overrides: str) -> Any:
+    with counted() as traffic, topology.start(tiny_plan(*overrides)) as topo:
+        in_edge = topo.make_group("edge", [0, 3]) is not None if number % 2 else False
+        later = topo.make_group("all", range(4))
+        dist.all_reduce(torch.ones(1), group=later)
+        different = len({id(g) for g in vars(topo.groups).values() if g is not None})
+        mine = topo.grid.groups_of(topo.rank)
+        return mine, summed(topo), traffic.new_groups, different, in_edge
+
+
+def build_topologies(world: dist.ProcessGroup) -> list[Any]:
+    """Several in one process, and a group of some of the ranks, so that not all are in equally
+    many when they make the next."""
+    os.environ["WORLD_SIZE"] = str(world.size())
+    before, results = sockets(), []
+    for number, overrides in enumerate(PLANS):
+        results.append(build_topology(number, *overrides))
+        gc.collect()
+        assert sockets() == before, "groups of earlier topologies are open"
+    return results
+
+
+def test_start_makes_each_ranks_groups_alone_and_destroys_them():
+    for rank, results in enumerate(run_ranks(build_topologies, 4)):
+        for mine, found, made, different, in_edge in results:
+            for name, ranks in mine.items():
+                assert found[name] == (list(ranks), sum(ranks)), (rank, name)
+            assert found["intra_dp_cp"] == found["dp_cp"]
+            assert not in_edge or rank in (0, 3)
+            # dense and expert kinds, one for embeddings where this rank has some
+            embedded = "embd" in found
+            assert different == len(mine) + embedded
+            sizes = sorted(len(ranks) for ranks in mine.values())
+            dynamic = [len(found[n][0]) for n in found if n.startswith("cp ") and n != "cp 1"]
+            edges = [2] * in_edge + [4]
+            assert sorted(made) == sorted([*sizes, *[1] * embedded, *dynamic, *edges])
+
+
+def build_without(world: dist.ProcessGroup, config: Path) -> dict[str, str]:
+    """What fails without each global that `adopt` sets: global -> the error."""
+    os.environ["WORLD_SIZE"] = str(world.size())
+    errors: dict[str, str] = {}
+
+    def attempt(name: str, *overrides: str) -> None:
+        plan = tiny_plan(*overrides)
+        with topology.start(plan) as topo:
+            kept = getattr(parallel_state, name)
+            setattr(parallel_state, name, None)
+            try:
+                use(Policy.build(plan, topo))
+            except (AssertionError, RuntimeError) as error:
+                errors[name] = str(error)
+            setattr(parallel_state, name, kept)
+
+    def use(policy: Policy) -> None:
+        topo = policy.topo
+        for model in policy.llm.models:
+            model.sharded_state_dict(metadata={"dp_cp_group": topo.groups.dp_cp})  # type: ignore
+        if topo.tp_size > 1:
+            rows, weight = torch.ones(2, 1, 4, requires_grad=True), torch.ones(6, 4)
+            linear_with_grad_accumulation_and_async_allreduce(
+                rows, weight, None, False, False, True, tp_group=topo.groups.tp
+            )
+
+    attempt("_TENSOR_MODEL_PARALLEL_GROUP", "parallel.tp=2")
+    attempt(
+        "_PIPELINE_MODEL_PARALLEL_GROUP",
+        f"model.config={config}",
+        "model.mtp=true",
+        "parallel.pp=2",
+    )
+    attempt("_GLOBAL_MEMORY_BUFFER", "parallel.tp=2")
+    interleaved = ("parallel.pp=2", "parallel.vpp=2")
+    layout = "parallel.pipeline_model_parallel_layout=Et|t|t|tL"
+    attempt("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", *interleaved, layout)
+    attempt("_DATA_PARALLEL_GROUP", "parallel.tp=2")  # not set, and so not missed
+    return errors
+
+
+def test_adopt_sets_what_megatron_reads_and_no_more(tmp_path: Path):
+    """Each of these is set, and a build, forward or checkpoint fails without it. An upgrade of
+    megatron-core that reads one no longer fails here: then the line goes."""
+    set_by_adopt = {
+        *GLOBALS,
+        "_GLOBAL_MEMORY_BUFFER",
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+    }
+    hf = tiny_plan().hf | {"num_nextn_predict_layers": 1}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(hf))
+    for errors in run_ranks(build_without, 2, config):
+        assert errors.keys() == set_by_adopt, errors
+
+
+def test_start_refuses_a_second_topology_beside_the_first():
+    with (
+        topology.start(tiny_plan()),
+        pytest.raises(RuntimeError, match="_TENSOR_MODEL_PARALLEL_GROUP is set"),
+        topology.start(tiny_plan()),
+    ):
+        pass
+
+
+def test_GroupMaker_makes_none_for_a_rank_outside(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    assert GroupMaker(1, timedelta(seconds=1)).make("edge", (0, 1)) is None
