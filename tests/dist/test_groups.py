@@ -81,7 +81,7 @@ def test_start_makes_each_ranks_groups_alone_and_destroys_them():
 
 
 def build_without(world: dist.ProcessGroup, config: Path) -> dict[str, str]:
-    """What fails without each global that `adopt` sets: global -> the error."""
+    """The error without each global that `adopt` sets, by its name."""
     os.environ["WORLD_SIZE"] = str(world.size())
     errors: dict[str, str] = {}
 
