@@ -3,6 +3,7 @@
 (Integers: the largest value.)
 """
 
+import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slowest: two workers take whole files, and neither is to wait at the end."""
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what was imported from garbage collection, a second of each full one."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

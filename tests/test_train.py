@@ -1,6 +1,9 @@
 """`python -m pyrl_ext.train`, as a user runs it: learning, resuming, several ranks, bad input."""
 
+import contextlib
+import io
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -193,10 +196,7 @@ def replayed(recording):
 @pytest.mark.parametrize("layout", ["dp=2", "tp=2"])
 def test_train_on_two_ranks_equals_one(layout, replayed, tmp_path):
     of_one, overrides = replayed
-    if layout == "dp=2":
-        torchrun(tmp_path / "two", f"parallel.{layout}", *overrides)
-    else:  # without the imports of two more processes
-        run_ranks(on_rank, 2, tmp_path / "two", f"parallel.{layout}", *overrides)
+    run_ranks(on_rank, 2, tmp_path / "two", f"parallel.{layout}", *overrides)
     for one, two in zip(of_one, numbers(tmp_path / "two"), strict=True):
         assert one["reward"] == two["reward"]
         for name in ("loss", "grad_norm", "policy/entropy", "mismatch/abs_mean"):
@@ -219,19 +219,6 @@ def test_train_refuses_replay_of_a_recording_without_routes(recording, tmp_path,
 def two_ranks(folder, *overrides):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     return [*command, "2", "-m", "pyrl_ext.train", str(CONFIG), f"run={folder}", *QUICK, *overrides]
-
-
-def torchrun(folder, *overrides):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        two_ranks(folder, *overrides),
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_train_on_two_ranks_rolls_out_like_one_until_ctrl_c(tmp_path):
@@ -332,20 +319,25 @@ def test_main_names_broken_prompt_lines_before_a_model_is_built(tmp_path, capsys
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+def with_small_files(_group, folder, *overrides):
+    """Exit code and stderr of the command where a file holds 50 kB at most."""
+    os.environ["WORLD_SIZE"] = "1"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = run(folder, *overrides)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return code, said.getvalue()
+
+
 def test_train_leaves_no_half_checkpoint_on_a_full_disk(tmp_path):
     """A file size limit stops the writing of the second checkpoint as a full disk does."""
     overrides = ["evaluate.every=0", "checkpoint.every=1", "checkpoint.keep=5"]
     assert run(tmp_path, "steps=1", *overrides) == 0
-    code = (
-        "import resource, sys; from pyrl_ext import train;"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000));"
-        "sys.exit(train.main(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", code, str(CONFIG), f"run={tmp_path}", *QUICK, "steps=2"]
-    done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "step-2 could not be written" in done.stderr and "OSError" in done.stderr
-    assert "the same command resumes from " in done.stderr
+    ((code, said),) = run_ranks(with_small_files, 1, tmp_path, "steps=2", *overrides)
+    assert code == 1, said
+    assert "step-2 could not be written" in said and "OSError" in said
+    assert "the same command resumes from " in said
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
     assert run(tmp_path, "steps=2", *overrides) == 0
 

@@ -1,5 +1,6 @@
 """Run a function on several real processes: the helper behind every multi-rank test."""
 
+import gc
 import os
 import tempfile
 import time
@@ -122,6 +123,7 @@ def _rank_main(rank, world_size, backend, folder, environment, fn, args):
     os.environ.clear()  # a fork has that of the first call
     os.environ.update(environment)
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is here to stay, and costs a second of each full collection
     poison_empty()
     store = f"file://{folder}/store"
     try:

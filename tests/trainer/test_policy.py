@@ -34,7 +34,8 @@ from tests.parity import (
     pairwise_cover,
 )
 
-SPLITS = (1, 2, 5, 8)  # microbatches a data-parallel rank
+# microbatches a data-parallel rank, by world size; of 21 samples on 4 ranks 5 leaves one without
+SPLITS = {1: (1, 2, 5, 8), 2: (1, 2, 5, 8), 4: (1, 5)}
 SPLIT_MODEL = "glm mtp 2"
 SPLIT_LAYOUTS = {
     1: {"one process": ()},
@@ -119,7 +120,7 @@ def gradients_by_split(folder, overrides):
         g = torch.Generator().manual_seed(1)
         noise = torch.randn(2, len(batch.tokens), generator=g) / 10
         found = {}
-        for split in SPLITS:
+        for split in SPLITS[topo.world_size]:
             schedule = deal(len(batch.seqlens), topo.dp_size, split, topo.cp_size)
             scores = passes.scores(reference, batch, schedule).logprobs
             policy.llm.load_initial_weights()  # the passes before it moved the routers' bias
@@ -143,7 +144,7 @@ def test_accumulate_has_one_loss_scale_for_every_split(ranks, layout):
     assert {"loss", "mtp_loss", "policy/entropy", "policy/ref_kl"} <= whole_metrics.keys()
     size = next(n for n, some in SPLIT_LAYOUTS.items() if layout in some)
     found = ranks[1]["split"] if size == 1 else ranks[size]["split"][layout]
-    for split in SPLITS:
+    for split in SPLITS[size]:
         metrics, grads = found[split]
         assert metrics == pytest.approx(whole_metrics, rel=1e-6, abs=1e-6), split
         off, name = max((apart(grads[n], whole[n]), n) for n in whole)
