@@ -32,12 +32,11 @@ from tests.scale import LAYOUTS, compare
 CONFIGS = ("tiny", "glm47", "glm47_355b", "qwen3_30b", "deepseek_v3")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_World_counts_what_ranks_do(ranks: int, tmp_path: Path):
-    """`python -m tests.scale` also does it on 8 ranks."""
-    for each in compare(ranks, tmp_path):
+def test_World_counts_what_ranks_do(tmp_path: Path):
+    """`make scale` does it on 2, 4 and 8 ranks."""
+    for each in compare(2, tmp_path):
         assert each.agrees, each
-    assert ranks in LAYOUTS
+    assert {2, 4, 8} <= LAYOUTS.keys()
 
 
 GROUPS = """\

@@ -38,17 +38,14 @@ def by_deleting(prompt, text, tokens):
 """
 
 
-# A process makes a run, so that all is imported, and forks for each run, which is then the main
-# program of its process and ends as that does.
+# A process imports what a run needs and forks for each run, which is then the main program of its
+# process and ends as that does.
 FORKS = """
-import contextlib, json, os, runpy, sys
-from pyrl_ext import train
+import json, os, runpy, sys
+import pyrl_ext.rollout.hf.engine, pyrl_ext.train
 
 folder, *command = sys.argv[1:]
 sys.path.insert(0, folder)
-with contextlib.redirect_stdout(sys.stderr):
-    first = f"run={folder}/first", "data.reward=pyrl_ext.data.rewards:number_match"
-    assert train.main([*command, *first]) == 0
 codes = {}
 for reward in json.loads(sys.stdin.read()):
     if (child := os.fork()) == 0:
