@@ -228,9 +228,16 @@ class Scheduler:
 
         Scores and updates follow the same schedules, so that a row is computed on one rank in all
         passes, and its first old and current log-probs are the same number.
+
+        Raises: ValueError when a sample fits nowhere; with the minibatch that counts it.
         """
-        parts = index.split(number or self.plan.batching.minibatches)
-        return [self.schedule(index.seqlens[ids].tolist()).renumbered(ids) for ids in parts]
+        parts, found = index.split(number or self.plan.batching.minibatches), []
+        for i, ids in enumerate(parts):
+            try:
+                found.append(self.schedule(index.seqlens[ids].tolist()).renumbered(ids))
+            except ValueError as error:
+                raise ValueError(f"minibatch {i} of {len(parts)}: {error}") from None
+        return found
 
 
 def _check_sizes(seqlens: Sequence[int], dp_size: int, limit: int, align: int) -> None:

@@ -1,0 +1,81 @@
+"""Step.batch_of with lengths that no schedule takes, on two ranks: every rank hears of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from pyrl_ext.dist import topology
+from pyrl_ext.dist.clock import Clock
+from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.trainer.sft import SftStep
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_plan
+
+CONFIG = Path(__file__).parents[2] / "configs/tiny_sft.yaml"
+LIMIT = 191
+LAYOUT = ("parallel.dp=2", "parallel.dynamic_cp=2", f"batching.tokens_per_microbatch={LIMIT}")
+SMALL = ("batching.samples=6", "data.held_out=3", "batching.minibatches=2")
+
+
+def with_length(index: BatchIndex, sample: int, rows: int) -> BatchIndex:
+    lengths = index.seqlens.copy()
+    lengths[sample] = rows
+    return replace(index, seqlens=lengths)
+
+
+def first_sample(rollout: Rollout, rank: int) -> Rollout:
+    """A batch of one sample, which its owner holds."""
+    columns = {
+        f.name: getattr(rollout.index, f.name)[:1]
+        for f in fields(BatchIndex)
+        if isinstance(getattr(rollout.index, f.name), np.ndarray)
+    }
+    index = replace(rollout.index, **columns)
+    return Rollout(index, rollout.samples[:1] if index.owners[0] == rank else [], 0)
+
+
+def on_rank(group: dist.ProcessGroup) -> tuple[dict[str, str], float]:
+    """The message for each kind of wrong lengths; the loss of one sample on two ranks."""
+    plan, clock = tiny_plan(*SMALL, *LAYOUT, config=CONFIG), Clock()
+    with topology.start(plan) as topo:
+        step = SftStep.build(plan, topo)
+        rollout, told = step.take(0, clock), {}
+        wrong = {
+            "long": with_length(rollout.index, 4, 2 * LIMIT),  # padded to 384 for two ranks
+            "empty": with_length(rollout.index, 1, 0),
+            "other": with_length(rollout.index, 0, 30 + 100 * topo.rank),
+            "long on one": with_length(rollout.index, 5, 9 + 400 * topo.rank),
+        }
+        for name, index in wrong.items():
+            with pytest.raises(RuntimeError) as caught:
+                step.batch_of(replace(rollout, index=index), clock)
+            told[name] = str(caught.value)
+        few = step.batch_of(first_sample(rollout, topo.rank), clock, minibatches=1)
+        return told, step.policy.accumulate(few.minibatch(0), step.loss)["loss"]
+
+
+def test_batch_of_refuses_lengths_on_every_rank_and_runs_fewer_samples_than_ranks():
+    (told, loss), (theirs, same) = run_ranks(on_rank, 2)
+    assert told == theirs
+    assert loss == same and math.isfinite(loss) and loss > 0
+    both = "Step.batch_of: 2 of 2 ranks failed"
+    assert both in told["long"] and both in told["empty"]
+    # ids count from the first sample of the minibatch
+    assert (
+        "minibatch 1 of 2: plan_dynamic_cp: sample 1 has 382 tokens, expected at most 380"
+        in (told["long"])
+    )
+    advice = "Raise batching.tokens_per_microbatch or the largest group, or shorten the responses"
+    assert advice in told["long"]
+    message = "minibatch 0 of 2: plan_dynamic_cp: sample 1 has 0 tokens, expected at least 1"
+    assert message in told["empty"]
+    assert told["other"].startswith("Step.batch_of: ranks [1] got other schedules than rank 0")
+    assert "1 of 2 ranks failed" in told["long on one"]
+    assert "rank 1: ValueError: minibatch 1 of 2" in told["long on one"]
