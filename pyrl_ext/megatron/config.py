@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
+from pyrl_ext.plan.model.towers import Tower
 
 
 def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -> Any:
@@ -19,13 +23,10 @@ def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, A
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    dtype = dtype_of(plan.model.dtype)
     latent = family_config.get("multi_latent_attention", False)
     settings = dict(
         **family_config,
-        **_recompute(plan.model.recompute),
-        tensor_model_parallel_size=topo.tp_size,
-        pipeline_model_parallel_size=topo.pp_size,
+        **_common(plan, topo),
         virtual_pipeline_model_parallel_size=topo.vpp_size,
         **{name: getattr(plan.parallel, name) for name in SPLIT_WAYS},
         mtp_num_layers=plan.num_mtp_layers or None,
@@ -38,27 +39,83 @@ def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, A
         # megatron-core 0.19.2 mixes up their messages
         overlap_p2p_comm=topo.vpp_size is not None,
         batch_p2p_comm=topo.vpp_size is None,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
         normalization="RMSNorm",
         add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        variable_seq_lengths=True,  # microbatches differ in length
-        calculate_per_token_loss=True,  # one division by the minibatch's token count
         finalize_model_grads_func=finalize_model_grads,
-        perform_initialization=False,  # weights come from a checkpoint or from RandomWeights
-        use_cpu_initialization=topo.device.type == "cpu",
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_router_bias_update_rate=plan.model.router_bias_update_rate,
-        moe_token_dispatcher_type="alltoall",
         moe_router_fusion=False,  # a fused router returns before the replay hook
-        **LOCAL_FIELDS,
     )
     return (MLATransformerConfig if latent else TransformerConfig)(
         **settings | plan.model.megatron  # the plan's rules refuse fields that the trainer sets
+    )
+
+
+@dataclass(frozen=True)
+class TowerKind:
+    """How a family's vision tower differs from others of its sizes.
+
+    Args:
+        patch: shape of a patch in the checkpoint: channels, frames if it says so, height, width.
+        positions: shape of the square table of position embeddings there.
+        epsilon: of all norms.
+        interpolation: of that table, with ``align_corners`` as `torch.nn.functional.interpolate`
+            takes it.
+        pairs: elements of a head that a patch's place turns together. "halves": i and i + half,
+            first by its row, then by its column; "neighbours": 2i and 2i + 1, by its column and its
+            row in turn.
+        rasters: patches come row by row; False: block by block of those that are merged.
+        final_norm: a norm follows the last layer.
+    """
+
+    patch: Callable[[Tower], tuple[int, ...]]
+    positions: Callable[[Tower], tuple[int, ...]]
+    epsilon: float
+    interpolation: Literal["bilinear", "bicubic"]
+    align_corners: bool
+    pairs: Literal["halves", "neighbours"]
+    rasters: bool = False
+    final_norm: bool = False
+
+
+def tower_config(plan: Plan, topo: Topology, tower: Tower, epsilon: float) -> Any:
+    """megatron's config of a vision tower's layers. Tensor-parallel ranks share no rows: images are
+    not padded to a multiple of them."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    first = tower.stages(topo.pp_size)[0] if topo.pp_size > 1 else None
+    return TransformerConfig(
+        **_common(plan, topo),
+        num_layers=tower.num_hidden_layers,
+        num_layers_in_first_pipeline_stage=first,
+        hidden_size=tower.hidden_size,
+        num_attention_heads=tower.num_attention_heads,
+        ffn_hidden_size=tower.intermediate_size,
+        activation_func=partial(F.gelu, approximate="tanh"),
+        layernorm_epsilon=epsilon,
+        add_qkv_bias=True,
+    )
+
+
+def _common(plan: Plan, topo: Topology) -> dict[str, Any]:
+    """Settings of the language model and of towers."""
+    dtype = dtype_of(plan.model.dtype)
+    return dict(
+        **_recompute(plan.model.recompute),
+        tensor_model_parallel_size=topo.tp_size,
+        pipeline_model_parallel_size=topo.pp_size,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        variable_seq_lengths=True,  # microbatches differ in length
+        moe_token_dispatcher_type="alltoall",  # asked for with the line above, experts or not
+        calculate_per_token_loss=True,  # one division by the minibatch's token count
+        perform_initialization=False,  # weights come from a checkpoint or from RandomWeights
+        use_cpu_initialization=topo.device.type == "cpu",
+        **LOCAL_FIELDS,
     )
 
 

@@ -13,20 +13,13 @@ from pyrl_ext.megatron.quiet import quiet
 from pyrl_ext.megatron.spec_local import local_mtp_spec, local_spec
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.cp_gather import gathers_latents
-from pyrl_ext.plan.model.sizes import Yarn
 
 
-def build_chunks(
-    plan: Plan,
-    topo: Topology,
-    family_config: Mapping[str, Any],
-    rotary: tuple[int, float, Yarn | None],
-) -> list[Module]:
+def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -> list[Module]:
     """This rank's model chunks (one, or one a virtual pipeline stage), in the plan's dtype.
 
     Args:
         family_config: keyword arguments of the transformer config, from ``models/<family>.py``.
-        rotary:        rotated dimensions per head, base of the wavelengths, stretching or None.
     """
     from megatron.core.transformer.module import Float16Module
 
@@ -58,23 +51,22 @@ def build_chunks(
                 pg_collection=topo.groups,
                 vp_stage=stage,
             )
-            _finish(chunk, topo, rotary, gathers_latents(plan))
+            _finish(chunk, plan, topo)
             chunk = chunk.to(topo.device)
             chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
     return chunks
 
 
-def _finish(
-    chunk: Module, topo: Topology, rotary: tuple[int, float, Yarn | None], latents: bool
-) -> None:
+def _finish(chunk: Module, plan: Plan, topo: Topology) -> None:
     """Hand the built layers what megatron does not pass through its specs."""
     from pyrl_ext.megatron.local_layers import LatentAttention, ReplicatedLinear
     from pyrl_ext.megatron.rotary import PackedRotary
 
-    width, base, yarn = rotary
+    sizes, latents = plan.sizes, gathers_latents(plan)
+    rotary = sizes.rotary_width, sizes.rope_base, topo.device, sizes.yarn, sizes.rope_sections
     for module in chunk.modules():
         if hasattr(module, "rotary_pos_emb"):  # the model, or with latent attention every layer
-            module.rotary_pos_emb = PackedRotary(width, base, topo.device, yarn)
+            module.rotary_pos_emb = PackedRotary(*rotary)
         elif isinstance(module, ReplicatedLinear):
             module.tp_group = topo.groups.tp
         if isinstance(module, LatentAttention):

@@ -62,14 +62,17 @@ class PackedSequences(PackedSeqParams):
     Args:
         layout: rows of all ranks.
         place: of this rank; `PackedAttention` gathers over its ``cp_group``.
-        positions: [T_local] int64 on the device, position of each row in its sample.
+        positions: [T_local] int64 on the device, position of each row in its sample, or
+            [3, T_local]: in time, height and width.
         mtp_tokens: [T_local] each, input of every MTP layer.
+        causal: whether a row sees the rows before it alone; False: all of its sequence.
     """
 
     layout: TokenLayout
     place: Place
     positions: Tensor
     mtp_tokens: tuple[Tensor, ...] = ()
+    causal: bool = True
 
     @classmethod
     def of(cls, micro: Microbatch) -> PackedSequences:
@@ -112,6 +115,7 @@ class Chunks:
 
     def __init__(self, packed: PackedSequences, key_rows: Tensor):
         self.segments = packed.layout.segments(packed.place.cp_rank)
+        self.causal = packed.causal
         self.device, self._key_rows = packed.positions.device, key_rows
 
     @cached_property
@@ -182,8 +186,8 @@ def gather_over(group: Any, rows: Tensor) -> Tensor:
 
 
 class PackedAttention(MegatronModule):
-    """softmax(q k^T * scale) v over each packed sequence, causal. It replaces the core attention of
-    megatron's local spec, which does not support packed sequences.
+    """softmax(q k^T * scale) v over each packed sequence, causal unless that says otherwise. It
+    replaces the core attention of megatron's local spec, which does not support packed sequences.
 
     Half precision on a GPU goes through ``torch.nn.attention.varlen`` (FlashAttention), everything
     else through scaled_dot_product_attention, equal shapes in one call.
@@ -250,7 +254,7 @@ class PackedAttention(MegatronModule):
                 k,
                 v,
                 attn_mask=each.mask,
-                is_causal=each.mask is None,
+                is_causal=chunks.causal and each.mask is None,
                 scale=self.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
@@ -278,7 +282,7 @@ class PackedAttention(MegatronModule):
             sizes["max_q"],
             sizes["max_k"],
             scale=self.scale,
-            window_size=(-1, 0),
+            window_size=(-1, 0 if chunks.causal else -1),
             **grouped,
         )
         assert isinstance(out, Tensor)

@@ -18,12 +18,26 @@ class PackedRotary(torch.nn.Module):
     It replaces megatron's ``RotaryEmbedding`` and ``YarnRotaryEmbedding`` in the model and in
     multi-latent attention. megatron passes the result of `get_rotary_seq_len` as the first argument
     of the forward; here that is the positions.
+
+    Args:
+        sections: wavelengths that turn with the position in time, height and width, of models whose
+            rows may have three: the shortest wavelengths take turns, what is left turns with time.
     """
 
-    def __init__(self, dim: int, base: float, device: torch.device, yarn: Yarn | None = None):
+    def __init__(
+        self,
+        dim: int,
+        base: float,
+        device: torch.device,
+        yarn: Yarn | None = None,
+        sections: tuple[int, ...] = (),
+    ):
         super().__init__()
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         self.yarn = yarn
+        self.axes = torch.zeros(dim // 2, dtype=torch.int64, device=device)
+        for axis, number in list(enumerate(sections))[1:]:
+            self.axes[axis : 3 * number : 3] = axis
         # not a buffer, so that Float16Module leaves it in fp32
         self.inv_freq = 1.0 / base**exponents
         if yarn is not None:
@@ -35,9 +49,10 @@ class PackedRotary(torch.nn.Module):
         return packed.positions
 
     def forward(self, positions: Tensor, packed_seq: bool = True, cp_group: Any = None) -> Any:
-        """[T_local] positions -> [T_local, 1, dim] angles; with YaRN also the factor of the rotated
-        queries and keys, as megatron's class returns it."""
-        half = positions[:, None].float() * self.inv_freq
+        """Positions [T_local] or [3, T_local] -> angles [T_local, 1, dim]; with YaRN also the
+        factor of the rotated queries and keys, as megatron's class returns it."""
+        of_rows = positions[:, None] if positions.dim() == 1 else positions[self.axes].T
+        half = of_rows.float() * self.inv_freq
         angles = torch.cat((half, half), dim=-1)[:, None]
         return angles if self.yarn is None else (angles, self.yarn.rotation_scale)
 

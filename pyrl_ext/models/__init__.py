@@ -7,14 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pyrl_ext.megatron.config import TowerKind
 from pyrl_ext.models.blocks import ignored
 from pyrl_ext.models.weight_table import Weight
-from pyrl_ext.plan.model.sizes import ModelSizes, Yarn
+from pyrl_ext.plan.model.sizes import ModelSizes
 
 
-def rotary(sizes: ModelSizes) -> tuple[int, float, Yarn | None]:
-    """Arguments of `PackedRotary`: rotated dimensions per head, base, YaRN scaling or None."""
-    return sizes.rotary_width, sizes.rope_base, sizes.yarn
+@dataclass(frozen=True)
+class TowerFamily:
+    """The functions of a family's vision tower.
+
+    Args:
+        kind:    how it is built of its sizes.
+        weights: (sizes of the model) -> as in `Family`, of the tower alone.
+        ignored: (sizes of the model) -> as in `Family`: the language model's tensors.
+    """
+
+    kind: TowerKind
+    weights: Callable[[Any], list[Weight]]
+    ignored: Callable[[Any], dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -28,15 +39,15 @@ class Family[S: ModelSizes]:
                  MLATransformerConfig if they contain ``multi_latent_attention``.
         weights: (sizes, number of MTP layers) -> one row for each parameter, in the order in which
                  the tensors are published.
-        rotary:  (sizes) -> rotated dimensions per head, base, YaRN scaling or None.
         ignored: (sizes, number of MTP layers) -> patterns of checkpoint names that are skipped on
                  purpose, with the reason.
+        tower:   the vision tower, of families that have one.
     """
 
     config: Callable[[S], dict[str, Any]]
     weights: Callable[[S, int], list[Weight]]
-    rotary: Callable[[S], tuple[int, float, Yarn | None]] = rotary
     ignored: Callable[[S, int], dict[str, str]] = ignored
+    tower: TowerFamily | None = None
 
 
 def family(name: str) -> Family[Any]:

@@ -25,6 +25,8 @@ from pyrl_ext.rollout.tensor_names import split_experts
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "BF16", "F16"}
 SHARD_BYTES = 5_000_000_000  # usual on the Hub; the writing rank holds this much in host memory
+STACKED = {"qwen3_vl_moe"}  # families whose checkpoints have a layer's experts in one tensor
+_SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _MANY = 1 << 30  # from here on a progress bar is shown [bytes]
 
 
@@ -40,31 +42,42 @@ class Stored:
         shape:  of this tensor.
         expert: index of this tensor's expert if the file stacks a layer's experts in one tensor.
         first:  first row of this tensor within that expert.
+        turned: the file has an expert's rows as columns.
     """
 
     data: Any
     shape: torch.Size
     expert: int | None = None
     first: int = 0
+    turned: bool = False
 
     def __getitem__(self, at: Any, /) -> Tensor:
         if self.expert is None:
             return self.data[at]
-        rows, *columns = at if isinstance(at, tuple) else (at,)
+        rows, columns = at if isinstance(at, tuple) else (at, slice(None))
         start, stop, _ = rows.indices(self.shape[0])
-        return self.data[(self.expert, slice(self.first + start, self.first + stop), *columns)]
+        rows = slice(self.first + start, self.first + stop)
+        return (
+            self.data[self.expert, columns, rows].T
+            if self.turned
+            else self.data[self.expert, rows, columns]
+        )
 
 
 class SafetensorsFolder:
     """A HF checkpoint folder. Tensors are read only when they are sliced.
 
-    The experts of a layer may be stored separately or as one tensor; here each has its own name.
+    The experts of a layer may be stored separately or as one tensor, in which their rows may be
+    columns; here each has its own name.
+
+    Args:
+        hidden: numbers of a hidden state.
 
     Raises: FileNotFoundError or ValueError naming the file and the tensor if there are no weights,
         the index is wrong, a file is missing or truncated, or a tensor is in two files.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, hidden: int | None = None):
         self.folder = Path(folder)
         index = self._index()
         files = sorted({self.folder / name for name in index.values()})
@@ -84,7 +97,7 @@ class SafetensorsFolder:
                         "expected it in one file. Keep the files of one checkpoint"
                     )
                 found[name] = file.name
-                self._stored |= _parts(name, opened.get_slice(name))
+                self._stored |= _parts(name, opened.get_slice(name), hidden)
         for name, file in index.items():
             if found.get(name) != file:
                 raise ValueError(
@@ -161,19 +174,39 @@ def _open(file: Path) -> Any:
         ) from error
 
 
-def _parts(name: str, data: Any) -> Iterator[tuple[str, Stored]]:
+def _parts(name: str, data: Any, hidden: int | None) -> Iterator[tuple[str, Stored]]:
     """The tensor as it is, or its experts one by one if it stacks those of a layer."""
     shape = data.get_shape()
-    experts = split_experts(name, shape)
+    turned = len(shape) == 3 and hidden not in (None, shape[1 + name.endswith("gate_up_proj")])
+    experts = split_experts(name, [shape[0], *shape[:0:-1]] if turned else shape)
     if experts is None:
         yield name, Stored(data, torch.Size(shape))
         return
     for single, expert, rows in experts:
-        size = torch.Size((rows.stop - rows.start, shape[2]))
-        yield single, Stored(data, size, expert, rows.start)
+        size = torch.Size((rows.stop - rows.start, shape[1 if turned else 2]))
+        yield single, Stored(data, size, expert, rows.start, turned)
 
 
 # writing -----------------------------------------------------------------------------------------
+
+
+def stacked(named: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
+    """``named`` with the experts of a layer in one tensor, [E, H, 2I] and [E, I, H], as published;
+    holds the tensors of one layer's experts on the host."""
+    parts: dict[str, dict[tuple[int, str], Tensor]] = {}
+    for name, tensor in named:
+        found = _SINGLE.fullmatch(name)
+        if found is None:
+            yield name, tensor
+            continue
+        fused = f"{found[1]}.{'down' if found[3] == 'down' else 'gate_up'}_proj"
+        held = parts.setdefault(fused, {})
+        held[int(found[2]), found[3]] = tensor.detach().to("cpu", copy=True)
+        kinds = ("down",) if found[3] == "down" else ("gate", "up")
+        if len(held) == experts * len(kinds):
+            each = (torch.cat([held[e, kind] for kind in kinds]).T for e in range(experts))
+            yield fused, torch.stack(list(each))
+            del parts[fused]
 
 
 class _Writer:
@@ -262,7 +295,8 @@ def write_hf(
     name = dtype or plan.model.dtype
     kind, hf = dtype_of(name), written_config(plan, name)
     size = parameters(plan.sizes).total * kind.itemsize
-    shown = progress(named, f"writing {folder}", None, size, plan.log.progress)
+    fit = stacked(named, plan.sizes.num_experts) if plan.model.family in STACKED else named
+    shown = progress(fit, f"writing {folder}", None, size, plan.log.progress)
     try:
         save_safetensors(folder, shown, hf, kind, max_shard_bytes)
         _copy_tokenizer(plan, folder)
@@ -293,10 +327,17 @@ def save_checkpoint_hf(
 def written_config(plan: Plan, dtype: str) -> dict[str, Any]:
     """The HF config of the written checkpoint: its dtype, unquantised, with the MTP layers that the
     plan has."""
-    hf = {key: value for key, value in plan.hf.items() if key != "quantization_config"}
-    if "num_nextn_predict_layers" in hf:
-        hf["num_nextn_predict_layers"] = plan.num_mtp_layers
-    return hf | dict.fromkeys({"dtype", "torch_dtype"} & hf.keys() or {"dtype"}, dtype)
+
+    def fitted(part: Mapping[str, Any]) -> dict[str, Any]:
+        hf = {key: value for key, value in part.items() if key != "quantization_config"}
+        if "num_nextn_predict_layers" in hf:
+            hf["num_nextn_predict_layers"] = plan.num_mtp_layers
+        if "text_config" in hf:
+            hf["text_config"] = fitted(hf["text_config"])
+        return hf | dict.fromkeys({"dtype", "torch_dtype"} & hf.keys(), dtype)
+
+    hf = fitted(plan.hf)
+    return hf if {"dtype", "torch_dtype"} & hf.keys() else hf | {"dtype": dtype}
 
 
 def _copy_tokenizer(plan: Plan, folder: Path) -> None:

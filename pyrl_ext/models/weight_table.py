@@ -70,6 +70,13 @@ class Weight:
         return cls((q, k, v), name, "grouped", shapes, heads=heads)
 
     @classmethod
+    def fused(cls, hf: str, name: str, heads: int, *head: int) -> Weight:
+        """Queries, keys and values of ``heads`` heads each, which the checkpoint stacks in one
+        tensor."""
+        width, *rest = head
+        return cls((hf,), name, "grouped", ((3 * heads * width, *rest),), heads=(heads, heads))
+
+    @classmethod
     def vocab(cls, hf: str, name: str, *size: int) -> Weight:
         return cls((hf,), name, "vocab", (size,))
 
@@ -136,7 +143,8 @@ class Sliceable(Protocol):
 def shard_of(weight: Weight, tensors: Sequence[Sliceable], size: int, rank: int) -> Tensor:
     """The part of checkpoint ``tensors`` on rank ``rank`` of ``size``.
 
-    Reads only that part, except that a query group which several ranks share is read whole.
+    Reads only that part, except that a query group which several ranks share, and queries, keys and
+    values in one tensor, are read whole.
     """
     if weight.shard == "same":
         return tensors[0][:]
@@ -149,7 +157,8 @@ def shard_of(weight: Weight, tensors: Sequence[Sliceable], size: int, rank: int)
         padding = rows.new_zeros(part.stop - part.start - len(rows), full.shape[1])
         return torch.cat([rows, padding]) if len(padding) else rows
     if weight.shard == "grouped":
-        return _grouped_shard(weight, tensors, size, rank)
+        fused = len(tensors) == 1
+        return _grouped_shard(weight, tensors[0][:].chunk(3) if fused else tensors, size, rank)
     parts = [t[_part(t.shape[0], size, rank)] for t in tensors]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -184,7 +193,8 @@ def pieces_of(weight: Weight, shards: Sequence[Tensor]) -> list[tuple[list[Tenso
         whole = shards[0] if len(shards) == 1 else torch.cat(list(shards))
         heads, groups = weight.heads
         by_group = whole.unflatten(0, (groups, heads // groups + 2, -1))
-        return [([t.flatten(0, 2)], 0) for t in by_group.split((heads // groups, 1, 1), 1)]
+        parts = [t.flatten(0, 2) for t in by_group.split((heads // groups, 1, 1), 1)]
+        return [(parts, 0)] if len(weight.hf_names) == 1 else [([part], 0) for part in parts]
     if weight.shard == "vocab":  # the last shards end with padding
         rows, size = weight.shapes[0][0], shards[0].shape[0]
         return [([shard[: max(0, rows - i * size)] for i, shard in enumerate(shards)], 0)]

@@ -74,7 +74,7 @@ class Module:
             etp_rank=groups.expt_tp.rank(),
         )
         kind = family(plan.model.family)
-        chunks = build_chunks(plan, topo, kind.config(plan.sizes), kind.rotary(plan.sizes))
+        chunks = build_chunks(plan, topo, kind.config(plan.sizes))
         if trainable:
             chunks = wrap_ddp(plan, chunks, topo.groups)
         module = cls(name, plan, topo, chunks)
@@ -130,7 +130,7 @@ class Module:
         if plan.weights_path is None:
             read = weight_table.RandomWeights(self.table, plan.sizes.initializer_range, plan.seed)
         else:
-            read = hf_folder.SafetensorsFolder(plan.weights_path)
+            read = hf_folder.SafetensorsFolder(plan.weights_path, plan.sizes.hidden_size)
             read.check(self.table, self.family.ignored(plan.sizes, self.mtp_layers))
             size = sum(t.nbytes for t in live.values())
             shown = self.topo.is_main and plan.log.progress

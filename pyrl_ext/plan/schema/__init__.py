@@ -37,7 +37,9 @@ Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 class Model(Section):
     """Which network is trained, from which weights, in which precision."""
 
-    family: Literal["glm4_moe_lite", "glm4_moe", "deepseek_v3", "qwen3_moe", "qwen3"]
+    family: Literal[
+        "glm4_moe_lite", "glm4_moe", "deepseek_v3", "qwen3_moe", "qwen3", "qwen3_vl_moe", "kimi_k25"
+    ]
     """architecture, HF's model_type; a file of models/"""
     config: File
     """HF config.json, relative to this YAML file"""
