@@ -184,7 +184,9 @@ LAYOUTS = {
 }
 
 
-def compiled(model: str, folder: Path, overrides: tuple[str, ...] = ()) -> Plan:
+def compiled(
+    model: str, folder: Path, overrides: tuple[str, ...] = (), common: tuple[str, ...] = COMMON
+) -> Plan:
     """The plan of a layout, through the compiler; the model's config is written to ``folder``."""
     chosen = MODELS[model]
     path = folder / model.replace(" ", "_") / "config.json"
@@ -194,7 +196,7 @@ def compiled(model: str, folder: Path, overrides: tuple[str, ...] = ()) -> Plan:
         written = path.with_suffix(f".{os.getpid()}")
         written.write_text(json.dumps({k: v for k, v in hf.items() if v is not None}))
         written.rename(path)
-    all_overrides = (f"model.config={path}", *COMMON, *chosen.overrides, *overrides)
+    all_overrides = (f"model.config={path}", *common, *chosen.overrides, *overrides)
     return compile_plan(CONFIGS / f"{chosen.config}.yaml", all_overrides)
 
 

@@ -11,7 +11,7 @@ from pyrl_ext.dist.topology import Topology
 def sum_over_ranks(values: Tensor, topo: Topology) -> Tensor:
     """Sum of what the data- and context-parallel ranks of the last stage hold; in place.
 
-    Communicates: an all-reduce there, and a broadcast to the other stages.
+    Communicates: an all-reduce there, and a broadcast to the other stages and modules.
     """
     return _reduce(values, topo, dist.ReduceOp.SUM)
 
@@ -23,8 +23,10 @@ def max_over_ranks(values: Tensor, topo: Topology) -> Tensor:
 
 def _reduce(values: Tensor, topo: Topology, op: dist.ReduceOp.RedOpType) -> Tensor:
     here = values.to(topo.device)
-    if topo.is_last_stage:
+    if topo.computes_losses:
         dist.all_reduce(here, op, group=topo.groups.dp_cp)
-    if topo.pp_size > 1:
+    if len(topo.llm.ranks) < topo.world_size:
+        dist.broadcast(here, topo.loss_rank, group=topo.world)
+    elif topo.pp_size > 1:
         dist.broadcast(here, topo.last_stage, group=topo.groups.pp)
     return here.to(values.device)

@@ -55,11 +55,13 @@ class Topology:
     megatron-core's ``ProcessGroupCollection`` (``tp pp cp ep expt_tp dp dp_cp expt_dp ...``), which
     its functions take as an argument. ``cp_groups`` holds this rank's context-parallel group of
     each size that a microbatch may take; None for a group of one rank. ``hosts`` has the `host_key`
-    of every rank. ``make_group`` is `GroupMaker.make`, for groups across modules.
+    of every rank. ``make_group`` is `GroupMaker.make`, for groups across modules. ``llm`` is the
+    grid of the language model.
     """
 
     device: torch.device
     grid: Grid
+    llm: Grid
     world_size: int
     rank: int
     dp_size: int
@@ -121,6 +123,16 @@ class Topology:
     def is_main(self) -> bool:
         """Whether this is the one process that writes files and shows progress."""
         return self.rank == 0
+
+    @property
+    def computes_losses(self) -> bool:
+        """Whether this rank is on the last stage of the language model."""
+        return self.module == "llm" and self.is_last_stage
+
+    @property
+    def loss_rank(self) -> int:
+        """First rank of the last stage of the language model."""
+        return self.llm.rank_of(pp=self.llm.parallel.pp - 1)
 
     @property
     def is_first_stage(self) -> bool:
@@ -230,6 +242,7 @@ def _topology(
     return Topology(
         device=device,
         grid=grid,
+        llm=plan.grids["llm"],
         world_size=dist.get_world_size(),
         rank=rank,
         dp_size=sizes.dp,

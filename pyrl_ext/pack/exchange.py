@@ -124,10 +124,11 @@ def seats_of(plan: Plan, index: BatchIndex) -> list[Seat]:
     routed = index.layer_ids if plan.replay.enabled else ()
     layers = [tuple(i for i in routed if i in stage) for stage in held]
     fp8 = plan.model.fp8 is not None
-    return [
+    seats = [
         Seat(r.dp * parallel.cp + r.cp, r.tp, parallel.tp, r.pp == last, layers[r.pp], fp8)
         for r in ranks(parallel)
     ]
+    return seats + [Seat(-1, last_stage=False)] * (plan.world_size - len(seats))
 
 
 def columns_of(batch: Batch, depths: int) -> dict[str, Tensor]:

@@ -135,6 +135,54 @@ def meeting(output: np.ndarray, local: np.ndarray) -> Route:
     return Route(torch.from_numpy(source[dest]), torch.from_numpy(dest))
 
 
+@dataclass(frozen=True, eq=False)
+class ShardImages:
+    """The images of one encoder in a shard.
+
+    Args:
+        work:    of the shard's microbatches.
+        patches: [P, C] on the host, those that this rank's replica encodes, microbatch after
+            microbatch; None but on the encoder's first stage.
+        firsts:  [microbatches + 1] where each microbatch begins in ``patches``.
+        merge:   an image has ``merge`` x ``merge`` patches for each of its rows.
+    """
+
+    work: EncoderWork
+    patches: Tensor | None
+    firsts: np.ndarray
+    merge: int
+
+    def between(self, first: int, last: int) -> ShardImages:
+        """The part of microbatches ``first`` to ``last``."""
+        schedule = self.work.schedule
+        part = replace(schedule, microbatches=schedule.microbatches[first:last])
+        firsts = self.firsts[first : last + 1]
+        patches = None if self.patches is None else self.patches[firsts[0] : firsts[-1]]
+        return replace(
+            self,
+            work=replace(self.work, schedule=part),
+            patches=patches,
+            firsts=firsts - firsts[0],
+        )
+
+    def microbatch(
+        self, number: int, replica: int
+    ) -> tuple[Tensor | None, list[tuple[int, ...]], int]:
+        """(patches [p, C], grid of each image, rows of the output) that ``replica`` encodes.
+
+        Without images there is one made of zeros, whose rows are not counted: attention takes no
+        empty input, and every pipeline stage needs a graph to send a gradient back through.
+        """
+        first, last = self.firsts[number : number + 2]
+        patches = None if self.patches is None else self.patches[first:last]
+        grids = self.work.images.grids[self.work.ids(number, replica)].tolist()
+        if grids:
+            return patches, list(map(tuple, grids)), len(self.work.rows(number, replica))
+        if patches is not None:
+            patches = patches.new_zeros(self.merge**2, patches.shape[1])
+        return patches, [(1, self.merge, self.merge)], 0
+
+
 # the limit of an encoder's microbatch ------------------------------------------------------------
 
 

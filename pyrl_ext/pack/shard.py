@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -13,12 +13,16 @@ from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.plan.model.alignment import alignment
 
+if TYPE_CHECKING:
+    from pyrl_ext.pack.images import ShardImages
+
 
 class Seat(NamedTuple):
     """The part of a step that a rank computes.
 
     Args:
-        grid_rank: in the grid of data- and context-parallel ranks, in which schedules count.
+        grid_rank: in the grid of data- and context-parallel ranks, in which schedules count; -1: it
+            computes no rows.
         tp_rank, tp_size: tensor-parallel ranks; the routers of each see a part of the rows.
         last_stage: whether the rank computes losses.
         layers: 0-based global ids of its layers whose routers replay, ascending.
@@ -84,6 +88,9 @@ class SeatRows(NamedTuple):
             owned: [S] bool, the samples whose rows count; None: all of them.
         """
         tokens, routers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        if seat.grid_rank < 0:
+            firsts = np.zeros(len(schedule) + 1, np.int64)
+            return cls(tokens[0], routers[0], firsts, firsts)
         for number in range(len(schedule)):
             group = schedule.group_of(number, seat.grid_rank)
             if owned is not None and not owned[list(group.samples)].any():
@@ -116,6 +123,7 @@ class BatchShard:
             routers' rows. All are on the host.
         layer_ids:   ids of all layers that the samples have routes of.
         loss_tokens: [minibatches][1 + D] loss tokens of all ranks by depth.
+        images:      by the encoder's name.
     """
 
     schedule: Schedule
@@ -126,6 +134,7 @@ class BatchShard:
     columns: Mapping[str, Tensor]
     layer_ids: tuple[int, ...]
     loss_tokens: tuple[tuple[int, ...], ...]
+    images: Mapping[str, ShardImages] = field(default_factory=dict[str, "ShardImages"])
 
     def minibatch(self, number: int) -> BatchShard:
         """The part of one minibatch; its columns are views."""
@@ -148,6 +157,7 @@ class BatchShard:
                 for name, x in self.columns.items()
             },
             loss_tokens=(self.loss_tokens[number],),
+            images={name: each.between(first, last) for name, each in self.images.items()},
         )
 
     def with_columns(self, **columns: Tensor) -> BatchShard:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +26,12 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
+from pyrl_ext.dist.topology import Topology
 from pyrl_ext.dist.upload import to_device
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.images import Route
+from pyrl_ext.pack.shard import Seat
+from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema import Parallel
 
 # (microbatch, replica of the encoder, seat of the reading rank) -> the rows that move
@@ -127,6 +132,35 @@ class Edge:
         self.sent[way] += rows.nbytes
         group = self.there if way == "there" else self.back
         self._pending.append((dist.isend(rows, to, group=group), rows))  # alive until it arrived
+
+
+def build_edges(plan: Plan, topo: Topology, trainable: bool) -> dict[str, Edge]:
+    """The edges of this rank, by the encoder's name; without ``trainable`` of a frozen policy.
+
+    Communicates: with the other ranks of each edge, to make its groups.
+    """
+    llm, found = plan.grids["llm"], {}
+    sizes, fp8 = llm.parallel, plan.model.fp8 is not None
+    places = product(range(sizes.dp), range(sizes.cp), range(sizes.tp))
+    readers = {
+        llm.rank_of(dp=d, cp=c, tp=t): Seat(d * sizes.cp + c, t, sizes.tp, fp8=fp8)
+        for d, c, t in places
+    }
+    for name, grid in plan.grids.items():
+        last = grid.parallel.pp - 1
+        sources = [grid.rank_of(dp=d, pp=last) for d in range(grid.parallel.dp)]
+        mine = topo.rank in readers or topo.module == name
+        if name != "llm" and mine:
+            ranks = [*readers, *sources]
+            there, back = (topo.make_group(f"{name} {way}", ranks) for way in ("there", "back"))
+            found[name] = Edge(
+                *(sources, readers, there, back),
+                width=plan.sizes.hidden_size,
+                dtype=dtype_of(plan.model.dtype),
+                device=topo.device,
+                trained=trainable and plan.modules[name].train,
+            )
+    return found
 
 
 class Outlet(NamedTuple):

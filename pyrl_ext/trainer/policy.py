@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.replay.router_hook import Agreement
+from pyrl_ext.trainer.edges import Edge, Outlet, ahead_of, build_edges
+from pyrl_ext.trainer.encoder import encode
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.trainer.zero_gradient import check_zero_gradient
@@ -48,18 +51,20 @@ class Scores:
 
 
 class Policy:
-    """The modules of this run on this rank and the passes over them. Build with `build`.
+    """The module that this rank runs, its edges to others, and the passes. Build with `build`.
 
     Every method is a collective: all ranks call it, each with its shard of the same step.
 
+    Args:
+        edges: from each encoder to the language model, by the encoder's name; those of this rank.
+
     Attributes:
-        llm: the language model, which the passes run through.
         step: rollout steps finished.
         updates: optimizer steps finished.
     """
 
-    def __init__(self, llm: Module):
-        self.llm = llm
+    def __init__(self, llm: Module, edges: Mapping[str, Edge] | None = None):
+        self.llm, self.edges = llm, edges or {}
         self.step = self.updates = 0
 
     @property
@@ -78,7 +83,8 @@ class Policy:
 
         Without ``initial`` the weights are undefined until `load`.
         """
-        return cls(Module.build("llm", plan, topo, trainable, initial))
+        module = Module.build(topo.module, plan, topo, trainable, initial)
+        return cls(module, build_edges(plan, topo, trainable))
 
     def weights(self, only: Set[str] | None = None) -> GatheredWeights:
         """See `Module.weights`."""
@@ -113,7 +119,7 @@ class Policy:
         Communicates: one all-reduce of the agreement counts. Syncs: reads them and the scores.
         """
         self.llm.need("weights")
-        prefetch, replay_hooks = self._prefetch(shard, replay), self.llm.replay
+        replay_hooks = self.llm.replay
 
         def reduce(micro: Microbatch, scored: tuple[Tensor, Tensor], _mtp: list[Tensor]) -> tuple:
             values = torch.stack(scored, -1).float()  # log-prob and entropy
@@ -121,8 +127,8 @@ class Policy:
             return scored[0].sum(), micro.inputs.loss_mask.sum().int(), (micro.at, values)
 
         with torch.no_grad(), replay_hooks.session(counting=replay), self._mode(training=False):
-            parts = self._run(prefetch, reduce, forward_only=True)
-            layers = self.plan.sizes.num_hidden_layers + self.llm.mtp_layers
+            parts = self._run(shard, reduce, replay, forward_only=True)
+            layers = self.plan.sizes.num_hidden_layers + self.plan.num_mtp_layers
             agreement = replay_hooks.agreement(layers) if replay else {}
         scored = self._in_order(parts, len(shard.rows.tokens))
         logprobs, entropy = scored.cpu().T.contiguous()
@@ -190,8 +196,6 @@ class Policy:
         if not loss_tokens[0]:
             raise ValueError("Policy.update: the minibatch has no token under its loss mask")
         self.llm.need("weights", "gradients")
-        replayed, depths = self.plan.replay.train, self.llm.mtp_layers
-        prefetch = self._prefetch(minibatch, replayed, depths)
         in_chunk = loss if self.plan.logprob.loss_in_chunk else None
 
         def reduce(micro: Microbatch, scored: tuple, mtp: list[Tensor]) -> tuple:
@@ -204,10 +208,15 @@ class Policy:
             table = torch.stack([torch.stack([s.double(), c.double()]) for s, c in sums.values()])
             return total, count.int(), {"names": list(sums), "sums": table}
 
-        self.llm.zero_grad()
+        if trained := self.llm.optimizer is not None:
+            self.llm.zero_grad()
         with self.llm.replay.session(), self._mode(training=True):
-            parts = self._run(prefetch, reduce, forward_only=False, in_chunk=in_chunk)
-        return self._means(parts)
+            parts = self._run(minibatch, reduce, self.plan.replay.train, in_chunk=in_chunk)
+        sums = self._sums(parts)
+        if self._encodes:  # megatron divided the language model's
+            for chunk in self.llm.chunks if trained else ():
+                chunk.scale_gradients(1 / max(1, sums["loss"][1]))
+        return {name: total / tokens if tokens else 0.0 for name, (total, tokens) in sums.items()}
 
     def _mtp_loss(
         self, micro: Microbatch, ahead: list[Tensor], loss_tokens: Sequence[int]
@@ -224,14 +233,19 @@ class Policy:
     def _prefetch(self, shard: BatchShard, replayed: bool, depths: int = 0) -> MicrobatchPrefetcher:
         return MicrobatchPrefetcher(shard, self.topo, self.llm.replay, replayed, depths)
 
+    @property
+    def _encodes(self) -> bool:
+        return self.topo.module != "llm"
+
     def _run(
         self,
-        prefetch: MicrobatchPrefetcher,
+        shard: BatchShard,
         reduce: Callable[..., tuple],
-        forward_only: bool,
+        replayed: bool,
+        forward_only: bool = False,
         in_chunk: LossFn | None = None,
     ) -> list:
-        """Run megatron's schedule over ``prefetch``.
+        """Run megatron's schedule over the microbatches of ``shard``.
 
         A pass that trains scores loss tokens only; the log-probs of others may be NaN.
 
@@ -241,10 +255,34 @@ class Policy:
             in_chunk: a loss to compute chunk by chunk in the LM head; ``reduce`` then gets its
                 result in place of the log-probs.
 
-        Returns: the last thing that ``reduce`` returned, for each microbatch; [] on other stages.
+        Returns: the last thing that ``reduce`` returned, for each microbatch; [] on other stages
+            and of encoders.
         """
+        if self._encodes:
+            name, images = self.topo.module, shard.images[self.topo.module]
+            edge, ahead = self.edges[name], ahead_of(self.plan.parallel)
+            outlets = [Outlet(edge, images.work.route)]
+            encode(self.llm, images, outlets, ahead, forward_only or self.llm.optimizer is None)
+            parts = []
+        else:
+            depths = 0 if forward_only else self.plan.num_mtp_layers
+            prefetch = self._prefetch(shard, replayed, depths)
+            parts = self._run_llm(prefetch, reduce, forward_only, in_chunk)
+        for edge in self.edges.values():
+            edge.finish()
+        return parts
+
+    def _run_llm(
+        self,
+        prefetch: MicrobatchPrefetcher,
+        reduce: Callable[..., tuple],
+        forward_only: bool,
+        in_chunk: LossFn | None,
+    ) -> list:
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+        numbers = count()  # of the microbatches of the first chunk
 
         def step(iterator: Iterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
             index, ready = next(iterator)
@@ -253,7 +291,10 @@ class Policy:
             tokens, positions = micro.tokens[None], packed.positions[None]
             every = forward_only or not self.plan.objective.is_token_wise
             head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, every, in_chunk)
-            output = chunk(tokens, positions, None, packed_seq_params=packed, output_processor=head)
+            more: dict[str, Any] = {"packed_seq_params": packed, "output_processor": head}
+            if self.edges and not index:
+                more["features"] = self._features(prefetch.shard, next(numbers))
+            output = chunk(tokens, positions, None, **more)
             prefetch.prepare_next()  # copied while a GPU computes what was launched above
 
             def of_output(output: Any) -> tuple:
@@ -279,23 +320,32 @@ class Policy:
             pg_collection=topo.groups,
         )
 
+    def _features(self, shard: BatchShard, microbatch: int) -> list[tuple[Tensor, Tensor]]:
+        """The rows of images that this rank embeds."""
+        return [
+            rows
+            for name, edge in self.edges.items()
+            for rows in edge.take(shard.images[name].work.route, microbatch)
+        ]
+
     @contextmanager
     def _mode(self, training: bool) -> Iterator[None]:
         for chunk in self.llm.chunks:
             chunk.train(training)
         yield
 
-    def _means(self, parts: list[dict]) -> dict[str, float]:
-        """Means of the metrics of all microbatches of all ranks.
+    def _sums(self, parts: list[dict]) -> dict[str, tuple[float, float]]:
+        """(sum, count) of each metric over all microbatches of all ranks.
 
-        Syncs: reads the result.
+        Communicates: the metrics' names and sums. Syncs: reads the sums.
         """
-        shared: list[Any] = [parts[0]["names"] if parts else []]
-        if self.topo.pp_size > 1:
-            group = self.topo.groups.pp
-            dist.broadcast_object_list(shared, self.topo.last_stage, group=group)
-        total = torch.zeros(len(shared[0]), 2, dtype=torch.float64, device=self.topo.device)
+        names: list[Any] = [parts[0]["names"] if parts else []]
+        if self.topo.pp_size > 1 or len(self.topo.llm.ranks) < self.topo.world_size:
+            dist.broadcast_object_list(names, self.topo.loss_rank, group=self.topo.world)
+        total = torch.zeros(len(names[0]), 2, dtype=torch.float64, device=self.topo.device)
         for part in parts:
             total += part["sums"]
-        total = sum_over_ranks(total, self.topo)
-        return {n: s / c if c else 0.0 for n, (s, c) in zip(shared[0], total.tolist(), strict=True)}
+        total = sum_over_ranks(total, self.topo).tolist()
+        return {
+            name: (value, number) for name, (value, number) in zip(names[0], total, strict=True)
+        }

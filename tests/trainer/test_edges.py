@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 from torch import Tensor
 
 from pyrl_ext.pack.images import EncoderWork, Images, meeting
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.pack.shard import Lengths, Seat, layout_of
-from pyrl_ext.trainer.edges import Edge, Outlet, give
+from pyrl_ext.plan.schema import Parallel
+from pyrl_ext.trainer.edges import Edge, Outlet, ahead_of, give
 from tests.helpers.ranks import run_ranks
 
 H, PIXELS, WORLD = 6, 5, 4
@@ -247,3 +250,16 @@ def test_edges_move_the_bytes_of_the_rows_and_no_more(results, name):
     sent = [sum(each[name][1][way] for each in results) for way in ("there", "back")]
     bytes_once = ROWS * case.width * case.dtype.itemsize
     assert sent == [len(case.joined) * bytes_once, len(case.joined) * bytes_once * case.trained]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+@pytest.mark.parametrize("vpp", [None, 2, 3])
+def test_ahead_of_counts_what_megatrons_schedule_takes_before_the_first_gradient(pp, vpp):
+    if vpp is None or pp == 1:
+        assert ahead_of(Parallel(pp=pp)) == pp
+        assert ahead_of(Parallel(pp=pp), beyond=3) == pp + 3
+        return
+    table = get_schedule_table(6 * pp, vpp, pp)
+    warmups = 2 * (pp - 1) + (vpp - 1) * pp  # on the first rank
+    order = convert_schedule_table_to_order(warmups, vpp, table)
+    assert ahead_of(Parallel(pp=pp, vpp=vpp)) == order[: order.index(-1)].count(1)

@@ -1,0 +1,371 @@
+"""Encoders and a language model on different ranks against one process (`make parity`).
+
+Per layout three train steps (scores, loss, backward through the edges, reduction, one clip over all
+modules, optimizer) on batches with images; then loss, metrics, every gradient of every module and
+what each parameter moved by are compared with plain autograd in one process. A layout that hangs
+ends with the stacks of all its ranks.
+"""
+
+import argparse
+import faulthandler
+import gc
+import math
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyrl_ext.dist import topology
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.megatron.ddp import gather_shards
+from pyrl_ext.megatron.optimizer import warmed_up
+from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.schema.layout import Module, ModuleParallel
+from pyrl_ext.trainer.edges import build_edges
+from pyrl_ext.trainer.policy import Policy
+from tests import parity
+from tests.helpers import towers
+from tests.helpers.deadline import DEADLINE
+from tests.helpers.ranks import run_ranks
+from tests.helpers.towers import ImageBatch, InProcess
+
+BOUNDS = parity.BOUNDS | {"bytes": 0.0}
+STEPS = False  # an optimizer step after each batch: the modules have one norm to clip by
+BF16_BOUNDS = {"loss": 2e-2, "grad": 1e-1, "grad norm": 2e-2, "change": math.inf, "bytes": 0.0}
+COMMON = (  # many microbatches, a norm above the clip
+    *("batching.tokens_per_microbatch=64", "optimizer.clip_grad=0.05", "optimizer.weight_decay=0"),
+    *("data.max_prompt_tokens=32", *parity.COMMON[1:]),
+)
+ENCODERS = ("vision", "audio")
+STUCK = 240.0  # s for one layout on a busy machine
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``dp2 pp2 -> cp2 recompute:full``: the encoders' ranks, joined by ``+``, and the language
+    model's; ``frozen`` encoders are not trained."""
+
+    name: str
+    model: str = "qwen"
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.model}"
+
+    @cached_property
+    def _parts(self) -> tuple[list[list[str]], list[str]]:
+        encoders, reader = self.name.split(" -> ")
+        return [each.split() for each in encoders.split(" + ")], reader.split()
+
+    @property
+    def encoders(self) -> dict[str, Module]:
+        """The plan's modules."""
+        return {
+            name: Module(
+                train="frozen" not in words,
+                parallel=ModuleParallel(**{w[:2]: int(w[2:]) for w in words if w[0] in "dtp"}),
+                patches_per_microbatch=1 << 20,
+            )
+            for name, words in zip(ENCODERS, self._parts[0], strict=False)
+        }
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        return tuple(name for name, each in self.encoders.items() if not each.train)
+
+    @property
+    def reference(self) -> str:
+        """Names the single process that it is compared with."""
+        return "-".join([self.model, *self.encoders, "frozen", *self.frozen]).replace(" ", "_")
+
+    def plan(self, folder: Path, alone: bool = False) -> Plan:
+        words = [] if alone else [w for w in self._parts[1] if w not in ("1", "bf16")]
+        dtype = "bfloat16" if "bf16" in self._parts[1] and not alone else "float32"
+        overrides = (*map(parity._override, words), f"model.dtype={dtype}")
+        plan = parity.compiled(self.model, folder, overrides, COMMON)
+        return plan if alone else plan.model_copy(update={"modules": self.encoders})
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        return BF16_BOUNDS if "bf16" in self.name else BOUNDS
+
+
+def _layouts(names: str, *models: str) -> list[Layout]:
+    lines = [line for line in map(str.strip, names.splitlines()) if line]
+    return [Layout(line, model) for line in lines for model in models]
+
+
+LAYOUTS = {
+    2: _layouts("1 -> 1", "qwen", "glm mtp"),
+    3: [
+        *_layouts("1 -> pp2\npp2 -> 1\n1 -> tp2\ntp2 -> 1\n1 -> dp2\ndp2 -> 1\n1 -> cp2", "qwen"),
+        *_layouts("1 -> dp2 ep2\n1 -> tp2 ep2 etp1\n1 -> cp2 ep2\n1 -> pp2 vpp2", "qwen"),
+        *_layouts("1 + 1 -> 1\nfrozen -> pp2\npp2 frozen -> 1\n1 -> pp2 recompute:full", "qwen"),
+        *_layouts("1 -> dp2 dynamic:2\n1 -> tp2 ep2 etp1\n1 -> cp2 ep2", "glm"),
+        *_layouts("1 -> dp2 bf16\n1 -> tp2 bf16", "qwen"),
+        *_layouts("1 -> tp2\n1 -> pp2 recompute:full", "glm mtp"),
+    ],
+    4: [
+        *_layouts("pp2 -> pp2\ndp2 -> dp2 ep2\npp2 + 1 -> 1\npp2 -> pp2 vpp2\ndp2 -> cp2", "qwen"),
+        *_layouts("dp3 -> 1\ntp2 -> tp2\ndp2 -> dp2 ep2 overlapped distributed", "qwen"),
+        *_layouts("1 + 1 frozen -> pp2 vpp2\ndp2 -> dp2 ep2 dynamic:2 recompute:full", "qwen"),
+        *_layouts("dp2 -> dp2 ep2 dynamic:2", "glm mtp"),
+    ],
+    5: _layouts("dp3 -> dp2\n1 -> tp2 cp2\n1 -> pp2 vpp2 cp2 ep2\ndp3 -> tp2", "qwen", "glm"),
+    6: _layouts("dp2 -> pp2 vpp2 dp2 ep2 dynamic:2\ntp2 pp2 -> pp2\ntp2 dp2 -> cp2", "qwen"),
+    8: _layouts("dp2 tp2 -> pp2 dp2 ep2 distributed\npp2 + dp2 -> tp2 pp2", "qwen", "glm"),
+}
+# in CI: every way of sharing rows, both schedules, two encoders, frozen, recompute, bf16
+FEW = {
+    3: ("1 -> cp2 ep2, glm", "1 -> tp2 ep2 etp1, qwen", "1 -> dp2 bf16", "pp2 frozen -> 1"),
+    4: ("dp2 -> dp2 ep2 overlapped", "1 + 1 frozen", "dynamic:2, glm mtp", "pp2 -> pp2, qwen"),
+}
+
+
+def batches(plan: Plan, kinds: tuple[str, ...]) -> list[ImageBatch]:
+    """One a step; some microbatches have no image."""
+    found = []
+    for seed, batch in enumerate(parity.batches(plan, mtp_routes=False)):
+        one = replace(batch, targets=batch.targets.clone())
+        found.append(towers.with_images(one, kinds, seed))
+    return found
+
+
+@dataclass
+class Outcome(parity.Outcome):
+    """The results of one layout, with those of the encoders; and the bytes over each edge."""
+
+    sent: dict[str, list[int]] | None = None
+
+
+def rows_scored(policy: Policy, shard: BatchShard, batch: ImageBatch) -> Tensor:
+    """[T] log-probs of all rows, on every rank."""
+    found, stream = policy.scores(shard, policy.plan.replay.old), torch.zeros(len(batch.tokens))
+    if shard.seat.last_stage and not policy.topo.tp_rank:
+        stream[torch.from_numpy(shard.rows.tokens)] = found.logprobs
+    dist.all_reduce(stream)
+    return stream
+
+
+def width_of(plan: Plan) -> int:
+    return plan.sizes.hidden_size
+
+
+# one process -------------------------------------------------------------------------------------
+
+
+def whole_steps(plan: Plan, layout: Layout) -> Outcome:
+    """Three steps by plain autograd through encoders and language model, torch's AdamW over all."""
+    with topology.start(plan) as topo:
+        policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
+        kinds = tuple(layout.encoders)
+        held = {k: towers.build_tower(k, plan, topo, width_of(plan)) for k in kinds}
+        for kind in layout.frozen:
+            held[kind].requires_grad_(False)
+        inside = {kind: InProcess(tower) for kind, tower in held.items()}
+        policy.edges = inside  # type: ignore[assignment]
+        mine: list[Any] = [
+            p for chunk in policy.llm.models for p in chunk.parameters() if p.requires_grad
+        ]
+        theirs: list[Any] = [
+            p for tower in held.values() for p in tower.parameters() if p.requires_grad
+        ]
+        options = plan.optimizer
+        adam = torch.optim.AdamW(
+            [*mine, *theirs], options.lr, options.betas, options.eps, options.weight_decay
+        )
+        before = everything(policy, held, topo)
+        out = Outcome([], [], [], [], {})
+        for step, batch in enumerate(batches(plan, kinds)):
+            schedule = Scheduler(plan).schedule(batch.seqlens)
+            for name, edge in inside.items():
+                edge.images = towers.image_shard(plan, topo, batch, schedule).images[name]
+            scored = rows_scored(policy, towers.image_shard(plan, topo, batch, schedule), batch)
+            batch = replace(batch, old_logprobs=scored)
+            adam.zero_grad()
+            shard = towers.image_shard(plan, topo, batch, schedule)
+            metrics = policy.accumulate(shard, loss)
+            for p in mine:
+                p.grad = p.main_grad.clone()
+            for p in theirs:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad / shard.loss_tokens[0][0]
+            grads = {name: grad.clone() for name, grad in policy.gradients()}
+            out.grads.append(grads | of_towers(held, topo, lambda p: p.grad, layout.frozen))
+            norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in [*mine, *theirs]))
+            for p in [*mine, *theirs]:
+                p.grad *= min(1.0, options.clip_grad / (norm + 1e-6))
+            adam.param_groups[0]["lr"] = warmed_up(options.lr, options.warmup_steps, step)
+            if STEPS:
+                adam.step()
+            out.metrics.append(metrics)
+            out.losses.append(metrics["loss"])
+            out.norms.append(norm if STEPS else 1.0)
+        after = everything(policy, held, topo)
+        out.changes = {name: tensor - before[name] for name, tensor in after.items()}
+        return out
+
+
+def of_towers(held: dict, topo: Topology, value: Any, left_out: tuple = ()) -> dict[str, Tensor]:
+    parts = [
+        towers.pieces(kind, tower, topo, value)
+        for kind, tower in held.items()
+        if kind not in left_out
+    ]
+    return towers.assembled([piece for part in parts for piece in part])
+
+
+def everything(policy: Policy, held: dict, topo: Topology) -> dict[str, Tensor]:
+    weights = {name: tensor.clone() for name, tensor in policy.weights()}
+    return weights | of_towers(held, topo, lambda p: p)
+
+
+# many ranks --------------------------------------------------------------------------------------
+
+
+def build(plan: Plan, topo: Topology, layout: Layout) -> Policy:
+    if topo.module == "llm":
+        return Policy.build(plan, topo)
+    trained = topo.module not in layout.frozen
+    module = towers.tower_module(topo.module, plan, topo, width_of(plan), trained)
+    return Policy(module, build_edges(plan, topo, trainable=True))
+
+
+def gathered(policy: Policy, grads: bool) -> dict[str, Tensor]:
+    """Whole tensors of all modules, on rank 0: gradients, or weights."""
+    topo, module, mine, parts = policy.topo, policy.llm, {}, []
+    if topo.module == "llm":
+        mine = {n: x.clone() for n, x in (policy.gradients() if grads else policy.weights())}
+    elif not grads or module.optimizer:
+        if grads and policy.plan.optimizer.distributed:
+            gather_shards(module.chunks)
+        value = (lambda p: p.main_grad) if grads else (lambda p: p)
+        parts = towers.pieces(topo.module, module.chunks[0], topo, value)
+    everyone: list[Any] = [None] * topo.world_size
+    dist.all_gather_object(everyone, parts)
+    return mine | towers.assembled([piece for part in everyone for piece in part])
+
+
+def train_steps(plan: Plan, layout: Layout) -> Outcome:
+    begun = time.perf_counter()
+    with topology.start(plan) as topo:
+        policy, loss = build(plan, topo, layout), build_loss(plan.objective)
+        before, out = gathered(policy, grads=False), Outcome([], [], [], [], {})
+        for batch in batches(plan, tuple(layout.encoders)):
+            schedule = Scheduler(plan).schedule(batch.seqlens)
+            shard = towers.image_shard(plan, topo, batch, schedule)
+            batch = replace(batch, old_logprobs=rows_scored(policy, shard, batch))
+            shard = towers.image_shard(plan, topo, batch, schedule)
+            metrics = policy.accumulate(shard, loss)
+            out.grads.append(gathered(policy, grads=True))
+            metrics |= policy.step_optimizer() if STEPS else {"grad_norm": 1.0}
+            out.metrics.append(metrics)
+            out.losses.append(metrics["loss"])
+            out.norms.append(metrics["grad_norm"])
+        after = gathered(policy, grads=False)
+        out.changes = {name: tensor - before[name] for name, tensor in after.items()}
+        out.sent = sent_over_edges(policy)
+        out.seconds = time.perf_counter() - begun
+    return out
+
+
+def sent_over_edges(policy: Policy) -> dict[str, list[int]]:
+    """Encoder -> bytes of all ranks, there and back."""
+    mine = {n: [e.sent["there"], e.sent["back"]] for n, e in policy.edges.items()}
+    everyone: list[Any] = [None] * policy.topo.world_size
+    dist.all_gather_object(everyone, mine)
+    return {
+        name: [sum(each[name][i] for each in everyone if name in each) for i in (0, 1)]
+        for name in policy.plan.grids
+        if name != "llm"
+    }
+
+
+def expected_bytes(plan: Plan, layout: Layout) -> dict[str, list[int]]:
+    """Every row goes there twice, for scores and update, and comes back once, unless frozen."""
+    each = width_of(plan) * (2 if plan.model.dtype == "bfloat16" else 4)
+    whole = batches(plan, tuple(layout.encoders))
+    rows = {k: sum(int(b.images[k].counts.sum()) for b in whole) for k in layout.encoders}
+    return {
+        kind: [2 * count * each, 0 if kind in layout.frozen else count * each]
+        for kind, count in rows.items()
+    }
+
+
+def on_ranks(group: Any, layouts: list[Layout], folder: Path) -> list[dict]:
+    os.environ["WORLD_SIZE"] = str(group.size())
+    rows = []
+    for layout in layouts:
+        faulthandler.dump_traceback_later(STUCK, exit=True)
+        plan = layout.plan(folder)
+        got = train_steps(plan, layout)
+        faulthandler.cancel_dump_traceback_later()
+        gc.collect()
+        if group.rank():
+            continue
+        want = torch.load(folder / f"{layout.reference}.pt", weights_only=False)
+        off = parity.deviations(got, want)
+        off["bytes"] = (float(got.sent != expected_bytes(plan, layout)), str(got.sent))
+        row = {"layout": layout, "ranks": group.size(), "off": off, "seconds": got.seconds}
+        rows.append(row)
+        print(line(row), flush=True)
+    return rows
+
+
+def reference(group: Any, layouts: list[Layout], folder: Path) -> None:
+    os.environ["WORLD_SIZE"] = "1"
+    for layout in layouts:
+        if not (path := folder / f"{layout.reference}.pt").exists():
+            torch.save(whole_steps(layout.plan(folder, alone=True), layout), path)
+
+
+def too_far(row: dict) -> list[str]:
+    bounds = row["layout"].bounds
+    return [f"{n}: {where}" for n, (off, where) in row["off"].items() if not off <= bounds[n]]
+
+
+def line(row: dict) -> str:
+    cells = [f"{row['off'][name][0]:9.1e}" for name in BOUNDS]
+    text = f"{row['layout'].title:48s} {row['ranks']:5d} {' '.join(cells)} {row['seconds']:6.1f}"
+    return text + (f"   TOO FAR {bad}" if (bad := too_far(row)) else "")
+
+
+def run(layouts: dict[int, list[Layout]], timeout: float = DEADLINE) -> list[dict]:
+    """Rows of the table: one spawn a world size."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, rows = Path(name), []
+        run_ranks(reference, 1, [x for some in layouts.values() for x in some], folder)
+        for size, some in layouts.items():
+            rows += run_ranks(on_ranks, size, some, folder, timeout=timeout)[0]
+        return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], help="world sizes")
+    parser.add_argument("--few", action="store_true", help="those that CI runs")
+    parser.add_argument("--only", default="", help="layouts whose title contains this")
+    options = parser.parse_args()
+    chosen = {n: [x for x in LAYOUTS[n] if options.only in x.title] for n in options.ranks}
+    if options.few:
+        chosen = {n: [x for x in LAYOUTS[n] if any(f in x.title for f in FEW[n])] for n in FEW}
+    print(f"{'layout':48s} ranks {' '.join(f'{n:>9s}' for n in BOUNDS)}  seconds", flush=True)
+    rows = run({n: some for n, some in chosen.items() if some})
+    bad = [row for row in rows if too_far(row)]
+    print(f"{'allowed':54s} {' '.join(f'{b:9.1e}' for b in BOUNDS.values())}")
+    print(f"{len(rows)} layouts of modules, {len(bad)} too far from one process")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
