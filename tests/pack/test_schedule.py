@@ -1,12 +1,15 @@
 """plan_microbatches: every sample once, limits kept, close to the optimum, the same every time."""
 
 import json
+from dataclasses import fields
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import (
     Group,
     Schedule,
@@ -210,3 +213,32 @@ def test_Scheduler_prices_groups_once(monkeypatch):
     for number in (1, 2, 3):
         scheduler.schedule([5] * number)
     assert len(priced) == 1
+
+
+def index_of(lengths: list[int], groups: list[int]) -> BatchIndex:
+    """Samples of these rows and groups; the other numbers do not matter here."""
+    columns = {f.name: np.zeros(len(lengths), np.int32) for f in fields(BatchIndex)[:10]}
+    return BatchIndex(**columns | dict(seqlens=np.array(lengths), groups=np.array(groups)))
+
+
+@pytest.mark.parametrize("dynamic", ["null", "2"])
+def test_Scheduler_minibatches_name_the_samples_of_the_batch(dynamic):
+    """Groups are dealt to minibatches in the order in which they come."""
+    plan = tiny_plan("parallel.dp=2", f"parallel.dynamic_cp={dynamic}", "batching.minibatches=2")
+    lengths, groups = [9, 30, 12, 40, 7, 3, 21, 18], [5, 5, 2, 2, 8, 8, 1, 1]
+    scheduler, index = Scheduler(plan), index_of(lengths, groups)
+    first, second = scheduler.minibatches(index)
+    assert sorted(first.samples) == [0, 1, 2, 3] and sorted(second.samples) == [4, 5, 6, 7]
+    assert second == scheduler.schedule(lengths[4:]).renumbered([4, 5, 6, 7])
+    (whole,) = scheduler.minibatches(index, 1)
+    assert sorted(whole.samples) == list(range(8))
+    assert whole.digest != scheduler.minibatches(index, 4)[0].digest
+
+
+@pytest.mark.parametrize("dynamic", ["null", "2"])
+@pytest.mark.parametrize("rows", [0, 50_000])
+def test_Scheduler_minibatches_say_which_minibatch_has_a_sample_that_fits_nowhere(dynamic, rows):
+    plan = tiny_plan("parallel.dp=2", f"parallel.dynamic_cp={dynamic}", "batching.minibatches=2")
+    index = index_of([9, 30, 12, rows], [0, 0, 1, 1])
+    with pytest.raises(ValueError, match=f"^minibatch 1 of 2: plan_.*: sample 1 has {rows} "):
+        Scheduler(plan).minibatches(index)

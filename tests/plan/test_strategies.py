@@ -13,7 +13,7 @@ import torch
 from pyrl_ext.pack.schedule import Scheduler, plan_dynamic_cp
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.__main__ import main
-from pyrl_ext.plan.forecast.cp_costs import costs_of
+from pyrl_ext.plan.forecast.cp_costs import costs_of, cp_groups
 from pyrl_ext.plan.forecast.cp_problem import CostModel, Exchange
 from pyrl_ext.plan.forecast.lengths_file import read_lengths
 from pyrl_ext.plan.forecast.strategies import Comparison
@@ -190,6 +190,24 @@ def test_compare_refuses_groups_that_were_not_measured(tmp_path: Path):
     plan = plan_of("tiny", "parallel.dp=4", MEASURED[0], exchanges)
     with pytest.raises(ConfigError, match=r"a group has 4 ranks, expected at most 2.*cp_cost"):
         compare(plan, str(path))
+
+
+def test_compare_refuses_groups_if_none_were_measured(tmp_path: Path):
+    """Communication that was not measured is not free."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("5\n7\n")
+    with pytest.raises(ConfigError, match="a group has 2 ranks, expected at most 1"):
+        compare(plan_of("tiny", "parallel.dp=4", MEASURED[0]), str(path))
+
+
+def test_cp_groups_pad_for_tiles_of_8_bit_products():
+    cost = CostModel(1.0, 1.0)
+    plain = compile_plan(LONG)
+    tiles = compile_plan(LONG, ["model.backend=te", "model.fp8=hybrid"])
+    for plan, fp8 in ((plain, False), (tiles, True)):
+        units = [each.unit for each in cp_groups(plan, cost).sizes]
+        assert units == [alignment(1, size, fp8) for size in (2, 4, 8)]
+    assert alignment(1, 2, True) > alignment(1, 2, False)
 
 
 # Files -------------------------------------------------------------------------------------------
