@@ -49,12 +49,13 @@ class Source:
         )
 
 
-def _reader(plan: Plan, path: str) -> ImageReader | None:
-    """Reads the images of a file, whose folder paths start at; None: the model takes no images."""
+def image_reader(plan: Plan, beside: str = ".") -> ImageReader | None:
+    """Reads images, whose paths start at the folder of the file ``beside``; None: the model takes
+    no images."""
     token = plan.hf.get("image_token_id", plan.hf.get("media_placeholder_token_id"))
     if token is None or plan.tokenizer_path is None:
         return None
-    return ImageReader(plan.tokenizer_path, Path(path).parent, token)
+    return ImageReader(plan.tokenizer_path, Path(beside).parent, token)
 
 
 def build_records(plan: Plan) -> SftSource:
@@ -95,9 +96,11 @@ def build_source(plan: Plan) -> Source:
     assert plan.prompts_path is not None and plan.data.reward is not None  # a rule says so
     reward = load_function("data.reward", plan.data.reward, 3)
     limits = plan.data.max_prompt_tokens, getattr(reward, "answer_rule", None)
-    prompts = load_prompts(plan.prompts_path, tokenizer, *limits, _reader(plan, plan.prompts_path))
+    prompts = load_prompts(
+        plan.prompts_path, tokenizer, *limits, image_reader(plan, plan.prompts_path)
+    )
     held_out, path = None, plan.eval_prompts_path
     if path is not None:
-        held_out = load_prompts(path, tokenizer, *limits, _reader(plan, path))
+        held_out = load_prompts(path, tokenizer, *limits, image_reader(plan, path))
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
     return Source(source, reward, tokenizer.decode, stop_ids, plan.data.reward_timeout)

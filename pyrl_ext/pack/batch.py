@@ -97,6 +97,11 @@ class Batch:
             topk = first.routes.shape[-1] if topk is None else topk
         for sample in samples:
             sample.check()
+            if sample.images:
+                raise ValueError(
+                    f"Batch.of: prompt {sample.prompt_id}, sample {sample.index}: has images, "
+                    "expected text: training on images is not built yet"
+                )
             _check_routes_shape(sample, first.routes, layer_ids, topk)
             _check_routes_type(sample, num_experts)
         routes, route_mask = _joined_routes(samples, num_experts)

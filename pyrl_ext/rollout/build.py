@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pyrl_ext.data.source import Source
+from pyrl_ext.data.source import Source, image_reader
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
@@ -74,6 +74,7 @@ def build_in_this_process(plan: Plan, device: torch.device) -> Engine:
             device=device,
             max_num_seqs=plan.rollout.max_num_seqs,
             tokenizer=load_tokenizer(folder) if (folder := _stops_with(plan)) else None,
+            scale=reader.scale if (reader := image_reader(plan)) else None,
         )
     if plan.rollout.engine == "recorded":
         from pyrl_ext.rollout.recorded import RecordedEngine

@@ -28,6 +28,7 @@ class Capabilities:
             of the distribution the token was drawn from), "raw" (of the model)
         top_p, top_k, greedy: it obeys these sampling fields
         weights: `load_weights` changes what it generates (False for recorded batches)
+        images: it generates from prompts with images
     """
 
     routes: bool
@@ -36,6 +37,7 @@ class Capabilities:
     top_k: bool = True
     greedy: bool = True
     weights: bool = True
+    images: bool = False
 
 
 class Engine(Protocol):

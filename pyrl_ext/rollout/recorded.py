@@ -40,7 +40,7 @@ def save_samples(path: str | Path, samples: Sequence[Sample]) -> None:
         samples: at least one, all with the same router layers, or all without routes
 
     Raises:
-        ValueError: no sample, an inconsistent one, or different router layers
+        ValueError: no sample, an inconsistent one, one with images, or different router layers
         OSError: naming the file, when it cannot be written
     """
     if not samples:
@@ -48,6 +48,11 @@ def save_samples(path: str | Path, samples: Sequence[Sample]) -> None:
     layers = samples[0].layer_ids
     for sample in samples:
         sample.check()
+        if sample.images:
+            raise ValueError(
+                f"save_samples({path}): prompt {sample.prompt_id} has images, expected text: "
+                "recording images is not built yet. Use rollout.record=null"
+            )
         if sample.layer_ids != layers or (sample.routes is None) != (samples[0].routes is None):
             raise ValueError(
                 f"save_samples({path}): prompt {sample.prompt_id}, sample {sample.index} has "

@@ -73,6 +73,11 @@ class Rollouts:
 
     def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, keep: int) -> Rollout:
         """The samples of ``keep`` complete groups."""
+        if any(p.images for p in prompts) and not self.engine.capabilities.images:
+            raise ValueError(
+                f"data.prompts: prompts with images, expected text: the {self.plan.rollout.engine} "
+                "engine does not take images. Use rollout.engine=hf"
+            )
         scorer = self.source.scorer(list(prompts))
         return generate_on_ranks(
             self.engine,

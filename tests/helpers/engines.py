@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
+from pyrl_ext.rollout.tensor_names import layer_of
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
 GLM: dict[str, Any] = json.loads(
@@ -52,12 +53,14 @@ CONFIGS = {"glm4_moe_lite": GLM, "qwen3_moe": QWEN, "qwen3": DENSE}
 def random_model(config: dict[str, Any], seed: int = 0, std: float = 0.2) -> Any:
     """A random model with sharp logits and unequal router biases."""
     generator = torch.Generator().manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(
+    kind: Any = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    model: Any = kind.from_config(
         CONFIG_MAPPING[config["model_type"]].from_dict(config), dtype=torch.float32
     ).eval()
+    saved = model.state_dict().keys()
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
-            if "inv_freq" in name:
+            if name not in saved:  # follows from the config
                 continue
             noise = torch.randn(value.shape, generator=generator)
             value.copy_(1 + 0.1 * noise if "norm" in name else std * noise)
@@ -93,27 +96,32 @@ def prompts_of(sizes: list[int], vocab: int, seed: int = 0) -> list[Prompt]:
     return [Prompt(10 + i, tuple(rng.integers(3, vocab, n).tolist())) for i, n in enumerate(sizes)]
 
 
-def plain(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+def plain(
+    model: Any, tokens: torch.Tensor, **images: torch.Tensor
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Logits [T, V] of one full forward, and the experts [T, K] of every router layer."""
     routes: dict[int, torch.Tensor] = {}
 
-    def keep(layer: int) -> Any:
+    def keep(layer: int | None) -> Any:
+        assert layer is not None
         return lambda module, args, output: routes.__setitem__(layer, output[2])
 
     hooks = [
-        module.register_forward_hook(keep(int(name.split(".")[2])))
+        module.register_forward_hook(keep(layer_of(name)))
         for name, module in model.named_modules()
         if name.endswith("mlp.gate")
     ]
     with torch.no_grad():
-        logits = model(input_ids=tokens[None]).logits[0].float()
+        logits = model(input_ids=tokens[None], **images).logits[0].float()
     for hook in hooks:
         hook.remove()
     return logits, routes
 
 
-def assert_matches_plain(model: Any, sample: Sample, sampling: Sampling) -> None:
-    logits, routes = plain(model, sample.tokens)
+def assert_matches_plain(
+    model: Any, sample: Sample, sampling: Sampling, **images: torch.Tensor
+) -> None:
+    logits, routes = plain(model, sample.tokens, **images)
     size, start = len(sample.tokens), sample.prompt_len
     expected = processed_logprobs(logits[start - 1 : -1], sampling)
     chosen = sample.tokens[start:, None]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.samples import Sample
+from pyrl_ext.samples import Image, Sample
 from tests.helpers.samples import EXPERTS, LAYERS, TOPK, make_sample, make_samples
 
 
@@ -116,6 +116,18 @@ CASES = {
     "log-prob": (
         lambda s: replace(s, rollout_logprobs=torch.where(s.loss_mask, math.nan, 0.0)),
         r"token 4 has log-prob nan, expected a finite number",
+    ),
+    "image": (
+        lambda s: replace(s, images=(Image(0, 1, (1, 1, 1), torch.zeros(1, 3).byte()),)),
+        r"has images, expected text: training on",
+    ),
+    "image of other patches": (
+        lambda s: replace(s, images=(Image(0, 1, (1, 1, 2), torch.zeros(1, 3).byte()),)),
+        r"image 0 with patches \[1, 3\], expected 2, as its grid",
+    ),
+    "image in the response": (
+        lambda s: replace(s, images=(Image(s.prompt_len, 1, (1, 1, 1), torch.zeros(1, 3).byte()),)),
+        r"image 0 at tokens \d+ to \d+, expected tokens of the prompt",
     ),
     "mask length": (lambda s: replace(s, loss_mask=s.loss_mask[1:]), r"loss_mask"),
 }

@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -17,7 +18,7 @@ from pyrl_ext import train
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.rollout.engine import Capabilities
 from pyrl_ext.rollout.recorded import RecordedEngine, Recorder, load_samples, save_samples
-from pyrl_ext.samples import Prompt, Sample, Sampling
+from pyrl_ext.samples import Image, Prompt, Sample, Sampling
 from tests.helpers.engines import assert_same, random_sample, random_samples
 from tests.helpers.tiny import CONFIG, one_rank, tiny_plan
 
@@ -52,6 +53,10 @@ def test_save_samples_refuses_bad_batches(tmp_path: Path):
         save_samples(tmp_path / "a", [])
     with pytest.raises(ValueError, match="prompt 1, sample 0 has routes of layers"):
         save_samples(tmp_path / "a", [random_sample(0, 0, 5), random_sample(1, 0, 5, None)])
+    image = Image(0, 1, (1, 1, 1), torch.zeros(1, 3, dtype=torch.uint8))
+    seen = dataclasses.replace(random_sample(0, 0, 5), images=(image,))
+    with pytest.raises(ValueError, match="prompt 0 has images, expected text: recording"):
+        save_samples(tmp_path / "a", [seen])
 
 
 def test_load_samples_notices_every_changed_byte(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ class Destinations:
         self.where = type(model).__name__
         self.views = dict(_views(model))
         self.wholes = [t for t in model.state_dict().values() if t.is_floating_point()]
-        layers = int(model.config.num_hidden_layers)
-        extra = int(getattr(model.config, "num_nextn_predict_layers", None) or 0)
+        config: Any = model.config.get_text_config()
+        layers = int(config.num_hidden_layers)
+        extra = int(getattr(config, "num_nextn_predict_layers", None) or 0)
         self.mtp_layers = range(layers, layers + extra)
 
     @classmethod

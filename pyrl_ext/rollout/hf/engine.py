@@ -15,16 +15,17 @@ from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.rollout.engine import Capabilities, Engine, incomplete, need_weights
 from pyrl_ext.rollout.hf.destinations import Destinations
+from pyrl_ext.rollout.hf.images import PromptImages, Scale
 from pyrl_ext.rollout.hf.kv_slots import Slots
 from pyrl_ext.rollout.hf.model import build_model, read_config
 from pyrl_ext.rollout.hf.routers import expert_ids, find_routers, num_experts
-from pyrl_ext.rollout.hf.sampling import draw, stream_keys
-from pyrl_ext.rollout.hf.stop_strings import StopStrings, need_tokenizer
+from pyrl_ext.rollout.hf.run import Run, stored
+from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
 from pyrl_ext.samples import Prompt, Sample, Sampling, route_dtype
 
 
 class HFEngine(Engine):
-    """Generates with `AutoModelForCausalLM` in this process, and reports routed experts.
+    """Generates with a transformers model in this process, and reports routed experts.
 
     The samples of one prompt share its prefill. Log-probs are those of the distribution the token
     was drawn from, in float32. With the same weights a sample depends on (seed, prompt id, sample
@@ -38,6 +39,7 @@ class HFEngine(Engine):
         max_prefill_tokens: padded prompt tokens of one prefill; a longer prompt runs alone
         experts, attention: transformers implementations by name; None = the faster ones here
         tokenizer: a transformers tokenizer, for sampling with stop strings
+        scale: of the image processor; None: prompts have no images
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class HFEngine(Engine):
         experts: str | None = None,
         attention: str | None = None,
         tokenizer: Tokenizer | None = None,
+        scale: Scale | None = None,
     ):
         if max_num_seqs < 1:
             raise ValueError(f"HFEngine.max_num_seqs: {max_num_seqs}, expected at least 1")
@@ -58,6 +61,8 @@ class HFEngine(Engine):
         self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self.tokenizer = tokenizer
         self.model = build_model(read_config(config), dtype, self.device, experts, attention)
+        self.text: Any = self.model.config.get_text_config()
+        self.images = PromptImages(self.model.config, scale)
         self.layer_ids, routers = find_routers(self.model)
         self.route_dtype = route_dtype(max((num_experts(r) for r in routers), default=1))
         self._chosen: list[Tensor | None] = [None] * len(routers)
@@ -71,7 +76,7 @@ class HFEngine(Engine):
     @property
     def capabilities(self) -> Capabilities:
         """Routes if the model has routers; processed log-probs; every kind of sampling."""
-        return Capabilities(routes=bool(self.layer_ids))
+        return Capabilities(routes=bool(self.layer_ids), images=self.images.scale is not None)
 
     def load_weights(
         self,
@@ -143,7 +148,7 @@ class HFEngine(Engine):
         """
         need_weights("HFEngine.stream", self.version, self._refusal)
         self._check(prompts, sampling)
-        run = _Run(self, prompts, sampling)
+        run = Run(self, prompts, sampling)
         while run.waiting or run.slots.running:
             if self.version != run.version:
                 raise RuntimeError(
@@ -166,8 +171,8 @@ class HFEngine(Engine):
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         need_tokenizer("HFEngine", sampling, self.tokenizer)
-        vocab = self.model.config.vocab_size
-        limit = self.model.config.max_position_embeddings
+        self.images.check(prompts)
+        vocab, limit = self.text.vocab_size, self.text.max_position_embeddings
         seen: set[int] = set()
         for prompt in prompts:
             where = f"HFEngine.stream(prompt {prompt.id})"
@@ -185,7 +190,7 @@ class HFEngine(Engine):
             if bad:
                 raise ValueError(f"{where}: token id {bad[0]}, expected 0 to {vocab - 1}")
 
-    def _prefill(self, run: _Run) -> Tensor:
+    def _prefill(self, run: Run) -> Tensor:
         """Runs the prompts of newly admitted samples; returns their first logits [M, V]."""
         slots, first = run.slots, run.slots.running
         jobs, prompts, source = run.admit(self.max_prefill_tokens)
@@ -200,13 +205,17 @@ class HFEngine(Engine):
         slots.cache.prefill(first, take)
         # prompts are padded on the right: a causal mask already hides the padding
         causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()[None, None]
-        places = torch.arange(width, device=device)[None].expand(len(prompts), -1)
-        logits = self._forward(tokens, causal, places, slots, torch.from_numpy(ends).to(device))
+        images = [run.images(prompt) for prompt in prompts]
+        places, ahead = self.images.positions(images, width, sizes)
+        pixels = self.images.inputs(images, device, self.model.dtype)
+        keep = torch.from_numpy(ends).to(device)
+        logits = self._forward(tokens, causal, places.to(device), slots, keep, **pixels)
         span = slice(first, first + len(jobs))
         slots.tokens[span, :width] = tokens[take]
         slots.logprobs[span] = 0
         slots.keys[span] = run.keys[jobs].to(device)
         slots.length[span], slots.job[span] = sizes[source], jobs
+        slots.ahead[span] = ahead[source]
         if slots.routes is not None:
             routes = self._routes().view(len(prompts), width, *slots.routes.shape[2:])
             slots.routes[span, :width] = routes[take]
@@ -221,15 +230,23 @@ class HFEngine(Engine):
         rows = torch.arange(slots.running, device=self.device)
         seen = torch.arange(length, device=self.device) <= positions[:, None]
         tokens = slots.tokens[rows, positions][:, None]
-        logits = self._forward(tokens, seen[:, None, None], positions[:, None], slots, 1)
+        places = positions + torch.from_numpy(slots.ahead[: slots.running]).to(self.device)
+        places = places[:, None].expand(3, -1, 1) if self.images.three else places[:, None]
+        logits = self._forward(tokens, seen[:, None, None], places, slots, 1)
         if slots.routes is not None:
             slots.routes[rows, positions] = self._routes()
         return logits[:, -1]
 
     def _forward(
-        self, tokens: Tensor, mask: Tensor, positions: Tensor, slots: Slots, keep: Tensor | int
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        slots: Slots,
+        keep: Tensor | int,
+        **images: Tensor,
     ) -> Tensor:
-        if self.model.config._attn_implementation == "eager":
+        if self.text._attn_implementation == "eager":
             bias = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device)
             mask = bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
         out = self.model(
@@ -239,6 +256,7 @@ class HFEngine(Engine):
             past_key_values=slots.cache,
             use_cache=True,
             logits_to_keep=keep,
+            **images,
         )
         return out.logits
 
@@ -255,144 +273,9 @@ class HFEngine(Engine):
             missing = [i for i, c in zip(self.layer_ids, self._chosen, strict=True) if c is None]
             raise RuntimeError(f"HFEngine: routers of layers {missing} did not run, expected all")
         self._chosen = [None] * len(chosen)
-        return torch.stack(chosen, dim=1).to(_stored(self.route_dtype))
+        return torch.stack(chosen, dim=1).to(stored(self.route_dtype))
 
-    def _route_shape(self) -> tuple[int, int] | None:
+    def route_shape(self) -> tuple[int, int] | None:
         if not self.layer_ids:
             return None
-        return len(self.layer_ids), int(self.model.config.num_experts_per_tok)
-
-
-class _Run:
-    """One call of `stream`: which samples wait and which run."""
-
-    def __init__(self, engine: HFEngine, prompts: Sequence[Prompt], sampling: Sampling):
-        self.engine, self.prompts, self.sampling = engine, prompts, sampling
-        self.group = sampling.samples_per_prompt
-        assert engine.version is not None
-        self.version = engine.version
-        self.next, self.total = 0, len(prompts) * self.group
-        ids = torch.tensor([p.id for p in prompts], dtype=torch.int64)
-        self.keys = stream_keys(
-            sampling.seed,
-            ids.repeat_interleave(self.group),
-            torch.arange(self.group).repeat(len(prompts)),
-        )
-        self.stop = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=engine.device)
-        self.stops = StopStrings(engine.tokenizer, sampling.stop) if sampling.stop else None
-        sizes = [len(p.tokens) for p in prompts]
-        self.limit = np.repeat(np.array(sizes, dtype=np.int64), self.group)
-        self.limit += sampling.max_new_tokens
-        self.slots = Slots(
-            min(engine.max_num_seqs, self.total),
-            max(sizes, default=0) + sampling.max_new_tokens,
-            engine._route_shape(),
-            _stored(engine.route_dtype),
-            engine.device,
-        )
-
-    @property
-    def waiting(self) -> int:
-        return self.total - self.next
-
-    def should_admit(self) -> bool:
-        """A prefill costs a whole forward, so it waits until a quarter of the slots is free."""
-        free = self.slots.free
-        enough = free >= self.waiting or 4 * free >= self.slots.length.size
-        return self.waiting > 0 and free > 0 and enough
-
-    def admit(self, max_tokens: int) -> tuple[np.ndarray, list[Prompt], np.ndarray]:
-        """Moves waiting samples into free rows.
-
-        Returns:
-            jobs [M], their distinct prompts, and the index of each job's prompt among them [M]
-        """
-        first, width = self.next, 0
-        prompts: list[Prompt] = []
-        while self.waiting and self.next - first < self.slots.free:
-            prompt = self.prompts[self.next // self.group]
-            if not prompts or prompts[-1] is not prompt:
-                width = max(width, len(prompt.tokens))
-                if prompts and (len(prompts) + 1) * width > max_tokens:
-                    break
-                prompts.append(prompt)
-            self.next += 1
-        jobs = np.arange(first, self.next)
-        return jobs, prompts, jobs // self.group - first // self.group
-
-    def advance(self, first: int, logits: Tensor) -> list[Sample]:
-        """Draws a token for the rows first..running-1; removes finished rows and returns them."""
-        slots = self.slots
-        span = slice(first, slots.running)
-        places = torch.from_numpy(slots.length[span]).to(logits.device)
-        tokens, logprobs = draw(logits, slots.keys[span], places, self.sampling)
-        slots.append(first, tokens, logprobs)
-        stopped = torch.isin(tokens, self.stop).cpu().numpy()
-        if self.stops is not None:
-            stopped |= self.stops.complete(self._tails(span, self.stops.window))
-        done = np.zeros(slots.running, dtype=bool)
-        done[span] = stopped | (slots.length[span] >= self.limit[slots.job[span]])
-        if not done.any():
-            return []
-        finished = self._harvest(np.flatnonzero(done), stopped[done[span]])
-        slots.retire(done)
-        return finished
-
-    def _tails(self, span: slice, window: int) -> list[list[int]]:
-        """Up to `window` last tokens of the responses in these rows."""
-        ends, jobs = self.slots.length[span], self.slots.job[span]
-        begins = np.maximum(ends - window, self.limit[jobs] - self.sampling.max_new_tokens)
-        low = begins.min()
-        block = self.slots.tokens[span, low : ends.max()].cpu().numpy()
-        return [
-            row[begin - low : end - low].tolist()
-            for row, begin, end in zip(block, begins, ends, strict=True)
-        ]
-
-    def _harvest(self, rows: np.ndarray, stopped: np.ndarray) -> list[Sample]:
-        """Copies finished rows to samples."""
-        slots, engine = self.slots, self.engine
-        take = torch.from_numpy(rows).to(engine.device)
-        width = int(slots.length[rows].max())
-        tokens = slots.tokens[take, :width].cpu()
-        logprobs = slots.logprobs[take, :width].cpu()
-        routes = None if slots.routes is None else slots.routes[take, :width].cpu()
-        if not bool(torch.isfinite(logprobs).all()):
-            row = int((~torch.isfinite(logprobs)).any(1).nonzero()[0])
-            prompt = self.prompts[int(slots.job[rows[row]]) // self.group]
-            raise RuntimeError(
-                f"HFEngine.stream(prompt {prompt.id}): non-finite logits, expected numbers; "
-                f"weights of version {self.version} produced them"
-            )
-        sizes, jobs = slots.length[rows].tolist(), slots.job[rows].tolist()
-        finished = []
-        for row, (job, size) in enumerate(zip(jobs, sizes, strict=True)):
-            prompt = self.prompts[job // self.group]
-            count = len(prompt.tokens)
-            places = torch.arange(size)
-            known = places < (size - 1 if routes is not None else 0)
-            experts = None
-            if routes is not None:
-                experts = routes[row, :size].clone()
-                experts[-1] = 0
-                experts = experts.view(engine.route_dtype)
-            sample = Sample(
-                prompt_id=prompt.id,
-                index=job % self.group,
-                tokens=tokens[row, :size].clone(),
-                prompt_len=count,
-                loss_mask=places >= count,
-                rollout_logprobs=logprobs[row, :size].clone(),
-                routes=experts,
-                layer_ids=engine.layer_ids,
-                route_mask=known,
-                weight_version=self.version,
-                finish_reason="stop" if stopped[row] else "length",
-            )
-            finished.append(sample)
-        return finished
-
-
-def _stored(dtype: torch.dtype) -> torch.dtype:
-    """A dtype of the same width that torch can index; it cannot write into uint16 by index."""
-    return torch.int16 if dtype == torch.uint16 else dtype
+        return len(self.layer_ids), int(self.text.num_experts_per_tok)

@@ -91,6 +91,8 @@ class Slots:
         running: rows in use, 0..running-1
         length: [num_slots] numpy int64 on the host, tokens held by each row
         job: [num_slots] numpy int64 on the host, the sample that each row holds
+        ahead: [num_slots] numpy int64 on the host, by how much the position of a token after the
+            prompt differs from its place (images take fewer positions than tokens)
         tokens: [num_slots, capacity] int64; logprobs: the same, float32
         keys: [num_slots] int64, random streams
         routes: [num_slots, capacity, L, K], or None
@@ -107,6 +109,7 @@ class Slots:
         self.running = 0
         self.length = np.zeros(num_slots, dtype=np.int64)
         self.job = np.zeros(num_slots, dtype=np.int64)
+        self.ahead = np.zeros(num_slots, dtype=np.int64)
         self.tokens = torch.zeros(num_slots, capacity, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(num_slots, capacity, dtype=torch.float32, device=device)
         self.keys = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -139,7 +142,8 @@ class Slots:
         holes = np.flatnonzero(done[:keep])
         movers = keep + np.flatnonzero(~done[keep:])
         if holes.size:
-            self.length[holes], self.job[holes] = self.length[movers], self.job[movers]
+            for held in (self.length, self.job, self.ahead):
+                held[holes] = held[movers]
             device = self.tokens.device
             source, target = (torch.from_numpy(x).to(device) for x in (movers, holes))
             for buffer in (self.tokens, self.logprobs, self.keys, self.routes):

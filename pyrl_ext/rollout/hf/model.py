@@ -10,6 +10,7 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
     initialization,
@@ -44,9 +45,10 @@ def build_model(
     Args:
         experts, attention: transformers implementations by name; None = the faster ones here
     """
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     # load_weights brings the weights: no random initialisation, no global random numbers
     with torch.random.fork_rng(devices=[]), initialization.no_init_weights(), device:
-        model = AutoModelForCausalLM.from_config(
+        model = kind.from_config(
             config,
             dtype=dtype,
             attn_implementation=attention or "sdpa",
