@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -64,17 +66,20 @@ class BatchIndex:
 
         routed = next((s for s in samples if s.routes is not None), None)
         counts = [[int(s.loss_mask[1 + d :].sum()) for d in range(1 + depths)] for s in samples]
+        columns = {
+            "owners": [owner] * len(samples),
+            "groups": [s.prompt_id for s in samples],
+            "places": [s.index for s in samples],
+            "seqlens": [s.tokens.numel() - 1 for s in samples],
+            "prompt_lens": [s.prompt_len for s in samples],
+            "truncated": [s.finish_reason == "length" for s in samples],
+            "rewards": [s.reward for s in samples],
+            "versions": [s.weight_version for s in samples],
+            "unrouted": [int((~s.route_mask[:-1]).sum()) for s in samples],
+            "loss_tokens": np.asarray(counts, np.int32).reshape(-1, 1 + depths),
+        }
         return cls(
-            owners=np.full(len(samples), owner, np.int32),
-            groups=np.asarray([s.prompt_id for s in samples], np.int64),
-            places=np.asarray([s.index for s in samples], np.int32),
-            seqlens=np.asarray([s.tokens.numel() - 1 for s in samples], np.int32),
-            prompt_lens=np.asarray([s.prompt_len for s in samples], np.int32),
-            truncated=np.asarray([s.finish_reason == "length" for s in samples], np.bool_),
-            rewards=np.asarray([s.reward for s in samples], np.float64),
-            versions=np.asarray([s.weight_version for s in samples], np.int32),
-            unrouted=np.asarray([int((~s.route_mask[:-1]).sum()) for s in samples], np.int32),
-            loss_tokens=np.asarray(counts, np.int32).reshape(-1, 1 + depths),
+            **{name: np.asarray(columns[name], dtype) for name, dtype in _COLUMNS.items()},
             layer_ids=() if routed is None else routed.layer_ids,
             topk=0 if routed is None or routed.routes is None else routed.routes.shape[-1],
         )
@@ -104,6 +109,32 @@ class BatchIndex:
     def starts(self) -> np.ndarray:
         """[S + 1] int64, first row of each sample in the ragged stream of all samples, then T."""
         return np.concatenate([[0], np.cumsum(self.seqlens, dtype=np.int64)])
+
+    @cached_property
+    def digest(self) -> int:
+        """32 bits, equal for equal numbers."""
+        return zlib.crc32(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The numbers as `from_bytes` reads them: sizes and layers, then column after column."""
+        sizes = len(self), self.loss_tokens.shape[1], self.topk, len(self.layer_ids)
+        head = (
+            np.asarray(sizes, np.int32).tobytes() + np.asarray(self.layer_ids, np.int16).tobytes()
+        )
+        columns = (getattr(self, name).astype(dtype) for name, dtype in _COLUMNS.items())
+        return head + b"".join(column.tobytes() for column in columns)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> BatchIndex:
+        """The index that `to_bytes` wrote."""
+        samples, depths, topk, layers = np.frombuffer(data, np.int32, 4).tolist()
+        layer_ids = np.frombuffer(data, np.int16, layers, 4 * 4)
+        columns, at = {}, 4 * 4 + 2 * layers
+        for name, dtype in _COLUMNS.items():
+            shape = (samples, depths) if name == "loss_tokens" else (samples,)
+            columns[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
+            at += columns[name].nbytes
+        return cls(**columns, layer_ids=tuple(layer_ids.tolist()), topk=topk)
 
     @property
     def nbytes(self) -> int:
@@ -179,4 +210,10 @@ class BatchIndex:
         return stats
 
 
-_COLUMNS = tuple(f.name for f in fields(BatchIndex) if f.name not in ("layer_ids", "topk"))
+_COLUMNS = {
+    "groups": np.dtype(np.int64),
+    "rewards": np.dtype(np.float64),
+    **dict.fromkeys(("owners", "places", "seqlens", "prompt_lens"), np.dtype(np.int32)),
+    **dict.fromkeys(("versions", "unrouted", "loss_tokens"), np.dtype(np.int32)),
+    "truncated": np.dtype(np.bool_),
+}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from pyrl_ext.dist.agree import agree, gather_objects
+from pyrl_ext.dist.agree import agree, gather_bytes
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.rollout.engine import Engine, in_order
 from pyrl_ext.samples import Prompt, Sample, Sampling
@@ -85,12 +85,12 @@ def generate_on_ranks(
     held = list(range(ranks) if engine_of_rank is None else engine_of_rank)
     engines, number = len({*held} - {None}), held[rank]
     quota = 0 if number is None else len(range(number, request.keep, engines))
-    mine = RolloutRequest(
+    asked = RolloutRequest(
         request.prompts[number::engines] if quota else (), request.sampling, quota
     )
     try:
         label = "rollout" if engines == 1 else f"rollout, engine {number} of {engines}"
-        samples, lost = _complete_groups(engine, mine, score, show, label)
+        samples, lost = _complete_groups(engine, asked, score, show, label)
         error = None
     except Exception as caught:  # every rank has to know, or the others wait forever
         samples, lost, error = [], 0, caught
@@ -98,9 +98,11 @@ def generate_on_ranks(
     if number is None or held.index(number) != rank:  # another rank of its engine owns them
         samples, lost = [], 0
     samples = in_order(samples, request.prompts)
-    shares = gather_objects((BatchIndex.of(samples, rank, depths), lost), group)
-    index = BatchIndex.joined([part for part, _ in shares], [p.id for p in request.prompts])
-    return Rollout(index, samples, sum(discarded for _, discarded in shares))
+    mine = lost.to_bytes(8, "little") + BatchIndex.of(samples, rank, depths).to_bytes()
+    shares = gather_bytes(mine, group)
+    parts = [BatchIndex.from_bytes(share[8:]) for share in shares]
+    index = BatchIndex.joined(parts, [p.id for p in request.prompts])
+    return Rollout(index, samples, sum(int.from_bytes(share[:8], "little") for share in shares))
 
 
 def _digest(request: RolloutRequest) -> int:

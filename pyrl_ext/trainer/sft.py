@@ -10,7 +10,7 @@ import torch
 
 from pyrl_ext.data.sft import SftSource
 from pyrl_ext.data.source import build_records
-from pyrl_ext.dist.agree import agree, gather_objects
+from pyrl_ext.dist.agree import agree, gather_bytes, gather_objects
 from pyrl_ext.dist.reduce import sum_over_ranks
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.registry import build_loss
@@ -85,8 +85,8 @@ class SftStep(Step):
             error = caught
         agree("SftStep", error, zlib.crc32(repr(order).encode()), "steps", self.topo.world)
         mine = BatchIndex.of(samples, self.topo.rank, self.plan.num_mtp_layers)
-        parts = gather_objects(mine, self.topo.world)
-        return Rollout(BatchIndex.joined(parts, order), samples, 0)
+        parts = map(BatchIndex.from_bytes, gather_bytes(mine.to_bytes(), self.topo.world))
+        return Rollout(BatchIndex.joined([*parts], order), samples, 0)
 
 
 def _no_advantage(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,35 @@ def test_joined_orders_samples_by_group_and_place():
     assert index.nbytes <= 56 * len(index)
 
 
+@pytest.mark.parametrize("groups", [0, 1, 4])
+def test_from_bytes_reads_what_to_bytes_wrote(groups):
+    index = BatchIndex.of(make_samples(groups), owner=3, depths=2)
+    index = replace(index, groups=index.groups + (1 << 40))
+    written = index.to_bytes()
+    assert len(written) == 16 + 2 * len(index.layer_ids) + index.nbytes
+    read = BatchIndex.from_bytes(written)
+    for name, column in vars(index).items():
+        got = getattr(read, name)
+        if isinstance(column, np.ndarray):
+            assert got.dtype == column.dtype and got.shape == column.shape, name
+            assert got.tolist() == column.tolist(), name
+        else:
+            assert got == column, name
+    assert read.digest == index.digest
+
+
+def test_digest_depends_on_every_number():
+    index = BatchIndex.of(make_samples())
+    columns = [name for name, column in vars(index).items() if isinstance(column, np.ndarray)]
+    assert len(columns) == 10
+    for name in columns:
+        changed = getattr(index, name).copy()
+        changed[3] = changed[3] == 0 if name == "truncated" else changed[3] + 1
+        assert replace(index, **{name: changed}).digest != index.digest, name
+    assert replace(index, topk=1).digest != replace(index, layer_ids=(1, 2, 6)).digest
+    assert replace(index, topk=1).digest != index.digest
+
+
 def test_joined_refuses_routes_of_other_layers():
     other = replace(make_sample(11, 0, 2, 3), layer_ids=(1, 2, 4))
     parts = BatchIndex.of([make_sample(10, 0, 2, 3)]), BatchIndex.of([other], owner=1)
