@@ -9,7 +9,8 @@ import torch
 
 from pyrl_ext.dist.topology import Place
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.exchange import Delivery, Exchange, columns_of
+from pyrl_ext.pack.delivery import Delivery
+from pyrl_ext.pack.exchange import Exchange, columns_of
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import Group, Schedule
@@ -53,13 +54,13 @@ def shard_at(
     seat = Seat(place.cp_rank, place.tp_rank, place.tp_size, layers=index.layer_ids, fp8=fp8)
     wide = batch.routes is not None and batch.routes.dtype == torch.uint16
     experts = 1 << 16 if wide else 1 << 8  # the ids that their type holds
-    delivery = Delivery(Exchange(index, schedule, [seat], experts), 0)
+    exchange = Exchange(index, schedule, [seat], experts)
+    rows, needs = exchange.of(0)
+    delivery = Delivery(0, needs)
     delivery.take(0, columns_of(batch, depths))
     counts = tuple(index.loss_tokens[list(ids)].sum(0).tolist())
-    lengths, columns = delivery.exchange.lengths, delivery.columns
-    return BatchShard(
-        schedule, (1,), lengths, seat, delivery.rows, columns, index.layer_ids, (counts,)
-    )
+    lengths, columns = exchange.lengths, delivery.columns
+    return BatchShard(schedule, (1,), lengths, seat, rows, columns, index.layer_ids, (counts,))
 
 
 def microbatch(

@@ -230,7 +230,7 @@ _METRICS = (
     Metric(
         "time/exchange",
         "s",
-        "Wall time of checking samples and moving their rows to the ranks that compute them.",
+        "Wall time of checking samples and of waiting for the rows of other ranks, in passes too.",
         phase="ours",
     ),
     Metric(

@@ -90,7 +90,10 @@ class Microbatch:
             depths: MTP layers whose inputs are needed.
             upload: copies the rows to its device; the caller waits by its `arrive`. None: they stay
                 on the host.
+
+        Communicates: waits for rows that are still on their way.
         """
+        shard.wait(number)
         group = shard.schedule.group_of(number, shard.seat.grid_rank)
         layout = layout_of(group, shard.lengths, shard.seat)
         rows = layout.rows(place.cp_rank)
@@ -131,7 +134,7 @@ def _columns(shard: BatchShard, part: slice, depths: int) -> dict[str, Tensor]:
     rows, starts = shard.rows.tokens[part], shard.lengths.starts
     names = ["tokens", *(f"{n}_{d}" for n in ("targets", "loss_mask") for d in range(1 + depths))]
     columns = {
-        name: shard.columns[name][part] for name in (*names, *_SCORES) if name in shard.columns
+        name: shard.stored[name][part] for name in (*names, *_SCORES) if name in shard.stored
     }
     positions = rows - starts[shard.lengths.sample_of(rows)]
     return columns | {"positions": torch.from_numpy(positions).int()}

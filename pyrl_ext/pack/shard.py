@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -94,6 +94,8 @@ class SeatRows(NamedTuple):
         for number in range(len(schedule)):
             group = schedule.group_of(number, seat.grid_rank)
             if owned is not None and not owned[list(group.samples)].any():
+                tokens.append(tokens[0])
+                routers.append(routers[0])
                 continue
             layout = layout_of(group, lengths, seat)
             local = layout.rows(seat.grid_rank - group.first)
@@ -116,14 +118,17 @@ class BatchShard:
         lengths:     of all samples of the step.
         seat:        of this rank.
         rows:        of this rank.
-        columns:     name -> [N] of this rank's tokens: ``tokens``, ``targets_<d>`` int32 and
+        stored:      name -> [N] of this rank's tokens: ``tokens``, ``targets_<d>`` int32 and
             ``loss_mask_<d>`` bool, where d is the depth of an MTP layer, 0 the next token; on the
             last stage ``rollout_logprobs``, ``advantages``, ``old_logprobs``, ``ref_logprobs``
             float32. ``routes`` [R, l, K] of the seat's layers and ``route_mask`` [R] describe the
-            routers' rows. All are on the host.
+            routers' rows. All are on the host; rows that `wait` was not called for may be on
+            their way.
         layer_ids:   ids of all layers that the samples have routes of.
         loss_tokens: [minibatches][1 + D] loss tokens of all ranks by depth.
         images:      by the encoder's name.
+        wait_for:    returns once the rows of a microbatch of the step are there.
+        first:       number in the step of the first microbatch.
     """
 
     schedule: Schedule
@@ -131,10 +136,25 @@ class BatchShard:
     lengths: Lengths
     seat: Seat
     rows: SeatRows
-    columns: Mapping[str, Tensor]
+    stored: Mapping[str, Tensor]
     layer_ids: tuple[int, ...]
     loss_tokens: tuple[tuple[int, ...], ...]
     images: Mapping[str, ShardImages] = field(default_factory=dict[str, "ShardImages"])
+    wait_for: Callable[[int], None] = lambda microbatch: None
+    first: int = 0
+
+    def wait(self, microbatch: int) -> None:
+        """Return once the rows of ``microbatch``, and of those before it, are there.
+
+        Raises: RuntimeError naming the rank that did not send them.
+        """
+        self.wait_for(self.first + microbatch)
+
+    @property
+    def columns(self) -> Mapping[str, Tensor]:
+        """`stored`, once all its rows are there."""
+        self.wait(len(self.schedule) - 1)
+        return self.stored
 
     def minibatch(self, number: int) -> BatchShard:
         """The part of one minibatch; its columns are views."""
@@ -152,17 +172,18 @@ class BatchShard:
                 self.rows.first_token[first : last + 1] - token,
                 self.rows.first_router[first : last + 1] - router,
             ),
-            columns={
+            stored={
                 name: x[router:router_end] if name.startswith("route") else x[token:end]
-                for name, x in self.columns.items()
+                for name, x in self.stored.items()
             },
             loss_tokens=(self.loss_tokens[number],),
             images={name: each.between(first, last) for name, each in self.images.items()},
+            first=self.first + first,
         )
 
     def with_columns(self, **columns: Tensor) -> BatchShard:
         """With more columns, [N] each on the host."""
-        return replace(self, columns={**self.columns, **columns})
+        return replace(self, stored={**self.stored, **columns})
 
 
 def joined(schedules: Sequence[Schedule]) -> Schedule:

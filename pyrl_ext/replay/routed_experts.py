@@ -69,7 +69,7 @@ class RoutedExperts:
         """Upload the routed experts of a microbatch.
 
         Args:
-            shard:  on the host.
+            shard:  on the host; the rows at ``at`` are there.
             at:     [M] int64 on the host, place of each router row among the shard's, -1 = padding.
             layers: global ids of this rank's layers that replay; empty: routers choose for all
                 tokens.
@@ -88,7 +88,7 @@ class RoutedExperts:
         if layers:
             slots = [held.index(layer) for layer in layers]
             part = slice(min(slots), max(slots) + 1)
-            ids, mask = shard.columns["routes"][:, part], shard.columns["route_mask"]
+            ids, mask = shard.stored["routes"][:, part], shard.stored["route_mask"]
         else:
             part, rows = slice(0, 0), len(shard.rows.routers)
             ids = torch.empty(rows, 0, topk, dtype=route_dtype(num_experts))

@@ -18,10 +18,11 @@ from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.metrics.mismatch import mismatch
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.exchange import Moved, shard_batch
+from pyrl_ext.pack.delivery import Moved
+from pyrl_ext.pack.exchange import shard_batch, step_digest
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Scheduler
-from pyrl_ext.pack.shard import BatchShard, joined
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.rollout.distribute import Rollout
@@ -110,9 +111,10 @@ class Step(ABC):
                 batch = self._rows_of(rollout)
             except Exception as caught:  # every rank has to know, or the others wait forever
                 error = caught
-            digest = joined(schedules).digest if schedules else 0
-            agree("Step.batch_of", error, digest, "schedules", group)
-            shard, self.moved = shard_batch(batch, index, schedules, self.plan, self.topo)
+            digest = step_digest(index, schedules) if schedules else 0
+            agree("Step.batch_of", error, digest, "samples or schedules", group)
+            waiting = partial(phase, "time/exchange")
+            shard, self.moved = shard_batch(batch, index, schedules, self.plan, self.topo, waiting)
         return shard
 
     def _rows_of(self, rollout: Rollout) -> Batch | None:

@@ -1,27 +1,43 @@
 """shard_batch: every rank gets the rows that it computes, from whichever rank owns them, and only
-those; compared with a plain loop over rows."""
+those; compared with a plain loop over rows. Ranks that disagree or die end the others."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from pyrl_ext.dist import heartbeat
 from pyrl_ext.dist.agree import gather_objects
+from pyrl_ext.dist.clock import Clock
+from pyrl_ext.dist.topology import Topology
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.exchange import KINDS, Moved, shard_batch
+from pyrl_ext.pack.delivery import KINDS, Moved
+from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Group, Schedule, plan_microbatches
-from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.pack.shard import BatchShard, joined
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import ranks
+from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.samples import Sample
+from pyrl_ext.trainer.step import Step
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.probe import local_rows
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fork_ranks, run_ranks
 from tests.helpers.samples import make_sample
 from tests.helpers.tiny import one_rank, tiny_plan
 
@@ -42,8 +58,10 @@ def sample(prompt: int, index: int) -> Sample:
 SAMPLES = [sample(prompt, index) for prompt in range(6) for index in range(2)]
 
 
-def plan_of(layout: str) -> Plan:
-    return tiny_plan(*(f"parallel.{word}" for word in layout.split()), "model.recompute=none")
+def plan_of(layout: str, *more: str) -> Plan:
+    return tiny_plan(
+        *(f"parallel.{word}" for word in layout.split()), "model.recompute=none", *more
+    )
 
 
 def schedules_of(plan: Plan, index: BatchIndex) -> list[Schedule]:
@@ -88,7 +106,99 @@ def moved_to_ranks(group: dist.ProcessGroup) -> list[Any]:
                         wanted(shard, plan, rank, hosts, owners),
                     )
                 )
+    waits_for_a_part_alone(group)
+    refuses_other_numbers(group)
     return found
+
+
+def rank_of_four(rank: int, hosts: Sequence[int]) -> tuple[Plan, Topology, Batch, BatchIndex]:
+    """A rank that owns every fourth sample, its plan and what all ranks know."""
+    plan = plan_of("dp=4")
+    topo = replace(one_rank(plan), rank=rank, world_size=4, hosts=tuple(hosts))
+    parts = [BatchIndex.of(SAMPLES[owner::4], owner, DEPTHS) for owner in range(4)]
+    index = BatchIndex.joined(parts, range(6))
+    values = torch.arange(float(len(index)))[index.owned_by(rank)]
+    return plan, topo, Batch.of(SAMPLES[rank::4], values), index
+
+
+def waits_for_a_part_alone(group: dist.ProcessGroup) -> None:
+    """Ranks send nothing but first parts until every rank has the rows of its first microbatch."""
+    plan, topo, batch, index = rank_of_four(group.rank(), range(4))
+    schedules = schedules_of(plan, index)
+    held: list[Any] = []
+    isend = dist.isend
+
+    def hold(*arguments: Any, **named: Any) -> Any:
+        held.append((arguments, named))
+        return SimpleNamespace(wait=lambda: None)
+
+    with patch.object(dist, "isend", hold):
+        shard, _ = shard_batch(batch, index, schedules, plan, topo)
+    assert {b["tag"] for _, b in held} <= {0, 1, 2}
+    firsts = [isend(*a, **b) for a, b in held if not b["tag"]]
+    shard.wait(0)
+    end = shard.rows.first_token[1]
+    assert shard.stored["tokens"][:end].max() < 99 < 1 << 30 < shard.stored["tokens"].max()
+    dist.barrier()
+    others = [isend(*a, **b) for a, b in held if b["tag"]]
+    shard.minibatch(1).wait(0)
+    for work in (*firsts, *others):
+        work.wait()
+    assert shard.stored["tokens"].max() < 99
+
+
+class BatchesAlone(Step):
+    """A step without a model."""
+
+    def take(self, number, phase): ...
+
+    def evaluate(self, phase): ...
+
+    def metrics(self, index, shard, old): ...
+
+
+def refuses_other_numbers(group: dist.ProcessGroup) -> None:
+    """Rank 2 takes a sample for longer, which does not change its schedule: with routes and without
+    them, and where it owns no sample itself."""
+    rank = group.rank()
+    for case in ("routes", "no routes", "no samples"):
+        plan, topo, _, index = rank_of_four(rank, range(4))
+        samples = {(s.prompt_id, s.index): s for s in SAMPLES}
+        if case == "no routes":
+            plan = plan_of("dp=4", "replay=off")
+            index = replace(index, layer_ids=(), topk=0)
+            none = {at: torch.zeros(len(s.tokens)) > 0 for at, s in samples.items()}
+            samples = {
+                at: replace(s, routes=None, layer_ids=(), route_mask=none[at])
+                for at, s in samples.items()
+            }
+        if case == "no samples":
+            index = replace(index, owners=np.where(index.owners == 2, 0, index.owners))
+        names = zip(index.groups.tolist(), index.places.tolist(), strict=True)
+        mine = [s for s, o in zip(map(samples.get, names), index.owners, strict=True) if o == rank]
+        longer = (index.seqlens + (np.arange(len(index)) == 5)).astype(np.int32)
+        other = replace(index, seqlens=longer if rank == 2 else index.seqlens)
+        step: Any = BatchesAlone(plan, topo, *[None] * 4)  # pyright: ignore[reportArgumentType]
+        step.advantage = lambda rewards, groups: rewards
+        same, changed = (joined(step.scheduler.minibatches(i)) for i in (index, other))
+        assert same.microbatches == changed.microbatches
+        with pytest.raises(RuntimeError, match=r"ranks \[2\] got other samples or schedules"):
+            step.batch_of(Rollout(other, mine, 0), lambda name: nullcontext())
+    plan, topo, batch, index = rank_of_four(rank, range(4))
+    other = replace(index, rewards=index.rewards + (rank == 2))
+    shard, _ = shard_batch(batch, other, schedules_of(plan, index), plan, topo)
+    errors = gather_objects(error_of(lambda: shard.columns), group)
+    expected = r"an error from rank 2, expected part . of 3 of its rows: it sent rows of exchange"
+    assert any(re.search(expected, error) for error in errors), errors
+    assert "error from rank" in errors[2]
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def check_rows(shard: BatchShard, schedules: list[Schedule], plan: Plan, rank: int) -> None:
@@ -173,6 +283,50 @@ def wanted(
             network += size * (hosts[owner] != hosts[rank])
             shared += size * (hosts[owner] == hosts[rank] and owner != rank)
     return network, shared
+
+
+def dies(rank: int, world_size: int, port: int, folder: Path, hosts: list[int]) -> None:
+    """Rank 2 is killed when it has sent a part, or when the others read its rows."""
+    os.dup2(os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY), 2)
+    heartbeat.INTERVAL = 0.25
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    plan, topo, batch, index = rank_of_four(rank, hosts)
+    schedules, isend, sent = schedules_of(plan, index), dist.isend, []
+
+    def kill(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def send(*arguments: Any, **named: Any) -> Any:
+        sent.append(named["tag"])
+        return kill() if max(sent) else isend(*arguments, **named)
+
+    with heartbeat.heartbeats(topo) as beats:
+        clock, beats.step = Clock(on_phase=beats.enter), 5
+        dist.barrier()
+        if rank == 2:
+            dist.isend, dist.barrier = send, kill
+        with clock("time/exchange"):
+            waiting = partial(clock, "time/exchange")
+            shard, _ = shard_batch(batch, index, schedules, plan, topo, waiting)
+        with clock("time/old_logprobs"):
+            _ = shard.columns
+            dist.barrier()
+
+
+@pytest.mark.parametrize("hosts", [[0, 1, 2, 3], [0, 0, 0, 0]])
+def test_shard_batch_ends_all_ranks_when_an_owner_dies(tmp_path, hosts):
+    """The heartbeats name it and where it was; the exchange, what it owed."""
+    with fork_ranks(dies, 4, tmp_path, hosts) as processes:
+        for process in processes:
+            process.join(DEADLINE)
+        assert [process.exitcode for process in processes] == [1, 1, -signal.SIGKILL, 1]
+    texts = {rank: (tmp_path / f"{rank}.txt").read_text() for rank in (0, 1, 3)}
+    for text in texts.values():
+        assert "rank 2 (" in text and "last heard in exchange of step 5\n" in text, text
+    owed = r"ended in exchange of step 5: RuntimeError: shard_batch: rank (\d) has an error from "
+    owed += "rank 2, expected part . of 3 of its rows" if hosts[1] else "(rank 2|some rank)"
+    assert any(re.search(owed, text) for text in texts.values()), texts
 
 
 @pytest.fixture(scope="module")

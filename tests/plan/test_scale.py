@@ -12,9 +12,11 @@ import pytest
 from rich.console import Console
 
 from pyrl_ext.dist import heartbeat
+from pyrl_ext.pack import exchange
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.scale import (
+    EXCHANGE_PARTS,
     GROWING,
     HEARTBEAT_KEYS,
     WATCHED,
@@ -97,6 +99,10 @@ def test_World_knows_what_heartbeats_read():
         assert world is not None
         assert world.keys_read == HEARTBEAT_KEYS + len(heartbeat.watched_by(0, ranks))
     assert len(heartbeat.DISTANCES) == WATCHED
+
+
+def test_World_knows_the_parts_of_an_exchange():
+    assert EXCHANGE_PARTS == exchange.PARTS
 
 
 def test_World_counts_the_bytes_of_a_batch_row_by_row():

@@ -28,8 +28,8 @@ LOSS = {"log-prob of the engine": 4, "advantage": 4}
 ROUTE_MASK = 1
 INDEX_BYTES, MTP_BYTES = 45, 4
 """The numbers of one sample that all ranks know; with every MTP layer."""
-PICKLE_BYTES = 700
-"""An index of no samples, pickled."""
+EXCHANGE_PARTS = 4
+"""Messages of an owner to a rank, at most: `pack.exchange.PARTS`."""
 OBJECT_BYTES = 24
 """A small pickled tuple in an all-gather, which also sends its size in 8 bytes."""
 METRICS = 13
@@ -157,8 +157,8 @@ class World:
 
     @property
     def exchange_messages(self) -> float:
-        """A message from each rank of another host that generated samples of this one's."""
-        others = max(0, self.ranks - self.plan.hardware.gpus_per_node)
+        """A message of each part from each rank of another host that generated samples of it."""
+        others = EXCHANGE_PARTS * max(0, self.ranks - self.plan.hardware.gpus_per_node)
         return min(others, math.ceil(self.number * self.plan.parallel.cp / self.grid))
 
     @property
@@ -166,10 +166,16 @@ class World:
         return (INDEX_BYTES + MTP_BYTES * self.plan.num_mtp_layers) * self.number
 
     @property
+    def index_head_bytes(self) -> int:
+        """What a rank sends before its samples: their number and layers, and discarded tokens."""
+        layers = len(self.plan.router_layers) if self.replays else 0
+        return 4 * 4 + 2 * layers + 8 * self.plan.has_rollouts
+
+    @property
     def gathered_index_bytes(self) -> float:
-        """An object of every rank with the numbers of its samples, and its size."""
+        """The numbers of every rank's samples, and their size."""
         each = self.index_bytes / self.number * math.ceil(self.number / self.ranks)
-        return self.ranks * (8 + PICKLE_BYTES + each)
+        return self.ranks * (8 + self.index_head_bytes + each)
 
     @property
     def schedule_bytes(self) -> float:
@@ -291,9 +297,10 @@ QUANTITIES: tuple[Quantity, ...] = (
     (STEP, "from other hosts", "byte", lambda w: w.exchange_bytes,
      "between hosts: rows that a rank computes; from its own host they come by shared memory"),
     (STEP, "from other hosts", "message", lambda w: w.exchange_messages,
-     "between hosts: from each rank that generated a sample of this one's, one at most"),
+     f"between hosts: from each rank that generated a sample of this one's, {EXCHANGE_PARTS} at "
+     "most"),
     (STEP, "~ numbers of samples", "byte", lambda w: w.gathered_index_bytes,
-     f"between hosts: an all-gather of all of them, in an object of {PICKLE_BYTES} bytes from "
+     "between hosts: an all-gather of all of them, and of 24 bytes and the layers with routes of "
      "every rank"),
     (STEP, "numbers of samples", "message", lambda w: w.ranks - 1,
      "between hosts: gloo's all-gather is a ring; the bytes do not grow with its steps"),
