@@ -1,6 +1,8 @@
-"""Two hosts on one machine: two network namespaces and a cable between them, torchrun in each.
+"""Two hosts on one machine: two namespaces of the network and of processes, with a cable between
+them, and torchrun in each. So no rank can read the memory of one on the other host.
 
-The same steps on two hosts and on one must give the same numbers; then the cable is pulled in the
+The same steps on two hosts and on one must give the same numbers, and as many bytes of samples
+cross the cable as ranks of one host read from each other; then the cable is pulled in the
 middle of a run, and each side must stop within a minute and name the ranks of the other one.
 
     sudo python tests/two_hosts.py [--ranks-per-host 2]
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pyrl_ext.metrics.sinks import read_rows
@@ -28,13 +30,15 @@ SMALL = (
     *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
     *("log.progress=false", "evaluate.every=0", "checkpoint.every=2"),
 )
+WAYS = ("batch/moved_bytes", "batch/shared_bytes")
 ADDRESSES = ("10.93.0.1", "10.93.0.2")  # nobody else sees them
 
 
 def why_not() -> str | None:
     """Why this machine cannot make network namespaces; empty where it can."""
-    if shutil.which("ip") is None:
-        return "there is no ip command (iproute2)"
+    for command, package in (("ip", "iproute2"), ("unshare", "util-linux")):
+        if shutil.which(command) is None:
+            return f"there is no {command} command ({package})"
     if os.geteuid() != 0:
         return "network namespaces need root"
     name = f"pyrl-{os.getpid()}-try"
@@ -77,7 +81,8 @@ def started(hosts: tuple[str, str], ranks: int, folder: Path, steps: int) -> Ite
             # torchrun finds out by the host's name, which is the same on both
             meet += ["--local-addr", address, f"--rdzv-conf=is_host={address == ADDRESSES[0]}"]
             size = ["--nnodes", "2", "--nproc-per-node", str(ranks)]
-            command = ["ip", "netns", "exec", host, *TORCHRUN, *meet, *size]
+            apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+            command = ["ip", "netns", "exec", host, *apart, *TORCHRUN, *meet, *size]
             with log.open("w") as file:
                 processes.append(
                     subprocess.Popen(
@@ -93,7 +98,8 @@ def started(hosts: tuple[str, str], ranks: int, folder: Path, steps: int) -> Ite
     finally:
         for host, process in zip(hosts, processes):
             for pid in processes_on(host):
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # the first of them takes the others along
+                    os.kill(pid, signal.SIGKILL)
             process.wait()
 
 
@@ -129,13 +135,18 @@ def wait(what: str, done: Callable[[], bool], seconds: float, logs: list[Path]) 
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """The metrics without times."""
+    """The metrics without times, and without the ways that the samples' rows took."""
     lines = folder / "metrics.jsonl"
-    timed = ("time/", "tokens_per_s")
+    other = ("time/", "tokens_per_s", *WAYS)
     return [
-        {name: value for name, value in row.items() if not name.startswith(timed)}
+        {name: value for name, value in row.items() if not name.startswith(other)}
         for row in (read_rows(lines) if lines.exists() else [])
     ]
+
+
+def moved(folder: Path) -> list[list[float]]:
+    """Bytes of every step that crossed the cable, and that were read in shared memory."""
+    return [[row[way] for way in WAYS] for row in read_rows(folder / "metrics.jsonl")]
 
 
 def same_numbers(hosts: tuple[str, str], ranks: int, folder: Path) -> None:
@@ -150,7 +161,12 @@ def same_numbers(hosts: tuple[str, str], ranks: int, folder: Path) -> None:
         rows(folder / "one"),
         rows(folder / "two"),
     )
+    pairs = [*zip(moved(folder / "one"), moved(folder / "two"), strict=True)]
+    assert all(not cable and here > 0 for (cable, here), _ in pairs), pairs
+    assert all(cable > 0 and (here > 0) == (ranks > 1) for _, (cable, here) in pairs), pairs
+    assert all(sum(one) == sum(two) for one, two in pairs), pairs
     print(f"two hosts with {ranks} ranks each: the numbers of one host with {2 * ranks}")
+    print(f"bytes of samples over the cable: {[cable for _, (cable, _) in pairs]}")
 
 
 def pulled_cable(hosts: tuple[str, str], ranks: int, folder: Path) -> None:
