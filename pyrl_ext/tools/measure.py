@@ -248,8 +248,8 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
         found.items["activations"] = saved.peak
         clock.take()
         bench.run(2, clock)
-    if "routes" in shard.columns:
-        found.items["routes of the batch"] = shard.columns["routes"].nbytes
+    if "routes" in shard.stored:
+        found.items["routes of the batch"] = shard.stored["routes"].nbytes
         if plan.replay.train:
             found.items["routes"] = bench.routes(shard, number)
     found.seconds = clock.take()
