@@ -143,7 +143,7 @@ class Need(NamedTuple):
         return {(int(part[0]), int(owner[0])): at for part, owner, at in found}
 
     def pick(self, columns: Columns, rows: np.ndarray) -> Iterator[tuple[str, Tensor]]:
-        """What is needed of ``rows``, whose owner holds ``columns``."""
+        """The needed columns of ``rows``, whose owner holds ``columns``."""
         at = self.items.at_owner(rows)
         for name, wanted in self.fields.items():
             column = _bits(columns[name]).index_select(0, at)

@@ -167,7 +167,7 @@ class World:
 
     @property
     def index_head_bytes(self) -> int:
-        """What a rank sends before its samples: their number and layers, and discarded tokens."""
+        """Sent by a rank before its samples: their number and layers, and discarded tokens."""
         layers = len(self.plan.router_layers) if self.replays else 0
         return 4 * 4 + 2 * layers + 8 * self.plan.has_rollouts
 
