@@ -3,6 +3,7 @@
 import json
 from dataclasses import fields
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,8 +218,11 @@ def test_Scheduler_prices_groups_once(monkeypatch):
 
 def index_of(lengths: list[int], groups: list[int]) -> BatchIndex:
     """Samples of these rows and groups; the other numbers do not matter here."""
-    columns = {f.name: np.zeros(len(lengths), np.int32) for f in fields(BatchIndex)[:10]}
-    return BatchIndex(**columns | dict(seqlens=np.array(lengths), groups=np.array(groups)))
+    columns: dict[str, Any] = {
+        f.name: np.zeros(len(lengths), np.int32) for f in fields(BatchIndex)[:10]
+    }
+    columns |= dict(seqlens=np.array(lengths), groups=np.array(groups))
+    return BatchIndex(**columns)
 
 
 @pytest.mark.parametrize("dynamic", ["null", "2"])
