@@ -24,6 +24,9 @@ SAME_AS = {
 # Globals of megatron.core.parallel_state -> the group that they must name
 GLOBALS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",  # transformer/module.py:84: sharded_state_dict
+    # utils.py:580: whether layers without a group take the one above (the queries of latent
+    # attention that are not compressed: multi_latent_attention.py:510)
+    "_DATA_PARALLEL_GROUP": "dp",
     "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",  # multi_token_prediction.py:635: which rank has MTP
 }
 

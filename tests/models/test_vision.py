@@ -1,13 +1,17 @@
 """Families with a vision tower against transformers: towers of images of different sizes, the
 language model with what they give it, their tensors, and both under every split."""
 
+import json
+import math
+import os
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from benchmarks.whole import microbatch
 from pyrl_ext.dist import topology
@@ -19,9 +23,12 @@ from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.images import Images, meeting
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.shard import Lengths
+from pyrl_ext.plan.forecast.counts import parameters
+from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import vision
-from tests.helpers.models import plan_of
+from tests.helpers.models import SHIPPED, plan_of
+from tests.helpers.ranks import run_ranks
 from tests.helpers.vision import GRIDS, IMAGE, KIMI_VL, QWEN_VL, pixels_of, rows_of, write_model
 
 MODELS = {"qwen": QWEN_VL, "kimi": KIMI_VL}
@@ -119,6 +126,26 @@ def packed_of(batch, images, topo, sizes) -> tuple[Any, Any]:
     return micro, packed
 
 
+def count_of(hf: dict[str, Any]) -> int:
+    """Parameters of the language model and of the tower."""
+    sizes, tower = read_sizes(hf), family(hf["model_type"]).tower
+    assert tower is not None
+    shapes = (shape for row in tower.weights(sizes) for shape in row.shapes)
+    return parameters(sizes).total + sum(map(math.prod, shapes))
+
+
+@pytest.mark.parametrize("model", ["tiny_vl", "qwen3_vl_30b"])
+def test_parameters_of_shipped_models_are_those_of_transformers(model):
+    config = CONFIG_MAPPING["qwen3_vl_moe"].from_dict(json.loads(json.dumps(SHIPPED[model])))
+    with torch.device("meta"):
+        theirs = AutoModelForImageTextToText.from_config(config)
+    assert count_of(SHIPPED[model]) == sum(p.numel() for p in theirs.parameters())
+
+
+def test_parameters_have_the_published_total():
+    assert round(count_of(SHIPPED["qwen3_vl_30b"]) / 1e9, 1) == 31.1
+
+
 @pytest.mark.parametrize("hf", MODELS.values(), ids=list(MODELS))
 def test_family_with_tower_equals_the_model_of_transformers(tmp_path, hf):
     """Rows of the tower, of all images and of each; logits of text and images; the gradient of
@@ -180,3 +207,118 @@ def check_gradients(theirs, hf, table, live):
             torch.testing.assert_close(
                 grad, published[name], atol=2e-5 * max(scale, 1e-3), rtol=1e-4, msg=name
             )
+
+
+# on several ranks --------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "qwen, tp2": ("qwen", "parallel.tp=2"),
+    "qwen, cp2": ("qwen", "parallel.cp=2"),
+    "qwen, pp2, recomputed": ("qwen", "parallel.pp=2", "model.recompute=full"),
+    "kimi, tp2, recomputed": ("kimi", "parallel.tp=2", "model.recompute=selective"),
+    "kimi, pp2": ("kimi", "parallel.pp=2", "parallel.num_layers_in_first_pipeline_stage=1"),
+}
+
+
+def noise(*size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(3)) / 100
+
+
+def scheduled(model: Any, topo: Any, inputs: list, loss: Any) -> None:
+    """megatron's schedule over microbatches: forward on (args, kwargs), backward of the loss."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    def step(iterator: Any, chunk: Any) -> tuple:
+        number, (args, kwargs) = next(iterator)
+        one = torch.tensor(1, dtype=torch.int32)
+        return chunk(*args, **kwargs), lambda output: (loss(number, output), one, {})
+
+    model.config.finalize_model_grads_func = None
+    get_forward_backward_func(topo.pp_size, None)(
+        forward_step_func=step,
+        data_iterator=enumerate(inputs),
+        model=model.train(),
+        num_microbatches=len(inputs),
+        seq_length=0,
+        micro_batch_size=1,
+        forward_only=False,
+        p2p_communicator=P2PCommunicator(topo.groups.pp, model.config),
+        pg_collection=topo.groups,
+    )
+
+
+def tower_pass(plan: Any, topo: Any) -> tuple[list, dict]:
+    """Outputs of two microbatches on the last stage, and gradients by megatron's names."""
+    tower, _, live = tower_of(plan, topo)
+    counts = [sum(h * w for _, h, w in grids) for grids in (GRIDS[:1], GRIDS[1:])]
+    parts = pixels_of(plan.hf).split(counts)
+    outputs = []
+
+    def loss(number: int, rows: torch.Tensor) -> torch.Tensor:
+        outputs.append(rows.detach())
+        return (rows * noise(*rows.shape)).sum()
+
+    scheduled(tower, topo, [((parts[0], GRIDS[:1]), {}), ((parts[1], GRIDS[1:]), {})], loss)
+    return outputs, {name: tensor.grad for name, tensor in live.items()}
+
+
+def language_pass(policy: Policy, topo: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [T, V] of this rank's rows and part of the vocabulary, zeros elsewhere; gradient of
+    the features that it embeds, zeros elsewhere)."""
+    sizes, (batch, images) = policy.plan.sizes, batch_of()
+    assert sizes.vision is not None
+    (model,) = policy.llm.models
+    width = (1 + len(sizes.vision.deepstack)) * sizes.hidden_size
+    values = (100 * noise(int(images.counts.sum()), width)).requires_grad_()
+    micro, packed = packed_of(batch, images, topo, sizes)
+    features = features_of(values, batch, images, micro) if topo.is_first_stage else []
+    whole = torch.zeros(len(batch.tokens), sizes.vocab_size)
+
+    def loss(_number: int, output: torch.Tensor) -> torch.Tensor:
+        logits, real = output[0], micro.rows >= 0
+        columns = slice(topo.tp_rank * logits.shape[1], (topo.tp_rank + 1) * logits.shape[1])
+        rows = micro.rows[real]
+        whole[rows, columns] = logits.detach()[real]
+        return (logits[real] * noise(*whole.shape)[rows, columns]).sum()
+
+    inputs = micro.tokens[None], packed.positions[None], None
+    scheduled(model, topo, [(inputs, {"packed_seq_params": packed, "features": features})], loss)
+    return whole, torch.zeros_like(values) if values.grad is None else values.grad
+
+
+def on_rank(group: Any, layouts: dict, folder: Any) -> dict:
+    os.environ["WORLD_SIZE"] = str(group.size())
+    found = {}
+    for name, (model, *overrides) in layouts.items():
+        plan = plan_of(folder / model, "replay=off", *overrides)
+        with topology.start(plan) as topo:
+            policy = Policy.build(plan, topo, trainable=False)
+            for chunk in policy.llm.chunks:
+                chunk.requires_grad_(True)
+            found[name] = *language_pass(policy, topo), *tower_pass(plan, topo)
+    return found
+
+
+def test_towers_and_features_of_every_layout_equal_one_process(tmp_path):
+    """Rows and gradients of towers; logits, and gradients of the features that ranks embed."""
+    for name, hf in MODELS.items():
+        write_model(tmp_path / name, hf)
+    (single,) = run_ranks(on_rank, 1, {name: (name,) for name in MODELS}, tmp_path)
+    ranks = run_ranks(on_rank, 2, LAYOUTS, tmp_path)
+    for name, (model, layout, *_) in LAYOUTS.items():
+        logits, gradient, rows, exact = single[model]
+        close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5, msg=name)
+        found = [rank[name] for rank in ranks]
+        close(sum(part for part, *_ in found), logits)
+        close(sum(part for _, part, *_ in found), gradient)
+        for got, want in zip(found[-1][2], rows, strict=True):
+            close(got, want)
+        kind, sizes = family(MODELS[model]["model_type"]).tower, read_sizes(MODELS[model])
+        assert kind is not None
+        for row in kind.weights(sizes):
+            grads = [part[3][row.megatron_name] for part in found if row.megatron_name in part[3]]
+            parts = grads if layout == "parallel.tp=2" else grads[:1]
+            want = weight_table.whole_of(row, [exact[row.megatron_name]])
+            for got, each in zip(weight_table.whole_of(row, parts), want, strict=True):
+                close(got, each, msg=f"{name}: {row.megatron_name}")
