@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from pyrl_ext.dist.disk import FolderError, locked, replacing, write_text
 from tests.helpers.ranks import run_ranks
@@ -104,7 +105,9 @@ def test_locked_names_a_folder_that_cannot_be_made(tmp_path: Path, name: str):
 def lock_as_rank(group, folder: Path) -> str:
     try:
         with locked(folder, group.rank() == 0, group):
-            return (folder / "lock").read_text().split()[1]
+            owner = (folder / "lock").read_text().split()[1]
+            dist.barrier(group)  # the main rank empties the file when it leaves
+            return owner
     except FolderError as error:
         return str(error)
 
