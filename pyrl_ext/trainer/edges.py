@@ -139,7 +139,7 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> dict[str, Edge]:
 
     Communicates: with the other ranks of each edge, to make its groups.
     """
-    llm, found = plan.grids["llm"], {}
+    llm, found, tower = plan.grids["llm"], {}, plan.sizes.vision
     sizes, fp8 = llm.parallel, plan.model.fp8 is not None
     places = product(range(sizes.dp), range(sizes.cp), range(sizes.tp))
     readers = {
@@ -155,7 +155,7 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> dict[str, Edge]:
             there, back = (topo.make_group(f"{name} {way}", ranks) for way in ("there", "back"))
             found[name] = Edge(
                 *(sources, readers, there, back),
-                width=plan.sizes.hidden_size,
+                width=plan.sizes.hidden_size * (1 + len(tower.deepstack if tower else ())),
                 dtype=dtype_of(plan.model.dtype),
                 device=topo.device,
                 trained=trainable and plan.modules[name].train,

@@ -16,7 +16,8 @@ from pyrl_ext.megatron import checkpoint
 from pyrl_ext.megatron.ddp import buffers, gather_shards, release, unwrap, wrap_ddp
 from pyrl_ext.megatron.model import build_chunks
 from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, state_tensors, warmed_up
-from pyrl_ext.models import family, hf_folder, weight_table
+from pyrl_ext.megatron.vision import build_tower
+from pyrl_ext.models import TowerFamily, family, hf_folder, weight_table
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.replay.router_hook import Replay
@@ -41,10 +42,13 @@ class Module:
 
     def __init__(self, name: str, plan: Plan, topo: Topology, chunks: list[Any]):
         self.name, self.plan, self.topo, self.chunks = name, plan, topo, chunks
-        self.family = family(plan.model.family)
-        self.mtp_layers = plan.num_mtp_layers
-        self.table = self.family.weights(plan.sizes, self.mtp_layers)
-        self.buckets = plan_buckets(plan, self.table)
+        self.family, self.mtp_layers = family(plan.model.family), 0
+        if self._tower:
+            self.table = self._tower.weights(plan.sizes)
+        else:
+            self.mtp_layers = plan.num_mtp_layers
+            self.table = self.family.weights(plan.sizes, self.mtp_layers)
+        self.buckets = plan_buckets(plan, self.table, module=name)
         self.replay = Replay(chunks, topo.device)
         self.optimizer: Any = None
         self._offloaded = {
@@ -74,13 +78,23 @@ class Module:
             etp_rank=groups.expt_tp.rank(),
         )
         kind = family(plan.model.family)
-        chunks = build_chunks(plan, topo, kind.config(plan.sizes))
+        tower = None if name == "llm" else kind.tower
+        chunks: list[Any] = (
+            build_tower(plan, topo, tower.kind)
+            if tower
+            else build_chunks(plan, topo, kind.config(plan.sizes))
+        )
+        if trainable and name in plan.modules and not plan.modules[name].train:
+            trainable = False
+            frozen = [chunk.requires_grad_(False) for chunk in chunks]
+            build_optimizer(plan, wrap_ddp(plan, frozen, groups), groups)  # which all ranks do
         if trainable:
             chunks = wrap_ddp(plan, chunks, topo.groups)
         module = cls(name, plan, topo, chunks)
         if trainable:
             weakref.finalize(module, release, chunks)
-        module._check_stages()
+        if not tower:
+            module._check_stages()
         if initial:
             module.load_initial_weights()
         if trainable:  # after the weights: mixed precision copies them to fp32 masters
@@ -90,6 +104,11 @@ class Module:
             for chunk in chunks:
                 chunk.requires_grad_(False)
         return module
+
+    @property
+    def _tower(self) -> TowerFamily | None:
+        """The family's functions for this module; None: it is the language model."""
+        return None if self.name == "llm" else self.family.tower
 
     def _check_stages(self) -> None:
         """Compare the live routers with the plan's table of stages."""
@@ -131,7 +150,11 @@ class Module:
             read = weight_table.RandomWeights(self.table, plan.sizes.initializer_range, plan.seed)
         else:
             read = hf_folder.SafetensorsFolder(plan.weights_path, plan.sizes.hidden_size)
-            read.check(self.table, self.family.ignored(plan.sizes, self.mtp_layers))
+            if self._tower:
+                ignored = self._tower.ignored(plan.sizes)
+            else:
+                ignored = self.family.ignored(plan.sizes, self.mtp_layers)
+            read.check(self.table, ignored)
             size = sum(t.nbytes for t in live.values())
             shown = self.topo.is_main and plan.log.progress
             rows = hf_folder.progress(rows, f"reading {plan.weights_path}", len(rows), size, shown)
@@ -147,7 +170,11 @@ class Module:
         """
         self.need("weights")
         plan = self.plan
-        buckets = self.buckets if only is None else plan_buckets(plan, self.table, only=only)
+        buckets = (
+            self.buckets
+            if only is None
+            else plan_buckets(plan, self.table, only=only, module=self.name)
+        )
         return GatheredWeights(buckets, self.named_parameters(), self.topo)
 
     def gradients(self) -> GatheredWeights:
@@ -163,7 +190,7 @@ class Module:
             name: getattr(tensor, "main_grad", torch.zeros_like(tensor, dtype=torch.float32))
             for name, tensor in self.named_parameters().items()
         }
-        buckets = plan_buckets(self.plan, self.table, torch.float32)
+        buckets = plan_buckets(self.plan, self.table, torch.float32, module=self.name)
         return GatheredWeights(buckets, grads, self.topo)
 
     # training ------------------------------------------------------------------------------------

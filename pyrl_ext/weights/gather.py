@@ -26,6 +26,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.models.weight_table import Size, Weight, pieces_of, tensor_split
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.schema import Parallel
 
 # the part of a name whose tensors all lie on one pipeline stage
 _STAGE_KEY = re.compile(
@@ -85,6 +86,7 @@ def plan_buckets(
     table: Sequence[Weight],
     dtype: torch.dtype | None = None,
     only: Set[str] | None = None,
+    module: str = "llm",
 ) -> tuple[ShardedBucket, ...]:
     """The buckets of ``table``, in its order, of at most ``rollout.bucket_bytes`` of tensors each.
 
@@ -94,6 +96,7 @@ def plan_buckets(
     Args:
         dtype: of all tensors; None: of the weights.
         only:  checkpoint names that are wanted; None: all.
+        module: whose table it is.
 
     Raises: ValueError listing names that are not in the table.
     """
@@ -106,17 +109,20 @@ def plan_buckets(
         )
     rows = [row for row in table if not wanted.isdisjoint(row.hf_names)]
     types = [dtype or (torch.float32 if r.float32 else dtype_of(plan.model.dtype)) for r in rows]
+    typed, stages = list(zip(rows, types)), _stages(plan, module)
     return tuple(
-        _sharded(plan, stage, cut, wanted) for stage, cut in _cuts(plan, list(zip(rows, types)))
+        _sharded(plan, plan.grids[module].parallel, stage, cut, wanted)
+        for stage, cut in _cuts(typed, stages, plan.rollout.bucket_bytes)
     )
 
 
 Typed = tuple[Weight, torch.dtype]
 
 
-def _cuts(plan: Plan, rows: list[Typed]) -> Iterator[tuple[int, list[Typed]]]:
-    """(stage, rows) of every bucket."""
-    stages, limit = _stages(plan), plan.rollout.bucket_bytes
+def _cuts(
+    rows: list[Typed], stages: dict[str, int], limit: int
+) -> Iterator[tuple[int, list[Typed]]]:
+    """(stage, rows) of every bucket of at most ``limit`` bytes."""
     cut: list[Typed] = []
     cut_stage, cut_bytes = 0, 0
     # engines load the experts of a layer together
@@ -136,8 +142,14 @@ def _cuts(plan: Plan, rows: list[Typed]) -> Iterator[tuple[int, list[Typed]]]:
         yield cut_stage, cut
 
 
-def _stages(plan: Plan) -> dict[str, int]:
+def _stages(plan: Plan, module: str) -> dict[str, int]:
     """Beginning of a name -> the pipeline stage whose copy is published."""
+    if module != "llm" and (tower := plan.sizes.vision):
+        pp = plan.grids[module].parallel.pp
+        of_layers = [stage for stage, n in enumerate(tower.stages(pp)) for _ in range(n)]
+        last = dict.fromkeys(("decoder.final_layernorm", "output_layer"), pp - 1)
+        ids = {f"decoder.layers.{i}": stage for i, stage in enumerate(of_layers)}
+        return {"embedding": 0} | ids | last
     layers, stages = plan.sizes.num_hidden_layers, dict[str, int]()
     for stage, chunks in enumerate(plan.stages):
         for chunk in chunks:
@@ -152,9 +164,10 @@ def _stages(plan: Plan) -> dict[str, int]:
     return stages
 
 
-def _sharded(plan: Plan, stage: int, rows: list[Typed], wanted: Set[str]) -> ShardedBucket:
+def _sharded(
+    plan: Plan, sizes: Parallel, stage: int, rows: list[Typed], wanted: Set[str]
+) -> ShardedBucket:
     """Lays the scratch buffer out: group by group, its ranks' segments one after the other."""
-    sizes = plan.parallel
     ranks = {"alone": 1, "tp": sizes.tp, "tp_ep": sizes.ep * sizes.etp_size}
     filled = {group: [0] * size for group, size in ranks.items()}  # bytes of each rank's segment
     laid_out: list[tuple[Shards, str, int, int, int]] = []

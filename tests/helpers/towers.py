@@ -216,14 +216,16 @@ class ImageBatch(WholeBatch):
 
     Args:
         images:  by kind, of all samples.
-        patches: by kind, [P, PIXELS] of all images.
+        patches: by kind, [P, width] of all images.
     """
 
     images: Mapping[str, Images] = field(default_factory=dict)
     patches: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def with_images(batch: WholeBatch, kinds: tuple[str, ...], seed: int) -> ImageBatch:
+def with_images(
+    batch: WholeBatch, kinds: tuple[str, ...], seed: int, width: int = PIXELS
+) -> ImageBatch:
     """``batch`` with images in two of three samples that are long enough; some have several."""
     rng = np.random.default_rng(seed)
     tables: dict[str, list] = {kind: [] for kind in kinds}
@@ -245,7 +247,7 @@ def with_images(batch: WholeBatch, kinds: tuple[str, ...], seed: int) -> ImageBa
         columns = zip(*table, strict=True) if table else ([], [], [], np.empty((0, 3)))
         images[kind] = Images(*(np.asarray(c, np.int64) for c in columns))
         g = torch.Generator().manual_seed(seed + zlib.crc32(kind.encode()) % 1000)
-        patches[kind] = torch.randn(int(images[kind].patches.sum()), PIXELS, generator=g)
+        patches[kind] = torch.randn(int(images[kind].patches.sum()), width, generator=g)
     kept: dict[str, Any] = {each.name: getattr(batch, each.name) for each in fields(batch)}
     changed = kept | {"tokens": tokens, "loss_mask": mask}
     return ImageBatch(**changed, images=images, patches=patches)

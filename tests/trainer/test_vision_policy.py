@@ -1,0 +1,127 @@
+"""A policy whose vision tower is on ranks behind those of the language model, against plain
+autograd through both in one process."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.megatron.vision import build_tower
+from pyrl_ext.models import family, weight_table
+from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.schema.layout import Module, ModuleParallel
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers import towers
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
+from tests.helpers.vision import KIMI_VL
+
+PATCH = 3 * 4 * 4
+# (vision, language model) on three ranks, and whether the tower trains
+LAYOUTS = {
+    "pp2 -> 1": ({"pp": 2}, (), True),
+    "tp2 -> 1": ({"tp": 2}, (), True),
+    "1 -> pp2": ({}, ("pp=2", "num_layers_in_first_pipeline_stage=1"), True),
+    "frozen -> tp2": ({}, ("tp=2", "etp=1"), False),
+}
+
+
+def plan_of(folder: Path, *overrides: str) -> Plan:
+    names = "model.family=kimi_k25", f"model.config={folder}/config.json"
+    options = "replay=off", "batching.tokens_per_microbatch=80", "model.router_bias_update_rate=0"
+    return tiny_plan(*names, *options, *overrides, config=QWEN3)
+
+
+def batch_of() -> towers.ImageBatch:
+    batch = replace(random_batch(), routes=None, layer_ids=())
+    batch = replace(batch, old_logprobs=batch.rollout_logprobs)
+    return replace(
+        towers.with_images(batch, ("vision",), 3, PATCH), old_logprobs=batch.old_logprobs
+    )
+
+
+def passes(policy: Policy, inside: Any = None) -> tuple[float, Tensor]:
+    """The loss, with gradients, and the log-probs of all rows on every rank."""
+    plan, topo, batch = policy.plan, policy.topo, batch_of()
+    shard = towers.image_shard(plan, topo, batch, Scheduler(plan).schedule(batch.seqlens))
+    if inside:
+        inside.images = shard.images["vision"]
+    scored, stream = policy.scores(shard, replay=False), torch.zeros(len(batch.tokens))
+    if shard.seat.last_stage and not topo.tp_rank:
+        stream[torch.from_numpy(shard.rows.tokens)] = scored.logprobs
+    dist.all_reduce(stream)
+    for _ in range(2):  # the second pass begins as the first
+        metrics = policy.accumulate(shard, build_loss(plan.objective))
+    return metrics["loss"], stream
+
+
+def alone(group: Any, folder: Path) -> tuple[float, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    os.environ["WORLD_SIZE"] = "1"
+    plan = plan_of(folder)
+    with topology.start(plan) as topo:
+        policy, kind = Policy.build(plan, topo), family(plan.model.family).tower
+        assert kind is not None
+        (tower,), table = build_tower(plan, topo, kind.kind), kind.weights(plan.sizes)
+        live = weight_table.named_parameters_global([tower], 0, 1)
+        read = weight_table.RandomWeights(table, plan.sizes.initializer_range, plan.seed)
+        weight_table.load(table, live, read, topo)
+        inside = towers.InProcess(tower)  # type: ignore[arg-type]
+        policy.edges = {"vision": inside}  # type: ignore[dict-item]
+        loss, logprobs = passes(policy, inside)
+        tokens = 2 * int(batch_of().loss_mask.sum())  # gradients of two passes add up here
+        grads = {name: grad.clone() for name, grad in policy.gradients()}
+        weights = {name: tensor.clone() for name, tensor in policy.weights()}
+        for row in table:
+            tensor = live[row.megatron_name]
+            assert tensor.grad is not None
+            for found, value in ((grads, tensor.grad / tokens), (weights, tensor.detach())):
+                found |= dict(zip(row.hf_names, weight_table.whole_of(row, [value]), strict=True))
+        return loss, logprobs, grads, weights
+
+
+def on_ranks(group: Any, folder: Path) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = str(group.size())
+    found = {}
+    for name, (vision, llm, train) in LAYOUTS.items():
+        keys = Module(
+            train=train, patches_per_microbatch=1 << 20, parallel=ModuleParallel(**vision)
+        )
+        plan = plan_of(folder, *(f"parallel.{size}" for size in llm))
+        plan = plan.model_copy(update={"modules": {"vision": keys}})
+        with topology.start(plan) as topo:
+            policy = Policy.build(plan, topo)
+            loss, logprobs = passes(policy)
+            trained = policy.llm.optimizer is not None
+            mine = {n: x.clone() for n, x in policy.gradients()} if trained else {}
+            parts: list[Any] = [None] * topo.world_size
+            dist.all_gather_object(parts, (mine, {n: x.clone() for n, x in policy.weights()}))
+            grads, weights = ({k: v for part in parts for k, v in part[i].items()} for i in (0, 1))
+            found[name] = loss, logprobs, grads, weights
+    return found
+
+
+def test_a_vision_tower_on_other_ranks_trains_as_in_one_process(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(KIMI_VL))
+    ((loss, logprobs, grads, weights),) = run_ranks(alone, 1, tmp_path)
+    for results in run_ranks(on_ranks, 3, tmp_path):
+        for name, (_, _, train) in LAYOUTS.items():
+            got_loss, got_logprobs, got_grads, got_weights = results[name]
+            assert abs(got_loss - loss) < 1e-6, name
+            torch.testing.assert_close(got_logprobs, logprobs, atol=1e-5, rtol=1e-5, msg=name)
+            assert all(torch.equal(x, weights[n]) for n, x in got_weights.items()), name
+            assert got_weights.keys() == weights.keys(), name
+            towers_names = {n for n in grads if "vision_tower" in n or "mm_projector" in n}
+            assert towers_names and got_grads.keys() == grads.keys() - (
+                set() if train else towers_names
+            )
+            for key, grad in got_grads.items():
+                off = float((grad - grads[key]).norm())
+                assert off <= 2e-5 * float(grads[key].norm()) + 1e-12, (name, key, off)
