@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import ValidationError
 
+from pyrl_ext.plan.json_text import json_text
 from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, show
 from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
@@ -73,8 +74,11 @@ class Plan(Config):
             "samples_per_minibatch": self.samples_per_minibatch,
             "router_layers": self.router_layers,
             "stages": [[vars(chunk) for chunk in stage] for stage in self.stages],
-            "ranks": [rank._asdict() for rank in ranks.ranks(self.parallel)],
-            "groups": ranks.groups(self.parallel),
+            "ranks": {
+                name: [grid.place(rank)._asdict() for rank in grid.ranks]
+                for name, grid in self.grids.items()
+            },
+            "groups": {name: grid.groups for name, grid in self.grids.items()},
         }
 
     @property
@@ -242,8 +246,7 @@ class Plan(Config):
 
     def to_json(self) -> str:
         """JSON with a line a field; what is derived is for readers, and computed anew when read."""
-        tree = self.model_dump(mode="json") | {"derived": self.derived}
-        return "{\n" + ",\n".join(_lines(tree, "  ", depth=2)) + "\n}\n"
+        return json_text(self.model_dump(mode="json") | {"derived": self.derived})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -251,8 +254,7 @@ class Plan(Config):
         tree = json.loads(text)
         if not isinstance(tree, dict):
             raise ValueError(f"{show(tree)}, expected a JSON object of the plan's sections")
-        for derived in ("derived", "world_size"):  # the second one, of plans before
-            tree.pop(derived, None)
+        tree = {key: tree[key] for key in tree.keys() - {"derived", "world_size"}}
         return cls.model_validate_json(json.dumps(renamed_tree(tree)))
 
     @classmethod
@@ -345,18 +347,3 @@ def _flatten(tree: dict[str, Any], ignored: Set[str], prefix: str = "") -> dict[
         else:
             flat[prefix + name] = value
     return flat
-
-
-def _lines(tree: dict[str, Any], indent: str, depth: int) -> Iterator[str]:
-    for name, value in tree.items():
-        start = f"{indent}{json.dumps(name)}: "
-        if depth > 1 and isinstance(value, dict) and value:
-            inner = ",\n".join(_lines(value, indent + "  ", depth - 1))
-            yield f"{start}{{\n{inner}\n{indent}}}"
-        elif isinstance(value, list | tuple) and any(
-            isinstance(item, dict | list | tuple) for item in value
-        ):
-            items = ",\n".join(f"{indent}  {json.dumps(item)}" for item in value)
-            yield f"{start}[\n{items}\n{indent}]"
-        else:
-            yield start + json.dumps(value)

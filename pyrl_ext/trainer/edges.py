@@ -32,7 +32,6 @@ from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.images import Route
 from pyrl_ext.pack.shard import Seat
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.schema import Parallel
 
 # (microbatch, replica of the encoder, seat of the reading rank) -> the rows that move
 Routes = Callable[[int, int, Any], Route]
@@ -222,16 +221,3 @@ class RunsAhead(P2PCommunicator):
     def total_stages(self) -> int:
         """See megatron's."""
         return super().total_stages + self.more
-
-
-def ahead_of(reader: Parallel, beyond: int = 0) -> int:
-    """Microbatches that the first chunk of ``reader`` takes before the gradient of its first one.
-
-    Args:
-        beyond: the same of the modules that ``reader`` feeds.
-    """
-    if reader.vpp is None:
-        return reader.pp + beyond
-    passes = 2 * (reader.pp - 1) + 2 * (reader.vpp - 1) * reader.pp + 1
-    rounds, rest = divmod(passes, reader.pp * reader.vpp)  # pp microbatches to each chunk in turn
-    return rounds * reader.pp + min(rest, reader.pp)

@@ -25,8 +25,9 @@ from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import Offloadable
+from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
 from pyrl_ext.replay.router_hook import Agreement
-from pyrl_ext.trainer.edges import Edge, Outlet, ahead_of, build_edges
+from pyrl_ext.trainer.edges import Edge, Outlet, build_edges
 from pyrl_ext.trainer.encoder import encode
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher

@@ -18,7 +18,6 @@ from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.forecast.units import size
-from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.rules import RULES, sentence
 from pyrl_ext.plan.show.html.charts import ticks
 from pyrl_ext.plan.show.html.page import plan_page, problems_page
@@ -118,7 +117,7 @@ def test_nodes_have_every_rank_with_its_groups(name: str):
             together.setdefault(group, []).append(rank)
     assert together == {
         f"{kind}:{i}": list(group)
-        for kind, groups in ranks.groups(plan.parallel).items()
+        for kind, groups in plan.grids["llm"].groups.items()
         for i, group in enumerate(groups)
     }
 
@@ -236,7 +235,7 @@ def test_plan_page_reads_well_in_a_browser(tmp_path: Path, name: str, dark: bool
     layout, shot = measured(page_of(name), tmp_path, dark, rank)
     assert layout["wrong"] == []
     assert layout["width"] == 1280 and layout["height"] > 1280
-    groups = [g for kind in ranks.groups(plan.parallel).values() for g in kind if rank in g]
+    groups = [g for kind in plan.grids["llm"].groups.values() for g in kind if rank in g]
     assert layout["shared"] == [str(i) for i in sorted({*sum(groups, ())} - {rank})]
     assert layout["said"].startswith(f"rank {rank}: ")
     pixels = imread(shot)[..., :3]

@@ -53,7 +53,7 @@ def test_ranks_and_groups_are_megatrons(dp: int, tp: int, pp: int, cp: int, data
     order, edp = "tp-cp-ep-dp-pp", dp * tp * cp // (ep * etp)
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
     expert = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order=order)
-    found, grid = ranks.groups(sizes), ranks.Grid("vision", 7, sizes)
+    found, grid = ranks.Grid("llm", 0, sizes).groups, ranks.Grid("vision", 7, sizes)
     for name, (of_experts, token) in MEGATRON.items():
         theirs = (expert if of_experts else dense).get_ranks(token)
         mine = {grid.groups_of(rank)[name] for rank in grid.ranks}
@@ -131,7 +131,7 @@ def test_to_json_is_the_plan_and_what_follows():
     derived = tree.pop("derived")
     assert tree == plan.model_dump(mode="json")
     assert derived == json.loads(json.dumps(plan.derived))
-    assert derived["groups"]["pp"] == [[0, 2], [1, 3]]
+    assert derived["groups"]["llm"]["pp"] == [[0, 2], [1, 3]]
     assert [[chunk["layers"] for chunk in s] for s in derived["stages"]] == [[[0, 1]], [[2, 3]]]
 
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from pyrl_ext.megatron.config import transformer_config
+from pyrl_ext.megatron.config import _common, transformer_config
 from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
 from pyrl_ext.models import family
 from pyrl_ext.pack.layout import TokenLayout
@@ -103,7 +103,7 @@ def test_transformer_config_takes_passed_on_fields_and_keeps_the_rest():
 
 def test_megatron_fields_refuse_what_the_trainer_sets():
     """Fields that the trainer sets are refused, except those of rounding or speed alone."""
-    tree = ast.parse(inspect.getsource(transformer_config))
+    tree = ast.parse("\n".join(map(inspect.getsource, (transformer_config, _common))))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     given = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
     given |= LOCAL_FIELDS.keys()

@@ -16,8 +16,9 @@ from torch import Tensor
 from pyrl_ext.pack.images import EncoderWork, Images, meeting
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.pack.shard import Lengths, Seat, layout_of
+from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
 from pyrl_ext.plan.schema import Parallel
-from pyrl_ext.trainer.edges import Edge, Outlet, ahead_of, give
+from pyrl_ext.trainer.edges import Edge, Outlet, give
 from tests.helpers.ranks import run_ranks
 
 H, PIXELS, WORLD = 6, 5, 4

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.attention import head_widths
 from pyrl_ext.plan.forecast.cp_gather import gather_parts
+from pyrl_ext.plan.forecast.encoder import Encoder, encoders
 from pyrl_ext.plan.forecast.flops import chunk_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, exchange_rate, group_rate
 from pyrl_ext.plan.forecast.parameters import chunk_parameters, rank_parameters
 from pyrl_ext.plan.forecast.parts import Part, Work, computed_again, reached
-from pyrl_ext.plan.forecast.pipeline_schedule import pipeline
-from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.forecast.pipeline_schedule import Ahead, ahead_of, pipeline
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES, duration
 from pyrl_ext.plan.forecast.workload import Bin, Round
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.plan import Plan
@@ -59,7 +60,25 @@ def pass_costs(run: Passes, rounds: Sequence[Round], works: Sequence[Work]) -> l
             f"{plan.parallel.vpp_size} chunks a stage"
         )
         found.append(Spent("bubble", 100 * (1 - busy / whole), "%", whole - busy, why))
-    return found
+    return [*found, *_waits(run, slowest, works)]
+
+
+def _waits(
+    run: Passes, rounds: Sequence[tuple[int, Bin]], works: Sequence[Work]
+) -> Iterator[Spent]:
+    """The time that the language model waits for an encoder, both pipelines on one timeline."""
+    for encoder in () if run.quick else encoders(run.plan):
+        alone, joined = (run.ends(rounds, works, each) for each in (None, encoder))
+        patches = run.patches(encoder, len(rounds), works)
+        slowest = [Round(cp, (of,)) for cp, of in rounds]
+        theirs, ours = run.pace(encoder, slowest, works)
+        slower = encoder.name if theirs > ours else "the language model"
+        why = (
+            f"a forward pass of a stage takes {duration(theirs)} of {encoder.name} ({patches:,.0f} "
+            f"patches a rank) and {duration(ours)} of the language model: {slower} sets the pace"
+        )
+        share = 100 * (1 - alone / joined)
+        yield Spent(f"wait for {encoder.name}", share, "%", joined - alone, why)
 
 
 def _add(spent: dict[str, Spent], part: Part, amount: float) -> None:
@@ -120,8 +139,41 @@ class Passes:
         _, row, pair, scored = self._whole[of.cp]
         return max(of.bins, key=lambda b: row * b.rows + pair * b.pairs + scored * b.scored)
 
-    def ends(self, rounds: Sequence[tuple[int, Bin]], works: Sequence[Work]) -> float:
-        """Seconds until the last pipeline rank has finished all (cp, bin)."""
+    def patches(self, encoder: Encoder, microbatches: int, works: Sequence[Work]) -> float:
+        """Patches of a microbatch on each replica of an encoder."""
+        parts = 1 if "score" in works else self.plan.batching.minibatches
+        return encoder.step_patches / (parts * microbatches * encoder.module.parallel.dp)
+
+    def pace(
+        self, encoder: Encoder, rounds: Sequence[Round], works: Sequence[Work] = ("forward",)
+    ) -> tuple[float, float]:
+        """Seconds of a forward pass of the slowest stage: of an encoder, of the language model."""
+        patches = self.patches(encoder, len(rounds), works)
+        theirs = max(encoder.seconds(self.gpu, patches, i) for i in range(len(encoder.layers)))
+        ours = max(
+            sum(self.seconds(chunk, each.cp, self.slowest(each), works[0]) for chunk in stage)
+            for stage in self.plan.stages
+            for each in rounds
+        )
+        return theirs, ours
+
+    def _ahead(self, encoder: Encoder, microbatches: int, works: Sequence[Work]) -> Ahead:
+        patches = self.patches(encoder, microbatches, works)
+        again = self.plan.model.recompute == "full"
+
+        def took(rank: int, chunk: int, microbatch: int) -> float:
+            return encoder.seconds(self.gpu, patches, rank)
+
+        back = (lambda *at: (2 + again) * took(*at)) if encoder.module.train else None
+        return Ahead(encoder.module.parallel.pp, ahead_of(self.plan.parallel), took, back)
+
+    def ends(
+        self,
+        rounds: Sequence[tuple[int, Bin]],
+        works: Sequence[Work],
+        encoder: Encoder | None = None,
+    ) -> float:
+        """Seconds until the last rank has finished all (cp, bin), after an encoder if given."""
         stages, parallel, sizes = self.plan.stages, self.plan.parallel, self.plan.sizes
 
         def took(work: Work) -> Callable[[int, int, int], float]:
@@ -144,6 +196,7 @@ class Passes:
             *(parallel.pp, parallel.vpp_size, len(rounds)),
             *(passes[0], passes[1] if len(passes) > 1 else None),
             sent / reached("ring", rate, "byte")[0],
+            self._ahead(encoder, len(rounds), works) if encoder else None,
         )
         return max(slot.end for slot in slots)
 

@@ -39,7 +39,7 @@ def _over(plan: Plan, exact: bool) -> str | None:
     parts = " + ".join(
         f"{item.name} {size(item.bytes)}" for item in items if item.bytes >= 0.01 * held
     )
-    where = f"stage {fullest.stage}: " if len(stages) > 1 else ""
+    where = f"{fullest.name}: " if len(stages) > 1 else ""
     limited = plan.hardware.gpu if plan.hardware.memory is None else "hardware.memory"
     about, out = ("", "would") if exact else ("about ", "may")
     return (

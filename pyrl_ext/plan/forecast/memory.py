@@ -14,6 +14,7 @@ from pyrl_ext.plan.forecast.activations import (
 )
 from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
 from pyrl_ext.plan.forecast.counts import layers, parameters
+from pyrl_ext.plan.forecast.encoder import Encoder, encoders
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.parameters import (
     copies,
@@ -56,11 +57,20 @@ class StageMemory:
     items: tuple[Item, ...]
     phases: tuple[str, ...] = MEMORY_PHASES
     """Phases of a step, of `MEMORY_PHASES`."""
+    module: str = "llm"
+    """The module whose stage it is; stages of encoders follow those of the language model."""
 
     def held(self, phase: str, host: bool = False, exact: bool = False) -> int:
         """Bytes held at the same time in `phase`; with `exact`, without estimated items."""
         return sum(
             i.bytes for i in self.items if phase in i.phases and i.host == host and i.exact >= exact
+        )
+
+    @property
+    def name(self) -> str:
+        """The stage in words."""
+        return (
+            f"stage {self.stage}" if self.module == "llm" else f"stage {self.stage} ({self.module})"
         )
 
     @property
@@ -93,17 +103,25 @@ class Load:
 
 def stage_memory(plan: Plan, load: Load | None = None) -> tuple[StageMemory, ...]:
     """Memory of every pipeline stage for `load`; None: for the most that the plan allows."""
-    return tuple(memory_of(plan, stage, load) for stage in range(plan.parallel.pp))
+    return tuple(memory_of(plan, stage, load) for stage in range(num_stages(plan)))
+
+
+def num_stages(plan: Plan) -> int:
+    """Pipeline stages of the language model and of encoders."""
+    return sum(grid.parallel.pp for grid in plan.grids.values())
 
 
 def memory_of(plan: Plan, stage: int, load: Load | None = None) -> StageMemory:
     """Memory of one pipeline stage."""
     phases = MEMORY_PHASES if plan.has_rollouts else WITHOUT_ROLLOUTS
-    items = (
-        replace(item, phases=tuple(p for p in item.phases if p in phases))
-        for item in _items(plan, stage, load or Load.most(plan))
-    )
-    return StageMemory(stage, tuple(item for item in items if item.phases), phases)
+    module, held = "llm", stage - plan.parallel.pp
+    if held < 0:
+        found = _items(plan, stage, load or Load.most(plan))
+    else:
+        of_encoders = [(e, i) for e in encoders(plan) for i in range(len(e.layers))]
+        module, found = of_encoders[held][0].name, _of_encoder(*of_encoders[held])
+    items = (replace(i, phases=tuple(p for p in i.phases if p in phases)) for i in found)
+    return StageMemory(stage, tuple(item for item in items if item.phases), phases, module)
 
 
 def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
@@ -256,6 +274,39 @@ def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     yield Item("routes", held, tuple(passes), why)
     why = f"{rows:,} rows x {sent} bytes of the next microbatch"
     yield Item("routes ahead", rows * sent, tuple(passes), why)
+
+
+# Encoders ---------------------------------------------------------------------------------------
+
+
+def _of_encoder(encoder: Encoder, stage: int) -> Iterator[Item]:
+    """A stage of an encoder: no optimizer state, gradients or saved activations where it is
+    frozen."""
+    plan, module = encoder.plan, encoder.module
+    weight, count = DTYPE_BYTES[plan.model.dtype], encoder.on_rank(stage)
+    yield Item("weights", weight * count, MEMORY_PHASES, f"{weight} bytes a parameter ({count:,})")
+    patches = module.patches_per_microbatch
+    if module.train:
+        why = "4 bytes a parameter, reduced in place"
+        yield Item("gradients", 4 * count, MEMORY_PHASES, why)
+        adam, stepped = 8 if weight == 4 else 12, encoder.stepped(stage)
+        why = f"{adam} bytes a parameter ({stepped:,})"
+        yield Item("optimizer", adam * stepped, MEMORY_PHASES, why)
+        each, flying = encoder.activations(stage), encoder.in_flight(stage)
+        why = f"{patches:,} patches x {each:,.0f} bytes x {flying} microbatches that it runs ahead"
+        held = math.ceil(patches * each * flying)
+        yield Item("activations", held, ("update",), why, exact=False)
+    why = "as much as one layer saves for its backward pass"
+    yield Item("forward pass", math.ceil(patches * encoder.saved), PASSES, why, exact=False)
+    if stage == 0:
+        why = f"{patches:,} patches x {encoder.patch_width} numbers in 8 bits, and as they are read"
+        held = patches * encoder.patch_width * (1 + weight)
+        yield Item("patches", held, PASSES, why, exact=False)
+    if plan.device == "cuda":
+        groups = sum(size > 1 for size in module.parallel.model_dump().values()) + 2
+        why = f"assumed: 1 GiB, and 0.25 GiB for each of {groups} NCCL communicators"
+        held = CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
+        yield Item("CUDA and NCCL", held, MEMORY_PHASES, why, exact=False)
 
 
 # Engine and machine -----------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+from pyrl_ext.plan.schema import Parallel
+
 Kind = Literal["F", "B"]
 # Seconds, or (rank, chunk, microbatch) -> seconds.
 Duration = float | Callable[[int, int, int], float]
@@ -57,6 +59,30 @@ def order(
     return passes_in_order
 
 
+def ahead_of(reader: Parallel, beyond: int = 0) -> int:
+    """Microbatches that the first chunk of `reader` takes before the gradient of its first one.
+
+    Args:
+        beyond: the same of the modules that `reader` feeds.
+    """
+    if reader.vpp is None:
+        return reader.pp + beyond
+    passes = 2 * (reader.pp - 1) + 2 * (reader.vpp - 1) * reader.pp + 1
+    rounds, rest = divmod(passes, reader.pp * reader.vpp)  # pp microbatches to each chunk in turn
+    return rounds * reader.pp + min(rest, reader.pp)
+
+
+class Ahead(NamedTuple):
+    """An encoder's pipeline before that of the language model, which reads what it encodes."""
+
+    pp: int
+    ahead: int
+    """Microbatches that its last stage encodes before the first gradient comes back."""
+    forward: Duration
+    backward: Duration | None
+    """None: it is frozen, and no gradient comes back."""
+
+
 def pipeline(
     pp: int,
     vpp: int,
@@ -64,6 +90,7 @@ def pipeline(
     forward: Duration,
     backward: Duration | None,
     send: float = 0.0,
+    encoder: Ahead | None = None,
 ) -> list[Slot]:
     """The schedule of one minibatch: a pass starts once its rank is free and its input has arrived.
 
@@ -72,29 +99,45 @@ def pipeline(
         microbatches: with vpp > 1 a multiple of pp.
         forward, backward: time of a chunk on a microbatch [s]; backward None: forward passes only.
         send: time from a rank to the next [s]; it overlaps with computation.
+        encoder: what encodes images first; its ranks have negative numbers, -1 is the last one.
 
     Returns:
         Slots rank by rank, in the order in which each rank runs them.
     """
-    orders = [order(rank, pp, vpp, microbatches, backward is None) for rank in range(pp)]
-    took = {"F": _as_function(forward), "B": _as_function(0.0 if backward is None else backward)}
+    first = -encoder.pp if encoder else 0
+    ranks = range(first, pp)
+    orders = {rank: order(rank, pp, vpp, microbatches, backward is None) for rank in range(pp)}
+    passes = {"llm": (forward, backward)}
+    if encoder:
+        passes["encoder"] = encoder.forward, encoder.backward if backward else None
+        stages, back = encoder.pp + encoder.ahead, passes["encoder"][1]
+        orders |= {
+            r: order(r - first, stages, 1, microbatches, back is None) for r in ranks if r < 0
+        }
+    took = {
+        (kind, module): _as_function(0.0 if each is None else each)
+        for module, both in passes.items()
+        for kind, each in zip("FB", both, strict=True)
+    }
     ends: dict[tuple[Kind, int, int], float] = {}  # by kind, place in the pipeline and microbatch
-    slots: list[list[Slot]] = [[] for _ in range(pp)]
+    slots: dict[int, list[Slot]] = {rank: [] for rank in ranks}
     last = pp * vpp - 1
-    while any(len(mine) < len(wanted) for mine, wanted in zip(slots, orders, strict=True)):
-        for rank, (mine, wanted) in enumerate(zip(slots, orders, strict=True)):
+    while any(len(slots[rank]) < len(orders[rank]) for rank in ranks):
+        for rank in ranks:
+            mine, wanted = slots[rank], orders[rank]
             free = mine[-1].end if mine else 0.0
             while len(mine) < len(wanted):
                 kind, chunk, number = wanted[len(mine)]
                 place = chunk * pp + rank
-                ready = _ready(ends, kind, place, number, last, send)
+                ready = _ready(ends, kind, place, number, (first, last), send)
                 if ready is None:
                     break
                 start = max(free, ready)
-                free = start + took[kind](rank, chunk, number)
+                here = took[kind, "llm"] if rank >= 0 else took[kind, "encoder"]
+                free = start + here(rank if rank >= 0 else rank - first, chunk, number)
                 ends[kind, place, number] = free
                 mine.append(Slot(rank, chunk, number, kind, start, free))
-    return [slot for mine in slots for slot in mine]
+    return [slot for rank in ranks for slot in slots[rank]]
 
 
 def _ready(
@@ -102,15 +145,15 @@ def _ready(
     kind: Kind,
     place: int,
     number: int,
-    last: int,
+    span: tuple[int, int],
     send: float,
 ) -> float | None:
-    """When the input of a pass arrives; None: not known yet."""
+    """When the input of a pass arrives; None: not known yet. `span`: first and last place."""
     if kind == "F":
-        if place == 0:
+        if place == span[0]:
             return 0.0
         before = ends.get(("F", place - 1, number))
-    elif place == last:
+    elif place == span[1]:
         return ends.get(("F", place, number))
     else:
         before = ends.get(("B", place + 1, number))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.compute_time import Passes, Spent, pass_costs
 from pyrl_ext.plan.forecast.counts import Parameters, parameters
+from pyrl_ext.plan.forecast.encoder import encoders
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, gpu_of, group_rate
 from pyrl_ext.plan.forecast.memory import stage_memory
@@ -124,7 +125,8 @@ def update_flops(plan: Plan) -> float:
     samples = step_samples(plan)
     rows, scored = sum(s.rows for s in samples), sum(s.response for s in samples)
     pairs = sum(s.rows * (s.rows + 1) / 2 for s in samples)
-    return 3 * model_flops(plan.sizes, plan.num_mtp_layers).of(rows, pairs, scored)
+    ours = 3 * model_flops(plan.sizes, plan.num_mtp_layers).of(rows, pairs, scored)
+    return ours + sum(each.update_flops for each in encoders(plan))
 
 
 def _phase(phase: str, spent: Iterable[Spent]) -> Iterator[Cost]:
@@ -155,6 +157,11 @@ def _assumed(plan: Plan) -> Iterator[str]:
         f"the longest with {max(s.rows for s in samples):,} rows"
     )
     yield "routed experts are evenly used; every microbatch is as slow as its slowest rank"
+    for each in encoders(plan):
+        yield (
+            f"{each.name}: {plan.estimate.images:g} images of {plan.estimate.image_patches:,} "
+            f"patches in a sample (estimate), evenly spread over {each.module.parallel.dp} replicas"
+        )
     yield "left out: the embedding, host work, kernel launches, evaluation, checkpoints"
 
 

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 from pyrl_ext.plan.compile import compile_plan, draft_of, load, refuse
 from pyrl_ext.plan.forecast.counts import parameters
+from pyrl_ext.plan.forecast.encoder import encoders
 from pyrl_ext.plan.forecast.hardware import memory_limit
-from pyrl_ext.plan.forecast.memory import memory_of
+from pyrl_ext.plan.forecast.memory import memory_of, num_stages
 from pyrl_ext.plan.forecast.parameters import rank_parameters
 from pyrl_ext.plan.forecast.step_time import StepTime, quick_seconds, step_time
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
@@ -198,7 +199,10 @@ class _Given:
 
     def value(self, key: Key) -> Any:
         """The value in the given plan."""
-        return getattr(getattr(self.draft, key[0]), key[1])
+        held: Any = self.draft
+        for name in key:
+            held = held[name] if isinstance(held, dict) else getattr(held, name)
+        return held
 
     def choices[T](self, key: Key, values: Sequence[T]) -> list[T]:
         """`values`, or the given value if an override sets it."""
@@ -210,21 +214,47 @@ class _Given:
 
     def layouts(self) -> Iterator[Values]:
         """Every layout of the ranks, with the layers split into its stages."""
-        sizes, layers = divisors(self.gpus), self.draft.sizes.num_hidden_layers
-        axes = [self.choices(("parallel", axis), sizes) for axis in ("tp", "pp", "cp")]
-        for tp, pp, cp in product(*axes):
-            dp, odd = divmod(self.gpus, tp * pp * cp)
-            if odd or self.choices(("parallel", "dp"), [dp]) != [dp] or pp > layers:
-                continue
-            chunks = [None, 2] if 1 < pp <= layers // 2 else [None]
-            for vpp, etp in product(
-                self.choices(("parallel", "vpp"), chunks),
-                self.choices(("parallel", "etp"), [None, 1] if tp > 1 else [None]),
+        layers = self.draft.sizes.num_hidden_layers
+        for encoding, gpus in self._encoders():
+            axes = [self.choices(("parallel", axis), divisors(gpus)) for axis in ("tp", "pp", "cp")]
+            for tp, pp, cp in product(*axes):
+                dp, odd = divmod(gpus, tp * pp * cp)
+                if odd or self.choices(("parallel", "dp"), [dp]) != [dp] or pp > layers:
+                    continue
+                for ranks in self._ranks(dp, tp, pp, cp):
+                    vpp = ranks["parallel", "vpp"]
+                    split = self._split(pp, vpp if isinstance(vpp, int) else 1)
+                    yield encoding | ranks | split | self._spread(dp, cp)
+
+    def _ranks(self, dp: int, tp: int, pp: int, cp: int) -> Iterator[Values]:
+        """Every layout of a grid with these sizes."""
+        chunks = [None, 2] if 1 < pp <= self.draft.sizes.num_hidden_layers // 2 else [None]
+        for vpp, etp in product(
+            self.choices(("parallel", "vpp"), chunks),
+            self.choices(("parallel", "etp"), [None, 1] if tp > 1 else [None]),
+        ):
+            for ep in self.choices(
+                ("parallel", "ep"), divisors(max(1, dp * tp * cp // (etp or tp)))
             ):
-                spans = divisors(max(1, dp * tp * cp // (etp or tp)))
-                for ep in self.choices(("parallel", "ep"), spans):
-                    ranks = dict(zip(RANKS, (dp, tp, pp, vpp, cp, ep, etp), strict=True))
-                    yield ranks | self._split(pp, vpp or 1) | self._spread(dp, cp)
+                yield dict(zip(RANKS, (dp, tp, pp, vpp, cp, ep, etp), strict=True))
+
+    def _encoders(self) -> Iterator[tuple[Values, int]]:
+        """(replicas of each encoder, the GPUs left for the language model): as many as given, half
+        and twice that."""
+        names = [each.name for each in encoders(self.draft)]
+        keys: list[Key] = [("modules", name, "parallel", "dp") for name in names]
+        given = [self.value(key) for key in keys]
+        for replicas in product(
+            *(
+                self.choices(key, [n for n in (dp // 2, dp, 2 * dp) if n])
+                for key, dp in zip(keys, given, strict=True)
+            )
+        ):
+            values: Values = dict(zip(keys, replicas, strict=True))
+            plan = self.plan(values)
+            left = self.gpus - (plan.world_size - plan.parallel.world_size)
+            if left > 0:
+                yield values, left
 
     def _split(self, pp: int, vpp: int) -> Values:
         """The split as given for the same stages; otherwise equal stages, or nearly equal ones."""
@@ -281,7 +311,7 @@ class _Given:
     def peak(self, values: Values) -> int:
         """Most bytes of the fullest rank; it stops at the first stage that does not fit."""
         plan, most = self.plan(values), 0
-        for stage in range(plan.parallel.pp):
+        for stage in range(num_stages(plan)):
             most = max(most, memory_of(plan, stage).peak)
             if most > self.room:
                 break

@@ -56,7 +56,6 @@ NonNegative = Annotated[float, Field(ge=0, le=NO_BOUNDS[1])]
 Rate = Annotated[float, Field(gt=0, le=NO_BOUNDS[1])]
 Dtype = Literal["float32", "bfloat16"]
 Text = Annotated[str, Field(min_length=1)]
-LearningRate = Annotated[float, Field(ge=0, le=100)]
 
 
 def bounded(names: tuple[str, ...], what: str, most: int) -> Any:

@@ -79,21 +79,21 @@ class Grid:
         """Name -> the group of that kind that `rank` is in, also where it is alone."""
         return {name: self.group(rank, axes) for name, axes in (GROUPS | MORE_GROUPS).items()}
 
+    @property
+    def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Name -> every group of that kind, as rising ranks; kinds of one rank are left out."""
+        found = {}
+        for name, axes in GROUPS.items():
+            kind: dict[int, tuple[int, ...]] = {}
+            for rank in self.ranks:
+                if rank not in kind:
+                    kind |= dict.fromkeys(group := self.group(rank, axes), group)
+            if len(kind[self.first]) > 1:
+                found[name] = tuple(dict.fromkeys(kind.values()))
+        return found
+
 
 def ranks(parallel: Parallel) -> tuple[Rank, ...]:
     """Every rank of a module alone in the world, in order."""
     grid = Grid("llm", 0, parallel)
     return tuple(map(grid.place, grid.ranks))
-
-
-def groups(parallel: Parallel) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Name -> every group of that kind, as rising ranks; kinds of one rank are left out."""
-    grid, found = Grid("llm", 0, parallel), {}
-    for name, axes in GROUPS.items():
-        kind: dict[int, tuple[int, ...]] = {}
-        for rank in grid.ranks:
-            if rank not in kind:
-                kind |= dict.fromkeys(group := grid.group(rank, axes), group)
-        if len(kind[0]) > 1:
-            found[name] = tuple(dict.fromkeys(kind.values()))
-    return found

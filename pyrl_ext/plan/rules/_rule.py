@@ -63,7 +63,7 @@ def in_config(plan: Plan) -> str:
     return f"({relative(plan.config_path)})"
 
 
-def indivisible(number: int, wholes: dict[str, int], why: str, where: str = "") -> Found:
+def indivisible(number: int, wholes: dict[str, int], why: str, where: str = "") -> str | None:
     """The problem that `number` does not divide each of the named `wholes`, with what does.
 
     Args:
@@ -80,7 +80,7 @@ def indivisible(number: int, wholes: dict[str, int], why: str, where: str = "") 
         )
 
 
-def unfit_for_heads(plan: Plan, tp: int, why: str) -> Found:
+def unfit_for_heads(plan: Plan, tp: int, why: str) -> str | None:
     """The problem that `tp` ranks cannot hold whole key/value heads."""
     if (groups := plan.sizes.query_groups) and groups % tp and tp % groups:
         return (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from pyrl_ext.plan.forecast.images import largest_image, layers_of_first_chunk
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.rules._rule import Found, in_config, rule
+from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule
 
 
 @rule("modules")
@@ -12,3 +13,32 @@ def the_family_has_the_modules(plan: Plan) -> Found:
     for name in plan.modules.keys() - known:
         rule = f"expected {' or '.join(known) or 'none'}"
         yield name, f"not a module of {plan.model.family} {in_config(plan)}, {rule}"
+
+
+@rule("modules")
+def encoders_suit_their_ranks(plan: Plan) -> Found:
+    for name, module in plan.modules.items() if plan.sizes.vision else ():
+        tower, (_, tp, pp) = plan.sizes.vision, module.parallel.model_dump().values()
+        if module.ranks == "shared":
+            yield f"{name}.ranks", "shared, expected own; encoders on ranks of others are not built"
+        if pp > tower.num_hidden_layers:
+            rule = f"expected at most its {tower.num_hidden_layers} layers {in_config(plan)}"
+            yield f"{name}.parallel.pp", f"{pp}, {rule}; a stage would have none"
+        wholes = {key: getattr(tower, key) for key in ("num_attention_heads", "intermediate_size")}
+        why = "each of them is split over tensor-parallel ranks"
+        if problem := indivisible(tp, wholes, why, in_config(plan)):
+            yield f"{name}.parallel.tp", problem
+        limit, most = module.patches_per_microbatch, largest_image(plan) or 0
+        if limit < most:
+            rule = f"expected at least {most}, the patches of the largest image that the processor"
+            yield f"{name}.patches_per_microbatch", f"{limit}, {rule} makes; images are not split"
+
+
+@rule("parallel")
+def features_are_added_in_the_first_chunk(plan: Plan) -> Found:
+    features = len(plan.sizes.vision.deepstack) if plan.sizes.vision else 0
+    if features and (layers := layers_of_first_chunk(plan)) < features:
+        return (
+            f"{layers} layers in the first chunk, expected at least {features}; features of as "
+            "many layers of the tower are added behind them. Lower pp or vpp"
+        )

@@ -7,18 +7,11 @@ from pyrl_ext.plan.rules._rule import Found, rule
 
 
 @rule("optimizer.offload")
-def offloading_has_a_device_to_leave(plan: Plan) -> Found:
-    if plan.optimizer.offload and plan.device == "cpu":
-        return (
-            f"{plan.optimizer.offload:g} with device cpu, expected 0; the state is in host memory "
-            "already"
-        )
-
-
-@rule("optimizer.offload")
-def offloading_is_of_a_distributed_optimizer(plan: Plan) -> Found:
+def offloading_has_a_device_to_leave_and_copies_that_are_read(plan: Plan) -> Found:
     offload = plan.optimizer.offload
-    if offload and not plan.optimizer.distributed and plan.device == "cuda":
+    if offload and plan.device == "cpu":
+        return f"{offload:g} with device cpu, expected 0; the state is in host memory already"
+    if offload and not plan.optimizer.distributed:
         return (
             f"{offload:g} with optimizer.distributed false, expected 0; only "
             "megatron-core's distributed optimizer hands its master weights to the host, any other "

@@ -123,15 +123,10 @@ def the_model_splits_over_an_engine(plan: Plan) -> Found:
     if rollout.engine_options.get("enable_expert_parallel"):
         del wholes["moe_intermediate_size"]
         wholes[sizes.key("num_experts")] = sizes.num_experts
-    why = "vLLM splits each of them evenly over an engine's GPUs"
     if rollout.engine == "vllm":
-        return indivisible(rollout.tp, wholes, why, in_config(plan))
-
-
-@rule("rollout.tp")
-def key_value_heads_split_over_an_engine(plan: Plan) -> Found:
-    if plan.rollout.engine == "vllm":
-        return unfit_for_heads(plan, plan.rollout.tp, "vLLM keeps a key/value head whole on a GPU")
+        why = "vLLM splits each of them evenly over an engine's GPUs"
+        heads = unfit_for_heads(plan, rollout.tp, "vLLM keeps a key/value head whole on a GPU")
+        return filter(None, (indivisible(rollout.tp, wholes, why, in_config(plan)), heads))
 
 
 @rule("rollout.tp")

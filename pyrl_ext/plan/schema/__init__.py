@@ -13,7 +13,6 @@ from pyrl_ext.plan.language.fields import (
     MAX_SAMPLES,
     Count,
     Dtype,
-    LearningRate,
     NonNegative,
     Positive,
     Rate,
@@ -219,7 +218,7 @@ class Objective(Section):
 class Optimizer(Section):
     """AdamW, and its schedule."""
 
-    lr: LearningRate
+    lr: Annotated[float, Field(ge=0, le=100)]
     """learning rate after the warmup"""
     betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.98)
     """decay of the first and second moment, as a list of two"""
@@ -316,6 +315,10 @@ class Estimate(Section):
     """mean length of prompts [tokens]; null: half the longest, or a quarter of data.max_tokens"""
     response_tokens: Positive | None = None
     """mean length of responses [tokens]; null: as of prompts"""
+    images: NonNegative = 1.0
+    """mean number of images in a sample (modules.vision)"""
+    image_patches: Positive = 1024
+    """size of an image [patches] (modules.vision)"""
     spread: Annotated[float, Field(ge=0, le=10)] = 0.5
     """standard deviation of the logarithm of lengths; 0: all the same"""
 

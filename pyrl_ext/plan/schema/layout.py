@@ -6,15 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pyrl_ext.plan.language.fields import (
-    MAX_RANKS,
-    LearningRate,
-    Positive,
-    Section,
-    Size,
-    Text,
-    bounded,
-)
+from pyrl_ext.plan.language.fields import MAX_RANKS, Positive, Section, Size, Text, bounded
 
 Layers = Annotated[int, Field(ge=1, le=4096)]
 
@@ -87,9 +79,9 @@ class Module(Section):
     """false: forward passes only; no gradients travel, and there is no optimizer state"""
     ranks: Literal["own", "shared"] = "own"
     """own: ranks behind those of the language model; shared: those of its first pipeline stage"""
-    parallel: ModuleParallel = ModuleParallel()
-    """how its ranks are arranged"""
     patches_per_microbatch: Positive
     """most that a rank encodes in one forward pass [patches]; bounds activations"""
-    lr: LearningRate | None = None
+    lr: Annotated[float, Field(ge=0, le=100)] | None = None
     """learning rate after the warmup; null: optimizer.lr"""
+    parallel: ModuleParallel = ModuleParallel()
+    """how its ranks are arranged"""

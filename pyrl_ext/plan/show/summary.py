@@ -10,14 +10,14 @@ from pydantic.fields import FieldInfo
 
 from pyrl_ext.plan import rules
 from pyrl_ext.plan.forecast.counts import parameters
+from pyrl_ext.plan.forecast.encoder import encoders
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
-from pyrl_ext.plan.forecast.units import count, duration, size
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES, count, duration, size
 from pyrl_ext.plan.language.errors import Key, show
 from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.language.kind import WITH_ROLLOUTS, WITHOUT_ROLLOUTS
-from pyrl_ext.plan.model.ranks import groups as groups_of
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import Config
 
@@ -77,7 +77,7 @@ class Summary:
         phase = peak_phase(stage)
         counted = [item for item in stage.items if phase in item.phases and not item.host]
         about = "" if all(item.exact for item in counted) else "about "
-        stages = f" of stage {stage.stage}" if self.plan.parallel.pp > 1 else ""
+        stages = f" of {stage.name}" if len(self.memory) > 1 else ""
         where = f"at the peak ({phase}) of the fullest rank{stages}"
         if limit is None:
             unknown = "hardware.gpu names no device to compare with"
@@ -120,10 +120,11 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     expert_dp = parallel.world_size // (parallel.pp * parallel.ep * parallel.etp_size)
     replica = f"dp {parallel.dp} x tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}"
     experts = f"ep {parallel.ep} x etp {parallel.etp_size} x dp {expert_dp}"
-    kinds = groups_of(parallel).items()
+    kinds = plan.grids["llm"].groups.items()
     groups = ", ".join(f"{name} {len(kind)} of {len(kind[0])}" for name, kind in kinds)
     return [
-        ("ranks", f"{plan.world_size} = {replica}; experts {experts}"),
+        *_modules(plan),
+        ("ranks", f"{parallel.world_size} = {replica}; experts {experts}"),
         ("groups", groups or "none: one rank"),
         ("parameters", f"{count(counts.total)}, {count(counts.active)} of them active for a token"),
         ("routers", f"{len(routers)} of {sizes.num_hidden_layers} layers ({ranges(routers)}), "
@@ -195,6 +196,31 @@ def _cp_costs(plan: Plan) -> list[tuple[str, str]]:
     origin = f"estimated for {plan.hardware.gpu}" if plan.hardware.gpu else "counted operations"
     return [("cp costs", "measured, cp_cost" if plan.cp_cost.token_seconds else f"{origin}; "
              "cp_cost would hold measured ones")]  # fmt: skip
+
+
+def _modules(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Facts about the ranks of modules, where there are some."""
+    words = {"llm": "the language model"}
+    names = [f"{len(g.ranks)} of {words.get(name, name)}" for name, g in plan.grids.items()]
+    if len(names) > 1:
+        yield "world", f"{plan.world_size} ranks: {', '.join(names)}"
+    for each in encoders(plan):
+        sizes, grid = each.module.parallel, plan.grids[each.name]
+        total = sum(each.parameters(stage).total for stage in range(sizes.pp))
+        rate = each.module.lr if each.module.lr is not None else plan.optimizer.lr
+        trained = f"trained with lr {rate:g}" if each.module.train else "frozen"
+        place = (
+            f"ranks {grid.first}-{grid.ranks[-1]} = dp {sizes.dp} x tp {sizes.tp} x pp {sizes.pp}"
+        )
+        layers = f"{each.tower.num_hidden_layers} layers, {count(total)} parameters"
+        yield each.name, f"{place}: {layers}, {trained}"
+        patches = plan.estimate.image_patches
+        rows, width = patches // each.tower.merge**2, each.row_width
+        sent = size(rows * width * DTYPE_BYTES[plan.model.dtype])
+        ways = "there and back" if each.module.train else "there"
+        flying = f"its last stage keeps {each.in_flight(sizes.pp - 1)} microbatches in flight"
+        image = f"{rows} rows x {width:,} numbers for an image of {patches:,} patches"
+        yield f"from {each.name}", f"{image}, {sent} {ways}; {flying}"
 
 
 def _source(plan: Plan) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from pyrl_ext.plan.forecast.encoder import encoders
 from pyrl_ext.plan.forecast.memory import Item
 from pyrl_ext.plan.forecast.parameters import chunk_parameters
 from pyrl_ext.plan.forecast.step_time import StepTime
@@ -37,7 +38,7 @@ def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
         _titled(console, "time of a step (estimated)", time_table(summary.time, everything))
         for sentence in (*summary.time.assumed, summary.time.error):
             console.print(f"[dim]{escape(sentence)}[/]")
-    if plan.parallel.pp > 1:
+    if len(summary.memory) > 1:
         _titled(console, "pipeline", stages_table(plan))
     if everything:
         _titled(console, "every field (bold: not the default)", sections_table(plan, console.width))
@@ -96,7 +97,7 @@ def memory_table(summary: Summary, in_full: bool = False) -> tuple[str, Table]:
     stage, limit = summary.fullest, summary.limit
     unit, factor = unit_for(max(stage.peak, limit or 0))
     several = len(summary.memory) > 1
-    where = f" of stage {stage.stage}, the fullest of {len(summary.memory)}" if several else ""
+    where = f" of {stage.name}, the fullest of {len(summary.memory)}" if several else ""
     columns = ("item", *stage.phases, "how it is counted")
     table = _table(*columns, whole=len(columns) - 1, right=stage.phases)
     _reasons_last(table, in_full)
@@ -145,7 +146,8 @@ def _took(seconds: float, total: float) -> tuple[str, str]:
 
 
 def stages_table(plan: Plan) -> Table:
-    """Contents of each chunk of each pipeline stage; layers and routers are 0-based global ids."""
+    """Contents of each chunk of each pipeline stage, of encoders last; layers and routers are
+    0-based global ids."""
     columns = ("stage", "chunk", "layers", "routers", "besides", "parameters")
     table = _table(*columns, right=("parameters",))
     for rank, stage in enumerate(plan.stages):
@@ -163,6 +165,12 @@ def stages_table(plan: Plan) -> Table:
                 ", ".join(name for name, held in parts.items() if held),
                 count(chunk_parameters(plan, chunk).total),
             )
+    for each in encoders(plan):
+        for stage, layers in enumerate(each.stage_layers):
+            held = count(each.parameters(stage).total)
+            rest = ", ".join(each.besides(stage))
+            row = (str(plan.parallel.pp + stage), "0", ranges(layers), "none", rest, held)
+            table.add_row(f"{row[0]} ({each.name})", *row[1:])
     return table
 
 

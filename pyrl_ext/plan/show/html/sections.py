@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import batched, groupby, pairwise
 from typing import NamedTuple
 
 from markupsafe import Markup
 
-from pyrl_ext.plan.forecast.memory import Item, StageMemory
+from pyrl_ext.plan.forecast.compute_time import Passes
+from pyrl_ext.plan.forecast.encoder import encoders
+from pyrl_ext.plan.forecast.hardware import gpu_of
+from pyrl_ext.plan.forecast.memory import Item, StageMemory, num_stages
 from pyrl_ext.plan.forecast.parameters import chunk_parameters
-from pyrl_ext.plan.forecast.pipeline_schedule import Slot, bubble_share, pipeline
+from pyrl_ext.plan.forecast.pipeline_schedule import (
+    Ahead,
+    Slot,
+    ahead_of,
+    bubble_share,
+    pipeline,
+)
 from pyrl_ext.plan.forecast.step_time import Cost, StepTime
 from pyrl_ext.plan.forecast.units import amount, count, duration, in_units, size, unit_for
 from pyrl_ext.plan.forecast.workload import update_rounds
-from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.model.chunks import ModelChunk
+from pyrl_ext.plan.model.ranks import Grid
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.show.html.charts import (
     SERIES,
@@ -82,37 +92,39 @@ class Cell(NamedTuple):
 
 def nodes(plan: Plan) -> list[list[Cell]]:
     """Ranks by node and device."""
-    parallel, everyone = plan.parallel, ranks.ranks(plan.parallel)
-    member: dict[int, list[str]] = {each.rank: [] for each in everyone}
-    for kind, groups in ranks.groups(parallel).items():
-        for index, group in enumerate(groups):
-            for rank in group:
-                member[rank].append(f"{kind}:{index}")
-    axes = [axis for axis in ("tp", "cp", "dp", "pp", "ep") if getattr(parallel, axis) > 1]
-    axes += ["etp"] * (parallel.etp_size not in (1, parallel.tp))
-    cells = [
-        Cell(
-            each.rank,
-            [f"{axis}{getattr(each, axis)}" for axis in axes],
-            member[each.rank],
-            each.pp % SERIES,
-        )
-        for each in everyone
-    ]
+    cells = [cell for grid in plan.grids.values() for cell in _cells(plan, grid)]
     columns = min(plan.hardware.gpus_per_node, plan.world_size)
     return [list(node) for node in batched(cells, columns)]
+
+
+def _cells(plan: Plan, grid: Grid) -> Iterator[Cell]:
+    """The ranks of one module; its stages have the colours behind those of modules before it."""
+    parallel = grid.parallel
+    member: dict[int, list[str]] = {rank: [] for rank in grid.ranks}
+    for kind, groups in grid.groups.items():
+        for index, group in enumerate(groups):
+            for rank in group:
+                member[rank].append(f"{kind}:{grid.name if grid.first else ''}{index}")
+    axes = [axis for axis in ("tp", "cp", "dp", "pp", "ep") if getattr(parallel, axis) > 1]
+    axes += ["etp"] * (parallel.etp_size not in (1, parallel.tp))
+    before = sum(g.parallel.pp for g in plan.grids.values() if g.first < grid.first)
+    module = [grid.name] if len(plan.grids) > 1 else []
+    for each in map(grid.place, grid.ranks):
+        places = [*module, *(f"{axis}{getattr(each, axis)}" for axis in axes)]
+        yield Cell(each.rank, places, member[each.rank], (before + each.pp) % SERIES)
 
 
 def groups_table(plan: Plan) -> Table | None:
     """The process groups in words; None for one rank."""
     rows = [
         (
-            code(kind),
+            code(kind if grid.name == "llm" else f"{kind} of {grid.name}"),
             f"{len(groups)} of {len(groups[0])} ranks",
             _examples(groups),
             MEANINGS[kind],
         )
-        for kind, groups in ranks.groups(plan.parallel).items()
+        for grid in plan.grids.values()
+        for kind, groups in grid.groups.items()
     ]
     head = ("group", "how many", "which ranks", "its ranks")
     return Table(head, rows, "Groups of ranks") if rows else None
@@ -171,7 +183,32 @@ def layers_chart(plan: Plan) -> Chart:
                 words = f"layer{plural} {ranges(chunk.layers)}, {words}"
             shapes.append(Text(x, top + height + 13, words, "quiet small"))
     title = f"Parts of the model on {pp} stages of {vpp} chunks"
-    return Chart(title, first + pp * step, shapes, [PARTS[kind] for kind in PARTS if kind in used])
+    legend = [PARTS[kind] for kind in PARTS if kind in used]
+    if more := _encoder_shapes(plan, first + pp * step, left, height, step):
+        shapes += more
+        legend += [("series-2", "layer of an encoder")]
+    return Chart(title, first + num_stages(plan) * step, shapes, legend)
+
+
+def _encoder_shapes(plan: Plan, top: float, left: float, height: float, step: float) -> list[Shape]:
+    """A row for each pipeline stage of each encoder."""
+    shapes: list[Shape] = []
+    names = {"patches": ("series-3", "P"), "merger": ("series-5", "M")}
+    for each in encoders(plan):
+        width = min(64.0, (WIDTH - left - 16) / (max(each.layers) + 2))
+        for stage, layers in enumerate(each.stage_layers):
+            shapes.append(Text(0, top + 15, f"{each.name} {stage}"))
+            boxes = [(f"layer {i}", "series-2", str(i)) for i in layers]
+            more = [(part, *names[part]) for part in each.besides(stage)]
+            boxes = [m for m in more if m[0] == "patches"] + boxes
+            boxes += [m for m in more if m[0] == "merger"]
+            for i, (title, class_, label) in enumerate(boxes):
+                x = left + i * width
+                shapes.append(Box(x, top, width - 1, height, title, class_, label))
+            words = f"{count(each.parameters(stage).total)} parameters"
+            shapes.append(Text(left, top + height + 13, words, "quiet small"))
+            top += step
+    return shapes
 
 
 def _parts(plan: Plan, chunk: ModelChunk) -> list[tuple[str, str]]:
@@ -190,41 +227,54 @@ SHADES = 4
 
 
 def pipeline_chart(plan: Plan) -> tuple[str, Chart] | None:
-    """(words, schedule) of one minibatch; None for one stage."""
+    """(words, schedule) of one minibatch, with the first encoder; None for one stage."""
     pp, vpp = plan.parallel.pp, plan.parallel.vpp_size
-    if pp == 1:
+    if num_stages(plan) == 1:
         return None
     # the backward pass computes two products where the forward pass computes one
     backward = 3.0 if plan.model.recompute == "full" else 2.0
     # an interleaved schedule runs whole rounds of pp microbatches
-    whole = pp if vpp > 1 else 1
-    run = -(-len(update_rounds(plan)[0]) // whole) * whole
+    whole, rounds = pp if vpp > 1 else 1, update_rounds(plan)[0]
+    run = -(-len(rounds) // whole) * whole
     readable = int(MOST_UNITS / (vpp * (1 + backward)))
     drawn = min(run, max(pp, readable // whole * whole))
-    slots = pipeline(pp, vpp, drawn, 1.0, backward)
-    bubble = bubble_share(slots if drawn == run else pipeline(pp, vpp, run, 1.0, backward))
+    encoder, more = next(encoders(plan), None), ""
+    ahead = None
+    if encoder:
+        gpu, pace = gpu_of(plan), 1.0
+        if gpu:
+            theirs, ours = Passes(plan, gpu).pace(encoder, rounds)
+            pace = theirs * vpp / ours
+        again = backward * pace if encoder.module.train else None
+        ahead = Ahead(encoder.module.parallel.pp, ahead_of(plan.parallel), pace, again)
+        more = f" A stage of {encoder.name} takes {pace:.2g} of it."
+    slots, all_slots = (
+        pipeline(pp, vpp, number, 1.0, backward, encoder=ahead) for number in (drawn, run)
+    )
     words = (
         f"{run} microbatches of the first minibatch, at the lengths of estimate: ranks wait "
-        f"{bubble:.1%} of the time. A backward pass takes {backward:g} forward passes"
-        f"{' (recompute full)' if backward == 3 else ''}, and all chunks "
-        "take the same. Time counts forward passes of a chunk."
+        f"{bubble_share(all_slots):.1%} of the time. A backward pass takes {backward:g} forward "
+        f"passes{' (recompute full)' if backward == 3 else ''}, and all chunks "
+        f"take the same. Time counts forward passes of a chunk.{more}"
     )
     if drawn < run:
         words += f" Drawn with {drawn} of them."
-    return words, _schedule(slots, pp, vpp)
+    return words, _schedule(slots, pp, vpp, encoder.name if encoder else "")
 
 
-def _schedule(slots: list[Slot], pp: int, vpp: int) -> Chart:
-    left, first, step = 70, 30, 26
-    end = max(slot.end for slot in slots)
-    scale, height = (WIDTH - left - 20) / end, first + step * pp
-    shapes = axis(end, "", left, scale, first, height, about=10)
-    shapes += [Text(0, first + rank * step + 14, f"stage {rank}") for rank in range(pp)]
+def _schedule(slots: list[Slot], pp: int, vpp: int, encoder: str) -> Chart:
+    left, top, step = 70, 30, 26
+    end, first = max(slot.end for slot in slots), min(slot.rank for slot in slots)
+    ours = {rank: f"stage {rank}" for rank in range(pp)}
+    names = {rank: f"{encoder} {rank - first}" for rank in range(first, 0)} | ours
+    scale, height = (WIDTH - left - 20) / end, top + step * len(names)
+    shapes = axis(end, "", left, scale, top, height, about=10)
+    shapes += [Text(0, top + i * step + 14, name) for i, name in enumerate(names.values())]
     for slot in slots:
         kind = "forward" if slot.kind == "F" else "backward"
-        title = f"stage {slot.rank}, chunk {slot.chunk}, microbatch {slot.microbatch}: {kind}"
-        x, y, width = left + slot.start * scale, first + slot.rank * step, slot.end - slot.start
-        class_ = f"{kind} shade-{slot.chunk % SHADES}"
+        title = f"{names[slot.rank]}, chunk {slot.chunk}, microbatch {slot.microbatch}: {kind}"
+        x, width = left + slot.start * scale, slot.end - slot.start
+        y, class_ = top + (slot.rank - first) * step, f"{kind} shade-{slot.chunk % SHADES}"
         shapes.append(Box(x, y, width * scale, 20, title, class_, str(slot.microbatch)))
     title = "Pipeline schedule: microbatches by stage over time, in forward passes of one chunk"
     more = ", and so on" if vpp > SHADES else ""
@@ -247,6 +297,8 @@ def memory_chart(summary: Summary, host: bool) -> tuple[Chart, str]:
     for items, equal in groupby(stages, lambda stage: [i for i in stage.items if i.host == host]):
         numbers = tuple(stage.stage for stage in equal)
         group = f"stage {ranges(numbers)}" if len(stages) > 1 else ""
+        if (module := stages[numbers[0]].module) != "llm":
+            group += f" ({module})"
         for phase in stages[numbers[0]].phases:
             parts = [_memory_part(item) for item in items if phase in item.phases]
             if parts:
@@ -274,7 +326,7 @@ def memory_tables(summary: Summary) -> list[Table]:
     tables = [_memory_table(summary, stages) for stages in batched(summary.memory, 8)]
     stage = summary.fullest
     rows = [(item.name, "counted" if item.exact else "estimated", item.why) for item in stage.items]
-    caption = f"How bytes are counted (stage {stage.stage})"
+    caption = f"How bytes are counted ({stage.name})"
     return [*tables, Table(("item", "is", "how"), rows, caption, "plain")]
 
 
@@ -296,7 +348,7 @@ def _memory_table(summary: Summary, stages: tuple[StageMemory, ...]) -> Table:
     if limit is not None:
         left = [in_units(limit - stage.peak, factor) for stage in stages]
         rows.append((Markup("<b>headroom</b>"), f"of {size(limit)}", *left))
-    columns = [f"stage {stage.stage}" for stage in stages]
+    columns = [stage.name for stage in stages]
     head = ("item", "held in", *(columns if len(summary.memory) > 1 else [unit]))
     return Table(head, rows, f"{unit} of the fullest rank (≈ estimated)", "numbers")
 

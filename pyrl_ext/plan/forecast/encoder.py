@@ -1,0 +1,180 @@
+"""An encoder on ranks for itself: parameters, memory and work of its pipeline stages.
+
+Its microbatches are those of the language model; the images of each are spread over its replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from pyrl_ext.plan.forecast.counts import Parameters
+from pyrl_ext.plan.forecast.hardware import Gpu
+from pyrl_ext.plan.forecast.parts import reached
+from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.model.towers import Tower
+from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.schema import Module
+
+CHANNELS = 3
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One module of a plan that encodes images."""
+
+    plan: Plan
+    name: str
+
+    @property
+    def module(self) -> Module:
+        """Its section of the YAML."""
+        return self.plan.modules[self.name]
+
+    @property
+    def tower(self) -> Tower:
+        """Its sizes."""
+        tower = self.plan.sizes.vision
+        if tower is None:
+            raise ValueError(f"Encoder: the model has no {self.name}, expected a vision_config")
+        return tower
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers of each pipeline stage."""
+        return self.tower.stages(self.module.parallel.pp)
+
+    @property
+    def stage_layers(self) -> list[tuple[int, ...]]:
+        """0-based ids of the layers of each pipeline stage."""
+        ends = list(accumulate(self.layers))
+        return [tuple(range(end - n, end)) for n, end in zip(self.layers, ends, strict=True)]
+
+    def besides(self, stage: int) -> list[str]:
+        """Parts of a stage beside its layers."""
+        first, last = stage == 0, stage == len(self.layers) - 1
+        return ["patches"] * first + ["merger"] * last
+
+    @property
+    def row_width(self) -> int:
+        """Elements that it hands over for each row of the language model."""
+        return self.plan.sizes.hidden_size * (1 + len(self.tower.deepstack))
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of a patch."""
+        return CHANNELS * self.tower.temporal_patch_size * self.tower.patch_size**2
+
+    def in_flight(self, stage: int) -> int:
+        """Most microbatches of a stage whose backward pass is still to come: the last stage runs
+        ahead of the language model, whose first gradient comes back after `ahead_of`."""
+        if not self.module.train:
+            return 1
+        most = -(-self.plan.samples_per_minibatch // self.plan.parallel.dp)
+        behind = self.module.parallel.pp - 1 - stage
+        return min(ahead_of(self.plan.parallel) + behind + 1, most)
+
+    def parameters(self, stage: int) -> Parameters:
+        """Parameters of a stage: the first embeds patches, the last has the mergers."""
+        tower, hidden = self.tower, self.tower.hidden_size
+        total = Parameters()
+        for _ in range(self.layers[stage]):
+            total += _layer(tower)
+        side = self.plan.model.family == "kimi_k25"  # whose table has as many rows as columns
+        if stage == 0:
+            positions = tower.positions**2 if side else tower.positions
+            total += Parameters(replicated=(self.patch_width + 1 + positions) * hidden)
+        if stage == len(self.layers) - 1:
+            total += Parameters(replicated=2 * hidden * side)  # a norm behind the last layer
+            total += _merger(tower, hidden, self.plan.sizes.hidden_size)
+            for _ in tower.deepstack:
+                total += _merger(tower, hidden * tower.merge**2, self.plan.sizes.hidden_size)
+        return total
+
+    def on_rank(self, stage: int) -> int:
+        """Parameters of a stage on one rank."""
+        held = self.parameters(stage)
+        return held.replicated + -(-held.tensor // self.module.parallel.tp)
+
+    def stepped(self, stage: int) -> int:
+        """Parameters of a stage whose optimizer state one rank holds."""
+        if not self.module.train:
+            return 0
+        dp = self.module.parallel.dp if self.plan.optimizer.distributed else 1
+        return -(-self.on_rank(stage) // dp)
+
+    @cached_property
+    def saved(self) -> float:
+        """Bytes that a layer saves for a patch: two norms with their outputs, queries, keys and
+        values before and after they are rotated, attention's output, and the feed-forward part's
+        input and output."""
+        tower, each = self.tower, DTYPE_BYTES[self.plan.model.dtype]
+        split = 9 * tower.hidden_size + 2 * tower.intermediate_size
+        return each * (4 * tower.hidden_size + split) / self.module.parallel.tp
+
+    def activations(self, stage: int) -> float:
+        """Bytes for a patch that a stage keeps of one microbatch for the backward pass."""
+        each, kept = DTYPE_BYTES[self.plan.model.dtype], self.saved * self.layers[stage]
+        if self.plan.model.recompute == "full":
+            kept = each * self.tower.hidden_size * self.layers[stage]
+        if stage == len(self.layers) - 1:
+            wide = self.tower.hidden_size * (1 + len(self.tower.deepstack))
+            kept += each * (3 * wide + self.row_width / self.tower.merge**2)
+        return kept
+
+    # Time ---------------------------------------------------------------------------------------
+
+    def seconds(self, gpu: Gpu, patches: float, stage: int) -> float:
+        """Seconds of a stage's forward pass over `patches` on a rank."""
+        rate, _ = reached("projections", gpu.flops[self.plan.model.dtype])
+        core, _ = reached("attention", gpu.flops[self.plan.model.dtype])
+        tp = self.module.parallel.tp
+        products, scores = self.flops(stage)
+        return patches * (products / rate + scores / core) / tp
+
+    def flops(self, stage: int) -> tuple[float, float]:
+        """Operations of a forward pass for a patch: of matrix products, and of attention within
+        images of the estimated size."""
+        tower, held = self.tower, self.layers[stage]
+        products = 2.0 * _layer(tower).tensor * held
+        if stage == 0:
+            products += 2 * self.patch_width * tower.hidden_size
+        if stage == len(self.layers) - 1:
+            wide, out = tower.hidden_size * tower.merge**2, self.plan.sizes.hidden_size
+            mergers = (1 + len(tower.deepstack)) * (wide * wide + wide * out)
+            products += 2 * mergers / tower.merge**2
+        scores = 4.0 * tower.hidden_size * self.plan.estimate.image_patches * held
+        return products, scores
+
+    @property
+    def step_patches(self) -> float:
+        """Patches of all samples of a step."""
+        return self.plan.samples * self.plan.estimate.images * self.plan.estimate.image_patches
+
+    @property
+    def update_flops(self) -> float:
+        """Model FLOPs of a step's updates on all its ranks."""
+        each = sum(sum(self.flops(stage)) for stage in range(len(self.layers)))
+        return (3 if self.module.train else 1) * each * self.step_patches
+
+
+def encoders(plan: Plan) -> Iterator[Encoder]:
+    """The encoders of a plan that have ranks for themselves."""
+    return (Encoder(plan, name) for name, module in plan.modules.items() if module.ranks == "own")
+
+
+def _layer(tower: Tower) -> Parameters:
+    """Attention with one product for queries, keys and values, a feed-forward part of two, both
+    with biases, and two norms."""
+    hidden, wide = tower.hidden_size, tower.intermediate_size
+    split = 4 * hidden * hidden + 2 * hidden * wide + 3 * hidden + wide
+    return Parameters(replicated=4 * hidden + 2 * hidden, tensor=split)
+
+
+def _merger(tower: Tower, normed: int, out: int) -> Parameters:
+    """A norm, and two products of `merge` x `merge` patches to a row of the language model."""
+    wide = tower.hidden_size * tower.merge**2
+    return Parameters(replicated=2 * normed + out, tensor=wide * wide + wide + wide * out)
