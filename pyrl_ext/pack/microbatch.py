@@ -17,6 +17,7 @@ from pyrl_ext.dist.upload import Upload
 from pyrl_ext.loss.inputs import LossInputs
 from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.layout import TokenLayout
+from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.shard import BatchShard, layout_of
 
 _SCORES = ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs")
@@ -52,7 +53,8 @@ class Microbatch:
             this rank's routers see.
         tokens:    [M] int64, model input; padding holds 0.
         targets:   [M] int64, the token to score at each row; padding holds 0.
-        positions: [M] int64, counting from 0 in each sample; padding holds 0.
+        positions: [M] int64, counting from 0 in each sample, or [3, M]: in time, height and width,
+            where images are among the rows; padding holds 0.
         inputs:    [M] each, the inputs of the loss, zeros and a False mask in padding; None on a
             stage that computes no loss.
         mtp:       one entry an MTP layer.
@@ -79,6 +81,7 @@ class Microbatch:
         place: Place,
         depths: int = 0,
         upload: Upload | None = None,
+        axes: bool = False,
     ) -> Microbatch:
         """Microbatch ``number`` of a shard.
 
@@ -90,6 +93,7 @@ class Microbatch:
             depths: MTP layers whose inputs are needed.
             upload: copies the rows to its device; the caller waits by its `arrive`. None: they stay
                 on the host.
+            axes:   rows of images have positions in time, height and width.
 
         Communicates: waits for rows that are still on their way.
         """
@@ -100,6 +104,8 @@ class Microbatch:
         first, end = shard.rows.first_token[number : number + 2]
         local = _places(rows)
         columns = _columns(shard, slice(first, end), depths)
+        placed = _positions(shard, slice(first, end), axes)
+        columns |= placed
         upload = upload or Upload(torch.device("cpu"))
         pin = upload.device.type != "cpu"
         fields = gather_fields([*columns.values()], local, [0.0] * len(columns), pin=pin)
@@ -114,7 +120,7 @@ class Microbatch:
             at_router=_places(router_rows, int(shard.rows.first_router[number])),
             tokens=here["tokens"].long(),
             targets=targets[0],
-            positions=here["positions"].long(),
+            positions=torch.stack([here[name].long() for name in placed]).squeeze(0),
             inputs=_loss_inputs(here) if shard.seat.last_stage else None,
             mtp=tuple(
                 MTPInputs(targets[d - 1], targets[d], here[masks[d]]) for d in range(1, 1 + depths)
@@ -131,13 +137,18 @@ def _places(rows: Tensor, first: int = 0) -> Tensor:
 
 def _columns(shard: BatchShard, part: slice, depths: int) -> dict[str, Tensor]:
     """The columns that a microbatch takes of rows ``part`` of a shard."""
-    rows, starts = shard.rows.tokens[part], shard.lengths.starts
     names = ["tokens", *(f"{n}_{d}" for n in ("targets", "loss_mask") for d in range(1 + depths))]
-    columns = {
-        name: shard.stored[name][part] for name in (*names, *_SCORES) if name in shard.stored
-    }
-    positions = rows - starts[shard.lengths.sample_of(rows)]
-    return columns | {"positions": torch.from_numpy(positions).int()}
+    return {name: shard.stored[name][part] for name in (*names, *_SCORES) if name in shard.stored}
+
+
+def _positions(shard: BatchShard, part: slice, axes: bool) -> dict[str, Tensor]:
+    """Positions of the same rows in their samples; with images and ``axes`` in each of three."""
+    rows, lengths = shard.rows.tokens[part], shard.lengths
+    found = (rows - lengths.starts[lengths.sample_of(rows)])[None]
+    if axes and shard.images:
+        (images,) = shard.images.values()
+        found = axial_positions(rows, lengths, images.work.images)
+    return {f"positions_{i}": torch.from_numpy(each).int() for i, each in enumerate(found)}
 
 
 def _loss_inputs(columns: Mapping[str, Tensor]) -> LossInputs:

@@ -232,7 +232,8 @@ class Policy:
         return extra * (self.plan.objective.mtp_coef / len(ahead)), (missed, tokens)
 
     def _prefetch(self, shard: BatchShard, replayed: bool, depths: int = 0) -> MicrobatchPrefetcher:
-        return MicrobatchPrefetcher(shard, self.topo, self.llm.replay, replayed, depths)
+        axes = bool(self.plan.sizes.rope_sections)
+        return MicrobatchPrefetcher(shard, self.topo, self.llm.replay, replayed, depths, axes)
 
     @property
     def _encodes(self) -> bool:

@@ -42,12 +42,19 @@ class MicrobatchPrefetcher:
         replay:   the routers of the model.
         replayed: whether routers use the routes of the samples; else they choose for themselves.
         depths:   MTP layers whose inputs are needed.
+        axes:     rows of images have positions in time, height and width.
 
     Raises: ValueError when routes are to be replayed and the samples have none.
     """
 
     def __init__(
-        self, shard: BatchShard, topo: Topology, replay: Replay, replayed: bool, depths: int = 0
+        self,
+        shard: BatchShard,
+        topo: Topology,
+        replay: Replay,
+        replayed: bool,
+        depths: int = 0,
+        axes: bool = False,
     ):
         if replayed and not shard.layer_ids:
             raise ValueError(
@@ -55,7 +62,7 @@ class MicrobatchPrefetcher:
                 "must switch replay off (replay: {old: false, reference: false, train: false})"
             )
         self.shard, self.topo, self.replay = shard, topo, replay
-        self.replayed, self.depths = replayed, depths
+        self.replayed, self.depths, self.axes = replayed, depths, axes
         self._upload = Upload(topo.device)
         self._ready: dict[int, DeviceMicrobatch] = {}
         self._made = 0
@@ -87,7 +94,7 @@ class MicrobatchPrefetcher:
         group = shard.schedule.group_of(self._made, shard.seat.grid_rank)
         place = self.topo.place(group.cp_size)
         with record_function("pyrl: pack"):
-            micro = Microbatch.of(shard, self._made, place, self.depths, self._upload)
+            micro = Microbatch.of(shard, self._made, place, self.depths, self._upload, self.axes)
             packed = PackedSequences.of(micro)
         routes = self._routes(micro) if self.replay.layers else None
         self._ready[self._made] = DeviceMicrobatch(micro, packed, routes, len(self.replay.hooks))

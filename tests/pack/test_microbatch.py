@@ -1,11 +1,16 @@
 """Microbatch: the rows of a rank, for every place that a rank can have."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.whole import microbatch, shard_at
 from pyrl_ext.dist.topology import Place
+from pyrl_ext.pack.images import EncoderWork, Images, ShardImages
 from pyrl_ext.pack.microbatch import Microbatch
+from pyrl_ext.pack.positions import axial_positions
 from tests.helpers.probe import local_rows
 from tests.helpers.tiny import random_batch
 
@@ -42,6 +47,24 @@ def test_of_takes_the_rows_of_its_place(place, fp8):
         assert torch.equal(getattr(micro, name), want)
     assert micro.inputs is not None
     assert torch.equal(micro.inputs.loss_mask, (rows >= 0) & batch.loss_mask[rows.clamp(min=0)])
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_of_gives_rows_of_images_positions_in_three_axes(place):
+    batch = random_batch(6)
+    ids = [i for i, n in enumerate(batch.seqlens) if n > 8]
+    assert len(ids) > 1
+    numbers = np.array([[i, 2, 6, 1, 4, 6] for i in ids])
+    samples, rows, counts = numbers[:, :3].T
+    images = Images(samples, rows, counts, numbers[:, 3:])
+    shard = shard_at(batch, ids, place)
+    work = EncoderWork(images, shard.schedule, shard.lengths, 1)
+    seen = replace(shard, images={"vision": ShardImages(work, None, np.zeros(2, np.int64), 2)})
+    micro, plain = (Microbatch.of(seen, 0, place, axes=axes) for axes in (True, False))
+    want = torch.from_numpy(axial_positions(micro.rows.clamp(min=0).numpy(), shard.lengths, images))
+    assert torch.equal(micro.positions, torch.where(micro.rows >= 0, want, 0))
+    assert torch.equal(plain.positions, Microbatch.of(shard, 0, place, axes=True).positions)
+    assert plain.positions.shape == micro.rows.shape
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
