@@ -32,9 +32,22 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
         use_distributed_optimizer=options.distributed,
     )
     with quiet():
-        return get_megatron_optimizer(
+        optimizer = get_megatron_optimizer(
             config, list(chunks), use_gloo_process_groups=False, pg_collection=groups
         )
+    _gather_once(optimizer)
+    return optimizer
+
+
+def _gather_once(optimizer: Any) -> None:
+    """Let the last distributed optimizer alone gather the updated weights.
+
+    megatron-core 0.19.2 has one for dense parameters and one for experts, which step in turn, and
+    each gathers the weights of both: all of them twice an update, the first time with experts that
+    have not changed. No option of it avoids that; the attribute is its own, for another case.
+    """
+    for part in _parts(optimizer)[:-1]:
+        part._defer_param_sync = True
 
 
 def set_lr(optimizer: Any, lr: float) -> None:

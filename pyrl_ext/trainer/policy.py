@@ -155,7 +155,7 @@ class Policy:
 
         Returns: loss, grad_norm, lr and the loss function's metrics.
         Raises: FloatingPointError when the loss (before the step) or the gradient is not finite, or
-            the gradient is exactly 0 although tokens have an advantage (built-in loss).
+            the gradient is exactly 0 although tokens must have one (built-in losses).
         """
         metrics = self.accumulate(minibatch, loss)
         if not math.isfinite(metrics["loss"]):
@@ -164,8 +164,9 @@ class Policy:
                 "the weights are as they were before it"
             )
         metrics |= self.step_optimizer()
-        if metrics["grad_norm"] == 0 and self.plan.objective.loss == "grpo":
-            check_zero_gradient(minibatch, metrics, f"update {self.updates - 1}", self.topo)
+        if metrics["grad_norm"] == 0:
+            loss_name, number = self.plan.objective.loss, f"update {self.updates - 1}"
+            check_zero_gradient(loss_name, minibatch, metrics, number, self.topo)
         return metrics
 
     def step_optimizer(self) -> dict[str, float]:

@@ -120,12 +120,19 @@ class Step(ABC):
     def _rows_of(self, rollout: Rollout) -> Batch | None:
         """The samples that this rank owns, as rows."""
         advantages = rollout.index.advantages(self.advantage)
-        if not rollout.samples:
+        plan, mine = self.plan, rollout.index.owned_by(self.topo.rank)
+        lengths = [sample.tokens.numel() - 1 for sample in rollout.samples]
+        if (known := rollout.index.seqlens[mine].tolist()) != lengths:
+            raise ValueError(
+                f"Step.batch_of: {len(lengths)} samples with {sum(lengths)} rows, expected the "
+                f"{len(known)} with {sum(known)} that all ranks know, each as long; other ranks "
+                "would read rows of other samples"
+            )
+        if not lengths:
             return None
-        plan = self.plan
         return Batch.of(
             rollout.samples,
-            advantages[rollout.index.owned_by(self.topo.rank)],
+            advantages[mine],
             num_experts=plan.sizes.num_experts,
             layer_ids=plan.router_layers if plan.replay.enabled else None,  # None: needs no routes
         )

@@ -18,22 +18,31 @@ _MAX_LOGPROB = -1e-3  # above it the probability is nearly 1, and the gradient n
 
 
 def check_zero_gradient(
-    minibatch: BatchShard, metrics: Mapping[str, float], update: str, topo: Topology
+    loss: str, minibatch: BatchShard, metrics: Mapping[str, float], update: str, topo: Topology
 ) -> None:
-    """Refuse a gradient of exactly 0, under the built-in loss, that no state of a run explains.
+    """Refuse a gradient of exactly 0, under a built-in loss, that no state of a run explains.
+
+    The gradient of fine-tuning is 0 only where all loss tokens are certain, so that the loss is 0
+    as well.
 
     Args:
+        loss: name of the loss; nothing is known of the gradients of a user's own.
         minibatch, metrics, topo: as in `tokens_with_gradient`.
         update: names the optimizer step, for the message.
 
     Raises:
         FloatingPointError: some tokens must have had a gradient.
     """
-    if tokens := tokens_with_gradient(minibatch, metrics, topo):
+    tokens, why = 0, "with an advantage"
+    if loss == "grpo":
+        tokens = tokens_with_gradient(minibatch, metrics, topo)
+    elif loss == "sft" and metrics["loss"] > -_MAX_LOGPROB:
+        tokens, why = minibatch.loss_tokens[0][0], f"whose mean loss is {metrics['loss']:.3g}"
+    if tokens:
         raise FloatingPointError(
             f"Policy.update: the gradient norm of {update} is exactly 0, expected a gradient from "
-            f"{tokens} tokens with an advantage; nothing is trained. Look for code that switches "
-            "gradients off or freezes the weights"
+            f"{tokens} tokens {why}; nothing is trained. Look for code that switches gradients off "
+            "or freezes the weights"
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -90,6 +92,31 @@ def test_stage_memory_and_step_time_without_rollouts_are_of_the_update_alone():
     with_rollouts = step_time(compile_plan(TINY, ["device=cuda", "hardware.gpu=H100"]))
     assert with_rollouts is not None
     assert {"old_logprobs", "rollout"} < {cost.phase for cost in with_rollouts.costs}
+
+
+def test_step_samples_have_the_lengths_of_the_records(tmp_path: Path):
+    """Records of tokens: their quantiles, cut at data.max_tokens, unless `estimate` says more."""
+    path = tmp_path / "a.jsonl"
+    sizes = [(1 + i % 7, 1 + 3 * (i % 50)) for i in range(200)]
+    records = [{"tokens": [5] * (p + r), "loss_mask": [0] * p + [1] * r} for p, r in sizes]
+    path.write_text("\n\n".join(map(json.dumps, records)))
+    own = (f"data.path={path}", "data.max_tokens=100", "data.held_out=0", "evaluate.every=0")
+    gpu = ("device=cuda", "hardware.gpu=H100")
+    plan = sft(*own, *gpu)
+    samples = step_samples(plan)
+    rows = [min(100, p + r) for p, r in sizes]
+    assert len(samples) == 32 and {s.prompt for s in samples} <= {p for p, _ in sizes}
+    assert mean(s.prompt + s.response for s in samples) == pytest.approx(mean(rows), rel=0.02)
+    assert max(s.prompt + s.response for s in samples) == 100
+    time = step_time(plan)
+    assert time is not None and "(as the first 200 records of data.path)" in time.assumed[0]
+    given = step_samples(sft(*own, "estimate.response_tokens=40"))
+    assert {s.prompt for s in given} != {s.prompt for s in samples}
+    messages = step_time(sft(*gpu))
+    assert messages is not None and "(estimate; data.path is not looked at)" in messages.assumed[0]
+    broken = tmp_path / "b.jsonl"  # the run lists its problems
+    broken.write_text('{"tokens": [1, 2], "loss_mask": [0, 0]}')
+    assert step_samples(sft(f"data.path={broken}", *own[1:])) == step_samples(sft(*own[1:]))
 
 
 def test_plan_page_of_a_run_without_rollouts_speaks_of_records_alone():

@@ -41,6 +41,7 @@ from tests.helpers.tiny import one_rank
 
 REPOSITORY = Path(__file__).parents[2]
 TINY, QWEN3, GLM47 = (REPOSITORY / f"configs/{n}.yaml" for n in ("tiny", "tiny_qwen3", "glm47"))
+SFT = REPOSITORY / "configs/tiny_sft.yaml"
 BROKEN = REPOSITORY / "tests/plan/broken_configs"
 # Fields that megatron-core makes anew for every config.
 CALLABLES = {"init_method", "output_layer_init_method", "embedding_init_method"}
@@ -178,6 +179,14 @@ def test_compile_plan_takes_the_dynamic_cp_of_the_planners_groups(dp, cp, sizes)
         if not problems_of(TINY, *layout, f"parallel.dynamic_cp={size}")
     ]
     assert fits == sizes == cp_sizes(dp * cp, cp)[1:]
+
+
+def test_compile_plan_takes_fewer_samples_than_ranks_that_may_share_them():
+    own = ("batching.samples=1", "batching.minibatches=1", "parallel.dp=4")
+    assert not problems_of(SFT, *own, "parallel.dynamic_cp=4")
+    (problem,) = problems_of(SFT, *own, "parallel.dynamic_cp=2")
+    assert "(1 samples / 1), expected at least 2: dp * cp over the largest cp; a replica" in problem
+    assert len(problems_of(SFT, *own)) == 1
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -346,3 +346,12 @@ def test_print_strategies_of_many_ranks_draws_few_lines():
     with console.capture() as capture:
         print_strategies(comparison, "x", console)
     assert capture.get().count(" to 127 ") == 3 and len(capture.get().splitlines()) < 80
+
+
+def test_fixed_takes_the_whole_grid_where_the_largest_group_does_not_divide_it():
+    layout = ("parallel.dp=12", "parallel.dynamic_cp=8", "batching.tokens_per_microbatch=16")
+    plan = compile_plan(REPOSITORY / "configs/tiny.yaml", [*layout, "batching.prompts=24"])
+    comparison = Comparison(plan, [100, 3, 5, 7] * 6, [0] * 24)
+    assert comparison.fixed.size == 12  # 100 rows need 8 of the 12 ranks
+    dynamic = comparison.strategies[-1]
+    assert {g.cp_size for groups in dynamic.microbatches for g in groups} <= {1, 2, 4, 8}

@@ -21,7 +21,12 @@ from tests.helpers.tiny import tiny_plan
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_sft.yaml"
 SMALL = ("batching.samples=6", "data.held_out=3")  # two minibatches
-LAYOUTS = [("parallel.dp=2",), ("parallel.cp=2",), ("parallel.pp=2",)]
+DYNAMIC = ("parallel.dp=2", "parallel.dynamic_cp=2")
+LAYOUTS = [
+    *(("parallel.dp=2",), ("parallel.cp=2",), ("parallel.pp=2",)),
+    (*DYNAMIC, "batching.tokens_per_microbatch=96"),  # the longest records on both ranks
+    (*DYNAMIC, "batching.tokens_per_microbatch=4096"),
+]
 
 
 def of_a_step(*overrides: str) -> dict[str, Any]:

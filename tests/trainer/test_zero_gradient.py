@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks.whole import shard_at
 from pyrl_ext.dist import topology
+from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.topology import Place
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
-from pyrl_ext.trainer.zero_gradient import tokens_with_gradient
+from pyrl_ext.trainer.sft import SftStep
+from pyrl_ext.trainer.zero_gradient import check_zero_gradient, tokens_with_gradient
 from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
+
+SFT = Path(__file__).parents[2] / "configs/tiny_sft.yaml"
 
 
 def test_update_refuses_a_gradient_that_is_switched_off():
@@ -31,6 +37,20 @@ def test_update_refuses_a_gradient_that_is_switched_off():
         message = r"norm of update 2 is exactly 0, expected a gradient from \d+ tokens"
         with torch.no_grad(), pytest.raises(FloatingPointError, match=message):
             passes.update(policy, batch, schedule, loss)
+
+
+def test_update_of_records_refuses_a_gradient_that_is_switched_off():
+    small = ("batching.samples=4", "batching.minibatches=1", "data.held_out=1")
+    plan, clock = tiny_plan(*small, "evaluate.every=0", config=SFT), Clock()
+    with topology.start(plan) as topo:
+        step = SftStep.build(plan, topo)
+        shard = step.batch_of(step.take(0, clock), clock)
+        assert step.update(shard, clock)["grad_norm"] > 0
+        message = r"norm of update 1 is exactly 0, expected a gradient from \d+ tokens whose mean"
+        with torch.no_grad(), pytest.raises(FloatingPointError, match=message):
+            step.update(shard, clock)
+        check_zero_gradient("sft", shard, {"loss": 1e-6}, "", topo)  # all tokens are certain
+        check_zero_gradient("my.module:loss", shard, {"loss": 1.0}, "", topo)
 
 
 def two_samples(second: tuple[int, ...], advantages: tuple[float, float]) -> Batch:

@@ -203,10 +203,8 @@ class World:
 
     @property
     def weight_bytes(self) -> float:
-        """Weights that the optimizer updated, to the ranks that hold them too. Of megatron's two
-        optimizers, for dense parameters and for experts, each gathers both."""
-        optimizers = 2 if self.plan.router_layers else 1
-        passes = self.plan.batching.minibatches * self.plan.optimizer.distributed * optimizers
+        """Weights that the optimizer updated, to the ranks that hold them too."""
+        passes = self.plan.batching.minibatches * self.plan.optimizer.distributed
         each = DTYPE_BYTES[self.plan.model.dtype]
         return passes * sum(each * count * (n - 1) / n for count, n in self.reduced)
 
@@ -290,8 +288,7 @@ QUANTITIES: tuple[Quantity, ...] = (
      "between GPUs, if a ring sums them: n - 1 steps each way; NCCL takes trees, 2 log2 n, where "
      "they are faster"),
     (STEP, "updated weights", "byte", lambda w: w.weight_bytes,
-     "between GPUs, with the distributed optimizer; twice with experts, since megatron has two "
-     "optimizers then and each gathers all"),
+     "between GPUs, with the distributed optimizer"),
     (STEP, "weights for the engine", "byte", lambda w: w.publish_bytes,
      "between GPUs: gathered over tp, ep and pp, which stay as they are"),
     (STEP, "from other hosts", "byte", lambda w: w.exchange_bytes,
@@ -320,7 +317,7 @@ QUANTITIES: tuple[Quantity, ...] = (
      "to the store, one process: once for every rank"),
     (START, "connections of gloo", "socket", lambda w: w.group_entries,
      "one to every other rank of a group, one that listens; with TORCH_GLOO_LAZY_INIT=1 only to "
-     "ranks that it sends to"),
+     "ranks that it sends to, but a dead one is noticed late, so it is no default"),
 )  # fmt: skip
 
 

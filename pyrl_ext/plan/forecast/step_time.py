@@ -29,6 +29,7 @@ from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import (
     Round,
     even_rounds,
+    lengths_of,
     step_rounds,
     step_samples,
     update_rounds,
@@ -153,8 +154,8 @@ def _assumed(plan: Plan) -> Iterator[str]:
     prompt = sum(s.prompt for s in samples) / len(samples)
     response = sum(s.response for s in samples) / len(samples)
     yield (
-        f"{len(samples)} samples of {prompt:,.0f} + {response:,.0f} tokens on average (estimate), "
-        f"the longest with {max(s.rows for s in samples):,} rows"
+        f"{len(samples)} samples of {prompt:,.0f} + {response:,.0f} tokens on average "
+        f"({lengths_of(plan)}), the longest with {max(s.rows for s in samples):,} rows"
     )
     yield "routed experts are evenly used; every microbatch is as slow as its slowest rank"
     for each in encoders(plan):

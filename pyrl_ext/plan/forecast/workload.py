@@ -9,6 +9,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.packing import pack_samples
+from pyrl_ext.plan.forecast.record_lengths import record_lengths
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.plan import Plan
@@ -47,8 +48,11 @@ class Round(NamedTuple):
 
 def step_samples(plan: Plan) -> tuple[Sample, ...]:
     """All samples of a step, prompt by prompt: evenly spaced quantiles of lognormals with the means
-    and spread of `plan.estimate`, cut at the plan's maxima, shuffled deterministically."""
+    and spread of `plan.estimate`, cut at the plan's maxima, shuffled deterministically. Without
+    rollouts, quantiles of the records' lengths where these are known (`lengths_of`)."""
     estimate, batching = plan.estimate, plan.batching
+    if records := _records(plan):
+        return _of_records(records, batching.samples or 1, plan.data.max_tokens)
     if plan.has_rollouts:
         longest = plan.data.max_prompt_tokens, plan.rollout.max_new_tokens
     else:  # half of a record is given, half is trained on
@@ -61,6 +65,30 @@ def step_samples(plan: Plan) -> tuple[Sample, ...]:
     return _samples(
         batching.samples or batching.prompts, batching.samples_per_prompt or 1, prompt, response
     )
+
+
+def lengths_of(plan: Plan) -> str:
+    """The source of the lengths of `step_samples`."""
+    if records := _records(plan):
+        return f"as the first {len(records):,} records of data.path"
+    return "estimate" if plan.has_rollouts else "estimate; data.path is not looked at"
+
+
+def _records(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """Lengths from the file of a run without rollouts, unless `estimate` has some."""
+    given = plan.estimate.prompt_tokens or plan.estimate.response_tokens
+    if given or plan.has_rollouts or plan.records_path is None:
+        return ()
+    return record_lengths(plan.records_path)
+
+
+@lru_cache(maxsize=8)
+def _of_records(records: tuple[tuple[int, int], ...], count: int, most: int) -> tuple[Sample, ...]:
+    """`count` records at the midpoints of equal shares by length, cut at `most` tokens."""
+    rising = sorted(records, key=sum)
+    chosen = [rising[(2 * i + 1) * len(rising) // (2 * count)] for i in _mixed(count)]
+    cut = [(min(prompt, most - 1), response) for prompt, response in chosen]
+    return tuple(Sample(prompt, min(response, most - prompt)) for prompt, response in cut)
 
 
 Lognormal = tuple[float, float, int]  # mean, standard deviation of the logarithm, maximum

@@ -15,11 +15,12 @@ def whole_groups_in_a_minibatch(plan: Plan) -> Found:
 
 @rule("batching.minibatches")
 def a_sample_for_every_replica(plan: Plan) -> Found:
-    samples, dp = plan.samples_per_minibatch, plan.parallel.dp
-    if samples < dp:
+    samples, sizes = plan.samples_per_minibatch, plan.parallel
+    least = -(-sizes.dp * sizes.cp // (sizes.dynamic_cp or sizes.cp))  # ranks may share samples
+    if samples < least:
         return (
-            f"{samples} samples a minibatch ({plan.samples} samples / "
-            f"{plan.batching.minibatches}), expected at least dp {dp}; a replica would have "
+            f"{samples} samples a minibatch ({plan.samples} samples / {plan.batching.minibatches}),"
+            f" expected at least {least}: dp * cp over the largest cp; a replica would have "
             f"nothing to do. Raise batching.{_step_key(plan)}"
         )
 
