@@ -26,10 +26,10 @@ from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.delivery import KINDS, Moved
-from pyrl_ext.pack.exchange import shard_batch
+from pyrl_ext.pack.exchange import Exchange, shard_batch
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Group, Schedule, plan_microbatches
-from pyrl_ext.pack.shard import BatchShard, joined
+from pyrl_ext.pack.shard import BatchShard, Seat, joined
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import ranks
 from pyrl_ext.rollout.distribute import Rollout
@@ -344,6 +344,15 @@ def test_shard_batch_moves_exactly_the_rows_that_a_rank_computes_and_does_not_ha
             totals["shared"] += got[1]
     assert min(totals.values()) > 0
     assert len(exchanged[0]) == len(LAYOUTS) * len(HOSTS) * len(OWNERS)
+
+
+def test_part_of_cuts_microbatches_into_runs():
+    index = BatchIndex.of(SAMPLES, depths=DEPTHS)
+    for number, parts in ((1, [0]), (2, [0, 1]), (9, [0, 0, 1, 1, 2, 2, 3, 3, 3])):
+        schedule = Schedule(1, ((Group(0, 1, ()),),) * number)
+        exchange = Exchange(index, schedule, [Seat()], 8)
+        assert [exchange.part_of(each) for each in range(number)] == parts
+        assert len(exchange.of(0)[1]["tokens"].cuts) == 1 + len({*parts})
 
 
 def test_moved_counts_every_kind():

@@ -54,6 +54,8 @@ def test_joined_orders_samples_by_group_and_place():
     samples = make_samples(groups=4, size=3)
     order = [g for g in (13, 10, 12, 11) for _ in range(3)]
     parts = [BatchIndex.of(samples[i::3][::-1], owner=i) for i in range(3)]
+    backwards = BatchIndex.joined([BatchIndex.of(samples[::-1])], [13, 10, 12, 11])
+    assert backwards.places.tolist() == [0, 1, 2] * 4
     index = BatchIndex.joined([*parts, BatchIndex.of([], owner=3)], [13, 10, 12, 11])
     assert index.groups.tolist() == order
     assert index.places.tolist() == [0, 1, 2] * 4
