@@ -58,7 +58,13 @@ class Timed(NamedTuple):
 
 
 def calibrate(arguments: Sequence[str]) -> None:
-    """Time microbatches on one rank and on groups of every larger size; print the fitted costs."""
+    """Time microbatches of a config and print the fitted costs."""
+    timed = timings(arguments)
+    print("\n".join(report(timed, fit(timed))))
+
+
+def timings(arguments: Sequence[str]) -> list[Timed]:
+    """Microbatches of a config, timed on one rank and on groups of every larger size."""
     timed: list[Timed] = []
     for size in sizes_of(compile_plan(*split(arguments))):
         ranks = group_plan(*split(arguments), size).world_size
@@ -68,7 +74,7 @@ def calibrate(arguments: Sequence[str]) -> None:
         ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         told = json.loads(ran.stdout.splitlines()[-1])
         timed += [Timed(size, tuple(lengths), *each) for _, lengths, *each in told]
-    print("\n".join(report(timed, fit(timed))))
+    return timed
 
 
 def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
