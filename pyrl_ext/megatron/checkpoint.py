@@ -154,8 +154,10 @@ def load(
             f"checkpoint: {folder} cannot be read ({reason}), expected megatron's files as they "
             f"were written. {_instead(folder)}"
         ) from error
+    prefix = _prefix(topo)
     for i, model in enumerate(models):
-        model.load_state_dict(state["models"][i])
+        loaded = state["models"][i].items()
+        model.load_state_dict({name.removeprefix(prefix): value for name, value in loaded})
     if optimizer is not None:
         load_state(optimizer, state["optimizer"])
     return counters
@@ -298,6 +300,12 @@ def _last_line(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
+def _prefix(topo: Topology) -> str:
+    """How the names of this rank's module begin in a checkpoint, which holds all modules; those of
+    the language model are as in one without others."""
+    return "" if topo.module == "llm" else f"{topo.module}."
+
+
 def _state(
     models: Sequence[Module], optimizer: Any, topo: Topology, loading: bool = False
 ) -> dict[str, Any]:
@@ -305,7 +313,7 @@ def _state(
     metadata = {"dp_cp_group": topo.groups.dp_cp}
     state: dict[str, Any] = {
         "models": {
-            i: model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+            i: model.sharded_state_dict(prefix=_prefix(topo), metadata=metadata)  # type: ignore
             for i, model in enumerate(models)
         }
     }

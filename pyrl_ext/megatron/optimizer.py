@@ -7,15 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.quiet import quiet
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
 
 
 def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
-    """Megatron's optimizer (fp32, mixed precision or distributed) with the plan's settings."""
+    """Megatron's optimizer (fp32, mixed precision or distributed) with the plan's settings.
+
+    Communicates: megatron-core 0.19.2 gathers names of parameter groups over the world
+    (optimizer/__init__.py:364), so the ranks of every module build one, trained or not.
+    """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     options, dtype = plan.optimizer, dtype_of(plan.model.dtype)
@@ -54,6 +60,39 @@ def set_lr(optimizer: Any, lr: float) -> None:
     """Use learning rate ``lr`` from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
+
+
+def step(optimizer: Any, topo: Topology) -> tuple[bool, float]:
+    """Clip the gradients by their norm over all modules, and update the weights.
+
+    megatron-core 0.19.2 takes the norm over the ranks of one module (optimizer.py:1760), so each
+    would clip by another.
+
+    Args:
+        optimizer: megatron's; None on the ranks of a module that is not trained.
+
+    Returns: whether the step was applied, and the norm before clipping (NaN if there is none).
+    Communicates: besides megatron's sums, an all-reduce of one number if there are several modules.
+    """
+    if optimizer is None:
+        return True, _norm_over_modules(0.0, topo)
+    of_module = optimizer.get_grad_norm
+    optimizer.get_grad_norm = lambda: _norm_over_modules(of_module(), topo)
+    try:
+        applied, norm, _ = optimizer.step()
+    finally:
+        del optimizer.get_grad_norm
+    return applied, math.nan if norm is None else float(norm)
+
+
+def _norm_over_modules(norm: Any, topo: Topology) -> Any:
+    """The norm of all modules' gradients from that of this rank's module."""
+    if len(topo.grid.ranks) == topo.world_size:
+        return norm
+    square = float(norm) ** 2 if topo.rank == topo.first else 0.0
+    total = torch.tensor(square, dtype=torch.float64, device=topo.device)
+    dist.all_reduce(total, group=topo.world)
+    return math.sqrt(float(total))
 
 
 def warmed_up(lr: float, warmup_steps: int, step: int) -> float:
@@ -116,8 +155,9 @@ def sharded_state(optimizer: Any, models: dict, loading: bool = False) -> dict[s
 def load_state(optimizer: Any, state: dict[str, Any]) -> None:
     """Copy what was loaded into `sharded_state` into the optimizer."""
     for i, part in enumerate(_parts(optimizer)):
-        loaded = state["params"][i]
-        if _is_distributed(part):
+        # megatron builds a part for experts on all ranks if one has some; without any it is empty
+        loaded = state["params"].get(i, {})
+        if _is_distributed(part) and loaded:
             for entry in part.optimizer.state.values():
                 entry.pop("step", None)  # megatron expects a loaded tensor for each entry
             part.load_parameter_state_from_fully_reshardable(loaded)

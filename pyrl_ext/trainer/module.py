@@ -15,7 +15,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.megatron.ddp import buffers, gather_shards, release, unwrap, wrap_ddp
 from pyrl_ext.megatron.model import build_chunks
-from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, state_tensors, warmed_up
+from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, state_tensors, step, warmed_up
 from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import TowerFamily, family, hf_folder, weight_table
 from pyrl_ext.plan import Plan
@@ -202,16 +202,18 @@ class Module:
         self.optimizer.zero_grad()
 
     def step_optimizer(self, updates: int) -> tuple[bool, float, float]:
-        """Apply the gradient buffers; ``updates`` steps were made before.
+        """Apply the gradient buffers, clipped by their norm over all modules, at the learning rate
+        after ``updates`` steps.
 
         Returns: whether the step was applied, the gradient norm before clipping (NaN if megatron
             reports none), and the learning rate.
         """
-        options = self.plan.optimizer
-        lr = warmed_up(options.lr, options.warmup_steps, updates)
-        set_lr(self.optimizer, lr)
-        applied, norm, _ = self.optimizer.step()
-        return applied, float("nan") if norm is None else float(norm), lr
+        module, options = self.plan.modules.get(self.name), self.plan.optimizer
+        most = options.lr if module is None or module.lr is None else module.lr
+        lr = warmed_up(most, options.warmup_steps, updates)
+        if self.optimizer is not None:
+            set_lr(self.optimizer, lr)
+        return *step(self.optimizer, self.topo), lr
 
     # memory --------------------------------------------------------------------------------------
 

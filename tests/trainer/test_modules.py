@@ -1,0 +1,182 @@
+"""Modules on different ranks: one clip, a learning rate each, one checkpoint of all."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyrl_ext.dist import topology
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.schema.layout import Module as ModuleKeys
+from pyrl_ext.plan.schema.layout import ModuleParallel
+from pyrl_ext.trainer.module import Module
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_plan
+
+LR, VISION_LR, CLIP = 1e-2, 3e-3, 0.5
+OPTIONS = (
+    *(f"optimizer.lr={LR}", "optimizer.eps=1e-3", f"optimizer.clip_grad={CLIP}"),
+    *("optimizer.weight_decay=0", "optimizer.warmup_steps=0"),
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``parallel`` of the language model, sizes of the other module, and whether that one trains.
+
+    The other module is a model of megatron's layers too, so that nothing here knows of images.
+    """
+
+    llm: tuple[str, ...]
+    vision: dict[str, int]
+    train: bool = True
+    distributed: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan(*(f"parallel.{size}" for size in self.llm))
+
+    @property
+    def vision_plan(self) -> Plan:
+        return self._plan(*(f"parallel.{axis}={size}" for axis, size in self.vision.items()))
+
+    def _plan(self, *sizes: str) -> Plan:
+        distributed = f"optimizer.distributed={str(self.distributed).lower()}"
+        keys = ModuleKeys(
+            train=self.train,
+            lr=VISION_LR,
+            patches_per_microbatch=64,
+            parallel=ModuleParallel(**self.vision),
+        )
+        plan = tiny_plan(*OPTIONS, distributed, *sizes)
+        return plan.model_copy(update={"modules": {"vision": keys}})
+
+
+WRITTEN = Layout(("dp=2", "ep=2"), {"pp": 2}, distributed=True)
+CONTINUED = Layout(("tp=2", "ep=2", "etp=1"), {"dp": 2})
+FROZEN = Layout(("pp=2",), {"tp": 2}, train=False)
+
+
+def gradient(weight: Tensor) -> Tensor:
+    """Any function of single numbers, so that parts of a tensor have the gradients of the whole."""
+    return torch.sin(40 * weight.float()) + weight.float()
+
+
+def build(layout: Layout, topo: Topology) -> Module:
+    """This rank's module. A frozen one's ranks build an optimizer as well, for the others' sake."""
+    if topo.module == "llm":
+        return Module.build("llm", layout.plan, topo)
+    module = Module.build("vision", layout.vision_plan, topo)
+    if not layout.train:
+        module.optimizer = None
+    return module
+
+
+def train(module: Module, steps: range) -> list[float]:
+    """The norms of so many steps."""
+    norms = []
+    for step in steps:
+        if module.optimizer is not None:
+            module.zero_grad()
+            for tensor in module.named_parameters().values():
+                if tensor.requires_grad:
+                    tensor.main_grad.copy_(gradient(tensor.detach()))  # type: ignore[attr-defined]
+        applied, norm, lr = module.step_optimizer(step)
+        assert applied and lr == (LR if module.name == "llm" else VISION_LR)
+        norms.append(norm)
+    return norms
+
+
+def weights(module: Module) -> dict[str, Tensor]:
+    return {f"{module.name}.{name}": tensor.clone() for name, tensor in module.weights()}
+
+
+def on_ranks(world: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = str(world.size())
+    found: dict[str, Any] = {}
+    with topology.start(WRITTEN.plan) as topo:
+        module = build(WRITTEN, topo)
+        found["norms"] = train(module, range(2))
+        module.save(folder / "step-2", {"step": 2, "updates": 2})
+    with topology.start(CONTINUED.plan) as topo:
+        module = build(CONTINUED, topo)
+        assert module.load(folder / "step-2")["updates"] == 2
+        found["norms"] += train(module, range(2, 3))
+        found["weights"] = weights(module)
+    with topology.start(FROZEN.plan) as topo:
+        module = build(FROZEN, topo)
+        found["frozen"] = train(module, range(1)), weights(module)
+    return found
+
+
+def alone(names: tuple[str, ...], steps: int) -> tuple[list[float], dict[str, Tensor], Any]:
+    """The norms, weights and first weights by torch's AdamW over all modules in one process."""
+    layout = Layout((), {})
+    with topology.start(layout._plan().model_copy(update={"modules": {}})) as topo:
+        first = dict(Module.build("llm", tiny_plan(*OPTIONS), topo).weights())
+    first = {
+        f"{m}.{name}": tensor.clone() for m in ("llm", "vision") for name, tensor in first.items()
+    }
+    held = {name: tensor.clone().requires_grad_() for name, tensor in first.items()}
+    trained = {
+        name: tensor
+        for name, tensor in held.items()
+        if name.startswith(names) and "e_score_correction_bias" not in name
+    }
+    rates = {"llm": LR, "vision": VISION_LR}
+    groups = [
+        {"params": [t for n, t in trained.items() if n.startswith(name)], "lr": rates[name]}
+        for name in names
+    ]
+    options = tiny_plan(*OPTIONS).optimizer
+    adam = torch.optim.AdamW(groups, LR, options.betas, options.eps, 0.0)
+    norms = []
+    for _ in range(steps):
+        for tensor in trained.values():
+            tensor.grad = gradient(tensor.detach())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP)))
+        adam.step()
+    return norms, {name: tensor.detach() for name, tensor in held.items()}, first
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(on_ranks, 4, tmp_path_factory.mktemp("modules"))
+
+
+def check(
+    found: list[dict[str, Tensor]], want: dict[str, Tensor], first: dict[str, Tensor]
+) -> None:
+    """Every tensor moved as far as wanted, on the ranks of its module."""
+    names = set().union(*found)
+    assert names == want.keys()
+    for weights in found:
+        for name, tensor in weights.items():
+            moved, wanted = tensor - first[name], want[name] - first[name]
+            assert float((moved - wanted).norm()) <= 1e-3 * float(wanted.norm()), name
+
+
+def test_step_clips_all_modules_by_one_norm_and_continues_under_another_layout(results):
+    """Two steps, a checkpoint of both modules, and the third step under another
+    layout of both; against torch's AdamW over all."""
+    norms, want, first = alone(("llm", "vision"), 3)
+    for each in results:
+        assert each["norms"] == pytest.approx(norms, rel=2e-5)
+    check([each["weights"] for each in results], want, first)
+
+
+def test_step_of_a_module_that_is_not_trained_has_norm_zero(results):
+    norms, want, first = alone(("llm",), 1)
+    for each in results:
+        assert each["frozen"][0] == pytest.approx(norms, rel=2e-5)
+    check([each["frozen"][1] for each in results], want, first)
+    assert math.isfinite(norms[0]) and norms[0] > CLIP
