@@ -105,6 +105,7 @@ class Heartbeat:
 
     def __init__(self, topo: Topology):
         self.rank, self.world_size = topo.rank, topo.world_size
+        self._whose = f"{topo.module}'s " if topo.has_modules else ""
         self.step: int | None = None
         self._phase: str | None = None
         self.cause: str | None = None
@@ -131,11 +132,12 @@ class Heartbeat:
 
     @property
     def place(self) -> str:
-        """The phase and step of this rank, as in ``update of step 7``."""
+        """The phase and step of this rank, as in ``update of step 7``; with its module where there
+        are several, as in ``vision's update of step 7``."""
         if self.step is None:
-            return "start-up"
+            return f"{self._whose}start-up"
         inside = "" if self._phase in (None, "step") else f"{self._phase} of "
-        return f"{inside}step {self.step}"
+        return f"{self._whose}{inside}step {self.step}"
 
     def leave(self) -> None:
         """End the heartbeat of this rank without an error."""

@@ -86,6 +86,11 @@ class Topology:
         return self.grid.name
 
     @property
+    def has_modules(self) -> bool:
+        """Whether other ranks run other modules."""
+        return len(self.grid.ranks) < self.world_size
+
+    @property
     def first(self) -> int:
         """First rank of this rank's module."""
         return self.grid.first

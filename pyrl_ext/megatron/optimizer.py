@@ -87,7 +87,7 @@ def step(optimizer: Any, topo: Topology) -> tuple[bool, float]:
 
 def _norm_over_modules(norm: Any, topo: Topology) -> Any:
     """The norm of all modules' gradients from that of this rank's module."""
-    if len(topo.grid.ranks) == topo.world_size:
+    if not topo.has_modules:
         return norm
     square = float(norm) ** 2 if topo.rank == topo.first else 0.0
     total = torch.tensor(square, dtype=torch.float64, device=topo.device)

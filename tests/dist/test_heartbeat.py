@@ -16,13 +16,13 @@ from pyrl_ext.dist import heartbeat
 from pyrl_ext.dist.clock import Clock
 from tests.helpers.ranks import fork_ranks, run_ranks
 
-ALONE = SimpleNamespace(rank=0, world_size=1)
+ALONE = SimpleNamespace(rank=0, world_size=1, has_modules=False)
 
 
 def slow_rank(group):
     """Rank 1 spends twice the patience in one phase; rank 0 waits for it."""
     heartbeat.INTERVAL = 0.1
-    topo = SimpleNamespace(rank=group.rank(), world_size=group.size())
+    topo = SimpleNamespace(rank=group.rank(), world_size=group.size(), has_modules=False)
     with heartbeat.heartbeats(topo) as beats:  # pyright: ignore[reportArgumentType]
         clock, beats.step = Clock(on_phase=beats.enter), 0
         with clock("time/rollout"):
@@ -73,7 +73,7 @@ def one_of_many(rank: int, world_size: int, port: int, folder: Path, kind: str) 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
     minute = timedelta(minutes=1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=minute)
-    topo = SimpleNamespace(rank=rank, world_size=world_size)
+    topo = SimpleNamespace(rank=rank, world_size=world_size, has_modules=False)
     requests: list[int] = []
     multi_get = dist.PrefixStore.multi_get  # pyright: ignore[reportPrivateImportUsage]
 

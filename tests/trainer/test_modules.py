@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.dist import topology
+from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
@@ -112,7 +113,10 @@ def on_ranks(world: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
         assert module.load(folder / "step-2")["updates"] == 2
         found["norms"] += train(module, range(2, 3))
         found["weights"] = weights(module)
-    with topology.start(FROZEN.plan) as topo:
+    with topology.start(FROZEN.plan) as topo, heartbeats(topo) as heartbeat:
+        heartbeat.step = 7
+        heartbeat.enter("time/update")
+        found["place"] = heartbeat.place
         module = build(FROZEN, topo)
         found["frozen"] = train(module, range(1)), weights(module)
     return found
@@ -172,6 +176,11 @@ def test_step_clips_all_modules_by_one_norm_and_continues_under_another_layout(r
     for each in results:
         assert each["norms"] == pytest.approx(norms, rel=2e-5)
     check([each["weights"] for each in results], want, first)
+
+
+def test_heartbeat_names_the_module_of_a_rank(results):
+    places = [each["place"] for each in results]
+    assert places == ["llm's update of step 7"] * 2 + ["vision's update of step 7"] * 2
 
 
 def test_step_of_a_module_that_is_not_trained_has_norm_zero(results):
