@@ -52,6 +52,7 @@ def test_of_counts_loss_tokens_as_a_loop(depth):
 
 def test_joined_orders_samples_by_group_and_place():
     samples = make_samples(groups=4, size=3)
+    samples = [replace(s, weight_version=7 + i) for i, s in enumerate(samples)]
     order = [g for g in (13, 10, 12, 11) for _ in range(3)]
     parts = [BatchIndex.of(samples[i::3][::-1], owner=i) for i in range(3)]
     backwards = BatchIndex.joined([BatchIndex.of(samples[::-1])], [13, 10, 12, 11])
@@ -66,6 +67,9 @@ def test_joined_orders_samples_by_group_and_place():
         assert index.seqlens[i] == sample.tokens.numel() - 1
         assert index.rewards[i] == sample.reward
         assert index.prompt_lens[i] == sample.prompt_len
+        assert index.truncated[i] == (sample.finish_reason == "length")
+        assert index.versions[i] == sample.weight_version
+    assert index.truncated.dtype == np.bool_
     assert index.owned_by(1).tolist() == [1, 4, 7, 10]
     assert (index.layer_ids, index.topk) == (LAYERS, TOPK)
     assert index.starts.tolist() == np.cumsum([0, *index.seqlens]).tolist()
@@ -145,5 +149,6 @@ def test_split_keeps_groups_whole_and_in_order():
     assert index.split(4) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert index.split(2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert index.split(1) == [[*range(8)]]
+    assert BatchIndex.of(samples[::-1]).split(4) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     with pytest.raises(ValueError, match=r"3 minibatches of 4 groups \(8 samples\)"):
         index.split(3)
