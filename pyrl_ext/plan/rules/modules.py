@@ -17,10 +17,12 @@ def the_family_has_the_modules(plan: Plan) -> Found:
 
 @rule("modules")
 def encoders_suit_their_ranks(plan: Plan) -> Found:
-    for name, module in plan.modules.items() if plan.sizes.vision else ():
-        tower, (_, tp, pp) = plan.sizes.vision, module.parallel.model_dump().values()
+    tower = plan.sizes.vision
+    for name, module in plan.modules.items() if tower else ():
+        tp, pp = module.parallel.tp, module.parallel.pp
         if module.ranks == "shared":
             yield f"{name}.ranks", "shared, expected own; encoders on ranks of others are not built"
+        assert tower is not None  # or there is nothing to go through
         if pp > tower.num_hidden_layers:
             rule = f"expected at most its {tower.num_hidden_layers} layers {in_config(plan)}"
             yield f"{name}.parallel.pp", f"{pp}, {rule}; a stage would have none"
