@@ -118,8 +118,8 @@ MUTANTS = [
         HOOK,
         [
             (
-                "if replayed and (not hook.is_mtp or hook.layer_id in shard.seat.layers)",
-                "if replayed and not hook.is_mtp",
+                "for hook in hooks if not hook.is_mtp or hook.layer_id in routed]",
+                "for hook in hooks if not hook.is_mtp]",
             )
         ],
         [
@@ -209,8 +209,9 @@ MUTANTS = [
         INDEX,
         [
             (
-                "np.asarray([s.prompt_id for s in samples], np.int64)",
-                "np.arange(len(samples)) * len({s.prompt_id for s in samples}) // len(samples)",
+                '"groups": [s.prompt_id for s in samples],',
+                '"groups": [i * len({s.prompt_id for s in samples}) // len(samples) '
+                "for i in range(len(samples))],",
             )
         ],
         ["tests/pack/test_index.py::test_advantages_gets_rewards_and_groups_of_all_samples"],

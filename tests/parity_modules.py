@@ -41,7 +41,6 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.towers import ImageBatch, InProcess
 
 BOUNDS = parity.BOUNDS | {"bytes": 0.0}
-STEPS = False  # an optimizer step after each batch: the modules have one norm to clip by
 BF16_BOUNDS = {"loss": 2e-2, "grad": 1e-1, "grad norm": 2e-2, "change": math.inf, "bytes": 0.0}
 COMMON = (  # many microbatches, a norm above the clip
     *("batching.tokens_per_microbatch=64", "optimizer.clip_grad=0.05", "optimizer.weight_decay=0"),
@@ -181,6 +180,8 @@ def whole_steps(plan: Plan, layout: Layout) -> Outcome:
         theirs: list[Any] = [
             p for tower in held.values() for p in tower.parameters() if p.requires_grad
         ]
+        # megatron clips MTP layers by their own norm (optimizer.py: SEPARATE_GRAD_NORM_GROUPS)
+        ahead = {p for p in mine if getattr(p, "grad_norm_group", None) == "mtp"}
         options = plan.optimizer
         adam = torch.optim.AdamW(
             [*mine, *theirs], options.lr, options.betas, options.eps, options.weight_decay
@@ -202,18 +203,24 @@ def whole_steps(plan: Plan, layout: Layout) -> Outcome:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad / shard.loss_tokens[0][0]
             grads = {name: grad.clone() for name, grad in policy.gradients()}
             out.grads.append(grads | of_towers(held, topo, lambda p: p.grad, layout.frozen))
-            norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in [*mine, *theirs]))
-            for p in [*mine, *theirs]:
-                p.grad *= min(1.0, options.clip_grad / (norm + 1e-6))
+            norm = clip([*(p for p in mine if p not in ahead), *theirs], options.clip_grad)
+            clip([*ahead], options.clip_grad)
             adam.param_groups[0]["lr"] = warmed_up(options.lr, options.warmup_steps, step)
-            if STEPS:
-                adam.step()
+            adam.step()
             out.metrics.append(metrics)
             out.losses.append(metrics["loss"])
-            out.norms.append(norm if STEPS else 1.0)
+            out.norms.append(norm)
         after = everything(policy, held, topo)
         out.changes = {name: tensor - before[name] for name, tensor in after.items()}
         return out
+
+
+def clip(parameters: list[Any], most: float) -> float:
+    """Scale the gradients to a norm of at most ``most``; returns their norm before."""
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters))
+    for p in parameters:
+        p.grad *= min(1.0, most / (norm + 1e-6))
+    return norm
 
 
 def of_towers(held: dict, topo: Topology, value: Any, left_out: tuple = ()) -> dict[str, Tensor]:
@@ -268,7 +275,7 @@ def train_steps(plan: Plan, layout: Layout) -> Outcome:
             shard = towers.image_shard(plan, topo, batch, schedule)
             metrics = policy.accumulate(shard, loss)
             out.grads.append(gathered(policy, grads=True))
-            metrics |= policy.step_optimizer() if STEPS else {"grad_norm": 1.0}
+            metrics |= policy.step_optimizer()
             out.metrics.append(metrics)
             out.losses.append(metrics["loss"])
             out.norms.append(metrics["grad_norm"])

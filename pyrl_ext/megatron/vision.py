@@ -38,6 +38,7 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.towers import Tower
 
 Grids = Sequence[tuple[int, int, int]]
+ROPE_THETA = 10000.0
 
 
 def build_tower(plan: Plan, topo: Topology, kind: TowerKind) -> list[MegatronModule]:
@@ -45,6 +46,12 @@ def build_tower(plan: Plan, topo: Topology, kind: TowerKind) -> list[MegatronMod
     tower = plan.sizes.vision
     if tower is None:
         raise ValueError(f"build_tower: {plan.model.family} has no vision_config, expected one")
+    rope = plan.hf["vision_config"].get("rope_parameters") or {}
+    if (theta := rope.get("rope_theta", ROPE_THETA)) != ROPE_THETA:
+        raise ValueError(
+            f"build_tower: vision_config has rope_theta {theta}, expected {ROPE_THETA}, the one "
+            "that both families were published with"
+        )
     with quiet():
         config = tower_config(plan, topo, tower, kind.epsilon)
         stage = VisionTower(config, tower, kind, topo, plan.sizes.hidden_size).to(topo.device)
@@ -230,7 +237,7 @@ class PackedImages(PackedSequences):
         )
         at = to_device(torch.stack([flat // widths, flat % widths], -1), device)  # [P, 2]
         half = tower.hidden_size // tower.num_attention_heads // 2
-        frequencies = 10000.0 ** -(torch.arange(0, half, 2, dtype=torch.float32) / half)
+        frequencies = ROPE_THETA ** -(torch.arange(0, half, 2, dtype=torch.float32) / half)
         angles = at[:, :, None].float() * frequencies.to(device)  # [P, 2, D / 4]
         if kind.pairs == "neighbours":
             angles = angles.flip(1).transpose(1, 2)

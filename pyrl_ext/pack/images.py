@@ -64,7 +64,8 @@ def spread(sizes: np.ndarray, replicas: int) -> list[list[int]]:
 
     Returns: [replicas] ascending places in ``sizes``; equal on every rank.
     """
-    loads, found = [(0, replica) for replica in range(replicas)], [[] for _ in range(replicas)]
+    loads = [(0, replica) for replica in range(replicas)]
+    found = [list[int]() for _ in range(replicas)]
     for image in np.argsort(-sizes, kind="stable").tolist():
         load, replica = loads[0]
         found[replica].append(image)
@@ -88,7 +89,9 @@ class EncoderWork:
     schedule: Schedule
     lengths: Lengths
     replicas: int
-    _spread: dict[int, list[np.ndarray]] = field(default_factory=dict, init=False, repr=False)
+    _spread: dict[int, list[np.ndarray]] = field(
+        default_factory=dict[int, list[np.ndarray]], init=False, repr=False
+    )
 
     def ids(self, microbatch: int, replica: int) -> np.ndarray:
         """[J] the images that ``replica`` encodes, in the order of its output."""
@@ -104,7 +107,7 @@ class EncoderWork:
         ids = self.ids(microbatch, replica)
         counts = self.images.counts[ids]
         firsts = self.lengths.starts[self.images.samples[ids]] + self.images.rows[ids]
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         return np.repeat(firsts, counts) + within
 
     def route(self, microbatch: int, replica: int, seat: Seat) -> Route:
@@ -212,7 +215,8 @@ def _split(groups: Microbatch, images: Images, replicas: int, limit: int) -> tup
         parts = [samples[part] for part in spread(sizes, number)]
         if all(_fits(part, images, replicas, limit) for part in parts):
             return tuple(_only(groups, {*part.tolist()}) for part in parts)
-    worst = next(i for i in samples if not _fits(np.asarray([i]), images, replicas, limit))
+    ids: list[int] = samples.tolist()
+    worst = next(i for i in ids if not _fits(np.asarray([i]), images, replicas, limit))
     patches = images.patches[images.of_samples([worst])].tolist()
     raise ValueError(
         f"within_patches: sample {worst} has images of {patches} patches, expected at most {limit} "

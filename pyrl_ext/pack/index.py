@@ -129,7 +129,7 @@ class BatchIndex:
         """The index that `to_bytes` wrote."""
         samples, depths, topk, layers = np.frombuffer(data, np.int32, 4).tolist()
         layer_ids = np.frombuffer(data, np.int16, layers, 4 * 4)
-        columns, at = {}, 4 * 4 + 2 * layers
+        columns, at = dict[str, np.ndarray](), 4 * 4 + 2 * int(layers)
         for name, dtype in _COLUMNS.items():
             shape = (samples, depths) if name == "loss_tokens" else (samples,)
             columns[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)

@@ -231,7 +231,8 @@ class Scheduler:
 
         Raises: ValueError when a sample fits nowhere; with the minibatch that counts it.
         """
-        parts, found = index.split(number or self.plan.batching.minibatches), []
+        parts = index.split(number or self.plan.batching.minibatches)
+        found: list[Schedule] = []
         for i, ids in enumerate(parts):
             try:
                 found.append(self.schedule(index.seqlens[ids].tolist()).renumbered(ids))

@@ -249,7 +249,7 @@ def with_images(
         g = torch.Generator().manual_seed(seed + zlib.crc32(kind.encode()) % 1000)
         patches[kind] = torch.randn(int(images[kind].patches.sum()), width, generator=g)
     kept: dict[str, Any] = {each.name: getattr(batch, each.name) for each in fields(batch)}
-    changed = kept | {"tokens": tokens, "loss_mask": mask}
+    changed: dict[str, Any] = kept | {"tokens": tokens, "loss_mask": mask}
     return ImageBatch(**changed, images=images, patches=patches)
 
 

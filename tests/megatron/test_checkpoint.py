@@ -226,8 +226,11 @@ def test_load_reports_a_changed_layout(two, folder):
 
 
 def megatrons_state(policy, loading=False):
-    models = {i: model.sharded_state_dict() for i, model in enumerate(policy.llm.models)}
-    metadata = {
+    groups = {"dp_cp_group": policy.topo.groups.dp_cp}
+    models = {
+        i: model.sharded_state_dict(metadata=groups) for i, model in enumerate(policy.llm.models)
+    }
+    metadata = groups | {
         "chained_optim_avoid_prefix": True,
         "distrib_optim_sharding_type": "fully_reshardable",
     }

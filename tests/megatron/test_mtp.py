@@ -63,6 +63,7 @@ def test_Microbatch_has_the_tokens_ahead_of_a_plain_loop(folder):
 
 def test_MultiTokenGPT_equals_megatrons_own(folder):
     """On one unpadded sequence on one rank, where megatron's own path is right."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
@@ -96,7 +97,9 @@ def test_MultiTokenGPT_equals_megatrons_own(folder):
             return theirs[-1]
 
         rotary = megatron_rope_by_position()
-        with patch.object(*stock), patch.object(*whole), rotary:
+        name = "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"  # read by megatron's own loss
+        named = patch.object(parallel_state, name, topo.groups.dp_cp)
+        with patch.object(*stock), patch.object(*whole), rotary, named:
             model.compute_language_model_loss = keep
             model(*inputs, labels=micro.targets[None], packed_seq_params=packed)
     # what megatron keeps: the loss of the layer ahead, then of the model itself

@@ -34,7 +34,8 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import ranks
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.samples import Sample
-from pyrl_ext.trainer.step import Step
+from pyrl_ext.trainer.policy import Scores
+from pyrl_ext.trainer.step import Phase, Step
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.probe import local_rows
 from tests.helpers.ranks import fork_ranks, run_ranks
@@ -143,6 +144,7 @@ def waits_for_a_part_alone(group: dist.ProcessGroup) -> None:
     others = [isend(*a, **b) for a, b in held if b["tag"]]
     shard.minibatch(1).wait(0)
     for work in (*firsts, *others):
+        assert work is not None  # as for a rank of no group
         work.wait()
     assert shard.stored["tokens"].max() < 99
 
@@ -150,11 +152,11 @@ def waits_for_a_part_alone(group: dist.ProcessGroup) -> None:
 class BatchesAlone(Step):
     """A step without a model."""
 
-    def take(self, number, phase): ...
+    def take(self, number: int, phase: Phase) -> Any: ...
 
-    def evaluate(self, phase): ...
+    def evaluate(self, phase: Phase) -> Any: ...
 
-    def metrics(self, index, shard, old): ...
+    def metrics(self, index: BatchIndex, shard: BatchShard, old: Scores | None) -> Any: ...
 
 
 def refuses_other_numbers(group: dist.ProcessGroup) -> None:
@@ -175,7 +177,7 @@ def refuses_other_numbers(group: dist.ProcessGroup) -> None:
         if case == "no samples":
             index = replace(index, owners=np.where(index.owners == 2, 0, index.owners))
         names = zip(index.groups.tolist(), index.places.tolist(), strict=True)
-        mine = [s for s, o in zip(map(samples.get, names), index.owners, strict=True) if o == rank]
+        mine = [samples[at] for at, o in zip(names, index.owners, strict=True) if o == rank]
         longer = (index.seqlens + (np.arange(len(index)) == 5)).astype(np.int32)
         other = replace(index, seqlens=longer if rank == 2 else index.seqlens)
         step: Any = BatchesAlone(plan, topo, *[None] * 4)  # pyright: ignore[reportArgumentType]

@@ -58,8 +58,8 @@ def passes(policy: Policy, inside: Any = None) -> tuple[float, Tensor]:
     if shard.seat.last_stage and not topo.tp_rank:
         stream[torch.from_numpy(shard.rows.tokens)] = scored.logprobs
     dist.all_reduce(stream)
-    for _ in range(2):  # the second pass begins as the first
-        metrics = policy.accumulate(shard, build_loss(plan.objective))
+    policy.accumulate(shard, build_loss(plan.objective))
+    metrics = policy.accumulate(shard, build_loss(plan.objective))  # begins as the first
     return metrics["loss"], stream
 
 
