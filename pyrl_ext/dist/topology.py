@@ -41,7 +41,7 @@ class Place:
 
     cp_size: int = 1
     cp_rank: int = 0
-    cp_group: Any = None
+    cp_group: dist.ProcessGroup | None = None
     tp_size: int = 1
     tp_rank: int = 0
 
@@ -76,9 +76,9 @@ class Topology:
     pp_rank: int
     cp_rank: int
     groups: Any
-    cp_groups: Mapping[int, Any]
+    cp_groups: Mapping[int, dist.ProcessGroup | None]
     hosts: tuple[int, ...]
-    make_group: Callable[[str, Sequence[int]], Any]
+    make_group: Callable[[str, Sequence[int]], dist.ProcessGroup]
 
     @property
     def module(self) -> str:
@@ -268,7 +268,7 @@ def _topology(
     )
 
 
-def _cp_groups(grid: Grid, groups: Any, maker: GroupMaker) -> dict[int, Any]:
+def _cp_groups(grid: Grid, groups: Any, maker: GroupMaker) -> dict[int, dist.ProcessGroup | None]:
     """This rank's context-parallel group of each of the `cp_sizes` that a microbatch may take.
 
     A group of c ranks holds neighbours in the grid of data- and context-parallel ranks, from a

@@ -56,8 +56,8 @@ class Edge:
 
     sources: Sequence[int]
     readers: Mapping[int, Any]
-    there: Any
-    back: Any
+    there: dist.ProcessGroup
+    back: dist.ProcessGroup
     width: int
     dtype: torch.dtype
     device: torch.device

@@ -173,8 +173,11 @@ class World:
 
     @property
     def gathered_index_bytes(self) -> float:
-        """The numbers of every rank's samples, and their size."""
-        each = self.index_bytes / self.number * math.ceil(self.number / self.ranks)
+        """The numbers of every rank's samples, and their size; all ranks send as much as the one
+        with most samples, which generates whole groups."""
+        group = self.plan.batching.samples_per_prompt or 1
+        most = group * math.ceil(self.number / group / self.ranks)
+        each = self.index_bytes / self.number * most
         return self.ranks * (8 + self.index_head_bytes + each)
 
     @property
