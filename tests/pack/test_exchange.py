@@ -359,3 +359,10 @@ def test_part_of_cuts_microbatches_into_runs():
 
 def test_moved_counts_every_kind():
     assert set(Moved().network) == set(Moved().shared) == set(KINDS)
+    network = {kind: 10**i for i, kind in enumerate(KINDS)}
+    moved = Moved(network, dict.fromkeys(KINDS, 5))
+    assert moved.metrics(one_rank(tiny_plan())) == {
+        "batch/moved_bytes": sum(network.values()),
+        **{f"batch/moved_bytes/{kind}": bytes_ for kind, bytes_ in network.items()},
+        "batch/shared_bytes": 5 * len(KINDS),
+    }
