@@ -47,8 +47,12 @@ def one_rank(plan: Plan) -> Topology:
         groups=None,
         cp_groups={},
         hosts=(0,),
-        make_group=lambda role, ranks: None,
+        make_group=_no_group,
     )
+
+
+def _no_group(role: str, ranks: Sequence[int]) -> Any:
+    """Nothing communicates on a topology without processes."""
 
 
 def schedule_of(*bins: Sequence[Sequence[int]], cp_size: int = 1) -> Schedule:

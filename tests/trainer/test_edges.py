@@ -150,7 +150,9 @@ class Rank:
     def _edge(self, source: str, reader: str, places: list) -> Edge:
         sources = [r for r, (n, s) in enumerate(places) if n == source and s[1] == 0]
         readers = {r: s for r, (n, s) in enumerate(places) if n == reader}
-        there, back = (dist.new_group(sorted({*sources, *readers})) for _ in range(2))
+        ranks = sorted({*sources, *readers})
+        there: Any = dist.new_group(ranks)
+        back: Any = dist.new_group(ranks)
         case, device = self.case, torch.device("cpu")
         return Edge(*(sources, readers, there, back), case.width, case.dtype, device, case.trained)
 
