@@ -12,7 +12,7 @@ import io
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,7 @@ def images_of(messages: Sequence[Any]) -> list[Any]:
     ]
 
 
+@cache  # prompts, held-out prompts and engine have readers of one processor
 def _load(folder: str | Path) -> Any:
     from transformers import AutoImageProcessor
 
