@@ -25,8 +25,15 @@ ORDER: list[str] = [
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 # Lines of code (docstrings, comments and blank lines are free) of what a reader must know. The rest
-# is read one operator, engine or forecast at a time.
+# is read one operator, engine or forecast at a time. A part that a model may lack has a limit of
+# its own, and its files count there alone; it comes before the rooms that it is spread over.
 CORE = {
+    "encoders": (
+        *("plan/model/towers", "plan/model/families/kimi_k25", "plan/model/families/qwen3_vl_moe"),
+        *("plan/rules/modules", "pack/images", "megatron/vision", "megatron/features"),
+        *("models/towers", "models/kimi_k25", "models/qwen3_vl_moe"),
+        *("trainer/edges", "trainer/encoder"),
+    ),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),
         *("rollout/engine", "rollout/build", "rollout/distribute", "rollout/rollouts"),
@@ -36,7 +43,7 @@ CORE = {
         *("plan/language", "plan/schema", "plan/plan", "plan/compile", "plan/rules", "plan/model"),
     ),
 }
-MAX_CODE = {"core": 7500, "plan core": 2500}
+MAX_CODE = {"encoders": 1200, "core": 7500, "plan core": 2500}
 
 # Modules that only files or folders whose name starts with one of these words may import.
 NAMED_AFTER = {
@@ -169,10 +176,10 @@ def test_house_keeps_functions_and_files_short():
     functions = sorted(function_lengths(), reverse=True)
     files = sorted(((len(lines_of(f)), place(f)) for f in FILES), reverse=True)
     total = sum(length for length, _ in files)
-    code = {
-        name: sum(code_lines(file) for file in FILES if part_of(file, parts))
-        for name, parts in CORE.items()
-    }
+    code = dict.fromkeys(CORE, 0)
+    for file in FILES:
+        if house := next((name for name, parts in CORE.items() if part_of(file, parts)), None):
+            code[house] += code_lines(file)
     rooms = {room: sum(code_lines(f) for f in FILES if room_of(f) == room) for room in ORDER}
     print(f"\nlines of code: {code}; by room: {rooms}; {total} lines in {len(files)} files")
     for length, name in [*functions[:5], *files[:5]]:
