@@ -30,7 +30,8 @@ MAX_FILE_LINES = 400
 CORE = {
     "encoders": (
         *("plan/model/towers", "plan/model/families/kimi_k25", "plan/model/families/qwen3_vl_moe"),
-        *("plan/rules/modules", "pack/images", "megatron/vision", "megatron/features"),
+        *("plan/rules/modules", "pack/images", "pack/encoder_work"),
+        *("megatron/vision", "megatron/features"),
         *("models/towers", "models/kimi_k25", "models/qwen3_vl_moe"),
         *("trainer/edges", "trainer/encoder"),
     ),

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyrl_ext.pack.images import Images
 from pyrl_ext.samples import Sample
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
@@ -41,6 +42,7 @@ class BatchIndex:
             tokens further on, as the MTP layer at depth d predicts it.
         layer_ids:   [L] 0-based global ids of the layers that have routes; empty without routes.
         topk:        experts of a route, K; 0 without routes.
+        images:      of all samples, sample by sample.
     """
 
     owners: np.ndarray
@@ -55,6 +57,7 @@ class BatchIndex:
     loss_tokens: np.ndarray
     layer_ids: tuple[int, ...] = ()
     topk: int = 0
+    images: Images = field(default_factory=lambda: Images.of(np.empty(0)))
 
     @classmethod
     def of(cls, samples: Sequence[Sample], owner: int = 0, depths: int = 0) -> BatchIndex:
@@ -65,6 +68,7 @@ class BatchIndex:
         """
 
         routed = next((s for s in samples if s.routes is not None), None)
+        images = [(i, x.row, x.rows, *x.grid) for i, s in enumerate(samples) for x in s.images]
         counts = [[int(s.loss_mask[1 + d :].sum()) for d in range(1 + depths)] for s in samples]
         columns = {
             "owners": [owner] * len(samples),
@@ -82,6 +86,7 @@ class BatchIndex:
             **{name: np.asarray(columns[name], dtype) for name, dtype in _COLUMNS.items()},
             layer_ids=() if routed is None else routed.layer_ids,
             topk=0 if routed is None or routed.routes is None else routed.routes.shape[-1],
+            images=Images.of(np.asarray(images)),
         )
 
     @classmethod
@@ -100,7 +105,8 @@ class BatchIndex:
         of_group = np.asarray([place_of[int(group)] for group in whole["groups"]], np.int64)
         order = np.lexsort((whole["places"], of_group))
         columns = {name: column[order] for name, column in whole.items()}
-        return cls(**columns, layer_ids=layer_ids, topk=topk)
+        images = _joined([p.images for p in parts], [*map(len, parts)], order)
+        return cls(**columns, layer_ids=layer_ids, topk=topk, images=images)
 
     def __len__(self) -> int:
         return len(self.seqlens)
@@ -116,13 +122,13 @@ class BatchIndex:
         return zlib.crc32(self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """The numbers as `from_bytes` reads them: sizes and layers, then column after column."""
+        """The numbers as `from_bytes` reads them: sizes and layers, each column, then images."""
         sizes = len(self), self.loss_tokens.shape[1], self.topk, len(self.layer_ids)
         head = (
             np.asarray(sizes, np.int32).tobytes() + np.asarray(self.layer_ids, np.int16).tobytes()
         )
         columns = (getattr(self, name).astype(dtype) for name, dtype in _COLUMNS.items())
-        return head + b"".join(column.tobytes() for column in columns)
+        return head + b"".join(column.tobytes() for column in (*columns, self.images.table))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BatchIndex:
@@ -134,12 +140,13 @@ class BatchIndex:
             shape = (samples, depths) if name == "loss_tokens" else (samples,)
             columns[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
             at += columns[name].nbytes
-        return cls(**columns, layer_ids=tuple(layer_ids.tolist()), topk=topk)
+        images = Images.of(np.frombuffer(data, np.int32, offset=at))
+        return cls(**columns, layer_ids=tuple(layer_ids.tolist()), topk=topk, images=images)
 
     @property
     def nbytes(self) -> int:
         """Bytes that ranks exchange to know it."""
-        return sum(getattr(self, name).nbytes for name in _COLUMNS)
+        return sum(getattr(self, name).nbytes for name in _COLUMNS) + self.images.table.nbytes
 
     def owned_by(self, rank: int) -> np.ndarray:
         """Ids of the samples that ``rank`` holds, ascending."""
@@ -208,6 +215,17 @@ class BatchIndex:
             stats["route/fallback_rows"] = without
             stats["route/coverage"] = 1 - without / max(1, int(self.seqlens.sum()))
         return stats
+
+
+def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) -> Images:
+    """The images of parts with so many samples, which then follow each other in ``order``."""
+    tables, before = [each.table for each in parts], 0
+    for table, size in zip(tables, sizes, strict=True):
+        table[:, 0] += before
+        before += size
+    table = np.concatenate(tables)
+    table[:, 0] = np.argsort(order)[table[:, 0]]
+    return Images.of(table[np.argsort(table[:, 0], kind="stable")])
 
 
 _COLUMNS = {

@@ -14,7 +14,7 @@ from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.plan.model.alignment import alignment
 
 if TYPE_CHECKING:
-    from pyrl_ext.pack.images import ShardImages
+    from pyrl_ext.pack.encoder_work import ShardImages
 
 
 class Seat(NamedTuple):

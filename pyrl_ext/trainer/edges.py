@@ -3,8 +3,8 @@
 An encoder's last stage ends in `give`, the "loss" of its schedule: forward sends rows to the ranks
 that embed them, backward waits for their gradients. A reader's first stage begins with `Edge.take`:
 leaf tensors whose gradients go back as soon as they are complete. Who sends which rows to whom
-follows from the batch (`pack/images.py`), so no shapes are exchanged, and nothing is sent where no
-row is wanted. Each rank gets the rows of its shard alone, and sends back their gradient.
+follows from the batch (`pack/encoder_work.py`), so no shapes are exchanged, and nothing is sent
+where no row is wanted. Each rank gets the rows of its shard alone, and sends back their gradient.
 
 Sends never wait; only receives do. So modules of any depth and any schedule can be joined, if an
 encoder's schedule runs as far ahead as its readers do (`RunsAhead`, `ahead_of`).
@@ -29,7 +29,7 @@ from torch import Tensor
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.dist.upload import to_device
 from pyrl_ext.ops.dtypes import dtype_of
-from pyrl_ext.pack.images import Route
+from pyrl_ext.pack.encoder_work import Route
 from pyrl_ext.pack.shard import Seat
 from pyrl_ext.plan import Plan
 

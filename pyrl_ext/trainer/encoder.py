@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pyrl_ext.dist.upload import to_device
-from pyrl_ext.pack.images import ShardImages
+from pyrl_ext.pack.encoder_work import ShardImages
 from pyrl_ext.trainer.edges import Outlet, RunsAhead, give
 from pyrl_ext.trainer.module import Module
 

@@ -20,8 +20,9 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.ddp import unwrap, wrap_ddp
 from pyrl_ext.megatron.optimizer import build_optimizer
 from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.pack.encoder_work import EncoderWork, ShardImages
 from pyrl_ext.pack.exchange import shard_batch
-from pyrl_ext.pack.images import EncoderWork, Images, ShardImages
+from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard, Lengths, Seat
 from pyrl_ext.plan import Plan

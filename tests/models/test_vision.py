@@ -20,7 +20,8 @@ from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import family, weight_table
 from pyrl_ext.models.hf_folder import SafetensorsFolder, write_hf
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.images import Images, meeting
+from pyrl_ext.pack.encoder_work import meeting
+from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.shard import Lengths
 from pyrl_ext.plan.forecast.counts import parameters

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrl_ext.pack.images import EncoderWork, Images, spread, within_patches
+from pyrl_ext.pack.encoder_work import EncoderWork
+from pyrl_ext.pack.images import Images, spread, within_patches
 from pyrl_ext.pack.schedule import CostModel, Group, Schedule, plan_dynamic_cp, plan_microbatches
 from pyrl_ext.pack.shard import Lengths, Seat
 from tests.helpers.probe import local_rows

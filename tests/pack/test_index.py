@@ -6,9 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pyrl_ext.loss.advantages import grpo
+from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.samples import Image, Sample
 from tests.helpers.samples import LAYERS, TOPK, make_sample, make_samples
 
 
@@ -85,7 +89,9 @@ def test_from_bytes_reads_what_to_bytes_wrote(groups):
     read = BatchIndex.from_bytes(written)
     for name, column in vars(index).items():
         got = getattr(read, name)
-        if isinstance(column, np.ndarray):
+        if name == "images":
+            assert len(got.samples) == len(column.samples) == 0
+        elif isinstance(column, np.ndarray):
             assert got.dtype == column.dtype and got.shape == column.shape, name
             assert got.tolist() == column.tolist(), name
         else:
@@ -103,6 +109,54 @@ def test_digest_depends_on_every_number():
         assert replace(index, **{name: changed}).digest != index.digest, name
     assert replace(index, topk=1).digest != replace(index, layer_ids=(1, 2, 6)).digest
     assert replace(index, topk=1).digest != index.digest
+
+
+@st.composite
+def samples_with_images(draw):
+    """Samples of three groups, some with images: as many and as large as may be."""
+    found: list[Sample] = []
+    for place in range(draw(st.integers(1, 7))):
+        row, images = 0, list[Image]()
+        for _ in range(draw(st.sampled_from([0, 0, 1, 2, 3]))):
+            high, wide = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+            row += draw(st.integers(0, 2))
+            patches = torch.zeros(4 * high * wide, 3, dtype=torch.uint8)
+            images.append(Image(row, high * wide, (1, 2 * high, 2 * wide), patches))
+            row += high * wide
+        bare = make_sample(10 + place % 3, place, row + 1, draw(st.integers(1, 4)))
+        found.append(replace(bare, images=tuple(images)))
+    return found
+
+
+@given(samples=samples_with_images(), order=st.permutations([10, 11, 12]), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_images_stay_with_their_samples_over_bytes_and_joins(samples, order, data):
+    """Whatever ranks own the samples, and in whatever order groups are wanted."""
+    owners = [data.draw(st.integers(0, 2)) for _ in samples]
+    mine = [[s for s, o in zip(samples, owners, strict=True) if o == rank] for rank in range(3)]
+    parts = [BatchIndex.of(each, rank) for rank, each in enumerate(mine)]
+    read = [BatchIndex.from_bytes(part.to_bytes()) for part in parts]
+    assert [len(p.to_bytes()) for p in parts] == [
+        len(replace(p, images=Images.of(np.empty(0))).to_bytes())
+        + 24 * sum(len(s.images) for s in each)
+        for p, each in zip(parts, mine, strict=True)
+    ]
+    index = BatchIndex.joined(read, order)
+    got = index.images
+    assert all(column.dtype == np.int64 for column in got)
+    assert index.digest == BatchIndex.joined(parts, order).digest
+    by_name = {(s.prompt_id, s.index): s for s in samples}
+    want = [
+        (i, image.row, image.rows, *image.grid)
+        for i in range(len(index))
+        for image in by_name[int(index.groups[i]), int(index.places[i])].images
+    ]
+    assert got.table.tolist() == [list(row) for row in want]
+    assert got.patches.tolist() == [a * b * c for *_, a, b, c in want]
+    for column in range(6 if want else 0):
+        changed = got.table
+        changed[-1, column] += 1
+        assert replace(index, images=Images.of(changed)).digest != index.digest
 
 
 def test_joined_refuses_routes_of_other_layers():

@@ -8,7 +8,8 @@ import torch
 
 from benchmarks.whole import microbatch, shard_at
 from pyrl_ext.dist.topology import Place
-from pyrl_ext.pack.images import EncoderWork, Images, ShardImages
+from pyrl_ext.pack.encoder_work import EncoderWork, ShardImages
+from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.positions import axial_positions
 from tests.helpers.probe import local_rows

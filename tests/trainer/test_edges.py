@@ -13,7 +13,8 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 from torch import Tensor
 
-from pyrl_ext.pack.images import EncoderWork, Images, meeting
+from pyrl_ext.pack.encoder_work import EncoderWork, meeting
+from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.pack.shard import Lengths, Seat, layout_of
 from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
