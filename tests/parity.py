@@ -31,6 +31,7 @@ from tests.helpers.deadline import DEADLINE
 from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import Probe
 from tests.helpers.ranks import run_ranks
+from tests.helpers.vision import KIMI_VL, QWEN_VL
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # deviations allowed: loss absolute, gradients and changes by their norm, per parameter
@@ -44,12 +45,13 @@ BIAS = "model.router_bias_update_rate=1e-3"  # where the routers have one
 
 @dataclass(frozen=True)
 class Model:
-    """A small model: the config file of its family, and what differs from it."""
+    """A small model: the config file of its family, and what differs from it; or a config."""
 
     config: str
     changes: dict = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     mtp_routes: bool = False  # the samples have routes of the multi-token-prediction layers
+    instead: dict = field(default_factory=dict)  # of the config file
 
 
 def _kinds(pattern: str) -> list[str]:
@@ -63,6 +65,7 @@ MANY_EXPERTS = {
     "n_routed_experts": 384,
     "moe_intermediate_size": 8,
 }
+KIMI_4 = KIMI_VL | {"text_config": KIMI_VL["text_config"] | {"num_hidden_layers": 4}}
 MODELS = {
     "glm": Model("tiny", {}, (BIAS,)),
     # dense layers before, between and behind those with experts
@@ -88,6 +91,9 @@ MODELS = {
     "qwen": Model("tiny_qwen3"),
     "qwen 5 layers": Model("tiny_qwen3", {"num_hidden_layers": 5}),
     "qwen mixed": Model("tiny_qwen3", {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}),
+    # with vision towers: features for the first layers and positions of three axes; or neither
+    "qwen vl": Model("tiny_qwen3", overrides=("model.family=qwen3_vl_moe",), instead=QWEN_VL),
+    "kimi vl": Model("tiny_qwen3", overrides=("model.family=kimi_k25", BIAS), instead=KIMI_4),
 }
 
 
@@ -192,7 +198,8 @@ def compiled(
     path = folder / model.replace(" ", "_") / "config.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        hf = json.loads((CONFIGS / chosen.config / "config.json").read_text()) | chosen.changes
+        read = (CONFIGS / chosen.config / "config.json").read_text
+        hf = chosen.instead or json.loads(read()) | chosen.changes
         written = path.with_suffix(f".{os.getpid()}")
         written.write_text(json.dumps({k: v for k, v in hf.items() if v is not None}))
         written.rename(path)

@@ -28,6 +28,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import gather_shards
 from pyrl_ext.megatron.optimizer import warmed_up
+from pyrl_ext.megatron.vision import VisionTower
 from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan
@@ -35,7 +36,7 @@ from pyrl_ext.plan.schema.layout import Module, ModuleParallel
 from pyrl_ext.trainer.edges import build_edges
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
-from tests.helpers import towers
+from tests.helpers import towers, vision
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.towers import ImageBatch, InProcess
@@ -61,6 +62,11 @@ class Layout:
     @property
     def title(self) -> str:
         return f"{self.name}, {self.model}"
+
+    @property
+    def is_family(self) -> bool:
+        """Whether the encoder is the tower of the model's family; else a small one of the tests."""
+        return self.model.endswith(" vl")
 
     @cached_property
     def _parts(self) -> tuple[list[list[str]], list[str]]:
@@ -100,13 +106,22 @@ class Layout:
         return BF16_BOUNDS if "bf16" in self.name else BOUNDS
 
 
+# towers of the families: features added in the first chunk, positions of three axes
+VL = ("qwen vl", "kimi vl")
+FAMILIES = {
+    2: "1 -> 1",
+    3: "1 -> pp2\n1 -> tp2\ntp2 -> 1\n1 -> dp2 dynamic:2\n1 -> pp2 recompute:full\nfrozen -> cp2",
+    4: "pp2 -> cp2\ndp2 -> dp2 ep2\ndp2 -> tp2 ep2 etp1 recompute:full",
+}
+
+
 def _layouts(names: str, *models: str) -> list[Layout]:
     lines = [line for line in map(str.strip, names.splitlines()) if line]
     return [Layout(line, model) for line in lines for model in models]
 
 
 LAYOUTS = {
-    2: _layouts("1 -> 1", "qwen", "glm mtp"),
+    2: [*_layouts("1 -> 1", "qwen", "glm mtp"), *_layouts(FAMILIES[2], *VL)],
     3: [
         *_layouts("1 -> pp2\npp2 -> 1\n1 -> tp2\ntp2 -> 1\n1 -> dp2\ndp2 -> 1\n1 -> cp2", "qwen"),
         *_layouts("1 -> dp2 ep2\n1 -> tp2 ep2 etp1\n1 -> cp2 ep2\n1 -> pp2 vpp2", "qwen"),
@@ -114,30 +129,37 @@ LAYOUTS = {
         *_layouts("1 -> dp2 dynamic:2\n1 -> tp2 ep2 etp1\n1 -> cp2 ep2", "glm"),
         *_layouts("1 -> dp2 bf16\n1 -> tp2 bf16", "qwen"),
         *_layouts("1 -> tp2\n1 -> pp2 recompute:full", "glm mtp"),
+        *_layouts(FAMILIES[3], *VL),
     ],
     4: [
         *_layouts("pp2 -> pp2\ndp2 -> dp2 ep2\npp2 + 1 -> 1\npp2 -> pp2 vpp2\ndp2 -> cp2", "qwen"),
         *_layouts("dp3 -> 1\ntp2 -> tp2\ndp2 -> dp2 ep2 overlapped distributed", "qwen"),
         *_layouts("1 + 1 frozen -> pp2 vpp2\ndp2 -> dp2 ep2 dynamic:2 recompute:full", "qwen"),
         *_layouts("dp2 -> dp2 ep2 dynamic:2", "glm mtp"),
+        *_layouts(FAMILIES[4], *VL),
+        *_layouts("dp2 -> dp2 ep2 overlapped distributed\npp2 -> pp2 vpp2", "kimi vl"),
     ],
     5: _layouts("dp3 -> dp2\n1 -> tp2 cp2\n1 -> pp2 vpp2 cp2 ep2\ndp3 -> tp2", "qwen", "glm"),
     6: _layouts("dp2 -> pp2 vpp2 dp2 ep2 dynamic:2\ntp2 pp2 -> pp2\ntp2 dp2 -> cp2", "qwen"),
     8: _layouts("dp2 tp2 -> pp2 dp2 ep2 distributed\npp2 + dp2 -> tp2 pp2", "qwen", "glm"),
 }
-# in CI: every way of sharing rows, both schedules, two encoders, frozen, recompute, bf16
+# in CI: every way of sharing rows, both schedules, two encoders, frozen, recompute, bf16, families
 FEW = {
     3: ("1 -> cp2 ep2, glm", "1 -> tp2 ep2 etp1, qwen", "1 -> dp2 bf16", "pp2 frozen -> 1"),
-    4: ("dp2 -> dp2 ep2 overlapped", "1 + 1 frozen", "dynamic:2, glm mtp", "pp2 -> pp2, qwen"),
+    4: (
+        *("overlapped distributed, qwen", "1 + 1 frozen", "dynamic:2, glm mtp", "pp2 -> pp2, qwen"),
+        *("dp2 -> dp2 ep2, qwen vl", "pp2 -> cp2, kimi vl"),
+    ),
 }
 
 
 def batches(plan: Plan, kinds: tuple[str, ...]) -> list[ImageBatch]:
     """One a step; some microbatches have no image."""
-    found = []
+    found, tower = [], plan.sizes.vision
+    numbers = 3 * tower.temporal_patch_size * tower.patch_size**2 if tower else towers.PIXELS
     for seed, batch in enumerate(parity.batches(plan, mtp_routes=False)):
         one = replace(batch, targets=batch.targets.clone())
-        found.append(towers.with_images(one, kinds, seed))
+        found.append(towers.with_images(one, kinds, seed, numbers))
     return found
 
 
@@ -158,7 +180,8 @@ def rows_scored(policy: Policy, shard: BatchShard, batch: ImageBatch) -> Tensor:
 
 
 def width_of(plan: Plan) -> int:
-    return plan.sizes.hidden_size
+    tower = plan.sizes.vision
+    return plan.sizes.hidden_size * (1 + len(tower.deepstack if tower else ()))
 
 
 # one process -------------------------------------------------------------------------------------
@@ -169,7 +192,12 @@ def whole_steps(plan: Plan, layout: Layout) -> Outcome:
     with topology.start(plan) as topo:
         policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
         kinds = tuple(layout.encoders)
-        held = {k: towers.build_tower(k, plan, topo, width_of(plan)) for k in kinds}
+        held: dict[str, Any] = {
+            kind: vision.whole_tower(plan, topo)
+            if layout.is_family
+            else towers.build_tower(kind, plan, topo, width_of(plan))
+            for kind in kinds
+        }
         for kind in layout.frozen:
             held[kind].requires_grad_(False)
         inside = {kind: InProcess(tower) for kind, tower in held.items()}
@@ -224,6 +252,8 @@ def clip(parameters: list[Any], most: float) -> float:
 
 
 def of_towers(held: dict, topo: Topology, value: Any, left_out: tuple = ()) -> dict[str, Tensor]:
+    if isinstance(tower := held.get("vision"), VisionTower):
+        return {} if left_out else vision.tower_tensors(tower, value)
     parts = [
         towers.pieces(kind, tower, topo, value)
         for kind, tower in held.items()
@@ -241,16 +271,23 @@ def everything(policy: Policy, held: dict, topo: Topology) -> dict[str, Tensor]:
 
 
 def build(plan: Plan, topo: Topology, layout: Layout) -> Policy:
-    if topo.module == "llm":
+    if topo.module == "llm" or layout.is_family:
         return Policy.build(plan, topo)
     trained = topo.module not in layout.frozen
     module = towers.tower_module(topo.module, plan, topo, width_of(plan), trained)
     return Policy(module, build_edges(plan, topo, trainable=True))
 
 
-def gathered(policy: Policy, grads: bool) -> dict[str, Tensor]:
+def gathered(policy: Policy, layout: Layout, grads: bool) -> dict[str, Tensor]:
     """Whole tensors of all modules, on rank 0: gradients, or weights."""
     topo, module, mine, parts = policy.topo, policy.llm, {}, []
+    if layout.is_family:
+        trained = module.optimizer is not None or not grads
+        if trained:
+            mine = {n: x.clone() for n, x in (policy.gradients() if grads else policy.weights())}
+        others: list[Any] = [None] * topo.world_size
+        dist.all_gather_object(others, mine if topo.rank == topo.first else {})
+        return mine | {n: x for each in others for n, x in each.items()}
     if topo.module == "llm":
         mine = {n: x.clone() for n, x in (policy.gradients() if grads else policy.weights())}
     elif not grads or module.optimizer:
@@ -267,19 +304,19 @@ def train_steps(plan: Plan, layout: Layout) -> Outcome:
     begun = time.perf_counter()
     with topology.start(plan) as topo:
         policy, loss = build(plan, topo, layout), build_loss(plan.objective)
-        before, out = gathered(policy, grads=False), Outcome([], [], [], [], {})
+        before, out = gathered(policy, layout, grads=False), Outcome([], [], [], [], {})
         for batch in batches(plan, tuple(layout.encoders)):
             schedule = Scheduler(plan).schedule(batch.seqlens)
             shard = towers.image_shard(plan, topo, batch, schedule)
             batch = replace(batch, old_logprobs=rows_scored(policy, shard, batch))
             shard = towers.image_shard(plan, topo, batch, schedule)
             metrics = policy.accumulate(shard, loss)
-            out.grads.append(gathered(policy, grads=True))
+            out.grads.append(gathered(policy, layout, grads=True))
             metrics |= policy.step_optimizer()
             out.metrics.append(metrics)
             out.losses.append(metrics["loss"])
             out.norms.append(metrics["grad_norm"])
-        after = gathered(policy, grads=False)
+        after = gathered(policy, layout, grads=False)
         out.changes = {name: tensor - before[name] for name, tensor in after.items()}
         out.sent = sent_over_edges(policy)
         out.seconds = time.perf_counter() - begun

@@ -20,7 +20,6 @@ from pyrl_ext.plan.model.towers import Tower
 
 def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -> Any:
     """megatron's config from the family, the plan, and the needs of packed RL training."""
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     latent = family_config.get("multi_latent_attention", False)
@@ -41,7 +40,6 @@ def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, A
         batch_p2p_comm=topo.vpp_size is None,
         normalization="RMSNorm",
         add_bias_linear=False,
-        finalize_model_grads_func=finalize_model_grads,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_router_bias_update_rate=plan.model.router_bias_update_rate,
@@ -100,6 +98,8 @@ def tower_config(plan: Plan, topo: Topology, tower: Tower, epsilon: float) -> An
 
 def _common(plan: Plan, topo: Topology) -> dict[str, Any]:
     """Settings of the language model and of towers."""
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
     dtype = dtype_of(plan.model.dtype)
     return dict(
         **_recompute(plan.model.recompute),
@@ -113,6 +113,7 @@ def _common(plan: Plan, topo: Topology) -> dict[str, Any]:
         variable_seq_lengths=True,  # microbatches differ in length
         moe_token_dispatcher_type="alltoall",  # asked for with the line above, experts or not
         calculate_per_token_loss=True,  # one division by the minibatch's token count
+        finalize_model_grads_func=finalize_model_grads,
         perform_initialization=False,  # weights come from a checkpoint or from RandomWeights
         use_cpu_initialization=topo.device.type == "cpu",
         **LOCAL_FIELDS,

@@ -289,7 +289,7 @@ class InProcess:
     """An edge whose encoder is in this process: plain autograd, what the other edges are compared
     with."""
 
-    def __init__(self, tower: Tower):
+    def __init__(self, tower: Any):
         self.tower = tower
         self.images: Any = None  # of the pass
 

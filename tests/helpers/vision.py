@@ -3,6 +3,7 @@ transformers makes of them."""
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.megatron.vision import build_tower
+from pyrl_ext.models import family, weight_table
+from pyrl_ext.plan import Plan
 from tests.helpers.models import MOONLIGHT
 
 IMAGE = 100  # the placeholder of a row
@@ -145,3 +150,27 @@ def rows_of(model: Any, pixels: Tensor, grids) -> Tensor:
     found = model.model.get_image_features(pixels, torch.tensor(grids))
     parts = [found.pooler_output, *getattr(found, "deepstack_features", ())]
     return torch.cat([torch.cat(part) for part in parts], dim=1)
+
+
+def whole_tower(plan: Plan, topo: Topology) -> Any:
+    """The plan's tower in this process, with the weights that a run draws for it."""
+    kind = family(plan.model.family).tower
+    assert kind is not None
+    tower: Any = build_tower(plan, topo, kind.kind)[0]
+    tower.table = table = kind.weights(plan.sizes)
+    read = weight_table.RandomWeights(table, plan.sizes.initializer_range, plan.seed)
+    weight_table.load(table, _live(tower), read, topo)
+    return tower
+
+
+def tower_tensors(tower: Any, value: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """``value`` of each parameter of a whole tower, by the names of the checkpoint."""
+    live, found = _live(tower), {}
+    for row in tower.table:
+        whole = weight_table.whole_of(row, [value(live[row.megatron_name]).detach()])
+        found |= {n: x.clone() for n, x in zip(row.hf_names, whole, strict=True)}
+    return found
+
+
+def _live(tower: Any) -> dict[str, Tensor]:
+    return weight_table.named_parameters_global([tower], 0, 1)

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.megatron.vision import build_tower
-from pyrl_ext.models import family, weight_table
 from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.layout import Module, ModuleParallel
@@ -22,13 +20,14 @@ from pyrl_ext.trainer.policy import Policy
 from tests.helpers import towers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
-from tests.helpers.vision import KIMI_VL
+from tests.helpers.vision import KIMI_VL, tower_tensors, whole_tower
 
 PATCH = 3 * 4 * 4
 # (vision, language model) on three ranks, and whether the tower trains
 LAYOUTS = {
     "pp2 -> 1": ({"pp": 2}, (), True),
     "tp2 -> 1": ({"tp": 2}, (), True),
+    "dp2 -> 1": ({"dp": 2}, (), True),
     "1 -> pp2": ({}, ("pp=2", "num_layers_in_first_pipeline_stage=1"), True),
     "frozen -> tp2": ({}, ("tp=2", "etp=1"), False),
 }
@@ -67,23 +66,15 @@ def alone(group: Any, folder: Path) -> tuple[float, Tensor, dict[str, Tensor], d
     os.environ["WORLD_SIZE"] = "1"
     plan = plan_of(folder)
     with topology.start(plan) as topo:
-        policy, kind = Policy.build(plan, topo), family(plan.model.family).tower
-        assert kind is not None
-        (tower,), table = build_tower(plan, topo, kind.kind), kind.weights(plan.sizes)
-        live = weight_table.named_parameters_global([tower], 0, 1)
-        read = weight_table.RandomWeights(table, plan.sizes.initializer_range, plan.seed)
-        weight_table.load(table, live, read, topo)
-        inside = towers.InProcess(tower)  # type: ignore[arg-type]
+        policy, tower = Policy.build(plan, topo), whole_tower(plan, topo)
+        inside = towers.InProcess(tower)
         policy.edges = {"vision": inside}  # type: ignore[dict-item]
         loss, logprobs = passes(policy, inside)
         tokens = 2 * int(batch_of().loss_mask.sum())  # gradients of two passes add up here
         grads = {name: grad.clone() for name, grad in policy.gradients()}
         weights = {name: tensor.clone() for name, tensor in policy.weights()}
-        for row in table:
-            tensor = live[row.megatron_name]
-            assert tensor.grad is not None
-            for found, value in ((grads, tensor.grad / tokens), (weights, tensor.detach())):
-                found |= dict(zip(row.hf_names, weight_table.whole_of(row, [value]), strict=True))
+        grads |= tower_tensors(tower, lambda p: p.grad / tokens)
+        weights |= tower_tensors(tower, lambda p: p)
         return loss, logprobs, grads, weights
 
 
