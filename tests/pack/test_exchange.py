@@ -126,12 +126,12 @@ def waits_for_a_part_alone(group: dist.ProcessGroup) -> None:
     """Ranks send nothing but first parts until every rank has the rows of its first microbatch."""
     plan, topo, batch, index = rank_of_four(group.rank(), range(4))
     schedules = schedules_of(plan, index)
-    held: list[Any] = []
+    held, taken = list[Any](), list[int]()  # what is to be sent, and what was waited for
     isend = dist.isend
 
     def hold(*arguments: Any, **named: Any) -> Any:
         held.append((arguments, named))
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=partial(taken.append, len(held)))
 
     with patch.object(dist, "isend", hold):
         shard, _ = shard_batch(batch, index, schedules, plan, topo)
@@ -142,7 +142,9 @@ def waits_for_a_part_alone(group: dist.ProcessGroup) -> None:
     assert shard.stored["tokens"][:end].max() < 99 < 1 << 30 < shard.stored["tokens"].max()
     dist.barrier()
     others = [isend(*a, **b) for a, b in held if b["tag"]]
+    assert not taken
     shard.minibatch(1).wait(0)
+    assert len(taken) == len({*taken}) == len(held)
     for work in (*firsts, *others):
         assert work is not None  # as for a rank of no group
         work.wait()

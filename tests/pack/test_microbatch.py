@@ -6,12 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.whole import microbatch, shard_at
+from benchmarks.whole import index_of, microbatch, shard_at
 from pyrl_ext.dist.topology import Place
+from pyrl_ext.pack.delivery import Delivery
 from pyrl_ext.pack.encoder_work import EncoderWork, ShardImages
+from pyrl_ext.pack.exchange import Exchange, columns_of
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.positions import axial_positions
+from pyrl_ext.pack.schedule import Group, Schedule
+from pyrl_ext.pack.shard import BatchShard, Seat
+from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import local_rows
 from tests.helpers.tiny import random_batch
 
@@ -48,6 +53,74 @@ def test_of_takes_the_rows_of_its_place(place, fp8):
         assert torch.equal(getattr(micro, name), want)
     assert micro.inputs is not None
     assert torch.equal(micro.inputs.loss_mask, (rows >= 0) & batch.loss_mask[rows.clamp(min=0)])
+
+
+IDS = ((4, 0), (5,), (1, 3), (2,))  # samples of each microbatch; two in each minibatch
+
+
+def shard_on_its_way(batch: WholeBatch, place: Place) -> tuple[BatchShard, list[int]]:
+    """A shard of four microbatches whose rows come when one is waited for, and the numbers of those
+    that were."""
+    microbatches = tuple((Group(0, place.cp_size, ids),) for ids in IDS)
+    schedule, index = Schedule(place.cp_size, microbatches), index_of(batch, depths=2)
+    seat = Seat(place.cp_rank, place.tp_rank, place.tp_size, layers=index.layer_ids)
+    exchange, asked = Exchange(index, schedule, [seat], 8), list[int]()
+    rows, needs = exchange.of(0)
+    delivery = Delivery(0, needs)
+
+    def wait_for(number: int) -> None:
+        asked.append(number)
+        delivery.take(0, columns_of(batch, 2))
+
+    columns, known = delivery.columns, (index.layer_ids, ((0, 0, 0),) * 2)
+    shard = BatchShard(schedule, (2, 2), exchange.lengths, seat, rows, columns, *known)
+    return replace(shard, wait_for=wait_for), asked
+
+
+def ahead(batch: WholeBatch, name: str, rows: torch.Tensor, depth: int) -> torch.Tensor:
+    """Column ``name`` of the row ``depth`` further in the same sample, 0 where there is none."""
+    return torch.tensor(
+        [
+            getattr(batch, name)[r + depth].item()
+            if r >= 0 and int(batch.positions[r + depth : r + depth + 1].sum()) >= depth
+            else 0
+            for r in rows.tolist()
+        ]
+    )
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_of_takes_any_microbatch_once_its_rows_are_there(place):
+    """The microbatch is one of a step, of its second minibatch, or of that as the only one."""
+    batch = random_batch(6)
+    for nested in range(3):
+        shard, asked = shard_on_its_way(batch, place)
+        for number in (1, 0)[:nested]:
+            shard = shard.minibatch(number)
+        first = 2 if nested else 0
+        for number, ids in enumerate(IDS[first:]):
+            del asked[:]
+            micro = Microbatch.of(shard, number, place, depths=2)
+            assert asked == [first + number]
+            rows, real = micro.rows, micro.rows >= 0
+            assert rows.tolist() == local_rows(batch, ids, place)
+            assert torch.equal(micro.at >= 0, real)
+            assert torch.equal(torch.from_numpy(shard.rows.tokens)[micro.at[real]], rows[real])
+            of_router = rows.chunk(place.tp_size)[place.tp_rank]
+            at, routed = micro.at_router[of_router >= 0], of_router[of_router >= 0]
+            assert batch.routes is not None
+            assert torch.equal(shard.columns["routes"][at], batch.routes[routed])
+            assert torch.equal(torch.from_numpy(shard.rows.routers)[at], routed)
+            assert torch.equal(micro.at_router >= 0, of_router >= 0)
+            assert torch.equal(micro.targets, ahead(batch, "targets", rows, 0))
+            for depth in (1, 2):
+                mtp = micro.mtp[depth - 1]
+                assert torch.equal(mtp.targets, ahead(batch, "targets", rows, depth))
+                mask = ahead(batch, "loss_mask", rows, depth).bool()
+                assert torch.equal(mtp.loss_mask, mask)
+                assert torch.equal(micro.loss_rows[depth], mask.nonzero()[:, 0])
+                inside = ahead(batch, "targets", rows, depth - 1)
+                assert torch.equal(mtp.tokens, inside)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
