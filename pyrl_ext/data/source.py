@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.data.files import open_records
 from pyrl_ext.data.images import ImageReader
+from pyrl_ext.data.pictures import Pictures
 from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import Reward, score
 from pyrl_ext.data.sft import Encoder, SftSource
@@ -16,6 +18,7 @@ from pyrl_ext.data.tasks import Task
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.dist.user_code import load_function
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.task_options import PICTURES
 from pyrl_ext.samples import Prompt, Sample
 
 
@@ -31,7 +34,7 @@ class Source:
         timeout:  of one call of the reward [s]; None: unlimited.
     """
 
-    prompts: Task | PromptSource
+    prompts: Task | Pictures | PromptSource
     reward: Reward
     decode: Callable[[list[int]], str]
     stop_ids: tuple[int, ...]
@@ -86,12 +89,7 @@ def build_source(plan: Plan) -> Source:
     eos = plan.hf.get("eos_token_id")
     stop_ids = tuple(eos) if isinstance(eos, list) else (tokenizer.eos_token_id,)
     if plan.data.task is not None:
-
-        def encode(text: str) -> list[int]:
-            return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-        options = dict(plan.data.task_options)
-        task = Task(plan.data.task, encode, stop_ids[0], plan.seed, options)
+        task = _task(plan, plan.data.task, tokenizer, stop_ids[0])
         return Source(task, task.reward, tokenizer.decode, stop_ids)
     assert plan.prompts_path is not None and plan.data.reward is not None  # a rule says so
     reward = load_function("data.reward", plan.data.reward, 3)
@@ -104,3 +102,16 @@ def build_source(plan: Plan) -> Source:
         held_out = load_prompts(path, tokenizer, *limits, image_reader(plan, path))
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
     return Source(source, reward, tokenizer.decode, stop_ids, plan.data.reward_timeout)
+
+
+def _task(plan: Plan, name: str, tokenizer: Tokenizer, eos_id: int) -> Task | Pictures:
+    options = dict(plan.data.task_options)
+    if name == PICTURES:
+        if (reader := image_reader(plan)) is None:
+            raise ValueError(f"data.task: {name}, expected a model with an image token")
+        return Pictures(tokenizer, reader, eos_id, plan.seed, options)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return Task(name, encode, eos_id, plan.seed, options)

@@ -1,4 +1,4 @@
-"""Built-in verifiable tasks: unlimited prompts from a seed, exact answers, partial credit.
+"""Built-in tasks over text: unlimited prompts from a seed, exact answers, partial credit.
 
 They are small on purpose: a model of a few layers learns one from random weights in minutes on a
 CPU, so that a whole training run can be watched, tested and bisected without a download.
@@ -12,7 +12,7 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
-from pyrl_ext.plan.task_options import SYMBOLS, read_options
+from pyrl_ext.plan.task_options import SYMBOLS, TaskOptions, read_options
 from pyrl_ext.samples import Prompt
 
 
@@ -76,7 +76,9 @@ class Task:
         options: Mapping[str, Any] | None = None,
     ):
         self.name, self.seed = name, seed
-        self.options = read_options(name, options or {})
+        found = read_options(name, options or {})
+        assert isinstance(found, TaskOptions)  # `Pictures` has the others
+        self.options = found
         self.alphabet = SYMBOLS[name][: self.options.alphabet]
         # the same few answers are encoded for every response
         self.encode = lru_cache(4096)(lambda text: tuple(encode(text)))
@@ -109,12 +111,9 @@ class Task:
         return [self._prompt(-1 - i, text) for i, text in enumerate(texts)]
 
     def reward(self, prompt: Prompt, text: str, tokens: list[int]) -> float:
-        """Length of the longest common subsequence of answer and response, over the longer length.
-
-        Both include the end token, so a right answer that does not stop earns less than 1.
-        """
-        target = [*self.encode(prompt.answer), self.eos_id]
-        return common_subsequence(target, tokens) / max(len(target), len(tokens))
+        """`credit` of the response for the answer; both include the end token, so a right answer
+        that does not stop earns less than 1."""
+        return credit([*self.encode(prompt.answer), self.eos_id], tokens)
 
     def _text(self, draw: random.Random, held_out: bool) -> str:
         low = self.options.min_length or self.options.length
@@ -136,6 +135,11 @@ class Task:
         text = letters + self.options.end
         answer = TASKS[self.name](letters, self.alphabet)
         return Prompt(id=number, tokens=self.encode(text), answer=answer, text=text)
+
+
+def credit(target: Sequence[int], tokens: Sequence[int]) -> float:
+    """Length of the longest common subsequence of both, over the longer length."""
+    return common_subsequence(target, tokens) / max(len(target), len(tokens))
 
 
 def common_subsequence(first: Sequence[int], second: Sequence[int]) -> int:

@@ -7,11 +7,20 @@ from typing import Any
 import pytest
 
 from pyrl_ext.data.tasks import TASKS, Task
-from pyrl_ext.plan.task_options import SYMBOLS, TaskOptions, option_problems, read_options
+from pyrl_ext.plan.task_options import (
+    PICTURES,
+    SYMBOLS,
+    TASK_NAMES,
+    PictureOptions,
+    TaskOptions,
+    option_problems,
+    read_options,
+)
 
 
 def test_SYMBOLS_names_every_task():
     assert list(SYMBOLS) == list(TASKS)
+    assert list(TASK_NAMES) == [*TASKS, PICTURES]
 
 
 @pytest.mark.parametrize("task", SYMBOLS)
@@ -34,6 +43,38 @@ def test_option_problems_refuses_what_the_task_refuses(task: str, options: dict[
         assert option_problems(task, options)
     else:
         assert option_problems(task, options) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ask": "shape"}, "ask: 'shape', expected colour, count or digit; what the prompt asks"),
+        ({"ask": "colour", "answers": 8}, "answers: 8, expected at most 7, the answers of ask col"),
+        (
+            {"ask": "count", "answers": 5},
+            "answers: 5, expected at most 4, the answers of ask count",
+        ),
+        ({"ask": "digit", "answers": 11}, "answers: 11, expected at most 10, the answers of ask"),
+        ({"answers": 1}, "answers: 1, expected at least 2; how many"),
+        ({"size": 8}, "size: 8, expected at least 16; width"),
+        ({"noise": 128}, "noise: 128, expected at most 127; largest"),
+        ({"held_out": 1}, "held_out: 1, expected at least 2; one picture"),
+        ({"length": 4}, "length: unknown option, expected one of ask, answers, size, noise, held"),
+    ],
+    ids=str,
+)
+def test_read_options_of_pictures_names_the_option_and_its_rule(
+    options: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError) as caught:
+        read_options(PICTURES, options)
+    assert f"data.task_options.{message}" in str(caught.value)
+
+
+def test_read_options_of_pictures_takes_what_fits():
+    assert read_options(PICTURES, {}) == PictureOptions()
+    read = read_options(PICTURES, {"ask": "count", "answers": 9, "size": 24})
+    assert read == PictureOptions(ask="count", answers=9, size=24)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.rules._rule import Found, relative, rule
-from pyrl_ext.plan.task_options import SYMBOLS, option_problems, task_problem
+from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
+from pyrl_ext.plan.task_options import PICTURES, TASK_NAMES, option_problems, task_problem
 
 
 @rule("data")
@@ -40,10 +40,16 @@ def the_task_exists(plan: Plan) -> Found:
     return task_problem(plan.data.task) if plan.data.task is not None else None
 
 
+@rule("data.task")
+def pictures_have_a_model_that_sees(plan: Plan) -> Found:
+    if plan.data.task == PICTURES and plan.sizes.vision is None:
+        return f"{PICTURES}, expected a model with a vision tower {in_config(plan)}"
+
+
 @rule("data.task_options")
 def the_task_takes_its_options(plan: Plan) -> Found:
     task = plan.data.task
-    return option_problems(task, plan.data.task_options) if task in SYMBOLS else None
+    return option_problems(task, plan.data.task_options) if task in TASK_NAMES else None
 
 
 @rule("data.reward_timeout")
