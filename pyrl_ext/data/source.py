@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.data.files import open_records
-from pyrl_ext.data.images import ImageReader
+from pyrl_ext.data.images import ImageReader, Scale
 from pyrl_ext.data.pictures import Pictures
 from pyrl_ext.data.prompts import PromptSource, load_prompts
 from pyrl_ext.data.rewards import Reward, score
@@ -59,6 +59,21 @@ def image_reader(plan: Plan, beside: str = ".") -> ImageReader | None:
     if token is None or plan.tokenizer_path is None:
         return None
     return ImageReader(plan.tokenizer_path, Path(beside).parent, token)
+
+
+def image_scale(plan: Plan) -> Scale:
+    """How the model's image processor scales patches.
+
+    Raises:
+        DataError: the folder of the tokenizer holds no processor.
+        ValueError: the plan names no folder, or the model no placeholder of images.
+    """
+    if (reader := image_reader(plan)) is None:
+        raise ValueError(
+            f"image_scale: model.tokenizer {plan.model.tokenizer}, expected a folder with the "
+            "tokenizer and image processor of a model that has an image token"
+        )
+    return reader.scale
 
 
 def build_records(plan: Plan) -> SftSource:

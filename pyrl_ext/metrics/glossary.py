@@ -263,6 +263,7 @@ _METRICS = (
         "The part of them that is log-probs and advantages.",
     ),
     Metric("batch/moved_bytes/routes", "bytes", "The part of them that is routed experts."),
+    Metric("batch/moved_bytes/images", "bytes", "The part of them that is patches of images."),
     Metric(
         "batch/shared_bytes",
         "bytes",

@@ -43,6 +43,7 @@ class Batch:
         routes: [T, L, K] narrowest unsigned type, experts that processed the input; or None.
         layer_ids: [L] 0-based global ids of the layers that have a router.
         route_mask: [T] bool, rows that have a route.
+        patches: [P, W] uint8 of all images, sample by sample; None without images.
     """
 
     seqlens: tuple[int, ...]
@@ -55,6 +56,7 @@ class Batch:
     routes: Tensor | None
     layer_ids: tuple[int, ...]
     route_mask: Tensor
+    patches: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_rows = sum(self.seqlens)
@@ -74,6 +76,7 @@ class Batch:
         num_experts: int | None = None,
         layer_ids: tuple[int, ...] | None = None,
         topk: int | None = None,
+        patch_width: int | None = None,
     ) -> Batch:
         """Check the samples and lay them out as rows; nothing is repaired, wrong data is refused.
 
@@ -83,6 +86,7 @@ class Batch:
             num_experts: experts of a layer; None leaves the upper bound of the ids unchecked.
             layer_ids: [L] layers that must have routes; None takes those of the first sample.
             topk: experts of a token in a layer, K; None takes that of the first sample.
+            patch_width: numbers of a patch of an image; None: nothing encodes images.
 
         Syncs: if the samples are on a device, their checks read them back.
 
@@ -97,14 +101,11 @@ class Batch:
             topk = first.routes.shape[-1] if topk is None else topk
         for sample in samples:
             sample.check()
-            if sample.images:
-                raise ValueError(
-                    f"Batch.of: prompt {sample.prompt_id}, sample {sample.index}: has images, "
-                    "expected text: training on images is not built yet"
-                )
+            _check_patches(sample, patch_width)
             _check_routes_shape(sample, first.routes, layer_ids, topk)
             _check_routes_type(sample, num_experts)
         routes, route_mask = _joined_routes(samples, num_experts)
+        patches = [image.patches for sample in samples for image in sample.images]
         seqlens = tuple(s.tokens.numel() - 1 for s in samples)
         counts = torch.tensor(seqlens, device=device)
         return cls(
@@ -118,6 +119,7 @@ class Batch:
             routes=routes,
             layer_ids=layer_ids or () if routes is not None else (),
             route_mask=route_mask,
+            patches=torch.cat(patches) if patches else None,
         )
 
     @cached_property
@@ -148,6 +150,18 @@ class Batch:
 def _refuse(sample: Sample, what: str, expected: str, at: str = "") -> None:
     where = f"Sample(prompt {sample.prompt_id}, sample {sample.index}){at}"
     raise ValueError(f"Batch.of: {where}: {what}, expected {expected}")
+
+
+def _check_patches(sample: Sample, width: int | None) -> None:
+    """Refuse images that no encoder of the plan reads."""
+    for number, image in enumerate(sample.images):
+        if width is None:
+            why = "text; the plan has no encoder (modules) that would read them"
+            _refuse(sample, f"{len(sample.images)} images", why)
+        found = f"{list(image.patches.shape)} {image.patches.dtype}"
+        if image.patches.dtype != torch.uint8 or image.patches.shape[1:] != (width,):
+            rule = f"[patches, {width}] torch.uint8, as the encoder reads them"
+            _refuse(sample, f"patches {found}", rule, f", image {number}")
 
 
 def _check_routes_shape(

@@ -30,7 +30,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.pack.shard import Lengths
 
 Columns = Mapping[str, Tensor]
-KINDS = ("tokens", "logprobs", "routes")
+KINDS = ("tokens", "logprobs", "routes", "images")
 _DIGEST = "digest"  # the column of a message that tells which exchange and part it belongs to
 
 
@@ -49,7 +49,7 @@ class Moved:
     def metrics(self, topo: Topology) -> dict[str, float]:
         """``batch/moved_bytes`` of all ranks, by kind, and ``batch/shared_bytes``.
 
-        Communicates: an all-reduce of 4 numbers.
+        Communicates: an all-reduce of 5 numbers.
         """
         counts = torch.tensor([*self.network.values(), sum(self.shared.values())])
         if topo.world_size > 1:

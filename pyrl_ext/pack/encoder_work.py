@@ -6,16 +6,21 @@ shard each row of its output goes to. All of it follows from numbers that every 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyrl_ext.pack.delivery import Field, Items, Need
 from pyrl_ext.pack.images import Images, spread
+from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import Lengths, Seat, layout_of
+from pyrl_ext.plan import Plan
 
 
 class Route(NamedTuple):
@@ -28,6 +33,12 @@ class Route(NamedTuple):
 
     source: Tensor
     dest: Tensor
+
+
+def _runs(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """The numbers of runs of such sizes, which begin with ``firsts``, one run after the other."""
+    within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.repeat(firsts, sizes) + within
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +74,7 @@ class EncoderWork:
         """[F] row of the step's stream in each row of the output of ``replica``."""
         ids = self.ids(microbatch, replica)
         counts = self.images.counts[ids]
-        firsts = self.lengths.starts[self.images.samples[ids]] + self.images.rows[ids]
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        return np.repeat(firsts, counts) + within
+        return _runs(self.lengths.starts[self.images.samples[ids]] + self.images.rows[ids], counts)
 
     def route(self, microbatch: int, replica: int, seat: Seat) -> Route:
         """The rows of ``replica`` that the first stage of ``seat`` embeds: its part of the sequence
@@ -141,3 +150,66 @@ class ShardImages:
         if patches is not None:
             patches = patches.new_zeros(self.merge**2, patches.shape[1])
         return patches, [(1, self.merge, self.merge)], 0
+
+
+@dataclass(frozen=True, eq=False)
+class PatchStream:
+    """The patches of a step in one ragged stream, image after image.
+
+    Args:
+        name:   of the encoder that reads them.
+        work:   of all microbatches of the step.
+        owners: [I] int32, rank that holds each image: the owner of its sample.
+        width:  numbers of a patch.
+        merge:  see `ShardImages`.
+    """
+
+    name: str
+    work: EncoderWork
+    owners: np.ndarray
+    width: int
+    merge: int
+
+    @classmethod
+    def of(cls, plan: Plan, index: BatchIndex, schedule: Schedule) -> PatchStream | None:
+        """The patches that the plan's encoder reads; None: it has none."""
+        tower, encoders = plan.sizes.vision, [g for g in plan.grids.values() if g.name != "llm"]
+        if tower is None or not encoders:
+            return None
+        (grid,) = encoders
+        lengths = Lengths(index.seqlens, index.starts)
+        work = EncoderWork(index.images, schedule, lengths, grid.parallel.dp)
+        owners = index.owners[index.images.samples]
+        return cls(grid.name, work, owners, tower.patch_width, tower.merge)
+
+    @cached_property
+    def items(self) -> Items:
+        """Images as runs of patches."""
+        sizes = self.work.images.patches
+        return Items(Lengths(sizes, np.concatenate([[0], np.cumsum(sizes)])), self.owners)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The one column."""
+        return {"patches": Field("images", torch.uint8, (self.width,))}
+
+    def need(self, replica: int, parts: np.ndarray, owner: int | None = None) -> Need:
+        """The patches that ``replica`` encodes, microbatch after microbatch.
+
+        Args:
+            parts: [P + 1] first microbatch of each part, then their number.
+            owner: only of its images; None: of all.
+        """
+        ids = [self.work.ids(number, replica) for number in range(len(self.work.schedule))]
+        if owner is not None:
+            ids = [each[self.owners[each] == owner] for each in ids]
+        sizes, starts = self.items.lengths
+        firsts = np.cumsum([0, *(int(sizes[each].sum()) for each in ids)])
+        rows = _runs(starts[np.concatenate(ids)], sizes[np.concatenate(ids)])
+        return Need(self.items, rows, firsts[parts], self.fields)
+
+    def images(self, replica: int, columns: Mapping[str, Tensor]) -> ShardImages:
+        """The images of a shard; ``columns`` hold the patches of ``replica``."""
+        each = np.arange(len(self.work.schedule) + 1)
+        firsts = self.need(replica, each).cuts if replica >= 0 else np.zeros_like(each)
+        return ShardImages(self.work, columns.get("patches"), firsts, self.merge)

@@ -17,11 +17,11 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.delivery import Delivery, Field, Items, Moved, Need, Needs, Stored
+from pyrl_ext.pack.encoder_work import PatchStream
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard, Lengths, Seat, SeatRows, joined
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.model.ranks import ranks
 from pyrl_ext.samples import route_dtype
 
 PARTS = 4  # at most, of the rows of a step: a pass waits for the first one alone
@@ -52,7 +52,8 @@ def shard_batch(
         barrier.
     """
     schedule, hosts = joined(schedules), topo.hosts
-    exchange = Exchange(index, schedule, seats_of(plan, index), plan.sizes.num_experts)
+    images = PatchStream.of(plan, index, schedule)
+    exchange = Exchange(index, schedule, seats_of(plan, index), plan.sizes.num_experts, images)
     owned = {} if batch is None else columns_of(batch, exchange.depths)
     rows, needs = exchange.of(topo.rank)
     delivery = Delivery(topo.rank, needs, step_digest(index, schedules), waiting)
@@ -65,15 +66,17 @@ def shard_batch(
     loss_tokens = tuple(
         tuple(int(n) for n in index.loss_tokens[each.samples].sum(0)) for each in schedules
     )
+    seat, columns = exchange.seats[topo.rank], delivery.columns
     shard = BatchShard(
         schedule,
         tuple(map(len, schedules)),
         exchange.lengths,
-        exchange.seats[topo.rank],
+        seat,
         rows,
-        delivery.columns,
+        {name: column for name, column in columns.items() if name != "patches"},
         index.layer_ids,
         loss_tokens,
+        {images.name: images.images(seat.replica, columns)} if images else {},
         wait_for=lambda microbatch: delivery.wait(exchange.part_of(microbatch)),
     )
     return shard, delivery.moved
@@ -96,11 +99,15 @@ def seats_of(plan: Plan, index: BatchIndex) -> list[Seat]:
     routed = index.layer_ids if plan.replay.enabled else ()
     layers = [tuple(i for i in routed if i in stage) for stage in held]
     fp8 = plan.model.fp8 is not None
-    seats = [
-        Seat(r.dp * parallel.cp + r.cp, r.tp, parallel.tp, r.pp == last, layers[r.pp], fp8)
-        for r in ranks(parallel)
-    ]
-    return seats + [Seat(-1, last_stage=False)] * (plan.world_size - len(seats))
+    seats = [Seat(-1, last_stage=False)] * plan.world_size
+    for name, grid in plan.grids.items():
+        for r in map(grid.place, grid.ranks):
+            if name == "llm":
+                shared = r.dp * parallel.cp + r.cp, r.tp, parallel.tp
+                seats[r.rank] = Seat(*shared, r.pp == last, layers[r.pp], fp8)
+            elif r.pp == 0:
+                seats[r.rank] = seats[r.rank]._replace(replica=r.dp)
+    return seats
 
 
 def columns_of(batch: Batch, depths: int) -> dict[str, Tensor]:
@@ -119,11 +126,16 @@ def columns_of(batch: Batch, depths: int) -> dict[str, Tensor]:
     columns |= {"rollout_logprobs": batch.rollout_logprobs, "advantages": batch.advantages}
     if batch.routes is not None:
         columns |= {"routes": batch.routes, "route_mask": batch.route_mask}
+    if batch.patches is not None:
+        columns["patches"] = batch.patches
     return columns
 
 
 class Exchange:
     """Who owns and who needs which rows of a step; the same on every rank.
+
+    Args:
+        images: the patches that an encoder reads; None: there is none.
 
     Attributes:
         depths: MTP layers whose targets move.
@@ -131,9 +143,14 @@ class Exchange:
     """
 
     def __init__(
-        self, index: BatchIndex, schedule: Schedule, seats: Sequence[Seat], num_experts: int
+        self,
+        index: BatchIndex,
+        schedule: Schedule,
+        seats: Sequence[Seat],
+        num_experts: int,
+        images: PatchStream | None = None,
     ):
-        self.index, self.schedule, self.seats = index, schedule, seats
+        self.index, self.schedule, self.seats, self.images = index, schedule, seats, images
         self.depths = index.loss_tokens.shape[1] - 1
         self.lengths = Lengths(index.seqlens, index.starts)
         self.items = Items(self.lengths, index.owners)
@@ -168,6 +185,8 @@ class Exchange:
             for name, (found, first) in streams.items()
             if fields[name]
         }
+        if self.images and seat.replica >= 0:
+            needs["patches"] = self.images.need(seat.replica, self._first, owner)
         return rows, needs
 
     def fields(self, seat: Seat) -> dict[str, dict[str, Field]]:
@@ -191,4 +210,7 @@ class Exchange:
         """How ``owner`` lays out its samples for the ranks of its host."""
         rows = self.items.rows_held_by(owner)
         everything = self.fields(Seat(layers=self.index.layer_ids if self._routed else ()))
-        return Stored.of((rows, fields) for fields in everything.values())
+        streams = [(rows, fields) for fields in everything.values()]
+        if self.images:
+            streams.append((self.images.items.rows_held_by(owner), self.images.fields))
+        return Stored.of(streams)

@@ -69,21 +69,26 @@ def spread(sizes: np.ndarray, replicas: int) -> list[list[int]]:
 # the limit of an encoder's microbatch ------------------------------------------------------------
 
 
-def within_patches(schedule: Schedule, images: Images, replicas: int, limit: int) -> Schedule:
+def within_patches(
+    schedule: Schedule, images: Images, replicas: int, limit: int, key: str
+) -> Schedule:
     """``schedule`` with every microbatch split in which a replica would encode more patches.
 
     A sample stays on its ranks.
 
     Args:
         limit: most patches of a microbatch on one replica.
+        key:   of the config that says so, for the message.
 
     Raises: ValueError when one sample alone is too much.
     """
-    parts = (_split(each, images, replicas, limit) for each in schedule.microbatches)
+    parts = [_split(each, images, replicas, limit, key) for each in schedule.microbatches]
     return replace(schedule, microbatches=tuple(part for some in parts for part in some))
 
 
-def _split(groups: Microbatch, images: Images, replicas: int, limit: int) -> tuple[Microbatch, ...]:
+def _split(
+    groups: Microbatch, images: Images, replicas: int, limit: int, key: str
+) -> tuple[Microbatch, ...]:
     """The microbatch in as few parts as `spread` finds to be small enough."""
     samples = np.asarray([i for group in groups for i in group.samples], np.int64)
     if not len(images.of_samples(samples.tolist())):
@@ -99,8 +104,9 @@ def _split(groups: Microbatch, images: Images, replicas: int, limit: int) -> tup
     worst = next(i for i in ids if not _fits(np.asarray([i]), images, replicas, limit))
     patches = images.patches[images.of_samples([worst])].tolist()
     raise ValueError(
-        f"within_patches: sample {worst} has images of {patches} patches, expected at most {limit} "
-        f"on each of {replicas} replicas (patches_per_microbatch)"
+        f"within_patches: sample {worst} has images of {patches} patches, expected at most "
+        f"{key} {limit} on each of {replicas} replicas of the encoder. Raise it, or use fewer or "
+        "smaller images"
     )
 
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pyrl_ext.ops.plan_dynamic_cp import search
+from pyrl_ext.pack.images import Images, within_patches
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.cp_costs import costs_of, cp_groups
@@ -215,19 +216,32 @@ class Scheduler:
 
     def schedule(self, seqlens: Sequence[int]) -> Schedule:
         """The microbatches of samples of ``seqlens`` rows, as ``parallel.dynamic_cp`` says."""
+        return self._padded(self._placed(seqlens))
+
+    def _placed(self, seqlens: Sequence[int]) -> Schedule:
         sizes, tokens = self.plan.parallel, self.plan.batching.tokens_per_microbatch
         if sizes.dynamic_cp is not None:
             return _searched(self._groups.problem(seqlens))
-        align = self.plan.row_alignment
-        schedule = plan_microbatches(seqlens, sizes.dp, tokens, align, sizes.cp)
+        return plan_microbatches(seqlens, sizes.dp, tokens, self.plan.row_alignment, sizes.cp)
+
+    def _padded(self, schedule: Schedule) -> Schedule:
         # an interleaved pipeline runs pp microbatches of a chunk at a time
-        return schedule.padded(sizes.pp if sizes.vpp else 1)
+        return schedule.padded(self.plan.parallel.pp if self.plan.parallel.vpp else 1)
+
+    def _encoded(self, schedule: Schedule, images: Images) -> Schedule:
+        """With microbatches whose images the encoder's replicas take in one pass each."""
+        for name, module in self.plan.modules.items() if len(images.samples) else ():
+            replicas, limit = self.plan.grids[name].parallel.dp, module.patches_per_microbatch
+            key = f"modules.{name}.patches_per_microbatch"
+            schedule = within_patches(schedule, images, replicas, limit, key)
+        return schedule
 
     def minibatches(self, index: BatchIndex, number: int | None = None) -> list[Schedule]:
         """The schedule of every minibatch; `number` of them, None: as many as the plan has.
 
         Scores and updates follow the same schedules, so that a row is computed on one rank in all
-        passes, and its first old and current log-probs are the same number.
+        passes, and its first old and current log-probs are the same number. Images are encoded
+        in the microbatches of their samples.
 
         Raises: ValueError when a sample fits nowhere; with the minibatch that counts it.
         """
@@ -235,7 +249,8 @@ class Scheduler:
         found: list[Schedule] = []
         for i, ids in enumerate(parts):
             try:
-                found.append(self.schedule(index.seqlens[ids].tolist()).renumbered(ids))
+                placed = self._placed(index.seqlens[ids].tolist()).renumbered(ids)
+                found.append(self._padded(self._encoded(placed, index.images)))
             except ValueError as error:
                 raise ValueError(f"minibatch {i} of {len(parts)}: {error}") from None
         return found

@@ -27,6 +27,7 @@ class Seat(NamedTuple):
         last_stage: whether the rank computes losses.
         layers: 0-based global ids of its layers whose routers replay, ascending.
         fp8: sequences are padded to whole tiles.
+        replica: of an encoder whose first stage the rank holds; -1: it takes no patches.
     """
 
     grid_rank: int = 0
@@ -35,6 +36,7 @@ class Seat(NamedTuple):
     last_stage: bool = True
     layers: tuple[int, ...] = ()
     fp8: bool = False
+    replica: int = -1
 
 
 class Lengths(NamedTuple):

@@ -69,7 +69,9 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
     if plan.model.backend != "local":
         found.append(f"model.backend: {plan.model.backend} is not connected yet. Use local")
     found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]
-    found += [f"modules.{name}: a run with encoders is not built yet" for name in plan.modules]
+    if not plan.has_rollouts:
+        tuned = "fine-tuning on records reads no images yet"
+        found += [f"modules.{name}: {tuned}. Leave it out" for name in plan.modules]
     if plan.sizes.vision and not plan.modules:
         reads = f"{plan.model.family} reads images, which nothing would encode"
         found.append(f"modules: none, expected vision; {reads}")

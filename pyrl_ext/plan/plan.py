@@ -188,13 +188,14 @@ class Plan(Config):
         """By trainer rank, the engine that it holds, or holds a part of; None: it holds none.
 
         One in a separate process belongs to one rank, one in process to as many as it has parts.
+        Ranks of an encoder alone hold none: their memory is not made for the language model.
         """
-        world, tp, gpus = self.world_size, self.rollout.tp, self.rollout.gpus
+        ranks, tp, gpus = self.parallel.world_size, self.rollout.tp, self.rollout.gpus
+        engines = (ranks if gpus is None else gpus) // tp
+        owners = {engine * ranks // engines: engine for engine in range(engines)}
         if self.transport == "inprocess":
-            return tuple(rank // tp for rank in range(world))
-        engines = (world if gpus is None else gpus) // tp
-        owners = {engine * world // engines: engine for engine in range(engines)}
-        return tuple(owners.get(rank) for rank in range(world))
+            owners = {rank: rank // tp for rank in range(ranks)}
+        return tuple(owners.get(rank) for rank in range(self.world_size))
 
     @property
     def config_path(self) -> str:

@@ -21,12 +21,11 @@ def build_engine(plan: Plan, device: torch.device, rank: int = 0) -> Engine:
 
     Raises: RuntimeError when there are fewer GPUs than the trainer's ranks and the engines need.
     """
-    transport = plan.transport
+    transport, number = plan.transport, plan.engine_of_rank[rank]
+    if number is None:
+        return IdleEngine(routes=bool(plan.router_layers), images=bool(plan.modules))
     if transport == "inprocess":
         return build_in_this_process(plan, device)
-    number = plan.engine_of_rank[rank]
-    if number is None:
-        return IdleEngine(routes=bool(plan.router_layers))
     return ProcessEngine(
         build_in_process,
         (plan,),

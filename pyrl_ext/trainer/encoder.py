@@ -10,33 +10,38 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pyrl_ext.dist.upload import to_device
-from pyrl_ext.pack.encoder_work import ShardImages
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.trainer.edges import Outlet, RunsAhead, give
 from pyrl_ext.trainer.module import Module
 
 
 def encode(
-    module: Module, images: ShardImages, outlets: list[Outlet], more: int, forward_only: bool
+    module: Module, shard: BatchShard, outlets: list[Outlet], more: int, forward_only: bool
 ) -> None:
     """Run the stages of ``module`` over all microbatches and hand its rows to the readers.
 
     Args:
-        module: its chunk takes patches [p, C] as the batch has them, on its first stage, and the
-            grid (t, h, w) of each image; on its last stage it returns [rows, width], equal on all
-            tensor-parallel ranks.
+        module: its chunk takes patches [p, C] on its first stage, scaled as its processor says, and
+            the grid (t, h, w) of each image; on its last stage it returns [rows, width], equal on
+            all tensor-parallel ranks.
         outlets: the edges that it feeds.
         more: microbatches that it runs further ahead than its stages ask for (`ahead_of`).
+
+    Communicates: waits for patches that are still on their way; then as megatron's schedule does.
     """
     from megatron.core.pipeline_parallel.schedules import (
         forward_backward_pipelining_without_interleaving,
     )
 
-    topo, (chunk,) = module.topo, module.chunks
+    topo, (chunk,), images = module.topo, module.chunks, shard.images[module.name]
 
     def step(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., tuple]]:
         number = next(numbers)
+        shard.wait(number)
         patches, grids, rows = images.microbatch(number, topo.dp_rank)
-        patches = None if patches is None else to_device(patches, topo.device)
+        if patches is not None:
+            patches = to_device(patches, topo.device)
+            patches = patches if module.scale is None else module.scale(patches)
         with record_function("pyrl: encode"):
             output = chunk(patches, grids)
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyrl_ext.data.images import Scale
+from pyrl_ext.data.source import image_scale
 from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron import checkpoint
@@ -38,6 +40,8 @@ class Module:
         replay: the hooks in the routers of ``chunks``.
         table: every tensor of the checkpoint, with its place in the model.
         mtp_layers: number of MTP layers.
+        scale: of the image processor, which patches in 8 bits go through; None: they are scaled, or
+            the module reads none.
     """
 
     def __init__(self, name: str, plan: Plan, topo: Topology, chunks: list[Any]):
@@ -51,6 +55,7 @@ class Module:
         self.buckets = plan_buckets(plan, self.table, module=name)
         self.replay = Replay(chunks, topo.device)
         self.optimizer: Any = None
+        self.scale: Scale | None = None
         self._offloaded = {
             part: OffloadedStorage() for part in ("weights", "gradients", "optimizer")
         }
@@ -91,6 +96,7 @@ class Module:
         if trainable:
             chunks = wrap_ddp(plan, chunks, topo.groups)
         module = cls(name, plan, topo, chunks)
+        module.scale = image_scale(plan) if tower else None
         if trainable:
             weakref.finalize(module, release, chunks)
         if not tower:

@@ -262,10 +262,9 @@ class Policy:
             and of encoders.
         """
         if self._encodes:
-            name, images = self.topo.module, shard.images[self.topo.module]
-            edge, ahead = self.edges[name], ahead_of(self.plan.parallel)
-            outlets = [Outlet(edge, images.work.route)]
-            encode(self.llm, images, outlets, ahead, forward_only or self.llm.optimizer is None)
+            name, ahead = self.topo.module, ahead_of(self.plan.parallel)
+            outlets = [Outlet(self.edges[name], shard.images[name].work.route)]
+            encode(self.llm, shard, outlets, ahead, forward_only or self.llm.optimizer is None)
             parts = []
         else:
             depths = 0 if forward_only else self.plan.num_mtp_layers

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 
 import torch
 
-from pyrl_ext.data.source import build_source
+from pyrl_ext.data.source import build_source, image_scale
 from pyrl_ext.dist.agree import agree
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.inputs import AdvantageFn, LossFn
@@ -130,11 +130,13 @@ class Step(ABC):
             )
         if not lengths:
             return None
+        tower = plan.sizes.vision
         return Batch.of(
             rollout.samples,
             advantages[mine],
             num_experts=plan.sizes.num_experts,
             layer_ids=plan.router_layers if plan.replay.enabled else None,  # None: needs no routes
+            patch_width=tower.patch_width if tower and plan.modules else None,
         )
 
     def score(
@@ -177,6 +179,8 @@ class RolloutStep(Step):
             show: takes a line of text as samples come.
         """
         source = build_source(plan)
+        if plan.modules:
+            image_scale(plan)
         advantage, loss = build_advantage(plan.objective), build_loss(plan.objective)
         policy = Policy.build(plan, topo)
         reference = Policy.build(plan, topo, trainable=False) if plan.objective.kl_coef else None

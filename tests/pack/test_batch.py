@@ -119,7 +119,7 @@ CASES = {
     ),
     "image": (
         lambda s: replace(s, images=(Image(0, 1, (1, 1, 1), torch.zeros(1, 3).byte()),)),
-        r"has images, expected text: training on",
+        r"1 images, expected text; the plan has no encoder",
     ),
     "image of other patches": (
         lambda s: replace(s, images=(Image(0, 1, (1, 1, 2), torch.zeros(1, 3).byte()),)),

@@ -16,6 +16,7 @@ from pyrl_ext.pack.shard import Lengths, Seat
 from tests.helpers.probe import local_rows
 
 MERGE = 4  # patches of a row
+KEY = "modules.vision.patches_per_microbatch"
 
 
 @st.composite
@@ -112,7 +113,7 @@ def test_within_patches_keeps_samples_on_their_ranks_and_replicas_below_the_limi
     schedule, _ = schedule_of(lengths, "2 1 1 0")
     per_sample = [images.patches[images.samples == s].tolist() for s in range(len(lengths.seqlens))]
     limit = max(limit, max(map(sum, per_sample)))
-    small = within_patches(schedule, images, replicas, limit)
+    small = within_patches(schedule, images, replicas, limit, KEY)
     where = {i: g.first for groups in schedule.microbatches for g in groups for i in g.samples}
     after = [(i, g.first) for groups in small.microbatches for g in groups for i in g.samples]
     assert sorted(after) == sorted(where.items())
@@ -128,9 +129,9 @@ def test_within_patches_splits_into_as_few_parts_as_hold_the_patches():
     grids = np.asarray([(1, 4, 4)] * 6)
     images = Images(np.arange(6), np.zeros(6, np.int64), np.full(6, 4), grids)
     schedule = Schedule(2, ((Group(0, 1, (0, 1, 2)), Group(1, 1, (3, 4, 5))),))
-    assert len(within_patches(schedule, images, 2, 48)) == 1
-    assert len(within_patches(schedule, images, 2, 32)) == 2
-    assert len(within_patches(schedule, images, 1, 16)) == 6
+    assert len(within_patches(schedule, images, 2, 48, KEY)) == 1
+    assert len(within_patches(schedule, images, 2, 32, KEY)) == 2
+    assert len(within_patches(schedule, images, 1, 16, KEY)) == 6
 
 
 def test_within_patches_names_a_sample_that_is_too_much_alone():
@@ -141,5 +142,7 @@ def test_within_patches_names_a_sample_that_is_too_much_alone():
         np.asarray([(1, 4, 4), (1, 4, 4), (2, 8, 8)]),
     )
     schedule = Schedule(1, ((Group(0, 1, (0, 1)),),))
-    with pytest.raises(ValueError, match=r"sample 1 has images of \[16, 128\] patches.*at most 64"):
-        within_patches(schedule, images, 2, 64)
+    with pytest.raises(
+        ValueError, match=rf"sample 1 has images of \[16, 128\] patches.*at most {KEY} 64"
+    ):
+        within_patches(schedule, images, 2, 64, KEY)

@@ -13,7 +13,6 @@ import pytest
 
 from pyrl_ext.models import family
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.plan.forecast.encoder import Encoder
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.pipeline_schedule import Ahead, Slot, ahead_of, pipeline
@@ -171,9 +170,14 @@ def test_partial_plan_changed_reaches_into_modules():
     assert plan.modules["vision"].parallel.dp == 2
 
 
-def test_parse_plan_refuses_a_run_with_encoders(capsys: pytest.CaptureFixture[str]):
-    _, plan = parse_plan(plan_parser("pyrl_ext.train", None), [str(QWEN3_VL)])
-    assert plan is None and "modules.vision" in capsys.readouterr().err
+def test_engine_of_rank_leaves_out_ranks_of_an_encoder():
+    plan = compile_plan(QWEN3_VL)
+    assert plan.engine_of_rank == (*(rank // plan.rollout.tp for rank in range(32)), *[None] * 8)
+    assert plan.unsupported == ()
+    apart = plan.model_copy(
+        update={"rollout": plan.rollout.model_copy(update={"gpus": 8, "tp": 4, "sleep": False})}
+    )
+    assert [r for r, e in enumerate(apart.engine_of_rank) if e is not None] == [0, 16]
 
 
 def test_compile_plan_names_the_encoder_that_a_family_lacks(tmp_path: Path):

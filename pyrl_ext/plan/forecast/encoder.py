@@ -19,8 +19,6 @@ from pyrl_ext.plan.model.towers import Tower
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import Module
 
-CHANNELS = 3
-
 
 @dataclass(frozen=True)
 class Encoder:
@@ -63,11 +61,6 @@ class Encoder:
         """Elements that it hands over for each row of the language model."""
         return self.plan.sizes.hidden_size * (1 + len(self.tower.deepstack))
 
-    @property
-    def patch_width(self) -> int:
-        """Numbers of a patch."""
-        return CHANNELS * self.tower.temporal_patch_size * self.tower.patch_size**2
-
     def in_flight(self, stage: int) -> int:
         """Most microbatches of a stage whose backward pass is still to come: the last stage runs
         ahead of the language model, whose first gradient comes back after `ahead_of`."""
@@ -86,7 +79,7 @@ class Encoder:
         side = self.plan.model.family == "kimi_k25"  # whose table has as many rows as columns
         if stage == 0:
             positions = tower.positions**2 if side else tower.positions
-            total += Parameters(replicated=(self.patch_width + 1 + positions) * hidden)
+            total += Parameters(replicated=(self.tower.patch_width + 1 + positions) * hidden)
         if stage == len(self.layers) - 1:
             total += Parameters(replicated=2 * hidden * side)  # a norm behind the last layer
             total += _merger(tower, hidden, self.plan.sizes.hidden_size)
@@ -141,7 +134,7 @@ class Encoder:
         tower, held = self.tower, self.layers[stage]
         products = 2.0 * _layer(tower).tensor * held
         if stage == 0:
-            products += 2 * self.patch_width * tower.hidden_size
+            products += 2 * self.tower.patch_width * tower.hidden_size
         if stage == len(self.layers) - 1:
             wide, out = tower.hidden_size * tower.merge**2, self.plan.sizes.hidden_size
             mergers = (1 + len(tower.deepstack)) * (wide * wide + wide * out)

@@ -299,8 +299,9 @@ def _of_encoder(encoder: Encoder, stage: int) -> Iterator[Item]:
     why = "as much as one layer saves for its backward pass"
     yield Item("forward pass", math.ceil(patches * encoder.saved), PASSES, why, exact=False)
     if stage == 0:
-        why = f"{patches:,} patches x {encoder.patch_width} numbers in 8 bits, and as they are read"
-        held = patches * encoder.patch_width * (1 + weight)
+        width = encoder.tower.patch_width
+        why = f"{patches:,} patches x {width} numbers in 8 bits, and as they are read"
+        held = patches * width * (1 + weight)
         yield Item("patches", held, PASSES, why, exact=False)
     if plan.device == "cuda":
         groups = sum(size > 1 for size in module.parallel.model_dump().values()) + 2

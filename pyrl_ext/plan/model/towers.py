@@ -8,6 +8,8 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from pyrl_ext.plan.language.fields import Count, Positive
 
+CHANNELS = 3
+
 
 def _named(*names: str) -> Any:
     return Field(validation_alias=AliasChoices(*names))
@@ -35,6 +37,11 @@ class Tower(BaseModel):
         (), validation_alias="deepstack_visual_indexes"
     )
     """0-based ids, rising, of the layers whose outputs the language model's first layers add."""
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of a patch."""
+        return CHANNELS * self.temporal_patch_size * self.patch_size**2
 
     def stages(self, pp: int) -> list[int]:
         """Layers of each of `pp` pipeline stages: as many for all but the first, which has fewer

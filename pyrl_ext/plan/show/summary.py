@@ -239,10 +239,8 @@ def _engine(plan: Plan) -> str:
     if rollout.engine != "vllm":
         return "recorded" if rollout.engine == "recorded" else f"{rollout.engine}, {way}"
     where = "apart from the trainer's" if rollout.gpus else "shared with the trainer"
-    number, devices = (
-        (rollout.gpus or plan.world_size) // rollout.tp,
-        rollout.gpus or plan.world_size,
-    )
+    devices = rollout.gpus or plan.parallel.world_size
+    number = devices // rollout.tp
     return f"vllm, {number} of tp {rollout.tp} on {devices} devices {where}, {way}"
 
 

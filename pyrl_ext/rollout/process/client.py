@@ -270,15 +270,16 @@ class IdleEngine(Engine):
 
     Args:
         routes: the engines of the other ranks report routed experts.
+        images: prompts may have images.
     """
 
-    def __init__(self, routes: bool):
-        self._routes = routes
+    def __init__(self, routes: bool, images: bool = False):
+        self._routes, self._images = routes, images
 
     @property
     def capabilities(self) -> Capabilities:
         """Weights change nothing here."""
-        return Capabilities(routes=self._routes, weights=False)
+        return Capabilities(routes=self._routes, weights=False, images=self._images)
 
     def load_weights(
         self,
