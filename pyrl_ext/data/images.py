@@ -38,12 +38,14 @@ class Placed:
         source: file, or the bytes of one.
         row:    its first placeholder token.
         rows:   number of them: the rows that it takes in the language model.
+        record: the place of its record, for messages.
     """
 
     reader: ImageReader
     source: Path | bytes
     row: int
     rows: int
+    record: str = ""
 
     def load(self) -> Image:
         """Decode it and cut it into patches.
@@ -55,8 +57,9 @@ class Placed:
             if (rows := self.reader.rows(len(patches))) != self.rows:
                 raise Broken(f"{rows} rows now", f"{self.rows}, as when the run began")
         except Broken as broken:
-            name = self.source if isinstance(self.source, Path) else "in a record"
-            raise DataError(f"image {name}: {broken}") from None
+            name = self.source if isinstance(self.source, Path) else "of bytes"
+            where = f"{self.record}: " if self.record else ""
+            raise DataError(f"{where}image {name}: {broken}") from None
         return Image(self.row, self.rows, grid, patches)
 
 

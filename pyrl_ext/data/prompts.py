@@ -10,7 +10,7 @@ from typing import Any
 
 from pyrl_ext.data.chat import Tokenizer, check_known, check_size, render
 from pyrl_ext.data.epochs import Epochs
-from pyrl_ext.data.files import Broken, cut, open_records, refuse
+from pyrl_ext.data.files import Broken, Records, cut, open_records, refuse
 from pyrl_ext.data.images import ImageReader, Placed, images_of
 from pyrl_ext.samples import Prompt
 
@@ -46,7 +46,7 @@ def load_prompts(
     problems: list[str] = []
     for number in range(len(records)):
         try:
-            prompt = _prompt(records.read(number), tokenizer, max_prompt_tokens, reader)
+            prompt = _prompt(records, number, tokenizer, max_prompt_tokens, reader)
             if answer_rule is not None and not answer_rule[1](prompt.answer):
                 what = "no answer" if prompt.answer is None else f"answer {cut(prompt.answer)}"
                 raise Broken(what, f"{answer_rule[0]}; data.reward compares with it")
@@ -118,8 +118,13 @@ def _content(prompt: Prompt) -> tuple[Any, ...]:
 
 
 def _prompt(
-    record: Any, tokenizer: Tokenizer, max_prompt_tokens: int, reader: ImageReader | None
+    records: Records,
+    number: int,
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+    reader: ImageReader | None,
 ) -> Prompt:
+    record = records.read(number)
     if not isinstance(record, dict):
         raise Broken(f"a {type(record).__name__}", "a JSON object")
     if ("prompt" in record) == ("messages" in record):
@@ -138,6 +143,7 @@ def _prompt(
     placed: list[Placed] = []
     if reader is not None:
         tokens, placed = reader.place(tokens, given)
+        placed = [replace(image, record=records.where(number)) for image in placed]
     if not 1 <= len(tokens) <= max_prompt_tokens:
         raise Broken(
             f"{len(tokens)} tokens in {cut(text)}", f"1 to max_prompt_tokens {max_prompt_tokens}"

@@ -176,6 +176,21 @@ def test_load_names_the_file_that_is_cut_off_or_has_changed(tmp_path: Path):
         changed.load()
 
 
+def test_load_names_the_record_of_a_picture_that_cannot_be_decoded(tokenizer: Any, tmp_path: Path):
+    (tmp_path / "cut.png").write_bytes(cut_off())
+    url = f"data:image/png;base64,{base64.b64encode(cut_off()).decode()}"
+    records = asked(picture("cut.png")), asked(picture(url))
+    of_file, of_bytes = load(written(tmp_path / "x.jsonl", *records), tokenizer, most=99)
+    with pytest.raises(
+        DataError, match=r"x\.jsonl:1: image .*cut\.png: .*expected an image that can"
+    ):
+        of_file.images[0].load()
+    with pytest.raises(
+        DataError, match=r"x\.jsonl:2: image of bytes: .*expected an image that can"
+    ):
+        of_bytes.images[0].load()
+
+
 def test_load_prompts_names_the_record_and_the_image(tokenizer: Any, tmp_path: Path):
     good = saved(noise(8, 8), tmp_path / "a.png").name
     path = written(
