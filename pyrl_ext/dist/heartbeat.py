@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -334,10 +335,16 @@ class Heartbeat:
         self._exchange_thread.join(2 * INTERVAL)  # it blocks when the store's host is gone
 
     def _exit(self) -> NoReturn:
-        """Exit at once: a collective may never return, and destroying its group may hang too."""
+        """Exit at once: a collective may never return, and destroying its group may hang too.
+
+        Without an error the main thread is still busy or waits: its stack says with what.
+        """
         text = f"error: {self.cause}\n  rank {self.rank} ended in {self.place}"
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
+        stack = "".join(traceback.format_stack(frame)).rstrip()
+        more = f": {self._error}" if self._error else f"; its stack:\n{stack}"
         sys.stdout.flush()
-        print(f"{text}: {self._error}" if self._error else text, file=sys.stderr, flush=True)
+        print(text + more, file=sys.stderr, flush=True)
         os._exit(1)
 
 

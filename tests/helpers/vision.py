@@ -2,8 +2,10 @@
 transformers makes of them."""
 
 import json
+import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import family, weight_table
 from pyrl_ext.plan import Plan
 from tests.helpers.models import MOONLIGHT
+from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
+from tests.helpers.towers import ImageBatch, with_images
 
 IMAGE = 100  # the placeholder of a row
 TOWER = {"hidden_size": 32, "intermediate_size": 40, "patch_size": 4}
@@ -174,3 +178,22 @@ def tower_tensors(tower: Any, value: Callable[[Any], Tensor]) -> dict[str, Tenso
 
 def _live(tower: Any) -> dict[str, Tensor]:
     return weight_table.named_parameters_global([tower], 0, 1)
+
+
+def kimi_plan(folder: Path, *overrides: str) -> Plan:
+    """A run of `KIMI_VL`, whose config is written to ``folder``, with several microbatches."""
+    path = folder / "config.json"
+    if not path.exists():
+        written = path.with_suffix(f".{os.getpid()}")  # of several ranks
+        written.write_text(json.dumps(KIMI_VL))
+        written.rename(path)
+    names = "model.family=kimi_k25", f"model.config={path}"
+    options = "replay=off", "batching.tokens_per_microbatch=80", "model.router_bias_update_rate=0"
+    return tiny_plan(*names, *options, *overrides, config=QWEN3)
+
+
+def image_batch() -> ImageBatch:
+    """Rows without routes, and images for `KIMI_VL`."""
+    batch = replace(random_batch(), routes=None, layer_ids=())
+    batch = with_images(batch, ("vision",), 3, 3 * KIMI_VL["vision_config"]["patch_size"] ** 2)
+    return replace(batch, old_logprobs=batch.rollout_logprobs)

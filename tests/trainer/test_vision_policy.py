@@ -1,9 +1,7 @@
 """A policy whose vision tower is on ranks behind those of the language model, against plain
 autograd through both in one process."""
 
-import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,12 @@ from torch import Tensor
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import Scheduler
-from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.layout import Module, ModuleParallel
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import towers
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
-from tests.helpers.vision import KIMI_VL, tower_tensors, whole_tower
+from tests.helpers.vision import image_batch, kimi_plan, tower_tensors, whole_tower
 
-PATCH = 3 * 4 * 4
 # (vision, language model) on three ranks, and whether the tower trains
 LAYOUTS = {
     "pp2 -> 1": ({"pp": 2}, (), True),
@@ -33,23 +28,9 @@ LAYOUTS = {
 }
 
 
-def plan_of(folder: Path, *overrides: str) -> Plan:
-    names = "model.family=kimi_k25", f"model.config={folder}/config.json"
-    options = "replay=off", "batching.tokens_per_microbatch=80", "model.router_bias_update_rate=0"
-    return tiny_plan(*names, *options, *overrides, config=QWEN3)
-
-
-def batch_of() -> towers.ImageBatch:
-    batch = replace(random_batch(), routes=None, layer_ids=())
-    batch = replace(batch, old_logprobs=batch.rollout_logprobs)
-    return replace(
-        towers.with_images(batch, ("vision",), 3, PATCH), old_logprobs=batch.old_logprobs
-    )
-
-
 def passes(policy: Policy, inside: Any = None) -> tuple[float, Tensor]:
     """The loss, with gradients, and the log-probs of all rows on every rank."""
-    plan, topo, batch = policy.plan, policy.topo, batch_of()
+    plan, topo, batch = policy.plan, policy.topo, image_batch()
     shard = towers.image_shard(plan, topo, batch, Scheduler(plan).schedule(batch.seqlens))
     if inside:
         inside.images = shard.images["vision"]
@@ -64,13 +45,13 @@ def passes(policy: Policy, inside: Any = None) -> tuple[float, Tensor]:
 
 def alone(group: Any, folder: Path) -> tuple[float, Tensor, dict[str, Tensor], dict[str, Tensor]]:
     os.environ["WORLD_SIZE"] = "1"
-    plan = plan_of(folder)
+    plan = kimi_plan(folder)
     with topology.start(plan) as topo:
         policy, tower = Policy.build(plan, topo), whole_tower(plan, topo)
         inside = towers.InProcess(tower)
         policy.edges = {"vision": inside}  # type: ignore[dict-item]
         loss, logprobs = passes(policy, inside)
-        tokens = 2 * int(batch_of().loss_mask.sum())  # gradients of two passes add up here
+        tokens = 2 * int(image_batch().loss_mask.sum())  # gradients of two passes add up here
         grads = {name: grad.clone() for name, grad in policy.gradients()}
         weights = {name: tensor.clone() for name, tensor in policy.weights()}
         grads |= tower_tensors(tower, lambda p: p.grad / tokens)
@@ -85,7 +66,7 @@ def on_ranks(group: Any, folder: Path) -> dict[str, Any]:
         keys = Module(
             train=train, patches_per_microbatch=1 << 20, parallel=ModuleParallel(**vision)
         )
-        plan = plan_of(folder, *(f"parallel.{size}" for size in llm))
+        plan = kimi_plan(folder, *(f"parallel.{size}" for size in llm))
         plan = plan.model_copy(update={"modules": {"vision": keys}})
         with topology.start(plan) as topo:
             policy = Policy.build(plan, topo)
@@ -100,7 +81,6 @@ def on_ranks(group: Any, folder: Path) -> dict[str, Any]:
 
 
 def test_a_vision_tower_on_other_ranks_trains_as_in_one_process(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(KIMI_VL))
     ((loss, logprobs, grads, weights),) = run_ranks(alone, 1, tmp_path)
     for results in run_ranks(on_ranks, 3, tmp_path):
         for name, (_, _, train) in LAYOUTS.items():

@@ -1,0 +1,104 @@
+"""A rank of either module that is lost in the middle of a step ends all ranks, which name it, its
+module and where it was."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pyrl_ext.dist import heartbeat, topology
+from pyrl_ext.dist.clock import Clock
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.megatron.ddp import unwrap
+from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.plan.schema.layout import Module
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers import towers
+from tests.helpers.deadline import DEADLINE
+from tests.helpers.ranks import fork_ranks
+from tests.helpers.vision import image_batch, kimi_plan
+
+WORLD, ENCODER = 3, 2  # the language model's two stages come first
+KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
+
+
+def on_rank(rank: int, world_size: int, port: int, folder: Path, lost: int, by: int) -> None:
+    """Two passes of an update; in the second ``lost`` gets a signal in its second microbatch."""
+    os.dup2(os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY), 2)
+    os.environ["WORLD_SIZE"] = str(world_size)
+    heartbeat.INTERVAL = 0.5
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    pp2 = "parallel.pp=2", "parallel.num_layers_in_first_pipeline_stage=1"
+    plan = kimi_plan(folder, *pp2, "optimizer.overlap_grad_reduce=true")
+    keys = {"vision": Module(train=True, patches_per_microbatch=1 << 20)}
+    plan = plan.model_copy(update={"modules": keys})
+    with topology.start(plan) as topo:
+        policy, batch = Policy.build(plan, topo), image_batch()
+        schedule, loss = Scheduler(plan).schedule(batch.seqlens), build_loss(plan.objective)
+        assert len(schedule) > 2
+        shard = towers.image_shard(plan, topo, batch, schedule)
+        policy.accumulate(shard, loss)
+        dist.barrier()
+        with heartbeat.heartbeats(topo) as beats:
+            clock, beats.step = Clock(on_phase=beats.enter), 5
+            with clock("time/update"):
+                dist.barrier()
+                if rank == lost:
+                    ends_in_its_second_forward(unwrap(policy.llm.chunks[0]), folder, by)
+                policy.accumulate(shard, loss)
+                dist.barrier()
+
+
+def ends_in_its_second_forward(model: Any, folder: Path, by: int) -> None:
+    forward, calls = model.forward, []
+
+    def lost(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            os.kill(os.getpid(), by)
+            threading.Event().wait()  # if it goes on after a stop, it hangs
+        return forward(*args, **kwargs)
+
+    model.forward = lost
+
+
+def place(rank: int) -> str:
+    return f"{'vision' if rank == ENCODER else 'llm'}'s update of step 5"
+
+
+@pytest.mark.parametrize("lost", [0, ENCODER])
+def test_a_rank_of_either_module_that_is_killed_ends_all(tmp_path, lost):
+    with fork_ranks(on_rank, WORLD, tmp_path, lost, KILLED) as processes:
+        for process in processes:
+            process.join(DEADLINE)
+        codes = [process.exitcode for process in processes]
+        assert codes == [-KILLED if rank == lost else 1 for rank in range(WORLD)]
+        for rank in {*range(WORLD)} - {lost}:
+            text = (tmp_path / f"{rank}.txt").read_text()
+            assert f"rank {lost} (" in text, text
+            assert f"pid {processes[lost].pid}), last heard in {place(lost)}\n" in text, text
+            assert f"\n  rank {rank} ended in {place(rank)}" in text, text
+
+
+def test_an_encoder_that_hangs_ends_all_with_the_stacks_of_those_that_wait(tmp_path):
+    """Stopped, it is named for its silence; when it goes on, it learns why all have ended."""
+    with fork_ranks(on_rank, WORLD, tmp_path, ENCODER, STOPPED) as processes:
+        for process in processes[:ENCODER]:
+            process.join(DEADLINE)
+        os.kill(processes[ENCODER].pid, signal.SIGCONT)
+        processes[ENCODER].join(DEADLINE)
+        assert [process.exitcode for process in processes] == [1] * WORLD
+        texts = [(tmp_path / f"{rank}.txt").read_text() for rank in range(WORLD)]
+    for rank, text in enumerate(texts):
+        assert f"no heartbeat for 10 s from rank {ENCODER} (" in text, text
+        assert f"pid {processes[ENCODER].pid}), last heard in {place(ENCODER)}\n" in text, text
+        assert f"\n  rank {rank} ended in {place(rank)}; its stack:\n" in text, text
+    assert "edges.py" in texts[0] and "in take\n" in texts[0], texts[0]
+    assert "in lost\n" in texts[ENCODER], texts[ENCODER]
