@@ -65,7 +65,7 @@ TIMES = 3.0  # bar: as fast as this, load included
 def one_by_one(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """The tensors of `Policy.weights`, with separate collectives for every parameter."""
     live, topo = policy.llm.named_parameters(), policy.topo
-    for bucket in policy.llm.buckets:
+    for bucket in policy.tensors.buckets["llm"]:
         for shards in bucket.shards:
             row = shards.row
             whole = None
@@ -119,7 +119,7 @@ def measure(overrides: tuple[str, ...], config: Path) -> Row:
         for (name, ours), (other, theirs) in zip(held, one_by_one(policy), strict=True):
             if name != other or not torch.equal(ours, theirs):
                 raise ValueError(f"{name}: gathered one by one it is another, expected the same")
-        size = max(bucket.bucket.bytes for bucket in policy.llm.buckets)
+        size = max(bucket.bucket.bytes for bucket in policy.tensors.buckets["llm"])
         times = _in_turns(
             lambda: _drain(policy.weights()),
             lambda: _drain(one_by_one(policy)),
@@ -132,7 +132,7 @@ def measure(overrides: tuple[str, ...], config: Path) -> Row:
         extra = torch.tensor(extra_bytes(lambda: _drain(policy.weights()), "cpu"))
         dist.all_reduce(extra, dist.ReduceOp.MAX)
         moved = sum(tensor.nbytes for _, tensor in held)
-        sizes = [bucket.scratch for bucket in policy.llm.buckets]
+        sizes = [bucket.scratch for bucket in policy.tensors.buckets["llm"]]
         gathered, load, published, packed = times[:2], times[2], times[3:5], times[5:]
         return Row(
             len(held), moved, len(sizes), max(sizes), gathered, load, published, packed, int(extra)

@@ -35,6 +35,7 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.layout import Module, ModuleParallel
 from pyrl_ext.trainer.edges import build_edges
 from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from tests import parity
 from tests.helpers import towers, vision
 from tests.helpers.deadline import DEADLINE
@@ -289,7 +290,9 @@ def gathered(policy: Policy, layout: Layout, grads: bool) -> dict[str, Tensor]:
         dist.all_gather_object(others, mine if topo.rank == topo.first else {})
         return mine | {n: x for each in others for n, x in each.items()}
     if topo.module == "llm":
-        mine = {n: x.clone() for n, x in (policy.gradients() if grads else policy.weights())}
+        live = module.gradients() if grads else module.weights()
+        planned = plan_buckets(policy.plan, module.table, torch.float32 if grads else None)
+        mine = {n: x.clone() for n, x in GatheredWeights(planned, live, topo)}
     elif not grads or module.optimizer:
         if grads and policy.plan.optimizer.distributed:
             gather_shards(module.chunks)

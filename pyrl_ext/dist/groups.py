@@ -38,7 +38,7 @@ class GroupMaker:
     such a group, under which the store keeps its addresses, from its ranks and from how many groups
     this process is in. Ranks need not be in equally many, and a name that comes twice leads to the
     addresses of a group that is gone: the ranks would wait for each other until the timeout. So
-    here a group is named after the run's topology, its role and its ranks.
+    here a group is named after the run's topology, its role and its ranks, and is made once.
 
     Args:
         number: of this topology among those that the processes of this world build.
@@ -47,29 +47,31 @@ class GroupMaker:
 
     def __init__(self, number: int, timeout: timedelta):
         self.number, self.timeout = number, timeout
-        self._made: list[dist.ProcessGroup] = []
+        self._made: dict[str, Any] = {}
 
     def make(self, role: str, ranks: Sequence[int]) -> Any:
         """The group of ``ranks`` for ``role``; None on a rank that is not among them.
 
-        Communicates: with the other members, who call it as well, in one order of roles.
+        Communicates: at the first call with the other members, who call it as well, in one order of
+        roles.
         """
         if dist.get_rank() not in ranks:
             return None
-        with _named(f"pyrl-{self.number}-{role}-{'-'.join(map(str, ranks))}"):
-            group: Any = dist.new_group(
-                list(ranks),
-                timeout=self.timeout,
-                use_local_synchronization=True,
-                group_desc=role,
-            )
-        self._made.append(group)
-        return group
+        name = f"pyrl-{self.number}-{role}-{'-'.join(map(str, ranks))}"
+        if name not in self._made:
+            with _named(name):
+                self._made[name] = dist.new_group(
+                    list(ranks),
+                    timeout=self.timeout,
+                    use_local_synchronization=True,
+                    group_desc=role,
+                )
+        return self._made[name]
 
     def destroy(self) -> None:
         """Destroy the groups: each holds sockets and threads, three over gloo."""
         if dist.is_initialized():  # else user code destroyed them, which is reported elsewhere
-            for group in self._made:
+            for group in self._made.values():
                 dist.destroy_process_group(group)
         self._made.clear()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from pyrl_ext.models import TowerFamily, family, hf_folder, weight_table
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.replay.router_hook import Replay
-from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
+from pyrl_ext.weights.modules import table_of
 
 
 class Module:
@@ -46,13 +46,9 @@ class Module:
 
     def __init__(self, name: str, plan: Plan, topo: Topology, chunks: list[Any]):
         self.name, self.plan, self.topo, self.chunks = name, plan, topo, chunks
-        self.family, self.mtp_layers = family(plan.model.family), 0
-        if self._tower:
-            self.table = self._tower.weights(plan.sizes)
-        else:
-            self.mtp_layers = plan.num_mtp_layers
-            self.table = self.family.weights(plan.sizes, self.mtp_layers)
-        self.buckets = plan_buckets(plan, self.table, module=name)
+        self.family = family(plan.model.family)
+        self.mtp_layers = 0 if self._tower else plan.num_mtp_layers
+        self.table = table_of(plan, name)
         self.replay = Replay(chunks, topo.device)
         self.optimizer: Any = None
         self.scale: Scale | None = None
@@ -166,38 +162,24 @@ class Module:
             rows = hf_folder.progress(rows, f"reading {plan.weights_path}", len(rows), size, shown)
         weight_table.load(rows, live, read, self.topo)
 
-    def weights(self, only: Set[str] | None = None) -> GatheredWeights:
-        """Every checkpoint tensor (HF name, value), whole on every rank; may alias live parameters.
-
-        Args:
-            only: names of the wanted tensors; None: all.
-
-        Communicates: see `GatheredWeights`.
-        """
+    def weights(self) -> dict[str, Tensor]:
+        """The live tensors of this rank, by their name in the whole model."""
         self.need("weights")
-        plan = self.plan
-        buckets = (
-            self.buckets
-            if only is None
-            else plan_buckets(plan, self.table, only=only, module=self.name)
-        )
-        return GatheredWeights(buckets, self.named_parameters(), self.topo)
+        return self.named_parameters()
 
-    def gradients(self) -> GatheredWeights:
-        """d(loss) / d(tensor) in the gradient buffers, float32, named and shaped as in `weights`.
+    def gradients(self) -> dict[str, Tensor]:
+        """d(loss) / d(tensor) in the gradient buffers, float32, named as `weights`.
 
-        Tensors that are not trained (the routers' selection bias) have zeros.
+        Tensors that are not trained (the routers' selection bias, a frozen module) have zeros.
 
-        Communicates: as `weights`; with the distributed optimizer also an all-gather of the shards.
+        Communicates: with the distributed optimizer an all-gather of the shards.
         """
-        if self.plan.optimizer.distributed:
+        if self.plan.optimizer.distributed and self.optimizer is not None:
             gather_shards(self.chunks)
-        grads = {
+        return {
             name: getattr(tensor, "main_grad", torch.zeros_like(tensor, dtype=torch.float32))
             for name, tensor in self.named_parameters().items()
         }
-        buckets = plan_buckets(self.plan, self.table, torch.float32, module=self.name)
-        return GatheredWeights(buckets, grads, self.topo)
 
     # training ------------------------------------------------------------------------------------
 
@@ -260,16 +242,16 @@ class Module:
 
     # disk ----------------------------------------------------------------------------------------
 
-    def save(self, folder: Path, counters: Mapping[str, int]) -> None:
-        """Write model, optimizer and ``counters`` to ``folder``, whole or not at all; with
-        ``checkpoint.hf`` also the weights in Hugging Face's format, to ``folder/hf``."""
+    def save(
+        self, folder: Path, counters: Mapping[str, int], *also: Callable[[Path], None]
+    ) -> None:
+        """Write model, optimizer and ``counters`` to ``folder``, whole or not at all.
+
+        Args:
+            also: functions that write further files into the folder; every rank calls them.
+        """
         self.need()
         plan, topo = self.plan, self.topo
-
-        def write_hf(writing: Path) -> None:
-            hf_folder.write_hf(writing / "hf", self.weights(), plan, topo)
-
-        also = [write_hf] if plan.checkpoint.hf else []
         checkpoint.save(folder, self.models, self.optimizer, dict(counters), plan, topo, *also)
 
     def load(self, folder: Path) -> dict[str, int]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from pyrl_ext.dist.buckets import BucketStream
 from pyrl_ext.dist.reduce import sum_over_ranks
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.dist.upload import to_device
 from pyrl_ext.loss.inputs import LossFn
 from pyrl_ext.megatron.head import score_tokens
+from pyrl_ext.models import hf_folder
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan
@@ -32,7 +34,7 @@ from pyrl_ext.trainer.encoder import encode
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.trainer.zero_gradient import check_zero_gradient
-from pyrl_ext.weights.gather import GatheredWeights
+from pyrl_ext.weights.modules import ModuleTensors
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,34 @@ class Policy:
         module = Module.build(topo.module, plan, topo, trainable, initial)
         return cls(module, build_edges(plan, topo, trainable))
 
-    def weights(self, only: Set[str] | None = None) -> GatheredWeights:
-        """See `Module.weights`."""
-        return self.llm.weights(only)
+    @property
+    def modules(self) -> dict[str, Module]:
+        """The modules that this rank runs, by name."""
+        return {self.llm.name: self.llm}
 
-    def gradients(self) -> GatheredWeights:
-        """The gradients that `accumulate` left; see `Module.gradients`."""
-        return self.llm.gradients()
+    @cached_property
+    def tensors(self) -> ModuleTensors:
+        """The checkpoint tensors of all modules, also of those that other ranks run."""
+        known = {name: module.table for name, module in self.modules.items()}
+        return ModuleTensors(self.plan, self.topo, known)
+
+    def weights(self, only: Set[str] | None = None) -> BucketStream:
+        """Every checkpoint tensor (HF name, value) of all modules, whole on every rank; may alias
+        live parameters.
+
+        Args:
+            only: names of the wanted tensors; None: all.
+
+        Communicates: see `GatheredWeights`.
+        """
+        live = {name: (module.weights(), module.topo) for name, module in self.modules.items()}
+        return self.tensors.whole(live, only=only)
+
+    def gradients(self) -> BucketStream:
+        """The gradients that `accumulate` left, float32, named and shaped as in `weights`; see
+        `Module.gradients`."""
+        live = {name: (module.gradients(), module.topo) for name, module in self.modules.items()}
+        return self.tensors.whole(live, torch.float32)
 
     def offload(self, part: Offloadable) -> int:
         """See `Module.offload`."""
@@ -104,8 +127,14 @@ class Policy:
         return self.llm.onload()
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint to ``folder``; see `Module.save`."""
-        self.llm.save(folder, {"step": self.step, "updates": self.updates})
+        """Write a checkpoint to ``folder``, see `Module.save`; with ``checkpoint.hf`` also the
+        weights of all modules in Hugging Face's format, to ``folder/hf``."""
+
+        def write_hf(writing: Path) -> None:
+            hf_folder.write_hf(writing / "hf", self.weights(), self.plan, self.topo)
+
+        also = [write_hf] if self.plan.checkpoint.hf else []
+        self.llm.save(folder, {"step": self.step, "updates": self.updates}, *also)
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote, under this or another layout."""

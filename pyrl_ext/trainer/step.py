@@ -274,8 +274,10 @@ class RolloutStep(Step):
 
     def _engine_names(self) -> list[str]:
         """The checkpoint tensors that an engine holds."""
-        names = (name for row in self.policy.llm.table for name in row.hf_names)
-        return engine_tensor_names(names, self.plan.sizes.num_hidden_layers)
+        tables, layers = self.policy.tensors.tables, self.plan.sizes.num_hidden_layers
+        names = {m: [name for row in table for name in row.hf_names] for m, table in tables.items()}
+        text = engine_tensor_names(names.pop("llm"), layers)
+        return text + [name for others in names.values() for name in others]
 
     def _check_batch(self, shard: BatchShard, old: Scores) -> None:
         """Stop before the update if trainer and engine disagree about the tokens of the step."""

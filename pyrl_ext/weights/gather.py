@@ -5,7 +5,8 @@ rank fills one segment of a scratch buffer: tensor-parallel ranks with their sha
 (expert and expert-tensor parallel together) with their experts. One all-gather per group completes
 the buffer, one broadcast takes it to the other stages, and then its shards are put together to
 checkpoint tensors. Offsets follow from the plan, so ranks exchange no metadata; no tensor is kept
-between calls.
+between calls. Where several modules run on different ranks, each bucket crosses from the first rank
+of its module to all ranks outside, once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.models.weight_table import Size, Weight, pieces_of, tensor_split
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.schema import Parallel
+from pyrl_ext.plan.model.ranks import Grid
 
 # the part of a name whose tensors all lie on one pipeline stage
 _STAGE_KEY = re.compile(
@@ -44,7 +45,8 @@ class Shards:
         shape:  of one shard.
         owner:  expert-parallel rank that holds it; None: all hold it.
         starts: first byte of each shard, by rank of the tensor-parallel group that divides the
-                parameter; none: the live parameter is whole on every rank, and is not gathered.
+                parameter; none: the live parameter is whole on every rank of the world, and is not
+                gathered.
     """
 
     row: Weight
@@ -95,23 +97,16 @@ def plan_buckets(
 
     Args:
         dtype: of all tensors; None: of the weights.
-        only:  checkpoint names that are wanted; None: all.
+        only:  checkpoint names that are wanted, of this table and others; None: all.
         module: whose table it is.
-
-    Raises: ValueError listing names that are not in the table.
     """
     known = {name for row in table for name in row.hf_names}
-    wanted = known if only is None else only
-    if unknown := sorted(wanted - known):
-        raise ValueError(
-            f"plan_buckets: {len(unknown)} names are unknown: {unknown[:6]}, expected some of the "
-            f"model's {len(known)} checkpoint tensors"
-        )
+    wanted = known if only is None else known & only
     rows = [row for row in table if not wanted.isdisjoint(row.hf_names)]
     types = [dtype or (torch.float32 if r.float32 else dtype_of(plan.model.dtype)) for r in rows]
-    typed, stages = list(zip(rows, types)), _stages(plan, module)
+    typed, stages, grid = list(zip(rows, types)), _stages(plan, module), plan.grids[module]
     return tuple(
-        _sharded(plan, plan.grids[module].parallel, stage, cut, wanted)
+        _sharded(plan, grid, stage, cut, wanted)
         for stage, cut in _cuts(typed, stages, plan.rollout.bucket_bytes)
     )
 
@@ -165,9 +160,10 @@ def _stages(plan: Plan, module: str) -> dict[str, int]:
 
 
 def _sharded(
-    plan: Plan, sizes: Parallel, stage: int, rows: list[Typed], wanted: Set[str]
+    plan: Plan, grid: Grid, stage: int, rows: list[Typed], wanted: Set[str]
 ) -> ShardedBucket:
     """Lays the scratch buffer out: group by group, its ranks' segments one after the other."""
+    sizes = grid.parallel
     ranks = {"alone": 1, "tp": sizes.tp, "tp_ep": sizes.ep * sizes.etp_size}
     filled = {group: [0] * size for group, size in ranks.items()}  # bytes of each rank's segment
     laid_out: list[tuple[Shards, str, int, int, int]] = []
@@ -182,7 +178,7 @@ def _sharded(
         laid_out.append((shards, group, first, split, filled[group][first]))
         for rank in range(first, first + split):
             filled[group][rank] += aligned(math.prod(shards.shape) * dtype.itemsize)
-    if sizes.pp == 1:
+    if sizes.pp == 1 and len(grid.ranks) == plan.world_size:
         filled["alone"] = [0]  # every rank has those
     segments, end = dict[str, tuple[int, int]](), 0
     for group, size in ranks.items():
@@ -206,8 +202,20 @@ def _sharded(
 # gathering ---------------------------------------------------------------------------------------
 
 
+class Outward(NamedTuple):
+    """From one rank of a module to all ranks that do not run it.
+
+    Args:
+        group:  of these ranks.
+        source: global rank of the one that sends.
+    """
+
+    group: dist.ProcessGroup
+    source: int
+
+
 class GatheredWeights(BucketStream):
-    """Every wanted checkpoint tensor (HF name, value), whole on every rank, in checkpoint order.
+    """Every wanted checkpoint tensor (HF name, value) of a module, whole, in checkpoint order.
 
     Iterating yields the live parameter if it is not sharded, otherwise a fresh tensor: engines may
     hold it across buckets until a fused group is complete. `buckets` writes all of them into the
@@ -219,18 +227,31 @@ class GatheredWeights(BucketStream):
 
     Args:
         planned: from `plan_buckets`.
-        live: this rank's tensors by megatron name, as planned.
+        live: this rank's tensors by megatron name, as planned; None: it does not run the module.
         topo: of the module that they belong to.
+        outward: to the ranks that do not run the module; None: this rank sends to none.
 
     Communicates: per bucket an all-gather over the tensor-parallel and one over the expert-parallel
-    group, of what they divide; a broadcast of all of it to the other stages.
+    group, of what they divide; a broadcast of all of it to the other stages, and one to the ranks
+    that do not run the module.
     Raises: ValueError, before any of that, naming a live tensor that is missing or not as planned.
     """
 
     def __init__(
-        self, planned: Sequence[ShardedBucket], live: Mapping[str, Tensor], topo: Topology
+        self,
+        planned: Sequence[ShardedBucket],
+        live: Mapping[str, Tensor] | None,
+        topo: Topology,
+        outward: Outward | None = None,
     ):
-        self.planned, self.live, self.topo = planned, live, topo
+        self.planned, self.live, self.topo, self.outward = planned, live, topo, outward
+        if live is not None:
+            self._check(live)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        return max((sharded.bucket.bytes for sharded in self.planned), default=0)
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -247,9 +268,8 @@ class GatheredWeights(BucketStream):
 
     @torch.no_grad()
     def buckets(self, allocate: Allocate) -> Iterator[tuple[Bucket, Tensor]]:
-        largest = max((sharded.bucket.bytes for sharded in self.planned), default=0)
         for sharded, scratch in self._gathered():
-            buffer = allocate(largest)
+            buffer = allocate(self.largest)
             slots = {slot.name: slot for slot in sharded.bucket.slots}
             for shards in sharded.shards:
                 pieces = pieces_of(shards.row, self._parts(shards, scratch))
@@ -260,7 +280,6 @@ class GatheredWeights(BucketStream):
 
     def _gathered(self) -> Iterator[tuple[ShardedBucket, Tensor]]:
         """Each bucket with its scratch buffer, complete until the next one is asked for."""
-        self._check()
         size = max((sharded.scratch for sharded in self.planned), default=0)
         buffer = torch.empty(size, dtype=torch.uint8, device=self.topo.device)
         for sharded in self.planned:
@@ -270,6 +289,7 @@ class GatheredWeights(BucketStream):
     def _parts(self, shards: Shards, scratch: Tensor) -> list[Tensor]:
         """All shards, by rank, or the live parameter if it is whole."""
         if not shards.starts:
+            assert self.live is not None  # no rank is outside the module
             return [self.live[shards.row.megatron_name].detach()]
         return [shards.view(scratch, rank) for rank in range(len(shards.starts))]
 
@@ -279,10 +299,10 @@ class GatheredWeights(BucketStream):
             expert_rank = self.topo.groups.ep.rank()
             yield from (s for s in sharded.shards if s.owner in (None, expert_rank))
 
-    def _check(self) -> None:
+    def _check(self, live: Mapping[str, Tensor]) -> None:
         for sharded in self.planned:
             for shards in self._mine(sharded):
-                tensor = self.live.get(shards.row.megatron_name)
+                tensor = live.get(shards.row.megatron_name)
                 if tensor is not None and (tensor.shape, tensor.dtype) == (
                     shards.shape,
                     shards.dtype,
@@ -298,12 +318,21 @@ class GatheredWeights(BucketStream):
 
     def _fill(self, sharded: ShardedBucket, buffer: Tensor) -> None:
         """Makes the scratch buffer of a bucket complete on every rank."""
+        if self.live is not None:
+            self._fill_inside(sharded, buffer, self.live)
+        if self.outward is not None:
+            dist.broadcast(buffer, self.outward.source, group=self.outward.group)
+
+    def _fill_inside(
+        self, sharded: ShardedBucket, buffer: Tensor, live: Mapping[str, Tensor]
+    ) -> None:
+        """The same on the ranks of the module."""
         topo = self.topo
         if sharded.stage == topo.pp_rank:
             for shards in self._mine(sharded):
                 if shards.starts:
                     _, rank, _ = tensor_split(shards.row, topo)
-                    shards.view(buffer, rank).copy_(self.live[shards.row.megatron_name])
+                    shards.view(buffer, rank).copy_(live[shards.row.megatron_name])
             for name, (start, length) in sharded.segments.items():
                 group: dist.ProcessGroup = getattr(topo.groups, name)
                 if length and group.size() > 1:

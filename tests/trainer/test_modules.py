@@ -20,6 +20,7 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
 from pyrl_ext.trainer.module import Module
+from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
 
@@ -98,7 +99,13 @@ def train(module: Module, steps: range) -> list[float]:
 
 
 def weights(module: Module) -> dict[str, Tensor]:
-    return {f"{module.name}.{name}": tensor.clone() for name, tensor in module.weights()}
+    return {f"{module.name}.{name}": tensor.clone() for name, tensor in whole(module)}
+
+
+def whole(module: Module) -> GatheredWeights:
+    """Its tensors, on its ranks alone."""
+    planned = plan_buckets(module.plan, module.table, module=module.name)
+    return GatheredWeights(planned, module.weights(), module.topo)
 
 
 def on_ranks(world: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
@@ -126,7 +133,7 @@ def alone(names: tuple[str, ...], steps: int) -> tuple[list[float], dict[str, Te
     """The norms, weights and first weights by torch's AdamW over all modules in one process."""
     layout = Layout((), {})
     with topology.start(layout._plan().model_copy(update={"modules": {}})) as topo:
-        first = dict(Module.build("llm", tiny_plan(*OPTIONS), topo).weights())
+        first = dict(whole(Module.build("llm", tiny_plan(*OPTIONS), topo)))
     first = {
         f"{m}.{name}": tensor.clone() for m in ("llm", "vision") for name, tensor in first.items()
     }

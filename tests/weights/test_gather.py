@@ -4,7 +4,7 @@ import json
 import math
 import os
 from functools import cache
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,9 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.publish import one_by_one
@@ -34,6 +31,7 @@ from pyrl_ext.weights import gather
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from tests.helpers import passes
 from tests.helpers.models import COUNTED, FEWER, MODELS
+from tests.helpers.published import Held, in_given_memory
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
@@ -153,12 +151,6 @@ def check_buffer(plan, bucket):
     assert plan.parallel.tp == 1 or live <= {"same"} or plan.parallel.etp_size == 1
 
 
-def test_plan_buckets_refuses_unknown_names():
-    plan, table = planned(PLANNED[0])
-    with pytest.raises(ValueError, match=r"1 names are unknown: \['lm_head.bias'\], expected some"):
-        plan_buckets(plan, table, only={"lm_head.bias", "lm_head.weight"})
-
-
 # ranks -------------------------------------------------------------------------------------------
 
 MTP = ("model.mtp=true", "parallel.pp=4", "parallel.pipeline_model_parallel_layout=Et|tt|tm|L")
@@ -215,21 +207,6 @@ def drawn(policy):
             yield name, read(name).to(torch.float32 if row.float32 else dtype)
 
 
-def in_given_memory(stream):
-    """(name, tensor) of ``stream`` in two buffers in turn, as a sender's."""
-    turns, memory = cycle((0, 1)), {}
-
-    def allocate(size):
-        turn = next(turns)
-        if len(memory.get(turn, ())) < size:
-            memory[turn] = torch.empty(size, dtype=torch.uint8)
-        return memory[turn]
-
-    for bucket, buffer in stream.buckets(allocate):
-        for slot in bucket.slots:
-            yield slot.name, slot.view(buffer)
-
-
 def check_case(policy, updated):
     """Kind of publishing -> names that it got wrong."""
     topo, found = policy.topo, {"one bucket": differing(policy.weights(), drawn(policy))}
@@ -257,29 +234,6 @@ def check_case(policy, updated):
     return found, len(buckets)
 
 
-class Held(TorchDispatchMode):
-    """Peak bytes of the tensors that are made while it is on."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.peak = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {id_of(each) for each in tree_leaves((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and id_of(each) not in before:
-                storage = each.untyped_storage()
-                self.alive[id_of(each)] = StorageWeakRef(storage), storage.nbytes()
-        self.alive = {key: held for key, held in self.alive.items() if not held[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-        return result
-
-
-def id_of(value):
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
 def memory(folder, *overrides):
     """(bytes held at the peak of a publish, of the largest bucket, of the model), a few buckets."""
     plan = plan_of(folder, "wide", TINY | WIDE, "rollout.bucket_bytes=3MiB", *overrides)
@@ -288,7 +242,11 @@ def memory(folder, *overrides):
         with Held() as held:
             for _ in policy.weights():
                 pass
-    return held.peak, max(b.scratch for b in policy.llm.buckets), bytes_of(policy.llm.table)
+    return (
+        held.peak,
+        max(b.scratch for b in policy.tensors.buckets["llm"]),
+        bytes_of(policy.llm.table),
+    )
 
 
 def on_ranks(group, folder):
@@ -327,7 +285,7 @@ def test_GatheredWeights_of_one_process_are_its_parameters():
         policy = Policy.build(plan, topo, trainable=False)
         live = {t.untyped_storage().data_ptr() for t in policy.llm.named_parameters().values()}
         copied = [n for n, t in policy.weights() if t.untyped_storage().data_ptr() not in live]
-        assert not copied and not any(bucket.scratch for bucket in policy.llm.buckets)
+        assert not copied and not any(bucket.scratch for bucket in policy.tensors.buckets["llm"])
         assert not differing(policy.weights(), drawn(policy))
 
 
