@@ -33,6 +33,10 @@ class Image:
     grid: tuple[int, int, int]
     patches: Tensor
 
+    def load(self) -> Image:
+        """Itself: it is decoded already."""
+        return self
+
 
 class PromptImage(Protocol):
     """An image of a prompt, which nothing has decoded yet."""

@@ -33,12 +33,12 @@ CORE = {
         *("plan/rules/modules", "pack/images", "pack/encoder_work"),
         *("megatron/vision", "megatron/features"),
         *("models/towers", "models/kimi_k25", "models/qwen3_vl_moe"),
-        *("trainer/edges", "trainer/encoder"),
+        *("trainer/edges", "trainer/encoder", "rollout/vllm/images"),
     ),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),
         *("rollout/engine", "rollout/build", "rollout/distribute", "rollout/rollouts"),
-        *("rollout/recorded", "rollout/vllm"),
+        *("rollout/recorded", "rollout/recorded_file", "rollout/vllm"),
     ),
     "plan core": (
         *("plan/language", "plan/schema", "plan/plan", "plan/compile", "plan/rules", "plan/model"),

@@ -20,7 +20,7 @@ from pyrl_ext.dist import topology
 from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan import compile_plan
-from pyrl_ext.rollout.recorded import load_samples, save_samples
+from pyrl_ext.rollout.recorded_file import load_samples, save_samples
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import check

@@ -96,6 +96,7 @@ def _vllm(plan: Plan) -> Engine:
     from pyrl_ext.rollout.vllm.engine import VLLMEngine
 
     tokens = plan.data.max_prompt_tokens + plan.rollout.max_new_tokens
+    reader = image_reader(plan)
     return VLLMEngine(
         Path(plan.config_path).parent,
         num_experts=plan.sizes.num_experts,
@@ -106,7 +107,8 @@ def _vllm(plan: Plan) -> Engine:
         max_num_seqs=plan.rollout.max_num_seqs,
         gpu_memory_utilization=plan.rollout.gpu_memory_utilization,
         sleeps=plan.engine_sleeps,
-        tokenizer=_stops_with(plan),
+        tokenizer=plan.tokenizer_path if reader else _stops_with(plan),
+        scale=reader.scale if reader else None,
         options=plan.rollout.engine_options,
     )
 

@@ -76,7 +76,7 @@ class Rollouts:
         if any(p.images for p in prompts) and not self.engine.capabilities.images:
             raise ValueError(
                 f"data.prompts: prompts with images, expected text: the {self.plan.rollout.engine} "
-                "engine does not take images. Use rollout.engine=hf"
+                "engine was built without an image processor"
             )
         scorer = self.source.scorer(list(prompts))
         return generate_on_ranks(

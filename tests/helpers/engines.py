@@ -146,6 +146,11 @@ def assert_same(got: list[Sample], expected: list[Sample]) -> None:
             x, y = getattr(a, field.name), getattr(b, field.name)
             if isinstance(y, torch.Tensor):
                 assert x.dtype == y.dtype and torch.equal(x, y), field.name
+            elif field.name == "images":
+                assert [(i.row, i.rows, i.grid) for i in x] == [(i.row, i.rows, i.grid) for i in y]
+                for one, other in zip(x, y, strict=True):
+                    assert one.patches.dtype == torch.uint8
+                    assert torch.equal(one.patches, other.patches)
             else:
                 assert x == y or (x != x and y != y), field.name
 

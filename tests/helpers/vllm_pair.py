@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyrl_ext.data.images import Scale
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
@@ -29,8 +30,14 @@ def random_weights(hf: HFEngine, seed: int) -> list[tuple[str, Tensor]]:
 class Pair:
     """vLLM and transformers with the same weights."""
 
-    def __init__(self, config: Path, engine_routes: bool | None = None, **options: Any):
-        self.config, self.hf = config, HFEngine(config)
+    def __init__(
+        self,
+        config: Path,
+        engine_routes: bool | None = None,
+        scale: Scale | None = None,
+        **options: Any,
+    ):
+        self.config, self.hf = config, HFEngine(config, scale=scale)
         self.vllm = VLLMEngine(
             config,
             num_experts=8 if self.hf.layer_ids else 0,
@@ -38,7 +45,8 @@ class Pair:
             max_tokens=256,
             max_num_seqs=16,
             engine_routes=engine_routes,
-            tokenizer=CONFIGS / "tiny",
+            tokenizer=CONFIGS / "tiny" if scale is None else config,
+            scale=scale,
             options={"max_num_batched_tokens": 64} | options,  # longer prompts come in parts
         )
         self.preempted = 0
@@ -57,11 +65,27 @@ class Pair:
             engine.load_weights(random_weights(self.hf, seed), version=seed)
 
     def forward(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """transformers' logits [T, V] and routes [T, L, K] of the sample's tokens."""
+        """transformers' logits [T, V] and routes [T, L, K] of the sample's tokens; the last one is
+        no input, and transformers would want an image for a placeholder there."""
+        tokens = sample.tokens.clone()
+        tokens[-1] = 0
         with torch.no_grad():
-            logits = self.hf.model(sample.tokens[None]).logits[0]
+            logits = self.hf.model(tokens[None], **self.images(sample)).logits[0]
         chosen = [x.view(len(sample.tokens), -1) for x in self.hf._chosen if x is not None]
         return logits, torch.stack(chosen, 1) if chosen else torch.empty(0)
+
+    def images(self, sample: Sample) -> dict[str, Tensor]:
+        """The arguments by which transformers takes the images of a sample."""
+        if not sample.images or self.hf.images.scale is None:
+            return {}
+        is_image = torch.zeros(1, len(sample.tokens), dtype=torch.int32)
+        for image in sample.images:
+            is_image[0, image.row : image.row + image.rows] = 1
+        return {
+            "pixel_values": self.hf.images.scale(torch.cat([i.patches for i in sample.images])),
+            "image_grid_thw": torch.tensor([image.grid for image in sample.images]),
+            "mm_token_type_ids": is_image,
+        }
 
     def check(
         self, samples: list[Sample], sampling: Sampling, whole: bool = True

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,17 @@ from safetensors.torch import save_file
 from pyrl_ext import train
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.rollout.engine import Capabilities
-from pyrl_ext.rollout.recorded import RecordedEngine, Recorder, load_samples, save_samples
+from pyrl_ext.rollout.recorded import RecordedEngine, Recorder
+from pyrl_ext.rollout.recorded_file import load_samples, save_samples
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling
-from tests.helpers.engines import assert_same, random_sample, random_samples
+from tests.helpers.engines import (
+    assert_same,
+    engine_of,
+    random_model,
+    random_sample,
+    random_samples,
+)
+from tests.helpers.images import QWEN3_VL, SCALE, prompt_of
 from tests.helpers.tiny import CONFIG, one_rank, tiny_plan
 
 
@@ -53,15 +63,46 @@ def test_save_samples_refuses_bad_batches(tmp_path: Path):
         save_samples(tmp_path / "a", [])
     with pytest.raises(ValueError, match="prompt 1, sample 0 has routes of layers"):
         save_samples(tmp_path / "a", [random_sample(0, 0, 5), random_sample(1, 0, 5, None)])
-    image = Image(0, 1, (1, 1, 1), torch.zeros(1, 3, dtype=torch.uint8))
-    seen = dataclasses.replace(random_sample(0, 0, 5), images=(image,))
-    with pytest.raises(ValueError, match="prompt 0 has images, expected text: recording"):
-        save_samples(tmp_path / "a", [seen])
+    first, other = random_sample(0, 0, 5), random_sample(1, 0, 5)
+    images = [Image(0, 1, (1, 2, 2), torch.zeros(4, n, dtype=torch.uint8)) for n in (3, 6)]
+    seen = [dataclasses.replace(first, images=(images[0],))]
+    with pytest.raises(
+        ValueError, match=r"prompt 1, sample 0 has patches \[4, 6\].*\[patches, 3\]"
+    ):
+        save_samples(tmp_path / "a", [*seen, dataclasses.replace(other, images=(images[1],))])
 
 
-def test_load_samples_notices_every_changed_byte(tmp_path: Path):
+def with_images() -> list[Sample]:
+    """Two groups that show the same picture, one of them another one too, and a group of text."""
+    g = torch.Generator().manual_seed(3)
+    grids = ((1, 2, 2), (1, 4, 2))
+    red, blue = (torch.randint(0, 256, (t * h * w, 6), generator=g) for t, h, w in grids)
+    once = (Image(0, 1, grids[0], red.to(torch.uint8)),)
+    twice = (Image(0, 1, grids[1], blue.to(torch.uint8)), Image(1, 1, grids[0], red.byte()))
+    images = {0: once, 1: twice, 2: ()}
+    return [dataclasses.replace(s, images=images[s.prompt_id]) for s in random_samples()]
+
+
+def test_save_samples_stores_a_picture_once(tmp_path: Path):
     path = tmp_path / "batch.safetensors"
+    save_samples(path, with_images())
+    loaded = load_samples(path)
+    assert_same(loaded, with_images())
+    with safe_open(path, framework="pt") as file:
+        assert file.get_slice("patches").get_shape() == [12, 6]
+        assert file.metadata()["format"] == "pyrl_ext rollout 3"
+    red = {image.patches.data_ptr() for s in loaded for image in s.images if len(image.patches) < 8}
+    assert len(red) == 1
     save_samples(path, random_samples())
+    with safe_open(path, framework="pt") as file:  # a batch of text is what it was before images
+        assert "patches" not in file.keys()  # noqa: SIM118
+        assert file.metadata()["format"] == "pyrl_ext rollout 2"
+
+
+@pytest.mark.parametrize("given", [random_samples, with_images])
+def test_load_samples_notices_every_changed_byte(tmp_path: Path, given: Callable[[], list[Sample]]):
+    path = tmp_path / "batch.safetensors"
+    save_samples(path, given())
     whole = path.read_bytes()
     data = 8 + int.from_bytes(whole[:8], "little")
     named = set()
@@ -69,7 +110,8 @@ def test_load_samples_notices_every_changed_byte(tmp_path: Path):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
         with pytest.raises(ValueError, match="differs from its checksum") as caught:
             load_samples(path)
-        named.add(str(caught.value).split(": ")[1].split(" (")[0])
+        (name,) = re.findall(r"prompt \d, sample \d", str(caught.value))
+        named.add(name)
     assert named == {f"prompt {s.prompt_id}, sample {s.index}" for s in random_samples()}
 
 
@@ -111,9 +153,10 @@ def test_load_samples_reads_the_first_format(tmp_path: Path):
             assert_same(load_samples(path), random_samples())
 
 
-def test_load_samples_notices_every_cut(tmp_path: Path):
+@pytest.mark.parametrize("given", [random_samples, with_images])
+def test_load_samples_notices_every_cut(tmp_path: Path, given: Callable[[], list[Sample]]):
     path = tmp_path / "batch.safetensors"
-    save_samples(path, random_samples())
+    save_samples(path, given())
     whole = path.read_bytes()
     data = 8 + int.from_bytes(whole[:8], "little")
     for size in range(len(whole)):
@@ -135,13 +178,29 @@ def test_load_samples_refuses_other_files(tmp_path: Path):
         load_samples(path)
 
 
+def test_RecordedEngine_plays_images_back(tmp_path: Path):
+    asked = [prompt_of(3, (2, 2), (4, 6)), prompt_of(4), prompt_of(5, (4, 4))]
+    sampling = Sampling(4, samples_per_prompt=2)
+    samples = engine_of(random_model(QWEN3_VL), QWEN3_VL, scale=SCALE).generate(asked, sampling)
+    save_samples(tmp_path / "batch.safetensors", samples)
+    engine = RecordedEngine(tmp_path)
+    assert engine.capabilities.images
+    engine.load_weights([], 3)
+    assert_same(engine.generate(asked, sampling), samples)
+    asked[0] = dataclasses.replace(asked[0], images=asked[0].images[:1])
+    with pytest.raises(
+        ValueError, match=r"prompt 3, sample 0 was recorded with images at .*\(7, 6"
+    ):
+        engine.generate(asked, sampling)
+
+
 def test_RecordedEngine_finds_a_batch_by_version_and_prompts(tmp_path: Path):
     for version in (0, 1):
         save_samples(tmp_path / f"{version}.safetensors", random_samples(version=version))
     other = [dataclasses.replace(s, prompt_id=-1 - s.prompt_id) for s in random_samples(version=1)]
     save_samples(tmp_path / "eval.safetensors", other)
     engine = RecordedEngine(tmp_path)
-    assert engine.capabilities == Capabilities(routes=True, weights=False)
+    assert engine.capabilities == Capabilities(routes=True, weights=False, images=True)
     sampling = Sampling(4, samples_per_prompt=2)
     with pytest.raises(RuntimeError, match="no weight version"):
         engine.generate(prompts_of(random_samples()), sampling)

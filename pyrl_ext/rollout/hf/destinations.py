@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from pyrl_ext.rollout.hf.model import model_class, read_config
 from pyrl_ext.rollout.tensor_names import layer_of, split_experts
 
 
@@ -36,8 +37,9 @@ class Destinations:
     @classmethod
     def on_paper(cls, folder: str | Path) -> Destinations:
         """The destinations of the model in ``folder``; without memory, for `check` alone."""
+        config = read_config(folder)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            model = model_class(config).from_config(config)
         model.tie_weights()
         return cls(model)
 

@@ -33,6 +33,11 @@ def read_config(given: dict[str, Any] | str | Path) -> PreTrainedConfig:
     return CONFIG_MAPPING[kind].from_dict(given)
 
 
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that builds models of this config, a vision tower included."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
 def build_model(
     config: PreTrainedConfig,
     dtype: torch.dtype,
@@ -45,10 +50,9 @@ def build_model(
     Args:
         experts, attention: transformers implementations by name; None = the faster ones here
     """
-    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     # load_weights brings the weights: no random initialisation, no global random numbers
     with torch.random.fork_rng(devices=[]), initialization.no_init_weights(), device:
-        model = kind.from_config(
+        model = model_class(config).from_config(
             config,
             dtype=dtype,
             attn_implementation=attention or "sdpa",

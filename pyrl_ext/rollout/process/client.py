@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -132,12 +133,17 @@ class ProcessEngine(Engine):
     ) -> Generator[Sample, None, None]:
         """Samples as they finish. If it is closed early, the engine stops after its next one.
 
-        Raises: what the engine raises; RuntimeError when its process dies or hangs.
+        Images are decoded in this process, which keeps them for the samples.
+
+        Raises: what the engine raises; RuntimeError when its process dies or hangs; DataError for
+            an image that cannot be decoded.
         """
-        self._begin("stream", list(prompts), sampling)
+        images = {p.id: tuple(each.load() for each in p.images) for p in prompts}
+        self._begin("stream", [replace(p, images=images[p.id]) for p in prompts], sampling)
         try:
             while isinstance(message := self._recv("stream"), bytes):
-                yield unpack(message)
+                sample = unpack(message)
+                yield replace(sample, images=images[sample.prompt_id])
         finally:
             if self._pending and not self._hangs and self.process.poll() is None:
                 with suppress(OSError):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ from torch import Tensor
 from pyrl_ext.rollout.engine import Capabilities, Engine, incomplete, need_weights
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
-from pyrl_ext.samples import Prompt, Sample, Sampling, route_dtype
+from pyrl_ext.rollout.vllm.images import PromptImages, Scale
+from pyrl_ext.samples import Image, Prompt, Sample, Sampling, route_dtype
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput, LLMEngine, SamplingParams
+    from vllm import CompletionOutput, LLMEngine, RequestOutput, SamplingParams
+    from vllm.inputs import EngineInput
 
 
 class VLLMEngine(Engine):
@@ -32,7 +34,7 @@ class VLLMEngine(Engine):
 
     Args:
         config: folder with the model's config.json; its weights are not read
-        tokenizer: folder, for sampling with stop strings
+        tokenizer: folder, for sampling with stop strings, and for models with images
         num_experts: experts per layer; 0: the model has no routers
         layer_ids: 0-based global ids of the layers that have a router
         dtype: of weights and activations, "float32" or "bfloat16"
@@ -44,6 +46,7 @@ class VLLMEngine(Engine):
         engine_routes: let vLLM report routes itself; None: on GPUs only. On a CPU that needs
             Triton's interpreter, 100 times slower than our worker
         sleeps: on a GPU, allow `sleep` to free memory; vLLM has to know from the start
+        scale: of the image processor; None: prompts have no images
         options: further arguments of vLLM's engine
     """
 
@@ -62,6 +65,7 @@ class VLLMEngine(Engine):
         engine_routes: bool | None = None,
         sleeps: bool = False,
         tokenizer: str | Path | None = None,
+        scale: Scale | None = None,
         options: dict[str, Any] | None = None,
     ):
         if find_spec("vllm") is None:
@@ -72,6 +76,9 @@ class VLLMEngine(Engine):
         self.layer_ids, self.num_experts = tuple(layer_ids), num_experts
         self.on_cpu, self.tokenizer = cpu.installed(), tokenizer
         self.version: int | None = None
+        self.max_num_seqs = max_num_seqs
+        given = json.loads((Path(config) / "config.json").read_text(encoding="utf-8"))
+        self.images = PromptImages(given, scale)
         self._refusal = "no weights were loaded yet"
         own = not self.on_cpu if engine_routes is None else engine_routes
         self._sleeps, self._asleep = sleeps, set[str]()
@@ -80,7 +87,7 @@ class VLLMEngine(Engine):
             "enable_return_routed_experts": bool(self.layer_ids) and own,
             "enable_prefix_caching": own,  # our worker sees what is computed, not what is cached
             "model": str(config),
-            "hf_overrides": _unwritten(Path(config)),
+            "hf_overrides": _unwritten(given),
             "tokenizer": None if tokenizer is None else str(tokenizer),
             "skip_tokenizer_init": tokenizer is None,
             "dtype": dtype,
@@ -89,6 +96,7 @@ class VLLMEngine(Engine):
             "max_num_seqs": max_num_seqs,
         }
         device = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleeps}
+        arguments |= self.images.arguments()
         arguments |= cpu.arguments(cache_bytes) if self.on_cpu else device
         self._engine = _start(self.on_cpu and own, **(arguments | (options or {})))
         if not own:
@@ -98,7 +106,7 @@ class VLLMEngine(Engine):
     @property
     def capabilities(self) -> Capabilities:
         """Routes if the model has routers; processed log-probs; every kind of sampling."""
-        return Capabilities(routes=bool(self.layer_ids))
+        return Capabilities(routes=bool(self.layer_ids), images=self.images.scale is not None)
 
     def load_weights(
         self,
@@ -131,6 +139,7 @@ class VLLMEngine(Engine):
             for error in errors:
                 raise error
         self._engine.reset_prefix_cache()
+        self._engine.reset_encoder_cache()  # what the tower made of images, with earlier weights
         self.version = version
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
@@ -191,29 +200,30 @@ class VLLMEngine(Engine):
         Raises:
             RuntimeError: no complete weights are loaded, another stream is open, or vLLM gave up
                 a request
-            ValueError: stop strings without a tokenizer
+            ValueError: stop strings without a tokenizer, images without an image processor, or an
+                image that cannot be decoded
         """
-        self._check(sampling)
+        self._check(prompts, sampling)
         self._wake("kv_cache")
         group = range(sampling.samples_per_prompt)
         wanted = {str(n): each for n, each in enumerate(product(prompts, group))}
         left, version = dict.fromkeys(wanted), self.version
+        images: dict[int, tuple[Image, ...]] = {}
+        waiting = self._requests(wanted, sampling, images)
         try:
-            for name, (prompt, index) in wanted.items():
-                given = {"prompt_token_ids": list(prompt.tokens)}
-                self._engine.add_request(name, given, _params(sampling, prompt, index))
-            while self._engine.has_unfinished_requests():
+            while self._admit(waiting):
                 if self.version != version:
                     raise RuntimeError(
                         f"VLLMEngine.stream: version {version} of the weights was replaced while a "
                         "stream of it was open, expected the stream closed before"
                     )
                 with torch.compiler.set_stance("force_eager" if self.on_cpu else "default"):
-                    outputs = self._engine.step()
+                    outputs = cast("list[RequestOutput]", self._engine.step())
                 done = {each.request_id: each.outputs[0] for each in outputs if each.finished}
                 for name, output in done.items():
                     del left[name]
-                    yield self._sample(*wanted[name], name, output)
+                    prompt, index = wanted[name]
+                    yield self._sample(prompt, index, name, output, images[prompt.id])
             if left:
                 raise RuntimeError(
                     f"VLLMEngine.stream: vLLM ended without {len(left)} of {len(wanted)} samples, "
@@ -225,11 +235,37 @@ class VLLMEngine(Engine):
             if self._captures:
                 self._engine.collective_rpc("forget_routes")
 
-    def _check(self, sampling: Sampling) -> None:
+    def _requests(
+        self,
+        wanted: Mapping[str, tuple[Prompt, int]],
+        sampling: Sampling,
+        images: dict[int, tuple[Image, ...]],
+    ) -> Iterator[tuple[str, EngineInput, SamplingParams]]:
+        """The requests of ``wanted``, prompt by prompt; ``images`` takes those of each prompt,
+        which are decoded once, when its first request is asked for."""
+        given: Any = None
+        for name, (prompt, index) in wanted.items():
+            if prompt.id not in images:
+                images[prompt.id] = tuple(each.load() for each in prompt.images)
+                given = self.images.input(prompt.tokens, images[prompt.id])
+            yield name, given, _params(sampling, prompt, index)
+
+    def _admit(self, waiting: Iterator[tuple[str, EngineInput, SamplingParams]]) -> bool:
+        """Gives vLLM requests until it has twice as many as it runs at once: a scaled image takes
+        four times the memory of its patches. Returns whether it has any."""
+        engine = self._engine
+        for request in islice(
+            waiting, 2 * self.max_num_seqs - engine.get_num_unfinished_requests()
+        ):
+            engine.add_request(*request)
+        return engine.has_unfinished_requests()
+
+    def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         need_weights("VLLMEngine.stream", self.version, self._refusal)
         if self._engine.has_unfinished_requests():
             raise RuntimeError("VLLMEngine.stream: a stream is open, expected it closed before")
         need_tokenizer("VLLMEngine", sampling, self.tokenizer)
+        self.images.check(prompts)
 
     def _sample(
         self,
@@ -237,6 +273,7 @@ class VLLMEngine(Engine):
         index: int,
         name: str,
         output: CompletionOutput,
+        images: tuple[Image, ...],
     ) -> Sample:
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(
@@ -247,7 +284,10 @@ class VLLMEngine(Engine):
         mask = torch.arange(len(tokens)) >= start
         logprobs = torch.zeros(len(tokens))
         logprobs[start:] = torch.tensor(
-            [found[t].logprob for t, found in zip(output.token_ids, output.logprobs, strict=True)]
+            [
+                found[t].logprob
+                for t, found in zip(output.token_ids, output.logprobs or (), strict=True)
+            ]
         )
         if self._captures:
             asked = name, len(tokens)
@@ -266,6 +306,7 @@ class VLLMEngine(Engine):
             route_mask=routed,
             weight_version=self.version or 0,
             finish_reason=output.finish_reason,
+            images=images,
         ).check()
 
     def _reported(self, ids: np.ndarray | None, tokens: int) -> tuple[Tensor | None, Tensor]:
@@ -280,10 +321,9 @@ class VLLMEngine(Engine):
         return routes, routed
 
 
-def _unwritten(config: Path) -> dict[str, str]:
+def _unwritten(given: dict[str, Any]) -> dict[str, str]:
     """Fields that vLLM needs and that transformers does not write, because its DeepSeek-V3 has
     only one kind of router."""
-    given = json.loads((config / "config.json").read_text(encoding="utf-8"))
     needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     is_v3 = given["model_type"] == "deepseek_v3"
     return {name: value for name, value in needed.items() if is_v3 and name not in given}

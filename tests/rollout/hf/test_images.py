@@ -2,93 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 
-from pyrl_ext.data.images import Scale
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.samples import Image, Prompt, Sample, Sampling
-from tests.helpers.engines import GLM, QWEN, assert_matches_plain, engine_of, random_model
+from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.engines import assert_matches_plain, engine_of, random_model
+from tests.helpers.images import END, KIMI, PAD, QWEN3_VL, SCALE, START, prompt_of
 
-PAD, START, END = 70, 71, 72
-SCALE = Scale(torch.tensor(1 / 64), torch.tensor(-2.0))
-IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END}
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-TEXT = {
-    **QWEN,
-    "model_type": "qwen3_vl_moe_text",
-    "rope_parameters": {**ROPE, "mrope_interleaved": True},
-    "mlp_only_layers": [],
-}
-QWEN3_VL: dict[str, Any] = {
-    "model_type": "qwen3_vl_moe",
-    "text_config": TEXT,
-    "vision_config": {
-        "depth": 3,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0, 1],
-    },
-    "tie_word_embeddings": True,
-    "video_token_id": 73,
-    **IDS,
-}
-KIMI: dict[str, Any] = {
-    "model_type": "kimi_k25",
-    "text_config": GLM | {"model_type": "deepseek_v3", "vocab_size": 96},
-    "vision_config": {
-        "patch_size": 4,
-        "pos_emb_height": 8,
-        "pos_emb_width": 8,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-    },
-    "projection_hidden_size": 16,
-    "tie_word_embeddings": False,
-    "video_token_id": 73,
-    **IDS,
-}
 FAMILIES = {"qwen3_vl_moe": (QWEN3_VL, 96), "kimi_k25": (KIMI, 48)}
-
-
-@dataclass(frozen=True)
-class Given:
-    """An image of a prompt, decoded already."""
-
-    image: Image
-
-    @property
-    def row(self) -> int:
-        return self.image.row
-
-    @property
-    def rows(self) -> int:
-        return self.image.rows
-
-    def load(self) -> Image:
-        return self.image
-
-
-def prompt_of(number: int, *sizes: tuple[int, int], width: int, text: int = 3) -> Prompt:
-    """Text, then an image of each of ``sizes`` (patches in height and width), then text."""
-    g = torch.Generator().manual_seed(number)
-    tokens: list[int] = torch.randint(3, 70, (text,), generator=g).tolist()
-    images: list[Given] = []
-    for height, wide in sizes:
-        rows = height * wide // 4
-        patches = torch.randint(0, 256, (height * wide, width), generator=g).to(torch.uint8)
-        images.append(Given(Image(len(tokens) + 1, rows, (1, height, wide), patches)))
-        tokens += [START, *[PAD] * rows, END]
-    return Prompt(number, (*tokens, 5), images=tuple(images))
 
 
 def inputs_of(sample: Sample) -> dict[str, torch.Tensor]:

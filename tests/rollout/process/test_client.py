@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,15 @@ from pyrl_ext.rollout.process import client
 from pyrl_ext.rollout.process.channel import Kind
 from pyrl_ext.rollout.process.client import IdleEngine, ProcessEngine, RemoteError
 from pyrl_ext.samples import Prompt, Sample, Sampling
-from tests.helpers.engines import GLM, assert_same, checkpoint, prompts_of, random_model
+from tests.helpers.engines import (
+    GLM,
+    assert_same,
+    checkpoint,
+    engine_of,
+    prompts_of,
+    random_model,
+)
+from tests.helpers.images import QWEN3_VL, SCALE, prompt_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sleeper import Sleeper
 from tests.helpers.tiny import tiny_plan
@@ -71,6 +80,24 @@ def digests(named: list[tuple[str, Tensor]]) -> dict[str, int]:
 def loaded(engine: ProcessEngine, version: int = 3) -> ProcessEngine:
     engine.load_weights(WEIGHTS, version)
     return engine
+
+
+def of_images() -> HFEngine:
+    return engine_of(random_model(QWEN3_VL), QWEN3_VL, scale=SCALE)
+
+
+def test_generate_sees_the_images_of_prompts(tmp_path: Path):
+    """Patches go there once, and samples have the images of this process."""
+    asked = [prompt_of(3, (2, 2), (4, 6)), prompt_of(4), prompt_of(5, (4, 4))]
+    sampling = Sampling(4, samples_per_prompt=2)
+    here = of_images().generate(asked, sampling)
+    with closing(ProcessEngine(of_images, (), transport="shm", log=tmp_path / "log")) as engine:
+        assert engine.capabilities.images
+        there = engine.generate(asked, sampling)
+    assert_same(there, here)
+    for sample in there:
+        (prompt,) = (p for p in asked if p.id == sample.prompt_id)
+        assert [*map(id, sample.images)] == [*map(id, prompt.images)]
 
 
 def test_generate_equals_an_engine_in_this_process(engine: ProcessEngine):
