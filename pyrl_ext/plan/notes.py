@@ -72,6 +72,8 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
     if not plan.has_rollouts:
         tuned = "fine-tuning on records reads no images yet"
         found += [f"modules.{name}: {tuned}. Leave it out" for name in plan.modules]
+    shared = [name for name, module in plan.modules.items() if module.ranks == "shared"]
+    found += [f"modules.{name}.ranks: shared is not built yet. Use own" for name in shared]
     if plan.sizes.vision and not plan.modules:
         reads = f"{plan.model.family} reads images, which nothing would encode"
         found.append(f"modules: none, expected vision; {reads}")
@@ -84,7 +86,7 @@ def _engine(plan: Plan) -> list[str]:
     rollout, found = plan.rollout, []
     if rollout.engine != "vllm":
         return found
-    ranks, node = plan.parallel.world_size, plan.hardware.gpus_per_node
+    ranks, node = plan.world_size, plan.hardware.gpus_per_node
     if rollout.gpus is not None and ranks + rollout.gpus > node:
         found.append(
             f"rollout.gpus: {rollout.gpus} beside {ranks} ranks of the trainer are more than the "

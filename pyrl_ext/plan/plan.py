@@ -115,10 +115,14 @@ class Plan(Config):
 
     @property
     def grids(self) -> dict[str, ranks.Grid]:
-        """Module -> its ranks: the language model's, then each module's with ranks for itself."""
+        """Module -> its ranks: the language model's; those behind them, module by module; its
+        first stage's for a module that shares them."""
         grids, first = {"llm": ranks.Grid("llm", 0, self.parallel)}, self.parallel.world_size
         for name, module in self.modules.items():
-            if module.ranks == "own":
+            if module.ranks == "shared":  # a replica on each
+                replicas = Parallel(dp=self.parallel.world_size // self.parallel.pp)
+                grids[name] = ranks.Grid(name, grids["llm"].first, replicas)
+            else:
                 grids[name] = ranks.Grid(name, first, Parallel(**module.parallel.model_dump()))
                 first = grids[name].ranks.stop
         return grids
@@ -126,7 +130,7 @@ class Plan(Config):
     @property
     def world_size(self) -> int:
         """Ranks of the run."""
-        return sum(len(grid.ranks) for grid in self.grids.values())
+        return max(grid.ranks.stop for grid in self.grids.values())
 
     @property
     def has_rollouts(self) -> bool:

@@ -13,11 +13,14 @@ import pytest
 
 from pyrl_ext.models import family
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.forecast.encoder import Encoder
+from pyrl_ext.plan.__main__ import main
+from pyrl_ext.plan.forecast.encoder import Encoder, encoders
+from pyrl_ext.plan.forecast.hardware import gpu_of
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.pipeline_schedule import Ahead, Slot, ahead_of, pipeline
-from pyrl_ext.plan.forecast.step_time import step_time
+from pyrl_ext.plan.forecast.step_time import Cost, step_time
 from pyrl_ext.plan.forecast.suggest import suggest
+from pyrl_ext.plan.forecast.workload import update_rounds
 from pyrl_ext.plan.plan import PartialPlan
 from pyrl_ext.plan.schema import Parallel
 from tests.helpers.vision import KIMI_VL, QWEN_VL
@@ -141,6 +144,110 @@ def test_step_time_has_what_the_language_model_waits():
     assert waited(images, "modules.vision.parallel.dp=16") < waited(images)
 
 
+# On the language model's ranks -------------------------------------------------------------------
+
+SHARED = "modules.vision.ranks=shared", "modules.vision.parallel.dp=1"
+
+
+def test_compile_plan_puts_a_replica_on_every_rank_of_the_first_stage():
+    sizes = ("dp=4", "tp=4", "cp=2", "pp=2", "etp=1")
+    plan = plan_of(*SHARED, *(f"parallel.{size}" for size in sizes))
+    grid, llm = plan.grids["vision"], plan.grids["llm"]
+    first = [rank for rank in llm.ranks if llm.place(rank).pp == 0]
+    assert list(grid.ranks) == first == [*range(32)] and plan.world_size == 64
+    assert grid.groups["dp"] == (tuple(first),) and "tp" not in grid.groups
+    assert Plan.from_json(plan.to_json()) == plan
+    assert any("shared" in each for each in plan.unsupported)
+
+
+def test_stage_memory_adds_an_encoder_to_the_first_stage():
+    plan, own = plan_of(*SHARED), of_vision(plan_of())[0]
+    first, last = stage_memory(plan)
+    alone, other = stage_memory(plan_of())[:2]
+    number = 538_631_408
+    held = [first.bytes_of(f"{name} of vision") for name in ("weights", "gradients", "optimizer")]
+    assert held == [2 * number, 4 * number, 12 * -(-number // 16)]  # spread over the first stage
+    two, three = first.bytes_of("activations of vision"), own.bytes_of("activations")
+    assert 3 * two == 2 * three  # pp 2: two in flight, and none ahead
+    mine = sum(item.bytes for item in first.items if item.name.endswith("of vision"))
+    mine += first.bytes_of("patches") + first.bytes_of("patches of the batch")
+    everything = [sum(item.bytes for item in stage.items) for stage in (first, alone)]
+    assert everything[0] - mine == everything[1] and last.peak == other.peak
+    # each image in 8 bits, on one rank: 512 samples x 2304 patches x 1536 bytes over 16 ranks
+    assert first.bytes_of("patches of the batch") == 512 * 2304 * 1536 // 16
+
+
+def test_stage_memory_offloads_an_encoder_with_the_trainer():
+    away = "rollout.offload_trainer=all"
+    for stage, of in ((stage_memory(plan_of(*SHARED, away))[0], " of vision"),
+                      (of_vision(plan_of(away))[0], "")):  # fmt: skip
+        for name in ("weights", "gradients", "optimizer"):
+            on_device, on_host = (
+                [item for item in stage.items if item.name == f"{name}{of}{where}"]
+                for where in ("", " on the host")
+            )
+            assert "rollout" not in on_device[0].phases and "rollout" in on_host[0].phases
+            assert on_device[0].bytes == on_host[0].bytes
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, None), (2, None), (4, None), (2, 2), (4, 3)])
+def test_in_flight_of_a_shared_encoder_is_what_the_first_chunk_keeps(pp: int, vpp: int | None):
+    overrides = f"parallel.pp={pp}", f"parallel.vpp={vpp or 'null'}", "hardware.gpu=null"
+    (encoder,) = encoders(plan_of(*SHARED, *overrides))
+    held = most = 0
+    inside = Ahead(0, ahead_of(Parallel(pp=pp, vpp=vpp)), 1.0, 2.0)
+    for slot in pipeline(pp, vpp or 1, 8 * pp, 1.0, 2.0, encoder=inside):
+        if slot.rank == slot.chunk == 0:
+            held += 1 if slot.kind == "F" else -1
+            most = max(most, held)
+            assert slot.end - slot.start == (2.0 if slot.kind == "F" else 4.0)
+        else:
+            assert slot.end - slot.start == (1.0 if slot.kind == "F" else 2.0)
+    assert encoder.in_flight(0) == most
+
+
+def costs_of(*overrides: str) -> dict[tuple[str, str], Cost]:
+    time = step_time(plan_of(*overrides))
+    assert time is not None
+    return {(cost.phase, cost.name): cost for cost in time.costs}
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_step_time_has_a_shared_encoder_inside_the_first_stage(train: bool):
+    """Without stages that hide it, every pass takes the encoder's part longer."""
+    pinned = *SHARED, "parallel.pp=1", "estimate.images=3", f"modules.vision.train={train}".lower()
+    plan = plan_of(*pinned)
+    (encoder,), gpu = encoders(plan), gpu_of(plan)
+    assert gpu is not None
+    passes = 4 if train else 1  # recompute full
+    for phase, times in (("old_logprobs", 1), ("update", passes)):
+        rounds = sum(len(part) for part in update_rounds(plan))
+        # 512 samples of 3 images of 2304 patches, whole images on each of 16 replicas
+        most = 2304 * math.ceil(512 * 3 / rounds / 16)
+        cost = costs_of(*pinned)[phase, "vision"]
+        assert cost.seconds == pytest.approx(times * rounds * encoder.seconds(gpu, most, 0))
+        assert cost.amount == pytest.approx(times * rounds * most * encoder.patch_flops)
+
+
+def test_step_time_of_a_shared_encoder_lengthens_the_pipeline_by_its_stage():
+    images = "estimate.images=20"
+    several, few = costs_of(*SHARED, images), costs_of(*SHARED)
+    assert several["update", "vision"].seconds > 10 * few["update", "vision"].seconds > 0
+    none = costs_of(*SHARED, "estimate.images=0")
+    own = costs_of("estimate.images=0", "parallel.dp=16")
+    assert ("update", "vision") not in none and ("update", "wait for vision") not in own
+    for name in ("reduce gradients", "gather weights", "optimizer"):  # 0.5B parameters more
+        assert few["update", name].seconds > costs_of()["update", name].seconds
+
+
+def test_plan_command_shows_a_shared_encoder(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main([str(QWEN3_VL), *SHARED, "--html", str(tmp_path / "a.html")]) == 0
+    shown, page = capsys.readouterr().out, (tmp_path / "a.html").read_text()
+    assert "0 (vision)" in shown and "first stage" in shown and "1 (vision)" not in shown
+    assert "weights of vision" in page and "more of it for vision" in page
+    assert page.count('data-rank="0"') == 1  # a rank of two modules is drawn once
+
+
 # Ranks, files and commands -----------------------------------------------------------------------
 
 
@@ -191,6 +298,10 @@ def test_compile_plan_names_the_encoder_that_a_family_lacks(tmp_path: Path):
 def test_suggest_divides_the_gpus_between_both_grids():
     pinned = ["parallel.tp=1", "parallel.pp=2", "parallel.cp=1", "parallel.vpp=null"]
     images = ["estimate.images=8", "parallel.etp=null"]
-    found = suggest(QWEN3_VL, [*pinned, *images], 20, "H100", most=2).found
-    assert found and all(each.plan.world_size == 20 for each in found)
-    assert any("modules.vision.parallel.dp=" in text for each in found for text in each.overrides)
+    found = suggest(QWEN3_VL, [*pinned, *images], 32, "H100", most=1).found
+    assert found and all(each.plan.world_size == 32 for each in found)
+    both = {each.plan.modules["vision"].ranks: each for each in found}
+    assert set(both) == {"own", "shared"} and len(found) == 2
+    assert "modules.vision.ranks=shared" in both["shared"].overrides
+    own = suggest(QWEN3_VL, [*pinned, *images, "modules.vision.ranks=own"], 32, "H100", most=1)
+    assert own.found[0].time.total == both["own"].time.total

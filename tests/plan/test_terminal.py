@@ -7,7 +7,8 @@ import re
 import pytest
 from rich.console import Console
 
-from pyrl_ext.plan.forecast.memory import Item, StageMemory, stage_memory
+from pyrl_ext.plan.forecast.items import Item
+from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.forecast.units import amount, duration
 from pyrl_ext.plan.show.summary import Summary, values

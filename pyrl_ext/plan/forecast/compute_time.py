@@ -66,12 +66,23 @@ def pass_costs(run: Passes, rounds: Sequence[Round], works: Sequence[Work]) -> l
 def _waits(
     run: Passes, rounds: Sequence[tuple[int, Bin]], works: Sequence[Work]
 ) -> Iterator[Spent]:
-    """The time that the language model waits for an encoder, both pipelines on one timeline."""
+    """The time that the language model waits for an encoder, both pipelines on one timeline; and
+    that of an encoder on its first stage."""
     for encoder in () if run.quick else encoders(run.plan):
+        if not (patches := run.patches(encoder, len(rounds), works)):
+            continue
         alone, joined = (run.ends(rounds, works, each) for each in (None, encoder))
-        patches = run.patches(encoder, len(rounds), works)
         slowest = [Round(cp, (of,)) for cp, of in rounds]
         theirs, ours = run.pace(encoder, slowest, works)
+        if encoder.shared:
+            times = 1 if "score" in works else encoder.passes + run.again(encoder)
+            why = (
+                f"a forward pass of stage 0 takes {duration(theirs)} of {encoder.name} "
+                f"({patches:,.0f} patches a rank) beside {duration(ours)} of the language model"
+            )
+            amount = times * len(rounds) * patches * encoder.patch_flops
+            yield Spent(encoder.name, amount, "FLOP", joined - alone, why)
+            continue
         slower = encoder.name if theirs > ours else "the language model"
         why = (
             f"a forward pass of a stage takes {duration(theirs)} of {encoder.name} ({patches:,.0f} "
@@ -140,32 +151,37 @@ class Passes:
         return max(of.bins, key=lambda b: row * b.rows + pair * b.pairs + scored * b.scored)
 
     def patches(self, encoder: Encoder, microbatches: int, works: Sequence[Work]) -> float:
-        """Patches of a microbatch on each replica of an encoder."""
+        """Patches of a microbatch on the replica of an encoder that has most."""
         parts = 1 if "score" in works else self.plan.batching.minibatches
-        return encoder.step_patches / (parts * microbatches * encoder.module.parallel.dp)
+        return encoder.patches(parts * microbatches)
+
+    def again(self, encoder: Encoder) -> bool:
+        """Whether an encoder computes its forward pass again in the backward pass."""
+        return encoder.module.train and self.plan.model.recompute == "full"
 
     def pace(
         self, encoder: Encoder, rounds: Sequence[Round], works: Sequence[Work] = ("forward",)
     ) -> tuple[float, float]:
-        """Seconds of a forward pass of the slowest stage: of an encoder, of the language model."""
+        """Seconds of a forward pass of the slowest stage: of an encoder, of the language model;
+        where they share ranks, of its first stage."""
         patches = self.patches(encoder, len(rounds), works)
         theirs = max(encoder.seconds(self.gpu, patches, i) for i in range(len(encoder.layers)))
         ours = max(
             sum(self.seconds(chunk, each.cp, self.slowest(each), works[0]) for chunk in stage)
-            for stage in self.plan.stages
+            for stage in self.plan.stages[: 1 if encoder.shared else None]
             for each in rounds
         )
         return theirs, ours
 
     def _ahead(self, encoder: Encoder, microbatches: int, works: Sequence[Work]) -> Ahead:
-        patches = self.patches(encoder, microbatches, works)
-        again = self.plan.model.recompute == "full"
+        patches, again = self.patches(encoder, microbatches, works), self.again(encoder)
 
         def took(rank: int, chunk: int, microbatch: int) -> float:
             return encoder.seconds(self.gpu, patches, rank)
 
         back = (lambda *at: (2 + again) * took(*at)) if encoder.module.train else None
-        return Ahead(encoder.module.parallel.pp, ahead_of(self.plan.parallel), took, back)
+        stages = 0 if encoder.shared else encoder.parallel.pp
+        return Ahead(stages, ahead_of(self.plan.parallel), took, back)
 
     def ends(
         self,
@@ -173,7 +189,8 @@ class Passes:
         works: Sequence[Work],
         encoder: Encoder | None = None,
     ) -> float:
-        """Seconds until the last rank has finished all (cp, bin), after an encoder if given."""
+        """Seconds until the last rank has finished all (cp, bin), with an encoder if given: before
+        the first stage, or inside it."""
         stages, parallel, sizes = self.plan.stages, self.plan.parallel, self.plan.sizes
 
         def took(work: Work) -> Callable[[int, int, int], float]:

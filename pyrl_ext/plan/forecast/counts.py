@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Self
 
 from pyrl_ext.plan.model.families.blocks import GroupedQuery, Latent
 from pyrl_ext.plan.model.sizes import ModelSizes
 
 
+class Sums:
+    """Numbers of parts, which add up field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
+
+
 @dataclass(frozen=True)
-class Parameters:
+class Parameters(Sums):
     """Parameter counts of parts, told apart by how they are split over ranks."""
 
     replicated: int = 0
@@ -21,9 +29,6 @@ class Parameters:
     """Routed experts: split over expert-parallel and expert-tensor-parallel ranks."""
     active_expert: int = 0
     """The parameters of `expert` that one token uses."""
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def total(self) -> int:

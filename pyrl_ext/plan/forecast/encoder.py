@@ -1,10 +1,13 @@
-"""An encoder on ranks for itself: parameters, memory and work of its pipeline stages.
+"""An encoder: parameters, memory and work of its pipeline stages.
 
 Its microbatches are those of the language model; the images of each are spread over its replicas.
+With ranks for itself it runs ahead; on those of the language model's first stage it is a part of
+that stage's passes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +20,7 @@ from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.model.towers import Tower
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.schema import Module
+from pyrl_ext.plan.schema import Module, Parallel
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,16 @@ class Encoder:
         return self.plan.modules[self.name]
 
     @property
+    def shared(self) -> bool:
+        """Whether it runs on the ranks of the language model's first stage."""
+        return self.module.ranks == "shared"
+
+    @cached_property
+    def parallel(self) -> Parallel:
+        """How its ranks are arranged."""
+        return self.plan.grids[self.name].parallel
+
+    @property
     def tower(self) -> Tower:
         """Its sizes."""
         tower = self.plan.sizes.vision
@@ -43,7 +56,7 @@ class Encoder:
     @property
     def layers(self) -> list[int]:
         """Layers of each pipeline stage."""
-        return self.tower.stages(self.module.parallel.pp)
+        return self.tower.stages(self.parallel.pp)
 
     @property
     def stage_layers(self) -> list[tuple[int, ...]]:
@@ -62,13 +75,14 @@ class Encoder:
         return self.plan.sizes.hidden_size * (1 + len(self.tower.deepstack))
 
     def in_flight(self, stage: int) -> int:
-        """Most microbatches of a stage whose backward pass is still to come: the last stage runs
-        ahead of the language model, whose first gradient comes back after `ahead_of`."""
+        """Most microbatches of a stage whose backward pass is still to come: the language model's
+        first gradient comes back after `ahead_of`, and with ranks for itself an encoder's last
+        stage works on one more meanwhile."""
         if not self.module.train:
             return 1
         most = -(-self.plan.samples_per_minibatch // self.plan.parallel.dp)
-        behind = self.module.parallel.pp - 1 - stage
-        return min(ahead_of(self.plan.parallel) + behind + 1, most)
+        more = 0 if self.shared else self.parallel.pp - stage
+        return min(ahead_of(self.plan.parallel) + more, most)
 
     def parameters(self, stage: int) -> Parameters:
         """Parameters of a stage: the first embeds patches, the last has the mergers."""
@@ -90,13 +104,13 @@ class Encoder:
     def on_rank(self, stage: int) -> int:
         """Parameters of a stage on one rank."""
         held = self.parameters(stage)
-        return held.replicated + -(-held.tensor // self.module.parallel.tp)
+        return held.replicated + -(-held.tensor // self.parallel.tp)
 
     def stepped(self, stage: int) -> int:
         """Parameters of a stage whose optimizer state one rank holds."""
         if not self.module.train:
             return 0
-        dp = self.module.parallel.dp if self.plan.optimizer.distributed else 1
+        dp = self.parallel.dp if self.plan.optimizer.distributed else 1
         return -(-self.on_rank(stage) // dp)
 
     @cached_property
@@ -106,7 +120,7 @@ class Encoder:
         input and output."""
         tower, each = self.tower, DTYPE_BYTES[self.plan.model.dtype]
         split = 9 * tower.hidden_size + 2 * tower.intermediate_size
-        return each * (4 * tower.hidden_size + split) / self.module.parallel.tp
+        return each * (4 * tower.hidden_size + split) / self.parallel.tp
 
     def activations(self, stage: int) -> float:
         """Bytes for a patch that a stage keeps of one microbatch for the backward pass."""
@@ -124,7 +138,7 @@ class Encoder:
         """Seconds of a stage's forward pass over `patches` on a rank."""
         rate, _ = reached("projections", gpu.flops[self.plan.model.dtype])
         core, _ = reached("attention", gpu.flops[self.plan.model.dtype])
-        tp = self.module.parallel.tp
+        tp = self.parallel.tp
         products, scores = self.flops(stage)
         return patches * (products / rate + scores / core) / tp
 
@@ -147,16 +161,44 @@ class Encoder:
         """Patches of all samples of a step."""
         return self.plan.samples * self.plan.estimate.images * self.plan.estimate.image_patches
 
+    def patches(self, microbatches: int) -> float:
+        """Patches of one of a step's microbatches on the replica that gets most, on average:
+        images are not split."""
+        images = self.plan.samples * self.plan.estimate.images / microbatches
+        each = images / self.parallel.dp
+        return self.plan.estimate.image_patches * (math.ceil(each) if each > 1 else min(1, images))
+
+    @property
+    def patch_flops(self) -> float:
+        """Operations of a forward pass for a patch, of all stages."""
+        return sum(sum(self.flops(stage)) for stage in range(len(self.layers)))
+
+    @property
+    def passes(self) -> int:
+        """Operations of a microbatch in an update, in forward passes, without recomputation."""
+        return 3 if self.module.train else 1
+
     @property
     def update_flops(self) -> float:
         """Model FLOPs of a step's updates on all its ranks."""
-        each = sum(sum(self.flops(stage)) for stage in range(len(self.layers)))
-        return (3 if self.module.train else 1) * each * self.step_patches
+        return self.passes * self.patch_flops * self.step_patches
 
 
-def encoders(plan: Plan) -> Iterator[Encoder]:
-    """The encoders of a plan that have ranks for themselves."""
-    return (Encoder(plan, name) for name, module in plan.modules.items() if module.ranks == "own")
+def encoders(plan: Plan) -> list[Encoder]:
+    """The encoders of a plan."""
+    return [Encoder(plan, name) for name in plan.modules]
+
+
+def encoder_stages(plan: Plan) -> Iterator[tuple[Encoder, int]]:
+    """(encoder, its stage) of every pipeline stage that has ranks for itself, in order."""
+    own = (each for each in encoders(plan) if not each.shared)
+    return ((each, stage) for each in own for stage in range(len(each.layers)))
+
+
+def encoder_parameters(plan: Plan) -> int:
+    """Parameters of all encoders, which are published with the language model's."""
+    every = ((each, stage) for each in encoders(plan) for stage in range(len(each.layers)))
+    return sum(each.parameters(stage).total for each, stage in every)
 
 
 def _layer(tower: Tower) -> Parameters:

@@ -7,16 +7,22 @@ many.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.attention import head_widths
-from pyrl_ext.plan.forecast.counts import Parameters, layers, mtp_parameters, whole_projections
+from pyrl_ext.plan.forecast.counts import (
+    Parameters,
+    Sums,
+    layers,
+    mtp_parameters,
+    whole_projections,
+)
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.sizes import ModelSizes
 
 
 @dataclass(frozen=True)
-class Flops:
+class Flops(Sums):
     """Operations of one forward pass."""
 
     projections: float = 0.0
@@ -28,17 +34,9 @@ class Flops:
     head: float = 0.0
     """For a scored row: the output projection."""
 
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(
-            self.projections + other.projections,
-            self.experts + other.experts,
-            self.attention + other.attention,
-            self.head + other.head,
-        )
-
     def times(self, number: int) -> Flops:
         """The operations of `number` such layers."""
-        return Flops(*(number * each for each in astuple(self)))
+        return Flops(*(number * each for each in vars(self).values()))
 
     def of(self, rows: float, pairs: float, scored: float) -> float:
         """All operations for so many rows, causal pairs and scored rows."""

@@ -14,39 +14,19 @@ from pyrl_ext.plan.forecast.activations import (
 )
 from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
 from pyrl_ext.plan.forecast.counts import layers, parameters
-from pyrl_ext.plan.forecast.encoder import Encoder, encoders
+from pyrl_ext.plan.forecast.encoder import encoder_parameters, encoder_stages, encoders
+from pyrl_ext.plan.forecast.encoder_memory import encoder_items
 from pyrl_ext.plan.forecast.hardware import memory_limit
+from pyrl_ext.plan.forecast.items import CONTEXT_BYTES, PASSES, Item, communicators, state_items
 from pyrl_ext.plan.forecast.parameters import (
     copies,
     optimizer_parameters,
     parameters_of_stage,
     rank_parameters,
 )
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, OFFLOADED, WITHOUT_ROLLOUTS
-from pyrl_ext.plan.forecast.units import DTYPE_BYTES, GIB
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, WITHOUT_ROLLOUTS
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
-
-PASSES = ("logprobs", "update")
-
-# GPU memory that a process takes before it computes (CUDA's context, libraries and their
-# workspaces), and the buffers of one NCCL communicator. Assumed, not measured.
-CONTEXT_BYTES, COMMUNICATOR_BYTES = GIB, GIB // 4
-
-
-@dataclass(frozen=True)
-class Item:
-    """Bytes with one purpose on a rank."""
-
-    name: str
-    bytes: int
-    phases: tuple[str, ...]
-    """Phases in which they are held, of `MEMORY_PHASES`."""
-    why: str
-    """How the number is computed, or what the estimate assumes."""
-    exact: bool = True
-    """Computed from tensor shapes; False: estimated."""
-    host: bool = False
-    """In host memory, not on the device."""
 
 
 @dataclass(frozen=True)
@@ -107,25 +87,33 @@ def stage_memory(plan: Plan, load: Load | None = None) -> tuple[StageMemory, ...
 
 
 def num_stages(plan: Plan) -> int:
-    """Pipeline stages of the language model and of encoders."""
-    return sum(grid.parallel.pp for grid in plan.grids.values())
+    """Pipeline stages of the language model, and of encoders with ranks for themselves."""
+    return plan.parallel.pp + len([*encoder_stages(plan)])
 
 
 def memory_of(plan: Plan, stage: int, load: Load | None = None) -> StageMemory:
     """Memory of one pipeline stage."""
     phases = MEMORY_PHASES if plan.has_rollouts else WITHOUT_ROLLOUTS
-    module, held = "llm", stage - plan.parallel.pp
-    if held < 0:
-        found = _items(plan, stage, load or Load.most(plan))
+    module, load = "llm", load or Load.most(plan)
+    if stage < plan.parallel.pp:
+        found = _items(plan, stage, load)
     else:
-        of_encoders = [(e, i) for e in encoders(plan) for i in range(len(e.layers))]
-        module, found = of_encoders[held][0].name, _of_encoder(*of_encoders[held])
+        encoder, part = [*encoder_stages(plan)][stage - plan.parallel.pp]
+        module, found = encoder.name, encoder_items(encoder, part)
     items = (replace(i, phases=tuple(p for p in i.phases if p in phases)) for i in found)
     return StageMemory(stage, tuple(item for item in items if item.phases), phases, module)
 
 
 def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
-    yield from _state(plan, stage)
+    stored = parameters_of_stage(plan, stage)
+    held = rank_parameters(plan, stored).total
+    yield from state_items(plan, held, optimizer_parameters(plan, stored))
+    if plan.model.fp8:
+        why = "2 bytes a parameter: 8-bit copies for products and, transposed, for their gradients"
+        yield Item("8-bit weights", 2 * held, PASSES, why, exact=False)
+    for encoder in encoders(plan):
+        if encoder.shared and stage == 0:
+            yield from encoder_items(encoder, 0)
     passes = [*_activations(plan, stage, load.rows), *_logits(plan, stage, load.rows)]
     yield from passes
     yield from _optimizer_scratch(plan, stage, passes)
@@ -137,39 +125,6 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
 
 
 # Weights, gradients, optimizer ------------------------------------------------------------------
-
-
-def _state(plan: Plan, stage: int) -> Iterator[Item]:
-    """Weights, gradients and optimizer state. Gradients are accumulated in float32; Adam keeps two
-    float32 moments, and a float32 copy of weights that are not float32 themselves."""
-    stored = parameters_of_stage(plan, stage)
-    count, stepped = rank_parameters(plan, stored).total, optimizer_parameters(plan, stored)
-    weight = DTYPE_BYTES[plan.model.dtype]
-    adam = 8 if weight == 4 else 12
-    part = " of the rank's part" if plan.optimizer.distributed else ""
-    on_host = math.ceil(plan.optimizer.offload * stepped)
-    for name, held, why in (
-        ("weights", weight * count, f"{weight} bytes a parameter ({count:,})"),
-        ("gradients", 4 * count, "4 bytes a parameter, reduced in place"),
-        ("optimizer", adam * (stepped - on_host), f"{adam} bytes a parameter{part} ({stepped:,})"),
-    ):
-        if name in OFFLOADED[plan.rollout.offload_trainer]:
-            # the engine reads the weights before they go
-            offloaded = ("rollout",) if name == "weights" else ("publish", "rollout")
-            onloaded = tuple(phase for phase in MEMORY_PHASES if phase not in offloaded)
-            yield Item(name, held, onloaded, f"{why}; in host memory in other phases")
-            yield Item(f"{name} on the host", held, offloaded, why, host=True)
-        else:
-            yield Item(name, held, MEMORY_PHASES, why)
-    if on_host:
-        why = "16 bytes a parameter: weight, gradient and two moments in float32"
-        yield Item("offloaded optimizer", 16 * on_host, MEMORY_PHASES, why, exact=False, host=True)
-    if plan.model.fp8:
-        why = "2 bytes a parameter: 8-bit copies for products and, transposed, for their gradients"
-        yield Item("8-bit weights", 2 * count, PASSES, why, exact=False)
-    if plan.objective.kl_coef > 0:
-        why = "the initial weights, kept because objective.kl_coef is above 0"
-        yield Item("reference", weight * count, MEMORY_PHASES, why)
 
 
 def _optimizer_scratch(plan: Plan, stage: int, passes: list[Item]) -> Iterator[Item]:
@@ -276,40 +231,6 @@ def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     yield Item("routes ahead", rows * sent, tuple(passes), why)
 
 
-# Encoders ---------------------------------------------------------------------------------------
-
-
-def _of_encoder(encoder: Encoder, stage: int) -> Iterator[Item]:
-    """A stage of an encoder: no optimizer state, gradients or saved activations where it is
-    frozen."""
-    plan, module = encoder.plan, encoder.module
-    weight, count = DTYPE_BYTES[plan.model.dtype], encoder.on_rank(stage)
-    yield Item("weights", weight * count, MEMORY_PHASES, f"{weight} bytes a parameter ({count:,})")
-    patches = module.patches_per_microbatch
-    if module.train:
-        why = "4 bytes a parameter, reduced in place"
-        yield Item("gradients", 4 * count, MEMORY_PHASES, why)
-        adam, stepped = 8 if weight == 4 else 12, encoder.stepped(stage)
-        why = f"{adam} bytes a parameter ({stepped:,})"
-        yield Item("optimizer", adam * stepped, MEMORY_PHASES, why)
-        each, flying = encoder.activations(stage), encoder.in_flight(stage)
-        why = f"{patches:,} patches x {each:,.0f} bytes x {flying} microbatches that it runs ahead"
-        held = math.ceil(patches * each * flying)
-        yield Item("activations", held, ("update",), why, exact=False)
-    why = "as much as one layer saves for its backward pass"
-    yield Item("forward pass", math.ceil(patches * encoder.saved), PASSES, why, exact=False)
-    if stage == 0:
-        width = encoder.tower.patch_width
-        why = f"{patches:,} patches x {width} numbers in 8 bits, and as they are read"
-        held = patches * width * (1 + weight)
-        yield Item("patches", held, PASSES, why, exact=False)
-    if plan.device == "cuda":
-        groups = sum(size > 1 for size in module.parallel.model_dump().values()) + 2
-        why = f"assumed: 1 GiB, and 0.25 GiB for each of {groups} NCCL communicators"
-        held = CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
-        yield Item("CUDA and NCCL", held, MEMORY_PHASES, why, exact=False)
-
-
 # Engine and machine -----------------------------------------------------------------------------
 
 
@@ -322,7 +243,7 @@ def _publish(plan: Plan) -> Item:
     if max(parallel.tp, parallel.pp, parallel.ep, parallel.etp_size) > 1:
         experts = max(layer.expert for layer in layers(sizes))
         bucket = max(plan.rollout.bucket_bytes, each * max(widest, experts))
-        held += min(bucket, each * parameters(sizes).total)
+        held += min(bucket, each * (parameters(sizes).total + encoder_parameters(plan)))
         why = f"a bucket, {why}"
         if plan.rollout.engine == "vllm" and plan.rollout.gpus is None:
             held += each * experts
@@ -336,7 +257,7 @@ def _publish(plan: Plan) -> Item:
 def _engine(plan: Plan, load: Load) -> Iterator[Item]:
     """The rollout engine, if it shares the trainer's devices."""
     rollout, each = plan.rollout, DTYPE_BYTES[plan.rollout_dtype]
-    weights = each * parameters(plan.sizes).total
+    weights = each * (parameters(plan.sizes).total + encoder_parameters(plan))
     if rollout.engine == "hf":
         why = f"{each} bytes a parameter, the whole model on every rank"
         held_in = MEMORY_PHASES[:2] if plan.engine_sleeps else MEMORY_PHASES
@@ -381,6 +302,4 @@ def _context(plan: Plan) -> Iterator[Item]:
     parallel, (dense_copies, expert_copies) = plan.parallel, copies(plan)
     sizes = (parallel.tp, parallel.cp, parallel.dp, dense_copies, parallel.pp)
     groups = sum(n > 1 for n in (*sizes, parallel.ep, parallel.etp_size, expert_copies))
-    held = CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
-    why = f"assumed: 1 GiB, and 0.25 GiB for each of {groups} NCCL communicators"
-    yield Item("CUDA and NCCL", held, MEMORY_PHASES, why, exact=False)
+    yield communicators(CONTEXT_BYTES, groups)

@@ -76,6 +76,7 @@ class Ahead(NamedTuple):
     """An encoder's pipeline before that of the language model, which reads what it encodes."""
 
     pp: int
+    """Its stages; 0: it is a part of the passes of the language model's first chunk."""
     ahead: int
     """Microbatches that its last stage encodes before the first gradient comes back."""
     forward: Duration
@@ -104,6 +105,10 @@ def pipeline(
     Returns:
         Slots rank by rank, in the order in which each rank runs them.
     """
+    if encoder and not encoder.pp:
+        forward = _longer(forward, encoder.forward)
+        backward = None if backward is None else _longer(backward, encoder.backward or 0.0)
+        encoder = None
     first = -encoder.pp if encoder else 0
     ranks = range(first, pp)
     orders = {rank: order(rank, pp, vpp, microbatches, backward is None) for rank in range(pp)}
@@ -164,6 +169,15 @@ def _as_function(duration: Duration) -> Callable[[int, int, int], float]:
     if callable(duration):
         return duration
     return lambda rank, chunk, microbatch: duration
+
+
+def _longer(duration: Duration, more: Duration) -> Duration:
+    """`duration`, and `more` in the first chunk of the first stage."""
+    all_chunks, first = _as_function(duration), _as_function(more)
+    return lambda rank, chunk, microbatch: (
+        all_chunks(rank, chunk, microbatch)
+        + (first(rank, chunk, microbatch) if rank == chunk == 0 else 0.0)
+    )
 
 
 def bubble_share(slots: Sequence[Slot]) -> float:

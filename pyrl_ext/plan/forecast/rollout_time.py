@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
 from pyrl_ext.plan.forecast.compute_time import Spent
 from pyrl_ext.plan.forecast.counts import Parameters, parameters
+from pyrl_ext.plan.forecast.encoder import encoder_parameters, encoders
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, group_rate, memory_limit
 from pyrl_ext.plan.forecast.parts import reached
@@ -81,7 +82,8 @@ class Decoder:
         rollout, limit = self.plan.rollout, memory_limit(self.plan)
         if rollout.engine != "vllm" or limit is None:
             return rollout.max_num_seqs
-        free = rollout.gpu_memory_utilization * limit - self.weight_bytes
+        towers = encoder_parameters(self.plan) * DTYPE_BYTES[self.plan.rollout_dtype] / self.tp
+        free = rollout.gpu_memory_utilization * limit - self.weight_bytes - towers
         cached = int(free / (self.cache_bytes * self.tokens))
         return max(1, min(cached, rollout.engine_options.get("max_num_seqs", MOST_SEQUENCES)))
 
@@ -140,8 +142,13 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> list[Spent]:
     shared = (
         f"{len(samples)} samples on each of {engine.engines} engines, at most {slots} at a time"
     )
+    shown = len(prompts) * plan.estimate.images * plan.estimate.image_patches / engine.tp
     costs = [
         Spent.at("prompts", first, "FLOP", rate, f"each once; {why}"),
+        *(
+            Spent.at(e.name, shown * e.patch_flops, "FLOP", rate, f"images of prompts; {why}")
+            for e in encoders(plan)
+        ),
         Spent("tokens", moved, "byte", seconds, f"{shared}; weights and cache, {how}"),
         Spent(
             "layers",

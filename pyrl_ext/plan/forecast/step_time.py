@@ -11,14 +11,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.compute_time import Passes, Spent, pass_costs
-from pyrl_ext.plan.forecast.counts import Parameters, parameters
-from pyrl_ext.plan.forecast.encoder import encoders
+from pyrl_ext.plan.forecast.counts import parameters
+from pyrl_ext.plan.forecast.encoder import Encoder, encoder_parameters, encoders
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, gpu_of, group_rate
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.parameters import (
     copies,
     optimizer_parameters,
+    parameters_of_stage,
     rank_parameters,
     stage_parameters,
 )
@@ -161,7 +162,7 @@ def _assumed(plan: Plan) -> Iterator[str]:
     for each in encoders(plan):
         yield (
             f"{each.name}: {plan.estimate.images:g} images of {plan.estimate.image_patches:,} "
-            f"patches in a sample (estimate), evenly spread over {each.module.parallel.dp} replicas"
+            f"patches in a sample (estimate), whole images spread over {each.parallel.dp} replicas"
         )
     yield "left out: the embedding, host work, kernel launches, evaluation, checkpoints"
 
@@ -174,6 +175,7 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     if plan.rollout.engine not in ("hf", "vllm"):
         return
     total, each = parameters(plan.sizes).total, DTYPE_BYTES[plan.model.dtype]
+    total += encoder_parameters(plan)
     held = min(rank_parameters(plan, stage).total for stage in stage_parameters(plan))
     node = plan.hardware.gpus_per_node
     rate, why = reached("ring", group_rate(gpu, node, plan.world_size, 1), "byte")
@@ -185,9 +187,11 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     else:
         rate, why = reached("ring", gpu.network, "byte")
         yield Spent.at("send weights", taken, "byte", rate, f"to the engine's GPUs; {why}")
-    names = [f"{name} on the host" for name in OFFLOADED[plan.rollout.offload_trainer]]
-    if names:
-        offloaded = max(sum(map(stage.bytes_of, names)) for stage in stage_memory(plan))
+    if OFFLOADED[plan.rollout.offload_trainer]:
+        offloaded = max(
+            sum(item.bytes for item in stage.items if item.name.endswith(" on the host"))
+            for stage in stage_memory(plan)
+        )
         rate, why = reached("host", gpu.host, "byte")
         why = f"to the host and back; {why}"
         yield Spent.at("offload trainer", 2 * offloaded, "byte", rate, why)
@@ -204,13 +208,20 @@ def _update(run: Passes) -> Iterator[Spent]:
 def _minibatch(run: Passes, rounds: tuple[Round, ...]) -> Iterator[Spent]:
     """Forward and backward passes, and an optimizer step."""
     plan, gpu = run.plan, run.gpu
-    largest = max(stage_parameters(plan), key=lambda stage: rank_parameters(plan, stage).total)
+    held = [rank_parameters(plan, each).total for each in stage_parameters(plan)]
+    held[0] += sum(each.on_rank(0) for each in _encoders_at(plan, 0))
+    largest = held.index(max(held))
     computed = pass_costs(run, rounds, ["forward", "backward"])
     yield from computed
     yield from _activations(plan, gpu, rounds)
     last = sum(each.seconds for each in computed) * 2 / 3 / len(rounds)
     yield from _gradients(plan, gpu, largest, last)
     yield from _optimizer(plan, gpu, largest)
+
+
+def _encoders_at(plan: Plan, stage: int) -> list[Encoder]:
+    """Encoders whose gradients and optimizer state are on the ranks of a stage."""
+    return [each for each in encoders(plan) if each.shared and each.module.train and stage == 0]
 
 
 def _activations(plan: Plan, gpu: Gpu, rounds: tuple[Round, ...]) -> Iterator[Spent]:
@@ -225,13 +236,14 @@ def _activations(plan: Plan, gpu: Gpu, rounds: tuple[Round, ...]) -> Iterator[Sp
     yield Spent.at("offload activations", 2 * held * share, "byte", rate, why)
 
 
-def _gradients(plan: Plan, gpu: Gpu, stage: Parameters, last: float) -> Iterator[Spent]:
+def _gradients(plan: Plan, gpu: Gpu, stage: int, last: float) -> Iterator[Spent]:
     """Float32 gradients are summed over the ranks that hold the same weights, and with a
     distributed optimizer the updated weights are gathered.
 
     `last`: seconds of the last backward pass, which can hide the sums.
     """
-    parallel, node, held = plan.parallel, plan.hardware.gpus_per_node, rank_parameters(plan, stage)
+    parallel, node = plan.parallel, plan.hardware.gpus_per_node
+    held = rank_parameters(plan, parameters_of_stage(plan, stage))
     weight, (dense_copies, expert_copies) = DTYPE_BYTES[plan.model.dtype], copies(plan)
     summed = gathered = summing = gathering = 0.0
     why = ""
@@ -239,6 +251,7 @@ def _gradients(plan: Plan, gpu: Gpu, stage: Parameters, last: float) -> Iterator
     groups = (
         (held.dense, dense_copies, parallel.tp),
         (held.expert, expert_copies, parallel.ep * parallel.etp_size),
+        *((each.on_rank(0), each.parallel.dp, 1) for each in _encoders_at(plan, stage)),
     )
     for count, size, stride in groups:
         if size == 1 or not count:
@@ -255,11 +268,13 @@ def _gradients(plan: Plan, gpu: Gpu, stage: Parameters, last: float) -> Iterator
     yield Spent("gather weights", gathered, "byte", gathering, why)
 
 
-def _optimizer(plan: Plan, gpu: Gpu, stage: Parameters) -> Iterator[Spent]:
+def _optimizer(plan: Plan, gpu: Gpu, stage: int) -> Iterator[Spent]:
     """AdamW reads gradient, weight and two moments and writes the last three, in float32, and
     writes the model's weights. Before, gradients are set to zero and their norm is computed."""
-    weight, held = DTYPE_BYTES[plan.model.dtype], rank_parameters(plan, stage).total
-    stepped = optimizer_parameters(plan, stage)
+    weight, stored = DTYPE_BYTES[plan.model.dtype], parameters_of_stage(plan, stage)
+    encoding = _encoders_at(plan, stage)
+    held = rank_parameters(plan, stored).total + sum(each.on_rank(0) for each in encoding)
+    stepped = optimizer_parameters(plan, stored) + sum(each.stepped(0) for each in encoding)
     on_host = stepped * plan.optimizer.offload
     rate, why = reached("memory", gpu.bandwidth, "byte")
     moved = 8 * held + (28 + weight) * (stepped - on_host)

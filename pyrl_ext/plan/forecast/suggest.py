@@ -100,7 +100,8 @@ def suggest(
     most: int = 6,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Search:
-    """The fastest `most` plans for `gpus` devices of the kind `gpu`, starting from a config file.
+    """The fastest `most` plans for `gpus` devices of the kind `gpu`, starting from a config file;
+    then the fastest with encoders on other ranks than all of these have them.
 
     Keys that the overrides set are not changed.
 
@@ -164,10 +165,15 @@ def _try(
     heapq.heapify(waiting)
     best: dict[int, Suggestion] = {}
     full: set[int] = set()
-    worst, total = math.inf, len(waiting)
-    while waiting and waiting[0][0] <= worst:
-        _, key, option = heapq.heappop(waiting)
+    later: list[_Option] = []
+    # the slowest that is wanted, and the fastest of every way to place encoders
+    total, worst, first = len(waiting), math.inf, {_way(layout): math.inf for layout in layouts}
+    while waiting and waiting[0][0] <= max(worst, *first.values(), 0.0):
+        least, key, option = heapq.heappop(waiting)
         progress(1 - len(waiting) / total / 2)
+        if least > max(worst, first[_way(option.values)]):
+            later.append(option)
+            continue
         if option.peak is None:  # find the saving that makes it fit; that may cost time
             if fitting := given.that_fits(option, search):
                 least = SLACK * quick_seconds(given.plan(fitting.values))
@@ -179,10 +185,22 @@ def _try(
         before = best.get(option.layout)
         if before is None or found.time.trainer < before.time.trainer:
             best[option.layout] = found
+        first[_way(option.values)] = min(found.time.trainer, first[_way(option.values)])
         times = sorted(each.time.trainer for each in best.values())
         worst = times[most - 1] if len(times) >= most else math.inf
-    search.found = tuple(sorted(best.values(), key=lambda each: each.time.total)[:most])
-    search.too_large += len(full - best.keys() - {option.layout for *_, option in waiting})
+    rising = sorted(best.items(), key=lambda each: each[1].time.total)
+    ways = {_way(layouts[number]): each for number, each in reversed(rising)}
+    fastest = [each for _, each in rising[:most]]
+    search.found = (*fastest, *(each for each in ways.values() if each not in fastest))
+    later += [option for *_, option in waiting]
+    search.too_large += len(full - best.keys() - {option.layout for option in later})
+
+
+def _way(values: Values) -> tuple[object, ...]:
+    """On which ranks each encoder runs."""
+    return tuple(
+        value for key, value in values.items() if key[0] == "modules" and key[2] == "ranks"
+    )
 
 
 class _Given:
@@ -239,22 +257,27 @@ class _Given:
                 yield dict(zip(RANKS, (dp, tp, pp, vpp, cp, ep, etp), strict=True))
 
     def _encoders(self) -> Iterator[tuple[Values, int]]:
-        """(replicas of each encoder, the GPUs left for the language model): as many as given, half
-        and twice that."""
-        names = [each.name for each in encoders(self.draft)]
-        keys: list[Key] = [("modules", name, "parallel", "dp") for name in names]
-        given = [self.value(key) for key in keys]
-        for replicas in product(
-            *(
-                self.choices(key, [n for n in (dp // 2, dp, 2 * dp) if n])
-                for key, dp in zip(keys, given, strict=True)
-            )
-        ):
-            values: Values = dict(zip(keys, replicas, strict=True))
+        """(where each encoder runs, the GPUs left for the language model)."""
+        for each in product(*(self._places(one.name) for one in encoders(self.draft))):
+            values: Values = {key: value for place in each for key, value in place.items()}
             plan = self.plan(values)
             left = self.gpus - (plan.world_size - plan.parallel.world_size)
             if left > 0:
                 yield values, left
+
+    def _places(self, name: str) -> Iterator[Values]:
+        """On the language model's ranks, or on its own: as many replicas as given, half and twice
+        that; a node's, half and a quarter of it where it shared ranks before."""
+        sizes: list[Key] = [("modules", name, "parallel", axis) for axis in ("dp", "tp", "pp")]
+        ranks, node = ("modules", name, "ranks"), self.draft.hardware.gpus_per_node
+        given, dp = self.value(ranks), self.value(sizes[0])
+        ways = self.choices(ranks, ["own", "shared"])
+        if "shared" in ways and (given == "shared" or not self.pinned.intersection(sizes)):
+            yield {ranks: "shared", **dict.fromkeys(sizes, 1)}
+        if "own" in ways:
+            wanted = (dp // 2, dp, 2 * dp) if given == "own" else (node // 4, node // 2, node)
+            for replicas in self.choices(sizes[0], [n for n in wanted if n]):
+                yield {ranks: "own", sizes[0]: replicas}
 
     def _split(self, pp: int, vpp: int) -> Values:
         """The split as given for the same stages; otherwise equal stages, or nearly equal ones."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pyrl_ext.plan.forecast.images import largest_image, layers_of_first_chunk
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule
+from pyrl_ext.plan.schema.layout import ModuleParallel
 
 
 @rule("modules")
@@ -20,8 +21,6 @@ def encoders_suit_their_ranks(plan: Plan) -> Found:
     tower = plan.sizes.vision
     for name, module in plan.modules.items() if tower else ():
         tp, pp = module.parallel.tp, module.parallel.pp
-        if module.ranks == "shared":
-            yield f"{name}.ranks", "shared, expected own; encoders on ranks of others are not built"
         assert tower is not None  # or there is nothing to go through
         if pp > tower.num_hidden_layers:
             rule = f"expected at most its {tower.num_hidden_layers} layers {in_config(plan)}"
@@ -30,10 +29,31 @@ def encoders_suit_their_ranks(plan: Plan) -> Found:
         why = "each of them is split over tensor-parallel ranks"
         if problem := indivisible(tp, wholes, why, in_config(plan)):
             yield f"{name}.parallel.tp", problem
+        first, node = plan.grids[name].first, plan.hardware.gpus_per_node
+        if plan.device == "cuda" and plan.world_size > node and (node % tp or first % tp):
+            rule = (
+                f"expected a divisor of hardware.gpus_per_node {node} and of its first rank {first}"
+            )
+            yield f"{name}.parallel.tp", f"{tp}, {rule}; tensor-parallel ranks share a node"
         limit, most = module.patches_per_microbatch, largest_image(plan) or 0
         if limit < most:
             rule = f"expected at least {most}, the patches of the largest image that the processor"
             yield f"{name}.patches_per_microbatch", f"{limit}, {rule} makes; images are not split"
+
+
+@rule("modules")
+def shared_ranks_are_arranged_by_the_language_model(plan: Plan) -> Found:
+    parallel, given = plan.parallel, ModuleParallel()
+    for name, module in plan.modules.items():
+        if module.ranks == "shared" and module.parallel != given:
+            held = ", ".join(f"{axis} {size}" for axis, size in module.parallel if size > 1)
+            dp = plan.grids[name].parallel.dp
+            why = f"dp {parallel.dp} * cp {parallel.cp} * tp {parallel.tp}"
+            words = (
+                f"{held} with ranks shared, expected none: a replica on each rank of the language "
+                f"model's first stage is dp {dp} ({why}). Leave it out, or use ranks: own"
+            )
+            yield f"{name}.parallel", words
 
 
 @rule("parallel")

@@ -17,18 +17,20 @@ def the_model_splits_over_tp(plan: Plan) -> Found:
 @rule("parallel.tp")
 def tensor_parallel_ranks_share_a_node(plan: Plan) -> Found:
     node, parallel = plan.hardware.gpus_per_node, plan.parallel
-    if plan.device == "cuda" and parallel.world_size > node:
+    if plan.device == "cuda" and plan.world_size > node:
         why = "tensor-parallel ranks wait for each other in every layer, over a node's fast links"
         return indivisible(parallel.tp, {"hardware.gpus_per_node": node}, why)
 
 
 @rule("parallel")
 def nodes_are_whole(plan: Plan) -> Found:
-    node, parallel = plan.hardware.gpus_per_node, plan.parallel
-    if plan.device == "cuda" and parallel.world_size > node and parallel.world_size % node:
+    node, parallel, world = plan.hardware.gpus_per_node, plan.parallel, plan.world_size
+    if plan.device == "cuda" and world > node and world % node:
+        own = [grid for grid in plan.grids.values() if grid.first]
+        more = "".join(f" + {len(grid.ranks)} of {grid.name}" for grid in own)
         return (
-            f"dp {parallel.dp} * tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp} = "
-            f"{parallel.world_size} ranks, expected a multiple of hardware.gpus_per_node {node}; "
+            f"dp {parallel.dp} * tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp}{more} = "
+            f"{world} ranks, expected a multiple of hardware.gpus_per_node {node}; "
             "devices of the last node would stay idle, and groups straddle nodes. Change dp"
         )
 

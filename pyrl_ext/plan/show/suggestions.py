@@ -37,12 +37,22 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
             console.print(f"the smallest layout needs {size(peak)} on a GPU, with", " ".join(texts))
         return 2
     table = Table(box=None, pad_edge=False)
-    for name in ("", "tokens", "recompute", "peak GiB", "left GiB", "s a step", "MFU"):
+    encoders = [f"ranks of {name}" for name in search.found[0].plan.modules]
+    for name in ("", *encoders, "tokens", "recompute", "peak GiB", "left GiB", "s a step", "MFU"):
         table.add_column(name, justify="right")
     for number, each in enumerate(search.found, start=1):
         left = f"{(each.limit - each.peak) / GIB:.1f}"
         tokens, again = each.plan.batching.tokens_per_microbatch, each.plan.model.recompute
-        cells = (str(tokens), again, f"{each.peak / GIB:.1f}", left, f"{each.time.total:.3g}")
+        places = each.plan.modules.items()
+        ranks = [f"{len(each.plan.grids[name].ranks)} {module.ranks}" for name, module in places]
+        cells = (
+            *ranks,
+            str(tokens),
+            again,
+            f"{each.peak / GIB:.1f}",
+            left,
+            f"{each.time.total:.3g}",
+        )
         table.add_row(str(number), *cells, f"{each.time.mfu:.0%}")
     console.print(table)
     for number, each in enumerate(search.found, start=1):

@@ -201,17 +201,24 @@ def _cp_costs(plan: Plan) -> list[tuple[str, str]]:
 def _modules(plan: Plan) -> Iterator[tuple[str, str]]:
     """Facts about the ranks of modules, where there are some."""
     words = {"llm": "the language model"}
-    names = [f"{len(g.ranks)} of {words.get(name, name)}" for name, g in plan.grids.items()]
-    if len(names) > 1:
+    shared = {each.name for each in encoders(plan) if each.shared}
+    names = [
+        f"{len(grid.ranks)} of {words.get(name, name)}"
+        for name, grid in plan.grids.items()
+        if name not in shared
+    ]
+    if plan.world_size > plan.parallel.world_size:
         yield "world", f"{plan.world_size} ranks: {', '.join(names)}"
     for each in encoders(plan):
-        sizes, grid = each.module.parallel, plan.grids[each.name]
+        sizes, grid = each.parallel, plan.grids[each.name]
         total = sum(each.parameters(stage).total for stage in range(sizes.pp))
         rate = each.module.lr if each.module.lr is not None else plan.optimizer.lr
         trained = f"trained with lr {rate:g}" if each.module.train else "frozen"
-        place = (
-            f"ranks {grid.first}-{grid.ranks[-1]} = dp {sizes.dp} x tp {sizes.tp} x pp {sizes.pp}"
-        )
+        place = f"ranks {grid.first}-{grid.ranks[-1]}"
+        if each.shared:
+            place += ", those of the language model's first stage, a replica on each"
+        else:
+            place += f" = dp {sizes.dp} x tp {sizes.tp} x pp {sizes.pp}"
         layers = f"{each.tower.num_hidden_layers} layers, {count(total)} parameters"
         yield each.name, f"{place}: {layers}, {trained}"
         patches = plan.estimate.image_patches
@@ -219,6 +226,8 @@ def _modules(plan: Plan) -> Iterator[tuple[str, str]]:
         sent = size(rows * width * DTYPE_BYTES[plan.model.dtype])
         ways = "there and back" if each.module.train else "there"
         flying = f"its last stage keeps {each.in_flight(sizes.pp - 1)} microbatches in flight"
+        if each.shared:
+            flying = f"{each.in_flight(0)} microbatches are in flight"
         image = f"{rows} rows x {width:,} numbers for an image of {patches:,} patches"
         yield f"from {each.name}", f"{image}, {sent} {ways}; {flying}"
 

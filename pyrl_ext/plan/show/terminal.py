@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count as numbers
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyrl_ext.plan.forecast.encoder import encoders
-from pyrl_ext.plan.forecast.memory import Item
+from pyrl_ext.plan.forecast.items import Item
 from pyrl_ext.plan.forecast.parameters import chunk_parameters
 from pyrl_ext.plan.forecast.step_time import StepTime
 from pyrl_ext.plan.forecast.units import amount, count, duration, in_units, size, unit_for
@@ -38,7 +39,7 @@ def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
         _titled(console, "time of a step (estimated)", time_table(summary.time, everything))
         for sentence in (*summary.time.assumed, summary.time.error):
             console.print(f"[dim]{escape(sentence)}[/]")
-    if len(summary.memory) > 1:
+    if len(summary.memory) > 1 or plan.modules:
         _titled(console, "pipeline", stages_table(plan))
     if everything:
         _titled(console, "every field (bold: not the default)", sections_table(plan, console.width))
@@ -146,7 +147,7 @@ def _took(seconds: float, total: float) -> tuple[str, str]:
 
 
 def stages_table(plan: Plan) -> Table:
-    """Contents of each chunk of each pipeline stage, of encoders last; layers and routers are
+    """Contents of each chunk of each pipeline stage, then of encoders; layers and routers are
     0-based global ids."""
     columns = ("stage", "chunk", "layers", "routers", "besides", "parameters")
     table = _table(*columns, right=("parameters",))
@@ -165,12 +166,13 @@ def stages_table(plan: Plan) -> Table:
                 ", ".join(name for name, held in parts.items() if held),
                 count(chunk_parameters(plan, chunk).total),
             )
+    own = numbers(plan.parallel.pp)
     for each in encoders(plan):
         for stage, layers in enumerate(each.stage_layers):
             held = count(each.parameters(stage).total)
             rest = ", ".join(each.besides(stage))
-            row = (str(plan.parallel.pp + stage), "0", ranges(layers), "none", rest, held)
-            table.add_row(f"{row[0]} ({each.name})", *row[1:])
+            number = 0 if each.shared else next(own)
+            table.add_row(f"{number} ({each.name})", "0", ranges(layers), "none", rest, held)
     return table
 
 

@@ -11,7 +11,8 @@ from markupsafe import Markup
 from pyrl_ext.plan.forecast.compute_time import Passes
 from pyrl_ext.plan.forecast.encoder import encoders
 from pyrl_ext.plan.forecast.hardware import gpu_of
-from pyrl_ext.plan.forecast.memory import Item, StageMemory, num_stages
+from pyrl_ext.plan.forecast.items import Item
+from pyrl_ext.plan.forecast.memory import StageMemory, num_stages
 from pyrl_ext.plan.forecast.parameters import chunk_parameters
 from pyrl_ext.plan.forecast.pipeline_schedule import (
     Ahead,
@@ -92,25 +93,29 @@ class Cell(NamedTuple):
 
 def nodes(plan: Plan) -> list[list[Cell]]:
     """Ranks by node and device."""
-    cells = [cell for grid in plan.grids.values() for cell in _cells(plan, grid)]
+    shared = [plan.grids[each.name] for each in encoders(plan) if each.shared]
+    own = [grid for grid in plan.grids.values() if grid not in shared]
+    cells = [cell for grid in own for cell in _cells(plan, grid, shared)]
     columns = min(plan.hardware.gpus_per_node, plan.world_size)
     return [list(node) for node in batched(cells, columns)]
 
 
-def _cells(plan: Plan, grid: Grid) -> Iterator[Cell]:
-    """The ranks of one module; its stages have the colours behind those of modules before it."""
+def _cells(plan: Plan, grid: Grid, shared: list[Grid]) -> Iterator[Cell]:
+    """The ranks of one module, with those that run on some of them; its stages have the colours
+    behind those of modules before it."""
     parallel = grid.parallel
+    here = [grid, *(other for other in shared if other.first in grid.ranks)]
     member: dict[int, list[str]] = {rank: [] for rank in grid.ranks}
-    for kind, groups in grid.groups.items():
+    for module, kind, groups in ((each.name, *of) for each in here for of in each.groups.items()):
         for index, group in enumerate(groups):
             for rank in group:
-                member[rank].append(f"{kind}:{grid.name if grid.first else ''}{index}")
+                member[rank].append(f"{kind}:{'' if module == 'llm' else module}{index}")
     axes = [axis for axis in ("tp", "cp", "dp", "pp", "ep") if getattr(parallel, axis) > 1]
     axes += ["etp"] * (parallel.etp_size not in (1, parallel.tp))
     before = sum(g.parallel.pp for g in plan.grids.values() if g.first < grid.first)
-    module = [grid.name] if len(plan.grids) > 1 else []
     for each in map(grid.place, grid.ranks):
-        places = [*module, *(f"{axis}{getattr(each, axis)}" for axis in axes)]
+        names = [of.name for of in here if each.rank in of.ranks] if len(plan.grids) > 1 else []
+        places = [*names, *(f"{axis}{getattr(each, axis)}" for axis in axes)]
         yield Cell(each.rank, places, member[each.rank], (before + each.pp) % SERIES)
 
 
@@ -187,7 +192,8 @@ def layers_chart(plan: Plan) -> Chart:
     if more := _encoder_shapes(plan, first + pp * step, left, height, step):
         shapes += more
         legend += [("series-2", "layer of an encoder")]
-    return Chart(title, first + num_stages(plan) * step, shapes, legend)
+    rows = pp + sum(len(each.layers) for each in encoders(plan))
+    return Chart(title, first + rows * step, shapes, legend)
 
 
 def _encoder_shapes(plan: Plan, top: float, left: float, height: float, step: float) -> list[Shape]:
@@ -238,7 +244,7 @@ def pipeline_chart(plan: Plan) -> tuple[str, Chart] | None:
     run = -(-len(rounds) // whole) * whole
     readable = int(MOST_UNITS / (vpp * (1 + backward)))
     drawn = min(run, max(pp, readable // whole * whole))
-    encoder, more = next(encoders(plan), None), ""
+    encoder, more = next(iter(encoders(plan)), None), ""
     ahead = None
     if encoder:
         gpu, pace = gpu_of(plan), 1.0
@@ -246,8 +252,11 @@ def pipeline_chart(plan: Plan) -> tuple[str, Chart] | None:
             theirs, ours = Passes(plan, gpu).pace(encoder, rounds)
             pace = theirs * vpp / ours
         again = backward * pace if encoder.module.train else None
-        ahead = Ahead(encoder.module.parallel.pp, ahead_of(plan.parallel), pace, again)
+        stages = 0 if encoder.shared else encoder.parallel.pp
+        ahead = Ahead(stages, ahead_of(plan.parallel), pace, again)
         more = f" A stage of {encoder.name} takes {pace:.2g} of it."
+        if encoder.shared:
+            more = f" Stage 0 takes {pace:.2g} more of it for {encoder.name}."
     slots, all_slots = (
         pipeline(pp, vpp, number, 1.0, backward, encoder=ahead) for number in (drawn, run)
     )

@@ -1,0 +1,39 @@
+"""Memory of the ranks of an encoder, item by item."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pyrl_ext.plan.forecast.encoder import Encoder
+from pyrl_ext.plan.forecast.items import CONTEXT_BYTES, PASSES, Item, communicators, state_items
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+
+
+def encoder_items(encoder: Encoder, stage: int) -> Iterator[Item]:
+    """A stage of an encoder: no optimizer state, gradients or saved activations where it is
+    frozen. On ranks of the language model, names of the items tell whose they are."""
+    plan, module = encoder.plan, encoder.module
+    of = f" of {encoder.name}" if encoder.shared else ""
+    count, patches = encoder.on_rank(stage), module.patches_per_microbatch
+    yield from state_items(plan, count, encoder.stepped(stage), of, module.train)
+    if module.train:
+        each, flying = encoder.activations(stage), encoder.in_flight(stage)
+        why = f"{patches:,} patches x {each:,.0f} bytes x {flying} microbatches in flight"
+        held = math.ceil(patches * each * flying)
+        yield Item(f"activations{of}", held, ("update",), why, exact=False)
+    why = "as much as one layer saves for its backward pass"
+    yield Item(f"forward pass{of}", math.ceil(patches * encoder.saved), PASSES, why, exact=False)
+    if stage == 0:
+        width, read = encoder.tower.patch_width, DTYPE_BYTES[plan.model.dtype]
+        why = f"{patches:,} patches x {width} numbers in 8 bits, and as they are read"
+        yield Item("patches", patches * width * (1 + read), PASSES, why, exact=False)
+        share = math.ceil(encoder.step_patches / encoder.parallel.dp)
+        why = f"{share:,} of {encoder.step_patches:,.0f} patches (estimate) x {width} bytes"
+        phases = MEMORY_PHASES[1:]  # images come with the samples
+        yield Item("patches of the batch", share * width, phases, why, exact=False, host=True)
+    sizes = encoder.parallel
+    groups = sum(size > 1 for size in (sizes.dp, sizes.tp, sizes.pp)) + 2  # two of its edge
+    if plan.device == "cuda" and not (of and sizes.dp == 1):
+        yield communicators(0 if encoder.shared else CONTEXT_BYTES, groups, of)

@@ -1,0 +1,80 @@
+"""Items of a rank's memory, and those that every module has: its state and its process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, OFFLOADED
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES, GIB
+from pyrl_ext.plan.plan import Plan
+
+PASSES = ("logprobs", "update")
+
+# GPU memory that a process takes before it computes (CUDA's context, libraries and their
+# workspaces), and the buffers of one NCCL communicator. Assumed, not measured.
+CONTEXT_BYTES, COMMUNICATOR_BYTES = GIB, GIB // 4
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes with one purpose on a rank."""
+
+    name: str
+    bytes: int
+    phases: tuple[str, ...]
+    """Phases in which they are held, of `MEMORY_PHASES`."""
+    why: str
+    """How the number is computed, or what the estimate assumes."""
+    exact: bool = True
+    """Computed from tensor shapes; False: estimated."""
+    host: bool = False
+    """In host memory, not on the device."""
+
+
+def state_items(
+    plan: Plan, count: int, stepped: int, of: str = "", train: bool = True
+) -> Iterator[Item]:
+    """Weights, gradients and optimizer state. Gradients are accumulated in float32; Adam keeps two
+    float32 moments, and a float32 copy of weights that are not float32 themselves.
+
+    Args:
+        count: parameters that the rank holds.
+        stepped: those whose optimizer state it holds.
+        of: ends the names of the items.
+        train: false: weights alone.
+    """
+    weight = DTYPE_BYTES[plan.model.dtype]
+    adam = 8 if weight == 4 else 12
+    part = " of the rank's part" if plan.optimizer.distributed else ""
+    on_host = math.ceil(plan.optimizer.offload * stepped)
+    for name, held, why in (
+        ("weights", weight * count, f"{weight} bytes a parameter ({count:,})"),
+        ("gradients", 4 * count, "4 bytes a parameter, reduced in place"),
+        ("optimizer", adam * (stepped - on_host), f"{adam} bytes a parameter{part} ({stepped:,})"),
+    )[: 3 if train else 1]:
+        if name in OFFLOADED[plan.rollout.offload_trainer]:
+            # the engine reads the weights before they go
+            offloaded = ("rollout",) if name == "weights" else ("publish", "rollout")
+            onloaded = tuple(phase for phase in MEMORY_PHASES if phase not in offloaded)
+            yield Item(f"{name}{of}", held, onloaded, f"{why}; in host memory in other phases")
+            yield Item(f"{name}{of} on the host", held, offloaded, why, host=True)
+        else:
+            yield Item(f"{name}{of}", held, MEMORY_PHASES, why)
+    if on_host:
+        why, name = "16 bytes a parameter: weight, gradient and two moments in float32", "optimizer"
+        held = 16 * on_host
+        yield Item(f"offloaded {name}{of}", held, MEMORY_PHASES, why, exact=False, host=True)
+    if plan.objective.kl_coef > 0:
+        why = "the initial weights, kept because objective.kl_coef is above 0"
+        yield Item(f"reference{of}", weight * count, MEMORY_PHASES, why)
+
+
+def communicators(context: int, groups: int, of: str = "") -> Item:
+    """NCCL's buffers, and CUDA's `context` [bytes]."""
+    why = f"0.25 GiB for each of {groups} NCCL communicators"
+    why = f"assumed: {'1 GiB, and ' if context else ''}{why}"
+    held = context + groups * COMMUNICATOR_BYTES
+    name = f"NCCL{of}" if of else "CUDA and NCCL"
+    return Item(name, held, MEMORY_PHASES, why, exact=False)
