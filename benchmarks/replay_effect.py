@@ -46,12 +46,13 @@ def run_steps(
     native, replayed, scores = [], [], []
     for number in track(range(steps), "steps"):
         step.publish(number, clock)
-        shard = step.batch_of(step.take(number, clock), clock)
+        rollout = step.take(number, clock)
+        shard = step.batch_of(rollout, clock)
         own = step.policy.scores(shard, replay=False)
-        shard, old = step.score(shard, clock)
-        rollout, mask = shard.columns["rollout_logprobs"], shard.columns["loss_mask_0"]
+        shard, old = step.score(shard, rollout.index, clock)
+        engine, mask = shard.columns["rollout_logprobs"], shard.columns["loss_mask_0"]
         for rows, each in ((native, own), (replayed, old)):
-            rows.append(mismatch(each.logprobs, rollout, mask))
+            rows.append(mismatch(each.logprobs, engine, mask))
         scores.append(old)
         step.update(shard, clock)
     return native, replayed, scores

@@ -53,7 +53,7 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
                 shard, index = step.batch_of(rollout, clock), rollout.index
                 del rollout  # the rows are now where they are computed
                 check = number == first or plan.rollout.max_mismatch is not None
-                shard, old = step.score(shard, clock, check)
+                shard, old = step.score(shard, index, clock, check)
                 row |= step.update(shard, clock)
             policy.step = number + 1
             run.write(row | step.metrics(index, shard, old) | speed(clock, index))

@@ -1,37 +1,149 @@
-"""Advantages: functions from rewards and groups to one number per sample."""
+"""Advantages: functions from the rewards of trajectories to one number a trajectory.
+
+A trajectory counts once in the baseline of its group, however many samples it was cut into.
+"""
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pyrl_ext.loss.reductions import numbered
 
-def grpo(rewards: Tensor, groups: Tensor, normalize_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """``(reward - mean of its group) / (std of its group + eps)``, the division optional.
+EPS = 1e-6  # added to standard deviations and means [reward]
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """J trajectories, each with one reward.
 
     Args:
-        rewards: [S] float32.
-        groups: [S] int64, samples with the same number form a group, in any order.
+        rewards: [J] float64.
+        groups:  [J] int64, 0 .. G - 1: the group of each.
+        tokens:  [J] float64, loss tokens of each.
+    """
+
+    rewards: Tensor
+    groups: Tensor
+    tokens: Tensor
+
+    def total(self, values: Tensor) -> Tensor:
+        """[J] float64, the sum of ``values`` over each one's group."""
+        sums = values.new_zeros(int(self.groups.max()) + 1)
+        return sums.index_add(0, self.groups, values)[self.groups]
+
+    @property
+    def size(self) -> Tensor:
+        """[J] float64, trajectories in each one's group."""
+        return self.total(torch.ones_like(self.rewards))
+
+    @property
+    def mean(self) -> Tensor:
+        """[J] float64, mean reward of each one's group."""
+        return self.total(self.rewards) / self.size
+
+
+def grpo(
+    given: Trajectories, normalize_std: bool = True, leave_one_out: bool = False, eps: float = EPS
+) -> Tensor:
+    """``(r - mean of the group) / (std of the group + eps)``, the division optional.
+
+    Args:
         normalize_std: divide by the sample standard deviation (n - 1) of the group.
+        leave_one_out: the mean is that of the group's other trajectories.
         eps: added to the standard deviation [reward].
 
     Returns:
-        [S] float32; exactly 0 in a group whose rewards are all equal.
+        [J] float64; exactly 0 in a group whose rewards are all equal.
 
-    Source: DeepSeekMath, https://arxiv.org/abs/2402.03300.
+    Source: DeepSeekMath, https://arxiv.org/abs/2402.03300; without the division: Dr.GRPO,
+    https://arxiv.org/abs/2503.20783.
     """
-    inverse = groups.unique(return_inverse=True)[1]  # pyright: ignore
-    group = cast(Tensor, inverse)
-    size = group.bincount().double()
+    centred = given.rewards - given.mean
+    std = (given.total(centred.square()) / (given.size - 1).clamp(min=1)).sqrt()
+    if leave_one_out:
+        centred = rloo(given)
+    return centred / (std + eps) if normalize_std else centred
+
+
+def rloo(given: Trajectories) -> Tensor:
+    """``r - mean reward of the group's other trajectories``; 0 in a group of one.
+
+    Source: https://arxiv.org/abs/2402.14740.
+    """
+    size = given.size
+    return (given.rewards - given.mean) * size / (size - 1).clamp(min=1)
+
+
+def opo(given: Trajectories) -> Tensor:
+    """``r - sum(tokens r) / sum(tokens)`` over the group: the baseline of least variance, where
+    long responses have as much larger gradients.
+
+    Source: https://arxiv.org/abs/2505.23585.
+    """
+    baseline = given.total(given.tokens * given.rewards) / given.total(given.tokens).clamp(min=1)
+    return _of_several(given, given.rewards - baseline)
+
+
+def reinforce_pp(given: Trajectories, baseline: bool = False, eps: float = EPS) -> Tensor:
+    """``(x - mean) / (std + eps)`` over all loss tokens of the batch, where x is the reward.
+
+    Args:
+        baseline: x is the reward less the mean of its group.
+
+    Source: REINFORCE++, https://arxiv.org/abs/2501.03262, without a discount.
+    """
+    values = given.rewards - given.mean if baseline else given.rewards
+    tokens = given.tokens.sum().clamp(min=1)
+    centred = values - (given.tokens * values).sum() / tokens
+    variance = (given.tokens * centred.square()).sum() / (tokens - 1).clamp(min=1)
+    return centred / (variance.sqrt() + eps)
+
+
+def maxrl(given: Trajectories, eps: float = EPS) -> Tensor:
+    """``(r - mean of the group) / (mean of the group + eps)``, for rewards of 0 and more: the
+    gradient of the log-likelihood of success, to first order.
+
+    Source: https://arxiv.org/abs/2602.02710.
+    """
+    centred = given.rewards - given.mean
+    return centred / (given.mean + eps)
+
+
+def _of_several(given: Trajectories, values: Tensor) -> Tensor:
+    """``values``; exactly 0 where a trajectory is alone in its group, or all its rewards equal."""
+    spread = given.total((given.rewards - given.mean).square())
+    return torch.where(spread > 0, values, 0)
+
+
+def per_trajectory(
+    rewards: Tensor, groups: Tensor, tokens: Tensor, trajectories: Tensor | None = None
+) -> tuple[Trajectories, Tensor]:
+    """The trajectories of S samples, and the trajectory [S] of each sample.
+
+    Args:
+        rewards: [S], equal in all samples of a trajectory.
+        groups: [S] int64, samples with the same number form a group, in any order.
+        tokens: [S] loss tokens of each sample.
+        trajectories: [S] int64, samples with the same number form a trajectory; None: each one.
+
+    Raises: ValueError when samples of one trajectory have unequal rewards or groups.
+    """
+    ids = torch.arange(len(rewards)) if trajectories is None else trajectories
+    which = numbered(ids)
+    last_first = torch.arange(len(rewards)).flip(0)
+    first = torch.zeros(int(which.max()) + 1, dtype=torch.int64)
+    first = first.index_copy_(0, which.flip(0), last_first)
     values = rewards.double()  # sums and means of equal float32 rewards are then exact
-
-    def total(x: Tensor) -> Tensor:
-        return torch.zeros_like(size).index_add(0, group, x)
-
-    centred = values - (total(values) / size)[group]
-    if normalize_std:
-        std = (total(centred.square()) / (size - 1).clamp(min=1)).sqrt()
-        centred = centred / (std[group] + eps)
-    return centred.float()
+    group = numbered(groups)
+    for name, each in (("rewards", values), ("groups", group)):
+        if bool((wrong := each != each[first][which]).any()):
+            sample = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"per_trajectory: sample {sample} has {name} {each[sample].item()}, expected "
+                f"{each[first][which][sample].item()} as the first sample of its trajectory"
+            )
+    lengths = torch.zeros(len(first), dtype=torch.float64).index_add(0, which, tokens.double())
+    return Trajectories(values[first], group[first], lengths), which

@@ -1,12 +1,16 @@
 """The loss contract: the inputs and results of a loss, and arithmetic that all losses share."""
 
+# torch.distributed is not fully typed
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: a larger ratio carries no information, only overflow
@@ -15,31 +19,97 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: a larger ratio carries no information
 Sums = dict[str, tuple[Tensor, Tensor]]
 
 
-AdvantageFn = Callable[[Tensor, Tensor], Tensor]
+# (rewards [S], groups [S], loss tokens [S]) -> [S]
+AdvantageFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 LossFn = Callable[[Tensor, Tensor | None, "LossInputs"], tuple[Tensor, Tensor, Sums]]
 
 
 class ObjectiveConfig(Protocol):
-    """The ``objective`` section of the plan."""
+    """The keys of the ``objective`` section that losses read."""
 
     @property
-    def advantage(self) -> str: ...
-    @property
-    def normalize_std(self) -> bool: ...
-    @property
     def loss(self) -> str: ...
+    @property
+    def ratio(self) -> str: ...
+    @property
+    def anchor(self) -> str: ...
     @property
     def clip_low(self) -> float: ...
     @property
     def clip_high(self) -> float: ...
     @property
+    def dual_clip(self) -> float | None: ...
+    @property
+    def sapo_tau(self) -> tuple[float, float]: ...
+    @property
     def kl_coef(self) -> float: ...
+    @property
+    def kl(self) -> str: ...
+    @property
+    def kl_gradient(self) -> str: ...
+    @property
+    def kl_weight(self) -> str: ...
+    @property
+    def kl_in(self) -> str: ...
     @property
     def entropy_coef(self) -> float: ...
     @property
-    def tis_cap(self) -> float | None: ...
+    def opsm(self) -> float | None: ...
+    @property
+    def reduction(self) -> str: ...
+    @property
+    def needs_sequences(self) -> bool: ...
+    @property
+    def corrects(self) -> bool: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Means over the loss tokens of sequences whose rows several ranks may share.
+
+    Args:
+        ids:    [T] int64, sequence of each row, 0 .. count - 1; any in padding.
+        count:  of the sequences in this pass.
+        shares: [T] float, 1 / (loss tokens of the row's sequence on all ranks); 0 outside the mask.
+        group:  context-parallel ranks that share the rows; None: this rank has them all.
+    """
+
+    ids: Tensor
+    count: int
+    shares: Tensor
+    group: dist.ProcessGroup | None = None
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[T] -> [T], of each row's sequence; differentiable.
+
+        Communicates: an all-reduce of [count] over ``group``, and one in the backward.
+        """
+        sums = values.new_zeros(self.count)
+        sums = sums.index_add(0, self.ids, values * self.shares.to(values.dtype))
+        if self.group is not None:
+            sums = cast(Tensor, cast(Any, _SumOverRanks).apply(sums, self.group))
+        return sums.index_select(0, self.ids)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Each rank reads the sum in its own rows, so its gradient is the sum over ranks as well."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _all_reduced(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _all_reduced(grads[0], ctx.group), None
+
+
+def _all_reduced(values: Tensor, group: Any) -> Tensor:
+    total = values.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +122,9 @@ class LossInputs:
         ref_logprobs: float32, in the reference policy [nats]; or None.
         advantages: float32.
         loss_mask: bool; padding rows are False.
+        weights: float32, of the token in the reduction; None: 1.
+        corrections: float32, of its policy term; None: 1.
+        sequences: means over whole sequences; None: no part needs them.
     """
 
     old_logprobs: Tensor
@@ -59,6 +132,9 @@ class LossInputs:
     ref_logprobs: Tensor | None
     advantages: Tensor
     loss_mask: Tensor
+    weights: Tensor | None = None
+    corrections: Tensor | None = None
+    sequences: Sequences | None = None
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
@@ -76,4 +152,4 @@ def clamp_log_ratio(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 def missing_input(coefficient: str, value: float, needed: str) -> str:
     """The message about a coefficient whose term lacks an input."""
-    return f"grpo_loss: {coefficient} is {value} and {needed} is None, expected {needed}"
+    return f"policy_loss: {coefficient} is {value} and {needed} is None, expected {needed}"

@@ -10,26 +10,44 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.dist.user_code import load_function
-from pyrl_ext.loss.advantages import grpo
-from pyrl_ext.loss.grpo import grpo_loss
-from pyrl_ext.loss.inputs import AdvantageFn, LossFn, LossInputs, ObjectiveConfig, Sums
+from pyrl_ext.loss import advantages
+from pyrl_ext.loss.inputs import AdvantageFn, LossFn, LossInputs, Sums
+from pyrl_ext.loss.objective import policy_loss
+from pyrl_ext.loss.policy_terms import TERMS
 from pyrl_ext.loss.sft import sft_loss
+from pyrl_ext.plan.schema.objective import ADVANTAGES, LOSSES, Objective
 
 
-def build_advantage(config: ObjectiveConfig) -> AdvantageFn:
-    """The advantage function that ``objective.advantage`` names: (rewards, groups) -> [S]."""
-    if config.advantage == "grpo":
-        return partial(grpo, normalize_std=config.normalize_std)
-    return load_function("objective.advantage", config.advantage, 2, ("grpo",), config=config)
+def build_advantage(config: Objective) -> AdvantageFn:
+    """The advantage function that ``objective.advantage`` names: (rewards, groups, loss tokens) ->
+    [S]; a user's own takes the first two."""
+    name = config.advantage
+    if name not in ADVANTAGES:
+        own = load_function("objective.advantage", name, 2, ADVANTAGES, config=config)
+        return lambda rewards, groups, tokens: own(rewards, groups)
+    of_trajectories: Any = {
+        "grpo": partial(
+            advantages.grpo,
+            normalize_std=config.normalize_std,
+            leave_one_out=config.leave_one_out,
+        ),
+        "reinforce_pp_baseline": partial(advantages.reinforce_pp, baseline=True),
+    }.get(name) or getattr(advantages, name)
+
+    def of_samples(rewards: Tensor, groups: Tensor, tokens: Tensor) -> Tensor:
+        found, which = advantages.per_trajectory(rewards, groups, tokens)
+        return of_trajectories(found)[which].float()
+
+    return of_samples
 
 
-def build_loss(config: ObjectiveConfig) -> LossFn:
+def build_loss(config: Objective) -> LossFn:
     """The loss function that ``objective.loss`` names: (logprobs, entropy, LossInputs) -> sums."""
-    if config.loss == "grpo":
-        return partial(grpo_loss, config=config)
+    if config.loss in TERMS:
+        return partial(policy_loss, config=config)
     if config.loss == "sft":
         return sft_loss
-    loss = load_function("objective.loss", config.loss, 3, ("grpo", "sft"), config=config)
+    loss = load_function("objective.loss", config.loss, 3, LOSSES, config=config)
     return _checked(f"objective.loss: {config.loss!r}", loss)
 
 

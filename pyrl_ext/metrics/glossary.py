@@ -60,6 +60,7 @@ _METRICS = (
     # the run
     Metric("step", "1", "Rollout steps finished before this one, from 0."),
     Metric("reward", "reward", "Mean reward of the step's samples."),
+    Metric("reward/kl", "nat", "Mean over samples of the KL that was taken off the reward."),
     Metric(
         "eval_reward", "reward", "Mean reward on the held-out prompts before the step's update."
     ),
@@ -74,8 +75,8 @@ _METRICS = (
         "Sum of the token losses over the loss tokens of all ranks, divided by their number, "
         "averaged over the step's minibatches.",
     ),
-    Metric("loss/policy", "1", "Part of loss from the clipped policy objective."),
-    Metric("loss/ref_kl", "1", "Part of loss from the reference: kl_coef * policy/ref_kl."),
+    Metric("loss/policy", "1", "Part of loss from the policy term."),
+    Metric("loss/ref_kl", "1", "Part of loss from the reference: kl_coef * the KL term."),
     Metric("loss/entropy", "1", "Part of loss from the bonus: -entropy_coef * policy/entropy."),
     Metric(
         "mtp_loss",
@@ -131,17 +132,29 @@ _METRICS = (
     Metric(
         "policy/ref_kl",
         "nat",
-        "mean(s - 1 - log s) with s = exp(ref_logprob - logprob).",
+        "Mean of the estimate objective.kl, of k = logprob - ref_logprob.",
         None,
         _K3,
     ),
     Metric(
         "policy/tis_mean",
         "1",
-        "Mean importance weight min(r, tis_cap) that multiplied the policy term.",
+        "Mean weight (objective.tis_cap) of the policy term, before tokens are rejected.",
         None,
         "https://fengyao.notion.site/off-policy-rl",
     ),
+    Metric("policy/rejected/token", "1", "Fraction of tokens outside objective.mask_ratio."),
+    Metric(
+        "policy/rejected/sequence",
+        "1",
+        "Fraction of tokens in samples outside objective.sequence_bounds, but not counted before.",
+    ),
+    Metric(
+        "policy/rejected/veto",
+        "1",
+        "Fraction of tokens in samples below objective.veto, but not counted before.",
+    ),
+    Metric("policy/opsm_fraction", "1", "Fraction of tokens dropped by objective.opsm."),
     Metric(
         "policy/guarded_fraction",
         "1",

@@ -18,7 +18,7 @@ from torch import Tensor
 from pyrl_ext.pack.images import Images
 from pyrl_ext.samples import Sample
 
-Advantage = Callable[[Tensor, Tensor], Tensor]
+Advantage = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +160,7 @@ class BatchIndex:
         """[S] float32, the advantage of every sample.
 
         Args:
-            advantage: (rewards [S] float32, groups [S] int64) -> [S] float.
+            advantage: (rewards [S] float32, groups [S] int64, loss tokens [S] int64) -> [S] float.
 
         Raises: ValueError when a reward or an advantage is not finite, or their numbers differ.
         """
@@ -170,7 +170,8 @@ class BatchIndex:
                 f"BatchIndex: Sample(prompt {self.groups[at]}, sample {self.places[at]}): reward "
                 f"{self.rewards[at]}, expected a finite number; score it first"
             )
-        values = advantage(self._rewards, torch.from_numpy(self.groups))
+        tokens = torch.from_numpy(self.loss_tokens[:, 0].astype(np.int64))
+        values = advantage(self._rewards, torch.from_numpy(self.groups), tokens)
         if values.shape != (len(self),):
             raise ValueError(
                 f"BatchIndex: the advantage function returned {list(values.shape)}, expected "

@@ -5,22 +5,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pyrl_ext.dist.topology import Place
 from pyrl_ext.dist.upload import Upload
-from pyrl_ext.loss.inputs import LossInputs
+from pyrl_ext.loss.inputs import LossInputs, Sequences
 from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.shard import BatchShard, layout_of
 
-_SCORES = ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs")
+_SCORES = (
+    *("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs"),
+    *("weights", "corrections", "shares"),
+)
 
 
 class MTPInputs(NamedTuple):
@@ -106,6 +110,8 @@ class Microbatch:
         columns = _columns(shard, slice(first, end), depths)
         placed = _positions(shard, slice(first, end), axes)
         columns |= placed
+        if "shares" in columns:
+            columns["sequences"] = _sequences(shard, slice(first, end), group.samples)
         upload = upload or Upload(torch.device("cpu"))
         pin = upload.device.type != "cpu"
         fields = gather_fields([*columns.values()], local, [0.0] * len(columns), pin=pin)
@@ -121,7 +127,9 @@ class Microbatch:
             tokens=here["tokens"].long(),
             targets=targets[0],
             positions=torch.stack([here[name].long() for name in placed]).squeeze(0),
-            inputs=_loss_inputs(here) if shard.seat.last_stage else None,
+            inputs=_loss_inputs(here, place, max(1, len(group.samples)))
+            if shard.seat.last_stage
+            else None,
             mtp=tuple(
                 MTPInputs(targets[d - 1], targets[d], here[masks[d]]) for d in range(1, 1 + depths)
             ),
@@ -151,12 +159,24 @@ def _positions(shard: BatchShard, part: slice, axes: bool) -> dict[str, Tensor]:
     return {f"positions_{i}": torch.from_numpy(each).int() for i, each in enumerate(found)}
 
 
-def _loss_inputs(columns: Mapping[str, Tensor]) -> LossInputs:
-    rollout = columns["rollout_logprobs"]
+def _sequences(shard: BatchShard, part: slice, samples: Sequence[int]) -> Tensor:
+    """[N] int32, place among ``samples`` of the sample of each row ``part`` of a shard."""
+    of_rows = shard.lengths.sample_of(shard.rows.tokens[part])
+    return torch.from_numpy(np.searchsorted(np.asarray(samples, np.int64), of_rows)).int()
+
+
+def _loss_inputs(columns: Mapping[str, Tensor], place: Place, samples: int) -> LossInputs:
+    rollout, shares = columns["rollout_logprobs"], columns.get("shares")
+    sequences = None
+    if shares is not None:
+        sequences = Sequences(columns["sequences"].long(), samples, shares, place.cp_group)
     return LossInputs(
         old_logprobs=columns.get("old_logprobs", torch.zeros_like(rollout)),
         rollout_logprobs=rollout,
         ref_logprobs=columns.get("ref_logprobs"),
         advantages=columns["advantages"],
         loss_mask=columns["loss_mask_0"],
+        weights=columns.get("weights"),
+        corrections=columns.get("corrections"),
+        sequences=sequences,
     )

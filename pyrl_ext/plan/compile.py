@@ -20,6 +20,7 @@ from pyrl_ext.plan.language.yaml_tree import Source, apply, read
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.schema import Config
+from pyrl_ext.plan.schema.objective import presets, with_preset
 
 
 def compile_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
@@ -86,6 +87,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
     if not source.complete:
         raise ConfigError(source.problems)
     resolve(source)
+    if isinstance(section := source.tree.get("objective"), dict):
+        try:
+            source.tree["objective"] = merged = with_preset(section)
+            given = presets()[merged["preset"]] if merged.get("preset") else {}
+            source.notes += [
+                f"objective.{key}: {merged[key]} in place of {value}, the value of preset "
+                f"{merged['preset']}"
+                for key, value in given.items()
+                if merged[key] != value
+            ]
+        except ValueError as error:
+            source.fail(("objective", "preset"), str(error))
     return source
 
 

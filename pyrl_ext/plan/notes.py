@@ -30,6 +30,12 @@ def notes(plan: Plan) -> tuple[str, ...]:
         found.append(
             "replay.old and replay.train differ: the first update's ratio compares different routes"
         )
+    objective = plan.objective
+    if objective.kl_coef and (objective.kl, objective.kl_gradient) == ("k3", "direct"):
+        found.append(
+            "objective.kl_gradient is direct: the gradient of k3 itself descends the forward KL; "
+            "reverse, the default, descends the KL that k3 estimates"
+        )
     if plan.rollout.oversample > 1:
         found.append(
             f"rollout.oversample {plan.rollout.oversample:g}: a step asks for {plan.prompts_asked} "

@@ -169,7 +169,7 @@ class Bench:
         rollout = step.take(number, phases)
         step.onload(phases)
         self.longest = int(rollout.index.prompt_lens.max()) + self.plan.rollout.max_new_tokens
-        shard, _ = step.score(step.batch_of(rollout, phases), phases)
+        shard, _ = step.score(step.batch_of(rollout, phases), rollout.index, phases)
         step.update(shard, phases)
         return shard
 

@@ -21,9 +21,9 @@ def encode(
     """Run the stages of ``module`` over all microbatches and hand its rows to the readers.
 
     Args:
-        module: its chunk takes patches [p, C] on its first stage, those in 8 bits scaled as the
-            model's processor does, and the grid (t, h, w) of each image; on its last stage it
-            returns [rows, width], equal on all tensor-parallel ranks.
+        module: its chunk takes patches [p, C] on its first stage, scaled as its processor says, and
+            the grid (t, h, w) of each image; on its last stage it returns [rows, width], equal on
+            all tensor-parallel ranks.
         outlets: the edges that it feeds.
         more: microbatches that it runs further ahead than its stages ask for (`ahead_of`).
 
@@ -41,7 +41,7 @@ def encode(
         patches, grids, rows = images.microbatch(number, topo.dp_rank)
         if patches is not None:
             patches = to_device(patches, topo.device)
-            patches = module.scale(patches) if patches.dtype == torch.uint8 else patches
+            patches = patches if module.scale is None else module.scale(patches)
         with record_function("pyrl: encode"):
             output = chunk(patches, grids)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,8 @@ class Module:
         replay: the hooks in the routers of ``chunks``.
         table: every tensor of the checkpoint, with its place in the model.
         mtp_layers: number of MTP layers.
+        scale: of the image processor, which patches in 8 bits go through; None: they are scaled, or
+            the module reads none.
     """
 
     def __init__(self, name: str, plan: Plan, topo: Topology, chunks: list[Any]):
@@ -50,6 +51,7 @@ class Module:
         self.table = table_of(plan, name)
         self.replay = Replay(chunks, topo.device)
         self.optimizer: Any = None
+        self.scale: Scale | None = None
         self._offloaded = {
             part: OffloadedStorage() for part in ("weights", "gradients", "optimizer")
         }
@@ -90,6 +92,7 @@ class Module:
         if trainable:
             chunks = wrap_ddp(plan, chunks, topo.groups)
         module = cls(name, plan, topo, chunks)
+        module.scale = image_scale(plan) if tower else None
         if trainable:
             weakref.finalize(module, release, chunks)
         if not tower:
@@ -121,11 +124,6 @@ class Module:
                     f"in layers {live}, expected {planned} as in the plan; routes would go to "
                     "other layers"
                 )
-
-    @cached_property
-    def scale(self) -> Scale:
-        """Scales patches in 8 bits as the model's image processor does."""
-        return image_scale(self.plan)
 
     # weights -------------------------------------------------------------------------------------
 

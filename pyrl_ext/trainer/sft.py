@@ -89,7 +89,7 @@ class SftStep(Step):
         return Rollout(BatchIndex.joined([*parts], order), samples, 0)
 
 
-def _no_advantage(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def _no_advantage(rewards: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(rewards)
 
 

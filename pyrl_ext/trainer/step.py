@@ -29,8 +29,10 @@ from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy, Scores
+from pyrl_ext.trainer.token_weights import weigh_tokens
 from pyrl_ext.weights.check import (
     check_batch,
+    engine_tensor_names,
     full_check,
     mismatch_limit,
     sync_weights,
@@ -60,6 +62,7 @@ class Step(ABC):
     advantage: AdvantageFn
     loss: LossFn
     moved: Moved = field(default_factory=Moved, init=False)
+    weighed: Metrics = field(default_factory=dict[str, float], init=False)
 
     @cached_property
     def scheduler(self) -> Scheduler:
@@ -139,7 +142,7 @@ class Step(ABC):
         )
 
     def score(
-        self, shard: BatchShard, phase: Phase, check: bool = False
+        self, shard: BatchShard, index: BatchIndex, phase: Phase, check: bool = False
     ) -> tuple[BatchShard, Scores | None]:
         """The rows with what the loss needs of a forward pass, and its scores; None: no pass.
 
@@ -204,7 +207,7 @@ class RolloutStep(Step):
             metrics = sync_weights(
                 self.rollouts.engine,
                 self.policy.weights(),
-                self.policy.tensors.engine_names,
+                self._engine_names(),
                 version,
                 dtype=self._engine_dtype,
                 check=rollout.check_tensors,
@@ -236,14 +239,14 @@ class RolloutStep(Step):
         return metrics
 
     def score(
-        self, shard: BatchShard, phase: Phase, check: bool = False
+        self, shard: BatchShard, index: BatchIndex, phase: Phase, check: bool = False
     ) -> tuple[BatchShard, Scores]:
         """Score the rows with the policy and the reference.
 
         Args:
             check: stop the run if trainer and engine disagree about the tokens.
 
-        Returns: the rows with their log-probs, and the policy's scores.
+        Returns: the rows with their log-probs and weights, and the policy's scores.
         """
         with phase("time/old_logprobs"):
             old = self.policy.scores(shard, self.plan.replay.old)
@@ -254,13 +257,16 @@ class RolloutStep(Step):
             with phase("time/ref_logprobs"):
                 ref = self.reference.scores(shard, self.plan.replay.reference)
             columns["ref_logprobs"] = ref.logprobs
-        return (shard.with_columns(**columns) if shard.seat.last_stage else shard), old
+        if shard.seat.last_stage:
+            shard = shard.with_columns(**columns)
+        shard, self.weighed = weigh_tokens(shard, index, self.plan, self.topo, self.advantage)
+        return shard, old
 
     def metrics(self, index: BatchIndex, shard: BatchShard, old: Scores | None) -> Metrics:
         """Metrics of the step: samples, moved bytes, trainer against engine, seconds of replay."""
         assert old is not None
         metrics = index.stats() | self.rollouts.aborted | compare(shard, old, self.topo)
-        metrics |= self.moved.metrics(self.topo)
+        metrics |= self.moved.metrics(self.topo) | self.weighed
         if self.plan.replay.enabled:
             policies = [p for p in (self.policy, self.reference) if p is not None]
             seconds = (p.llm.replay.clock.take() for p in policies)
@@ -270,6 +276,13 @@ class RolloutStep(Step):
     @property
     def _engine_dtype(self) -> torch.dtype:
         return dtype_of(self.plan.rollout_dtype)
+
+    def _engine_names(self) -> list[str]:
+        """The checkpoint tensors that an engine holds."""
+        tables, layers = self.policy.tensors.tables, self.plan.sizes.num_hidden_layers
+        names = {m: [name for row in table for name in row.hf_names] for m, table in tables.items()}
+        text = engine_tensor_names(names.pop("llm"), layers)
+        return text + [name for others in names.values() for name in others]
 
     def _check_batch(self, shard: BatchShard, old: Scores) -> None:
         """Stop before the update if trainer and engine disagree about the tokens of the step."""
@@ -282,7 +295,7 @@ class RolloutStep(Step):
                 full_check,
                 self.rollouts.engine,
                 policy.weights,
-                policy.tensors.engine_names,
+                self._engine_names(),
                 policy.step,
                 dtype=self._engine_dtype,
                 slept=plan.engine_sleeps,

@@ -12,6 +12,7 @@ from pyrl_ext.dist.agree import gather_objects
 from pyrl_ext.dist.reduce import sum_over_ranks
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.plan.schema.objective import LOSSES
 
 _MIN_ADVANTAGE = 1e-3
 _MAX_LOGPROB = -1e-3  # above it the probability is nearly 1, and the gradient nearly 0
@@ -34,7 +35,7 @@ def check_zero_gradient(
         FloatingPointError: some tokens must have had a gradient.
     """
     tokens, why = 0, "with an advantage"
-    if loss == "grpo":
+    if loss in LOSSES and loss != "sft":
         tokens = tokens_with_gradient(minibatch, metrics, topo)
     elif loss == "sft" and metrics["loss"] > -_MAX_LOGPROB:
         tokens, why = minibatch.loss_tokens[0][0], f"whose mean loss is {metrics['loss']:.3g}"
@@ -77,7 +78,8 @@ def tokens_with_gradient(
         for position, advantage in values[sample].items():
             total[position] = total.get(position, 0.0) + advantage
     moving = sum(abs(x) > _MIN_ADVANTAGE for total in net.values() for x in total.values())
-    stopped = metrics.get("policy/clip_fraction", 0) + metrics.get("policy/guarded_fraction", 0)
+    names = ("clip_fraction", "guarded_fraction", "opsm_fraction")
+    stopped = sum(metrics.get(f"policy/{name}", 0) for name in names)
     return max(0, moving - round(stopped * minibatch.loss_tokens[0][0]))
 
 
@@ -87,6 +89,8 @@ def _advantages(minibatch: BatchShard) -> Tensor:
     if not minibatch.seat.last_stage:
         return torch.zeros(0)
     counted = columns["loss_mask_0"] & (columns["old_logprobs"] < _MAX_LOGPROB)
+    for weight in (columns[name] for name in ("weights", "corrections") if name in columns):
+        counted &= weight != 0
     return torch.where(counted, columns["advantages"], 0)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pyrl_ext.loss.grpo import grpo_loss
+from pyrl_ext.loss.objective import policy_loss
 from pyrl_ext.metrics.sinks import read_rows
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.tiny import CONFIG
@@ -34,7 +34,7 @@ def faulty_loss(logprobs, entropy, inputs, config):
         if step == FAILED:
             raise ValueError("bad luck")
         os.kill(os.getpid(), signal.SIGKILL if step == KILLED else signal.SIGSTOP)
-    return grpo_loss(logprobs, entropy, inputs, config)
+    return policy_loss(logprobs, entropy, inputs, config)
 
 
 class Launch:

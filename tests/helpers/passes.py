@@ -17,6 +17,7 @@ from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.trainer.policy import Policy, Scores
+from pyrl_ext.trainer.token_weights import weigh_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +54,27 @@ def scores(policy: Policy, batch: Batch, schedule: Schedule, replay: bool = True
     return Scores(stream[0], stream[1], found.agreement)
 
 
+def _weighed(policy: Policy, batch: Batch, schedule: Schedule) -> BatchShard:
+    """The shard with the weights that the objective asks for; old log-probs are 0 if unknown."""
+    shard = shard_of(policy, batch, schedule)
+    if shard.seat.last_stage and "old_logprobs" not in shard.stored:
+        zeros = torch.zeros_like(shard.columns["rollout_logprobs"])
+        shard = shard.with_columns(old_logprobs=zeros)
+
+    def no_advantage(rewards: Tensor, *_: Tensor) -> Tensor:
+        return torch.zeros_like(rewards)
+
+    return weigh_tokens(shard, index_of(batch), policy.plan, policy.topo, no_advantage)[0]
+
+
 def accumulate(policy: Policy, batch: Batch, schedule: Schedule, loss: LossFn) -> dict[str, float]:
     """`Policy.accumulate` over a whole batch."""
-    return policy.accumulate(shard_of(policy, batch, schedule), loss)
+    return policy.accumulate(_weighed(policy, batch, schedule), loss)
 
 
 def update(policy: Policy, batch: Batch, schedule: Schedule, loss: LossFn) -> dict[str, float]:
     """`Policy.update` on a whole batch."""
-    return policy.update(shard_of(policy, batch, schedule), loss)
+    return policy.update(_weighed(policy, batch, schedule), loss)
 
 
 def prefetch(policy: Policy, batch: Batch, schedule: Schedule, **options: Any) -> Any:

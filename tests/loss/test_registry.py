@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pyrl_ext.loss.registry import build_advantage, build_loss
-from tests.helpers.objective import Objective, loss_case
+from pyrl_ext.plan.schema.objective import Objective
+from tests.helpers.objective import loss_case
 
 
 @pytest.fixture
@@ -45,22 +46,21 @@ number = 3
 def test_build_takes_functions_of_the_user():
     rewards, groups = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 0, 0])
     by_rank = build_advantage(Objective(advantage="user_objectives:ranks"))
-    assert by_rank(rewards, groups).tolist() == [2, 0, 1]
+    assert by_rank(rewards, groups, groups).tolist() == [2, 0, 1]
     scaled = build_advantage(Objective(advantage="user_objectives:scaled"))
-    assert torch.equal(scaled(rewards, groups), rewards * 0.2)
+    assert torch.equal(scaled(rewards, groups, groups), rewards * 0.2)
     logprobs, entropy, fields = loss_case()
     loss, _, sums = build_loss(Objective(loss="user_objectives:plain"))(logprobs, entropy, fields)
     assert loss == -(logprobs * fields.advantages).sum() and sums == {}
     without_std = build_advantage(Objective(normalize_std=False))
-    assert without_std(rewards, groups).tolist() == [1, -1, 0]
+    assert without_std(rewards, groups, groups).tolist() == [1, -1, 0]
 
 
 @pytest.mark.usefixtures("user_module")
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("gpro", r"objective.loss: 'gpro', expected grpo or sft or package.module:function"),
-        (":plain", r"expected grpo or sft or package.module:function"),
+        ("gpro", r"objective.loss: 'gpro', expected ppo or .* or sft or package.module:function"),
         ("no_such_module_x:f", r"'no_such_module_x:f': no module 'no_such_module_x'"),
         ("os.no_such:f", r"no module 'os.no_such'"),
         (

@@ -6,7 +6,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from pyrl_ext.loss.registry import build_loss
-from tests.helpers.objective import Objective, loss_case
+from pyrl_ext.plan.schema.objective import Objective
+from tests.helpers.objective import loss_case
 
 
 def test_sft_loss_equals_torch_cross_entropy_in_value_and_gradient():

@@ -9,11 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrl_ext.loss.advantages import grpo
+from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.plan.schema.objective import Objective
 from pyrl_ext.samples import Image, Sample
 from tests.helpers.samples import LAYERS, TOPK, make_sample, make_samples
+
+GRPO = build_advantage(Objective())
 
 
 def test_stats_equals_counts_of_the_samples():
@@ -172,13 +175,14 @@ def test_advantages_gets_rewards_and_groups_of_all_samples():
     index = BatchIndex.of(samples)
     seen = []
 
-    def advantage(rewards, groups):
-        seen.append((rewards.dtype, groups.tolist()))
+    def advantage(rewards, groups, tokens):
+        seen.append((rewards.dtype, groups.tolist(), tokens.tolist()))
         return rewards - 1
 
     assert torch.equal(index.advantages(advantage), torch.tensor(index.rewards).float() - 1)
-    assert seen == [(torch.float32, [12, 10, 11, 12, 10, 11])]
-    for got, sample in zip(index.advantages(grpo), samples, strict=True):
+    tokens = [int(sample.loss_mask[1:].sum()) for sample in samples]
+    assert seen == [(torch.float32, [12, 10, 11, 12, 10, 11], tokens)]
+    for got, sample in zip(index.advantages(GRPO), samples, strict=True):
         group = np.array([other.reward for other in samples if other.prompt_id == sample.prompt_id])
         want = (sample.reward - group.mean()) / (group.std(ddof=1) + 1e-6)
         assert got.item() == pytest.approx(want, rel=1e-5)
@@ -187,13 +191,13 @@ def test_advantages_gets_rewards_and_groups_of_all_samples():
 def test_advantages_refuses_what_is_not_finite_or_not_one_a_sample():
     index = BatchIndex.of(make_samples())
     with pytest.raises(ValueError, match=r"returned \[3\], expected \[8\]"):
-        index.advantages(lambda rewards, groups: rewards[:3])
+        index.advantages(lambda rewards, *_: rewards[:3])
     with pytest.raises(ValueError, match="returned inf for sample 0"):
-        index.advantages(lambda rewards, groups: rewards / 0)
+        index.advantages(lambda rewards, *_: rewards / 0)
     samples = make_samples()
     samples[4] = replace(samples[4], reward=math.nan)
     with pytest.raises(ValueError, match=r"prompt 12, sample 0\): reward nan, expected a finite"):
-        BatchIndex.of(samples).advantages(grpo)
+        BatchIndex.of(samples).advantages(GRPO)
 
 
 def test_split_keeps_groups_whole_and_in_order():

@@ -221,7 +221,7 @@ def bad_samples(group: Any) -> list[str]:
             messages.append(str(caught.value))
         for found in (good(rank), rollout_of([sample(7, 3, 30)], [1], rank)):  # 1 sample, 2 ranks
             shard = step.batch_of(found, clock, minibatches=1)
-            shard, _ = step.score(shard, clock)
+            shard, _ = step.score(shard, found.index, clock)
             assert step.update(shard, clock)["grad_norm"] >= 0
             assert len(shard.rows.tokens)  # both ranks compute
         step.close()

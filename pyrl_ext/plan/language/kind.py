@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic_core import ErrorDetails
 
-from pyrl_ext.plan.language.errors import Key, describe, show
+from pyrl_ext.plan.language.errors import Key, describe, fields_of, show
 from pyrl_ext.plan.language.yaml_tree import Source
 
 
@@ -12,14 +12,16 @@ def _keys(names: str) -> tuple[Key, ...]:
     return tuple(tuple(name.split(".")) for name in names.split())
 
 
+# Keys of `objective` that fine-tuning reads too; all others are parts of a policy's loss.
+_ANY_LOSS = ("loss", "loss_is_token_wise", "mtp_coef", "mtp_detach")
+PARTS = [name for name in fields_of("objective") if name not in _ANY_LOSS]
 # Keys that only runs with rollouts read, and those that only runs without them read; a section
 # stands for all its keys.
 WITH_ROLLOUTS = _keys(
     "rollout replay evaluate.prompts batching.prompts batching.samples_per_prompt "
-    "objective.advantage objective.normalize_std objective.clip_low objective.clip_high "
-    "objective.kl_coef objective.entropy_coef objective.tis_cap data.task data.task_options "
-    "data.prompts data.reward data.reward_timeout data.eval_prompts data.max_prompt_tokens"
-)
+    "data.task data.task_options data.prompts data.reward data.reward_timeout data.eval_prompts "
+    "data.max_prompt_tokens"
+) + tuple(("objective", name) for name in PARTS)
 WITHOUT_ROLLOUTS = _keys("data.path data.max_tokens data.truncate data.held_out batching.samples")
 # By whether a run has rollouts: the keys that it cannot do without.
 REQUIRED = {

@@ -19,6 +19,9 @@ MOVED = {
     for name in ("exact_match", "number_match")
 }
 
+# Values of a key that were renamed.
+VALUES: dict[tuple[Key, str], str] = {(("objective", "loss"), "grpo"): "ppo"}
+
 
 def current(key: Key) -> Key:
     """`key`, or a key below it, by today's names."""
@@ -33,9 +36,17 @@ def renamed_note(old: str, new: str) -> str:
 
 def renamed_tree(tree: dict[str, Any]) -> dict[str, Any]:
     """The sections of a saved plan by today's names."""
-    return {
-        section: {current((section, k))[1]: MOVED.get(str(v), v) for k, v in value.items()}
+    found = {
+        section: {current((section, k))[1]: _value((section, k), v) for k, v in value.items()}
         if isinstance(value, dict)
         else value
         for section, value in tree.items()
     }
+    objective = found.get("objective", {})
+    if objective.get("kl_coef") and "kl_gradient" not in objective:  # the only one there was
+        objective |= {"kl_gradient": "direct", "kl_weight": "none"}
+    return found
+
+
+def _value(key: Key, value: Any) -> Any:
+    return VALUES.get((key, str(value))) or MOVED.get(str(value), value)

@@ -162,11 +162,12 @@ def _read_file(source: Source, child: Source | None = None) -> None:
 
 
 def _spread_short_forms(tree: dict[str, Any]) -> None:
-    """`replay: off` and `replay: on` stand for all three passes, `objective: sft` for its loss."""
+    """`replay: off` and `replay: on` stand for all three passes, `objective: sft` for its loss,
+    `objective: dapo` for that preset."""
     if isinstance(on := tree.get("replay"), bool):
         tree["replay"] = {"old": on, "reference": on, "train": on}
-    if isinstance(loss := tree.get("objective"), str):
-        tree["objective"] = {"loss": loss}
+    if isinstance(name := tree.get("objective"), str):
+        tree["objective"] = {"loss" if name == "sft" or ":" in name else "preset": name}
 
 
 def _extend(source: Source, chain: tuple[str, ...]) -> None:

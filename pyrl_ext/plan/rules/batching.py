@@ -5,6 +5,7 @@ from __future__ import annotations
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule
+from pyrl_ext.plan.schema.objective import ADVANTAGES
 
 
 @rule("batching.minibatches")
@@ -28,10 +29,11 @@ def a_sample_for_every_replica(plan: Plan) -> Found:
 @rule("batching.samples_per_prompt")
 def groups_have_a_spread(plan: Plan) -> Found:
     each = plan.batching.samples_per_prompt
-    if plan.has_rollouts and plan.objective.advantage == "grpo" and each == 1:
+    name = plan.objective.advantage
+    if plan.has_rollouts and name in ADVANTAGES and name != "reinforce_pp" and each == 1:
         return (
-            "1, expected at least 2 with objective.advantage grpo; an advantage is the distance "
-            "from the group's mean, which is always 0 for a group of one"
+            f"1, expected at least 2 with objective.advantage {name}; an advantage is the distance "
+            "from the rewards of its group, which is always 0 for a group of one"
         )
 
 

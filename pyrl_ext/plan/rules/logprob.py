@@ -24,17 +24,24 @@ def a_cache_is_used(plan: Plan) -> Found:
 def a_loss_in_chunks_is_token_wise(plan: Plan) -> Found:
     if plan.logprob.loss_in_chunk and plan.logprob.head == "logits":
         return "true with head logits, expected false; it has no chunks. Use head: fused"
-    if plan.logprob.loss_in_chunk and not plan.objective.is_token_wise:
+    objective = plan.objective
+    if plan.logprob.loss_in_chunk and objective.needs_sequences and ":" not in objective.loss:
         return (
-            f"true with objective.loss {plan.objective.loss}, expected a token-wise loss; it sees "
-            "some tokens at a time. If that is one, set objective.loss_is_token_wise: true"
+            f"true with objective.loss {objective.loss}, ratio {objective.ratio} and opsm "
+            f"{objective.opsm}, expected false; a chunk sees some tokens at a time, these parts "
+            "add up numbers of whole sequences"
+        )
+    if plan.logprob.loss_in_chunk and not objective.is_token_wise:
+        return (
+            f"true with objective.loss {objective.loss}, expected a token-wise loss; it sees some "
+            "tokens at a time. If that is one, set objective.loss_is_token_wise: true"
         )
 
 
 @rule("objective.loss")
 def a_loss_of_split_sequences_is_token_wise(plan: Plan) -> Found:
     size = max(plan.parallel.cp, plan.parallel.dynamic_cp or 1)
-    if size > 1 and not plan.objective.is_token_wise:
+    if size > 1 and ":" in plan.objective.loss and not plan.objective.is_token_wise:
         return (
             f"{plan.objective.loss} with context parallelism over {size} ranks, expected a "
             "token-wise loss; each rank sees a part of every sequence. If it is one, set "

@@ -23,13 +23,13 @@ from pyrl_ext.plan.language.fields import (
 )
 from pyrl_ext.plan.model.cp_cost import CpCost
 from pyrl_ext.plan.schema.layout import Module, Parallel
+from pyrl_ext.plan.schema.objective import Name, Objective
 
-__all__ = ["Config", "Module", "Parallel"]
+__all__ = ["Config", "Module", "Objective", "Parallel"]
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 File = Annotated[Text, RelativePath()]
 Folder = Annotated[Text, RelativePath(or_hub_id=True)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")]
 Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
@@ -181,38 +181,6 @@ class Replay(Section):
     def enabled(self) -> bool:
         """Whether any pass replays, so that the engine must return routes."""
         return self.old or self.reference or self.train
-
-
-class Objective(Section):
-    """The objective of the optimisation."""
-
-    advantage: Name = "grpo"
-    """built-in name or module:function"""
-    normalize_std: bool = True
-    """divide advantages by the group's standard deviation"""
-    loss: Name = "grpo"
-    """grpo, sft (without rollouts, on data.path), or module:function"""
-    loss_is_token_wise: bool = False
-    """the module:function adds up losses of single loss tokens; other rows are not scored for it"""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """the probability ratio is clipped below 1 - clip_low"""
-    clip_high: Rate = 0.2
-    """the probability ratio is clipped above 1 + clip_high"""
-    kl_coef: NonNegative = 0.0
-    """weight of the KL to the initial policy; above 0 keeps a copy of its weights"""
-    entropy_coef: NonNegative = 0.0
-    """weight of the entropy bonus"""
-    tis_cap: Rate | None = None
-    """cap of the trainer/engine importance weight; null: no correction"""
-    mtp_coef: NonNegative = 0.1
-    """weight of the multi-token-prediction layers' cross entropy (with model.mtp)"""
-    mtp_detach: bool = True
-    """its gradient reaches those layers only, not what they share with the policy"""
-
-    @property
-    def is_token_wise(self) -> bool:
-        """The loss is a sum over loss tokens, each seen by itself, as all built-in ones are."""
-        return self.loss_is_token_wise or ":" not in self.loss
 
 
 class Optimizer(Section):

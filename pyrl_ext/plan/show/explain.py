@@ -25,6 +25,8 @@ from pyrl_ext.plan.language.fields import NO_BOUNDS, Section
 from pyrl_ext.plan.language.kind import REQUIRED
 from pyrl_ext.plan.language.resolve import unit_of
 from pyrl_ext.plan.language.yaml_tree import Source
+from pyrl_ext.plan.schema.objective import Objective
+from pyrl_ext.plan.show.formula import formula
 from pyrl_ext.plan.show.rule_reads import rules_of_fields
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -75,6 +77,11 @@ def _explain_section(section: Key, source: Source | None, console: Console) -> N
         row = [name, type_of(field), default_of(field, key), *value, about(field)]
         table.add_row(*map(escape, row))
     console.print(table)
+    if section == ("objective",) and source:
+        objective = Objective.model_validate(source.tree.get("objective", {}))
+        rollout = source.tree.get("rollout") or {}
+        for line in formula(objective, rollout.get("max_new_tokens") or 0):
+            console.print(escape(line))
 
 
 def _facts(key: Key, source: Source | None) -> Iterator[tuple[str, str]]:
@@ -124,6 +131,8 @@ def came_from(key: Key, source: Source) -> str:
         tree = tree.get(part, {})
     if not isinstance(tree, dict) or key[-1] not in tree:
         return "missing, it has no default" if field_of(key).is_required() else "the default"
+    if key[0] == "objective" and key not in {*source.places, *source.overrides}:
+        return f"preset {tree['preset']}"
     _, place = source.origin(key)
     if isinstance(place, str):
         return f"command line: {place}"

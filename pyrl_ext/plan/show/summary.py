@@ -20,6 +20,7 @@ from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.language.kind import WITH_ROLLOUTS, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import Config
+from pyrl_ext.plan.show.formula import formula
 
 
 class Verdict(NamedTuple):
@@ -131,10 +132,15 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
                     f"each picks {sizes.topk} of {sizes.num_experts} experts"),
         *_cp_costs(plan),
         *_source(plan),
+        *(("" if i else "objective", line) for i, line in enumerate(_formula(plan))),
         ("minibatch", f"{plan.samples_per_minibatch} samples, {batching.minibatches} a step"),
         ("microbatches", f"at most {most_microbatches(plan)} a minibatch and replica: samples of "
                          f"{plan.max_rows} rows, padded to a multiple of {plan.row_alignment}"),
     ]  # fmt: skip
+
+
+def _formula(plan: Plan) -> list[str]:
+    return formula(plan.objective, plan.rollout.max_new_tokens)
 
 
 def values(plan: Plan) -> list[Value]:

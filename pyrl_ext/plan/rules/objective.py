@@ -1,0 +1,68 @@
+"""The objective: parts that contradict each other, or that nothing would read."""
+
+from __future__ import annotations
+
+from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.rules._rule import Found, changed, rule
+from pyrl_ext.plan.schema.objective import ADVANTAGES, LOSSES
+
+# key -> the losses that read it
+_READ_BY = {
+    "dual_clip": ("ppo",),
+    "sapo_tau": ("sapo",),
+    "ratio": ("ppo", "cispo", "sapo"),
+    "anchor": ("ppo", "cispo", "sapo", "gmpo", "dppo"),
+}
+
+
+@rule("objective")
+def names_are_known(plan: Plan) -> Found:
+    for key, known in (("loss", LOSSES), ("advantage", ADVANTAGES)):
+        if ":" not in (name := getattr(plan.objective, key)) and name not in known:
+            yield key, f"{name}, expected {', '.join(known)}, or module:function"
+
+
+@rule("objective")
+def parts_are_read(plan: Plan) -> Found:
+    objective = plan.objective
+    for key, losses in _READ_BY.items():
+        if changed(objective, key) and objective.loss in LOSSES and objective.loss not in losses:
+            value, others = getattr(objective, key), ", ".join(losses)
+            rule = f"expected it left out; only {others} reads it"
+            yield key, f"{value} with loss {objective.loss}, {rule}"
+    needs = {
+        "tis_floor": ("tis_cap", objective.tis_cap is not None),
+        "reduction_constant": ("reduction: sequence_sum", objective.reduction == "sequence_sum"),
+        "leave_one_out": ("advantage: grpo", objective.advantage == "grpo"),
+    }
+    for key, (reader, given) in needs.items():
+        if changed(objective, key) and not given:
+            value = getattr(objective, key)
+            yield key, f"{value} without {reader}, expected it left out; nothing else reads it"
+
+
+@rule("objective")
+def bounds_are_in_order(plan: Plan) -> Found:
+    objective = plan.objective
+    bounds = {key: getattr(objective, key) for key in ("mask_ratio", "sequence_bounds")}
+    if objective.tis_floor is not None and objective.tis_cap is not None:
+        bounds["tis_floor"] = objective.tis_floor, objective.tis_cap
+    for key, given in bounds.items():
+        if given is not None and not given[0] < given[1]:
+            yield key, f"{given[0]:g} with upper bound {given[1]:g}, expected less than that"
+
+
+@rule("objective.anchor")
+def the_engine_is_corrected_once(plan: Plan) -> Found:
+    objective = plan.objective
+    if objective.anchor == "rollout" and objective.tis_cap is not None:
+        return (
+            f"rollout with tis_cap {objective.tis_cap:g}, expected one of both; the ratio to the "
+            "engine's log-probs holds the weight already, which would count twice"
+        )
+
+
+@rule("objective.kl_weight")
+def one_name_for_one_gradient(plan: Plan) -> Found:
+    if plan.objective.kl_weight == "detached" and plan.objective.kl_gradient == "reverse":
+        return "detached with kl_gradient reverse, expected ratio or none; there it is the same"

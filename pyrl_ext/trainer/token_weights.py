@@ -1,0 +1,83 @@
+"""Weights of tokens that follow from a scored batch: made once, on the host, before the update."""
+
+# torch.from_numpy is not fully typed
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyrl_ext.dist.reduce import sum_over_ranks
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.loss.corrections import correct
+from pyrl_ext.loss.inputs import AdvantageFn, masked
+from pyrl_ext.loss.kl import VALUES
+from pyrl_ext.loss.reductions import reduction_weights
+from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.plan import Plan
+
+
+def weigh_tokens(
+    shard: BatchShard, index: BatchIndex, plan: Plan, topo: Topology, advantage: AdvantageFn
+) -> tuple[BatchShard, dict[str, float]]:
+    """The rows with the weights that the plan's objective asks for, and metrics of them.
+
+    Args:
+        shard: with ``old_logprobs``, and ``ref_logprobs`` where there is a reference.
+
+    Returns: with more columns on the last stage: ``weights`` of the reduction, ``corrections``,
+        ``shares`` of sequences, and ``advantages`` of rewards less the KL (``kl_in: reward``).
+    Communicates: sums of each sample over ranks, for what needs whole samples.
+    """
+    objective, columns, metrics = plan.objective, dict[str, Tensor](), dict[str, float]()
+    rows = shard.rows.tokens if shard.seat.last_stage else shard.rows.tokens[:0]
+    samples, stored = shard.lengths.sample_of(rows), shard.columns
+    tokens = index.loss_tokens[:, 0]
+    if objective.reduction != "token":
+        columns["weights"] = torch.from_numpy(_reduction(shard, index, plan)[samples])
+    if objective.needs_sequences:
+        shares = 1 / np.maximum(tokens, 1)
+        columns["shares"] = torch.from_numpy(shares[samples]).float()
+        columns["shares"] = masked(columns["shares"], stored["loss_mask_0"])
+    at, over_ranks = torch.from_numpy(samples), partial(sum_over_ranks, topo=topo)
+    none = torch.empty(0)
+    here = stored if shard.seat.last_stage else {}
+    mask = here.get("loss_mask_0", none.bool())
+    old = here.get("old_logprobs", none)
+    if objective.corrects:
+        rollout = here.get("rollout_logprobs", none)
+        weights, found = correct(objective, old, rollout, mask, at, len(index), over_ranks)
+        columns["corrections"] = weights.float()
+        sums = sum_over_ranks(torch.stack([*found.values()]), topo).tolist()
+        whole = max(1, int(tokens.sum()))
+        metrics = {name: value / whole for name, value in zip(found, sums, strict=True)}
+    if objective.kl_coef and objective.kl_in == "reward":
+        k = masked(old - here.get("ref_logprobs", none), mask).double()
+        of_sample = torch.zeros(len(index), dtype=torch.float64)
+        kl = over_ranks(of_sample.index_add(0, at, masked(VALUES[objective.kl](k), mask)))
+        shaped = replace(index, rewards=index.rewards - objective.kl_coef * kl.numpy())
+        columns["advantages"] = shaped.advantages(advantage)[at]
+        metrics["reward/kl"] = float(kl.mean())
+    return shard.with_columns(**columns) if shard.seat.last_stage else shard, metrics
+
+
+def _reduction(shard: BatchShard, index: BatchIndex, plan: Plan) -> np.ndarray:
+    """[S] float32, the weight of the tokens of each sample in its minibatch."""
+    objective, first = plan.objective, 0
+    constant = objective.reduction_constant or plan.rollout.max_new_tokens
+    weights = np.zeros(len(index), np.float32)
+    for count in shard.minibatches:
+        part = shard.schedule.microbatches[first : first + count]
+        samples = [i for groups in part for group in groups for i in group.samples]
+        ids = np.asarray(samples, np.int64)
+        tokens, groups = index.loss_tokens[ids, 0], index.groups[ids]
+        given = torch.from_numpy(tokens), torch.from_numpy(groups)
+        weights[ids] = reduction_weights(objective.reduction, *given, constant).numpy()
+        first += count
+    return weights

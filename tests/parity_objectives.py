@@ -1,0 +1,150 @@
+"""Every preset under any split of a minibatch, against one process and one microbatch
+(`make parity`): microbatches, data-parallel and context-parallel ranks."""
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.whole import index_of
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_advantage, build_loss
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.schema.objective import Objective, presets, with_preset
+from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.trainer.token_weights import weigh_tokens
+from tests import parity
+from tests.helpers import passes
+from tests.helpers.deadline import DEADLINE
+from tests.helpers.passes import WholeBatch
+from tests.helpers.ranks import run_ranks
+
+LENGTHS = (1, 30, 2, 17, 9, 24, 5, 12, 40, 3, 8, 21, 2, 14, 6, 11)
+BOUNDS = {"loss": 1e-6, "grad": 2e-5}
+# by world size: (dp, cp), and the most padded rows of a microbatch on a rank
+SPLITS = {
+    1: [(1, 1, rows) for rows in (1024, 128, 64, 40)],
+    2: [(2, 1, 512), (1, 2, 512), (2, 1, 40), (1, 2, 28)],
+    4: [(4, 1, 64), (2, 2, 512), (2, 2, 28)],
+    8: [(4, 2, 64), (4, 2, 24)],
+}
+FEW = {4: [(2, 2, 28)]}
+MORE: dict[str, dict[str, Any]] = {
+    "every correction": {
+        **{"tis": "sequence", "tis_cap": 1.3, "tis_floor": 0.8, "mask_ratio": [0.5, 2.0]},
+        **{"sequence_bounds": [0.9, 1.1], "veto": 0.4, "opsm": 0.02, "kl_coef": 0.1},
+    },
+    "prompt": {"reduction": "prompt", "loss": "cispo", "ratio": "sequence", "dual_clip": None},
+    "kl in the reward": {"kl_coef": 0.1, "kl_in": "reward", "kl": "k2", "advantage": "rloo"},
+}
+
+
+def objectives() -> dict[str, Objective]:
+    """Presets with a KL and an entropy bonus, and parts that no preset has."""
+    common = {"reduction_constant": 11, "entropy_coef": 0.02, "kl_coef": 0.05}
+    named = {name: common | {"preset": name} for name in presets()}
+    sections = {name: with_preset(s) for name, s in (named | MORE).items()}
+    return {name: Objective.model_validate(section) for name, section in sections.items()}
+
+
+def batch_of(plan: Plan) -> WholeBatch:
+    """Sixteen samples of four prompts, with all log-probs, and gaps that all corrections see."""
+    batch = parity._batch(plan, list(LENGTHS), plan.router_layers, torch.Generator().manual_seed(1))
+    g = torch.Generator().manual_seed(2)
+
+    def near(base: Tensor, scale: float) -> Tensor:
+        return (base + scale * torch.randn(len(base), generator=g)).clamp(max=-0.01)
+
+    old = near(torch.full((len(batch.tokens),), -4.0), 0.5)
+    advantages = torch.randn(len(LENGTHS), generator=g)
+    return replace(
+        batch,
+        old_logprobs=old,
+        rollout_logprobs=near(old, 0.3),
+        ref_logprobs=near(old, 0.3),
+        advantages=advantages.repeat_interleave(torch.tensor(LENGTHS)),
+    )
+
+
+def results(policy: Policy, batch: WholeBatch, rows: int) -> dict[str, tuple[dict, dict]]:
+    """Objective -> (metrics, gradients), of one minibatch in microbatches of ``rows`` rows."""
+    plan, sizes, found = policy.plan, policy.plan.parallel, {}
+    schedule = plan_microbatches(LENGTHS, sizes.dp, rows, plan.row_alignment, sizes.cp)
+    index = index_of(batch)
+    index.groups[:] = [i // 4 for i in range(len(LENGTHS))]
+    index.rewards[:] = [i % 3 for i in range(len(LENGTHS))]
+    for name, objective in objectives().items():
+        policy.llm.plan = plan.model_copy(update={"objective": objective})
+        shard = passes.shard_of(policy, batch, schedule)
+        advantage = build_advantage(objective)
+        shard, weighed = weigh_tokens(shard, index, policy.llm.plan, policy.topo, advantage)
+        metrics = policy.accumulate(shard, build_loss(objective))
+        grads = {n: grad.clone() for n, grad in policy.gradients()}
+        found[name] = metrics | weighed, grads
+    policy.llm.plan = plan
+    return found
+
+
+def on_ranks(group: Any, splits: list[tuple[int, int, int]], folder: Path) -> list[dict]:
+    os.environ["WORLD_SIZE"] = str(group.size())
+    rows_found: list[dict] = []
+    for dp, cp, rows in splits:
+        plan = parity.compiled("qwen", folder, (f"parallel.dp={dp}", f"parallel.cp={cp}"))
+        with topology.start(plan) as topo:
+            got = results(Policy.build(plan, topo), batch_of(plan), rows)
+        if group.rank():
+            continue
+        path = folder / "one.pt"
+        if not path.exists():
+            torch.save(got, path)
+        want = torch.load(path, weights_only=False)
+        for name, (metrics, grads) in got.items():
+            losses, whole = want[name]
+            off = max((abs(metrics[m] - losses[m]), m) for m in losses)
+            grad = max((parity.apart(grads[n], whole[n]), n) for n in whole)
+            row = {"name": name, "dp": dp, "cp": cp, "rows": rows, "loss": off, "grad": grad}
+            rows_found.append(row)
+            print(line(row), flush=True)
+            assert math.isfinite(grad[0]) and any(bool(g.any()) for g in whole.values()), name
+    return rows_found
+
+
+def line(row: dict) -> str:
+    text = f"{row['name']:20s} {row['dp']:3d} {row['cp']:3d} {row['rows']:6d}"
+    text += f" {row['loss'][0]:9.1e} {row['grad'][0]:9.1e}"
+    return text + (f"   TOO FAR {row['loss'][1]}, {row['grad'][1]}" if too_far(row) else "")
+
+
+def too_far(row: dict) -> bool:
+    return any(not row[name][0] <= bound for name, bound in BOUNDS.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--few", action="store_true", help="the splits of CI")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="world sizes")
+    options = parser.parse_args()
+    one, chosen = SPLITS[1][0], {n: SPLITS[n] for n in options.ranks if n > 1}
+    table = {1: [one, SPLITS[1][-1]], **FEW} if options.few else {1: SPLITS[1], **chosen}
+    print(f"{'objective':20s}  dp  cp   rows      loss      grad", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [
+            row
+            for ranks, splits in table.items()
+            for row in run_ranks(on_ranks, ranks, splits, Path(folder), timeout=DEADLINE)[0]
+        ]
+    far = [line(row) for row in rows if too_far(row)]
+    print(f"{len(rows)} rows, {len(far)} too far from one process and one microbatch")
+    return bool(far)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
