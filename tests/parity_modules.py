@@ -46,8 +46,7 @@ BOUNDS = parity.BOUNDS | {"bytes": 0.0}
 BF16_BOUNDS = {"loss": 2e-2, "grad": 1e-1, "grad norm": 2e-2, "change": math.inf, "bytes": 0.0}
 COMMON = (  # many microbatches, a norm above the clip
     *("batching.tokens_per_microbatch=64", "optimizer.clip_grad=0.05", "optimizer.weight_decay=0"),
-    *("data.max_prompt_tokens=32", "objective.entropy_coef=0.01"),
-    *("optimizer.eps=1e-3", "optimizer.lr=1e-2"),
+    *("data.max_prompt_tokens=32", *parity.COMMON[1:]),
 )
 ENCODERS = ("vision", "audio")
 STUCK = 240.0  # s for one layout on a busy machine
@@ -255,7 +254,7 @@ def clip(parameters: list[Any], most: float) -> float:
 
 def of_towers(held: dict, topo: Topology, value: Any, left_out: tuple = ()) -> dict[str, Tensor]:
     if isinstance(tower := held.get("vision"), VisionTower):
-        return {} if left_out else vision.tower_tensors(tower, value)
+        return vision.tower_tensors(tower, torch.zeros_like if left_out else value)
     parts = [
         towers.pieces(kind, tower, topo, value)
         for kind, tower in held.items()
@@ -284,12 +283,7 @@ def gathered(policy: Policy, layout: Layout, grads: bool) -> dict[str, Tensor]:
     """Whole tensors of all modules, on rank 0: gradients, or weights."""
     topo, module, mine, parts = policy.topo, policy.llm, {}, []
     if layout.is_family:
-        trained = module.optimizer is not None or not grads
-        if trained:
-            mine = {n: x.clone() for n, x in (policy.gradients() if grads else policy.weights())}
-        others: list[Any] = [None] * topo.world_size
-        dist.all_gather_object(others, mine if topo.rank == topo.first else {})
-        return mine | {n: x for each in others for n, x in each.items()}
+        return {n: x.clone() for n, x in (policy.gradients() if grads else policy.weights())}
     if topo.module == "llm":
         live = module.gradients() if grads else module.weights()
         planned = plan_buckets(policy.plan, module.table, torch.float32 if grads else None)

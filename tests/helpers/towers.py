@@ -217,11 +217,11 @@ class ImageBatch(WholeBatch):
 
     Args:
         images:  by kind, of all samples.
-        patches: by kind, [P, width] of all images.
+        pixels:  by kind, [P, width] of all images.
     """
 
     images: Mapping[str, Images] = field(default_factory=dict)
-    patches: Mapping[str, Tensor] = field(default_factory=dict)
+    pixels: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def with_images(
@@ -243,15 +243,15 @@ def with_images(
             tokens[start : start + h * w] = IMAGE_TOKEN
             mask[max(0, start - 1) : start + h * w - 1] = False
             row += h * w + int(rng.integers(0, 3))
-    images, patches = {}, {}
+    images, pixels = {}, {}
     for kind, table in tables.items():
         columns = zip(*table, strict=True) if table else ([], [], [], np.empty((0, 3)))
         images[kind] = Images(*(np.asarray(c, np.int64) for c in columns))
         g = torch.Generator().manual_seed(seed + zlib.crc32(kind.encode()) % 1000)
-        patches[kind] = torch.randn(int(images[kind].patches.sum()), width, generator=g)
+        pixels[kind] = torch.randn(int(images[kind].patches.sum()), width, generator=g)
     kept: dict[str, Any] = {each.name: getattr(batch, each.name) for each in fields(batch)}
     changed: dict[str, Any] = kept | {"tokens": tokens, "loss_mask": mask}
-    return ImageBatch(**changed, images=images, patches=patches)
+    return ImageBatch(**changed, images=images, pixels=pixels)
 
 
 def image_shard(plan: Plan, topo: Topology, batch: ImageBatch, schedule: Schedule) -> BatchShard:
@@ -280,7 +280,7 @@ def _shard_images(
     starts = np.cumsum(sizes) - sizes
     rows = [np.arange(int(starts[i]), int(starts[i] + sizes[i])) for part in ids for i in part]
     firsts = np.cumsum([0, *(int(sizes[part].sum()) for part in ids)])
-    patches = batch.patches[kind][np.concatenate([np.empty(0, np.int64), *rows])]
+    patches = batch.pixels[kind][np.concatenate([np.empty(0, np.int64), *rows])]
     encodes = (topo.module == kind and topo.is_first_stage) or kind not in plan.grids
     return ShardImages(work, patches if encodes else None, firsts, MERGE)
 
