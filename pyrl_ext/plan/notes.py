@@ -42,11 +42,31 @@ def notes(plan: Plan) -> tuple[str, ...]:
             f"prompts and trains on the {plan.batching.prompts} that are answered first, so on "
             "fewer long answers than the policy gives; estimated times are without it"
         )
+    found += _images(plan)
     if plan.data.prompts and plan.data.eval_prompts is None:
         found.append("data.eval_prompts is null: every eighth of data.prompts is held out instead")
     if (tight := seems_to_fit(plan)) is not None:
         found.append(f"hardware.gpu: {tight}")
     return tuple(found)
+
+
+def _images(plan: Plan) -> list[str]:
+    """Images where MTP layers do not see them, or prompts have no room for them."""
+    found, tower, estimate = [], plan.sizes.vision, plan.estimate
+    if tower is None or not plan.modules:
+        return found
+    if plan.num_mtp_layers:
+        found.append(
+            "model.mtp: its layers embed the placeholder of an image's row where the next row is "
+            "one, as megatron-core does; vLLM embeds the image there when it drafts"
+        )
+    rows = estimate.images * (estimate.image_patches // tower.merge**2)
+    if rows > (room := estimate.prompt_tokens or plan.data.max_prompt_tokens):
+        found.append(
+            f"estimate: {rows:,.0f} rows of images in a sample are more than the {room:,} tokens "
+            "of a prompt, which they are part of; estimated times are too short"
+        )
+    return found
 
 
 def _placement(plan: Plan) -> list[str]:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from pyrl_ext.models import family
 from pyrl_ext.plan import Plan, compile_plan
@@ -23,7 +26,7 @@ from pyrl_ext.plan.forecast.suggest import suggest
 from pyrl_ext.plan.forecast.workload import update_rounds
 from pyrl_ext.plan.plan import PartialPlan
 from pyrl_ext.plan.schema import Parallel
-from tests.helpers.vision import KIMI_VL, QWEN_VL
+from tests.helpers.vision import KIMI_VL, QWEN_VL, pixels_of, rows_of
 
 QWEN3_VL = Path(__file__).parents[2] / "configs/qwen3_vl_30b.yaml"
 
@@ -52,6 +55,21 @@ def test_encoder_has_the_parameters_of_the_table_of_weights(hf: dict[str, Any]):
         table = tower.weights(encoder.plan.sizes)
         number = sum(math.prod(shape) for weight in table for shape in weight.shapes)
         assert sum(encoder.parameters(stage).total for stage in range(pp)) == number
+
+
+@pytest.mark.parametrize("hf", [QWEN_VL, KIMI_VL], ids=["qwen3_vl_moe", "kimi_k25"])
+def test_encoder_flops_equal_torchs_count(hf: dict[str, Any]):
+    config = CONFIG_MAPPING[hf["model_type"]].from_dict(json.loads(json.dumps(hf)))
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    grids = [(1, 4, 6), (1, 6, 4), (1, 2, 12)]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        rows_of(model, pixels_of(hf, grids), grids)
+    for pp in (1, 2):
+        encoder = encoder_of(hf, pp)
+        estimate = encoder.plan.estimate.model_copy(update={"image_patches": 24})
+        encoder = Encoder(encoder.plan.model_copy(update={"estimate": estimate}), "vision")
+        ours = 3 * 24 * encoder.patch_flops
+        assert ours == counter.get_total_flops()
 
 
 # Both pipelines on one timeline ------------------------------------------------------------------
@@ -246,6 +264,26 @@ def test_plan_command_shows_a_shared_encoder(capsys: pytest.CaptureFixture[str],
     assert "0 (vision)" in shown and "first stage" in shown and "1 (vision)" not in shown
     assert "weights of vision" in page and "more of it for vision" in page
     assert page.count('data-rank="0"') == 1  # a rank of two modules is drawn once
+
+
+@pytest.mark.parametrize("ranks", [(), SHARED], ids=["own", "shared"])
+def test_step_time_of_text_alone_is_that_without_encoders(ranks: tuple[str, ...]):
+    plan = plan_of(*ranks, "estimate.images=0")
+    costs, bare = (step_time(each) for each in (plan, plan.model_copy(update={"modules": {}})))
+    assert costs is not None and bare is not None
+    assert not [c for c in costs.costs if "vision" in c.name] and costs.seconds("old_logprobs") > 0
+    assert costs.seconds("old_logprobs") == bare.seconds("old_logprobs")
+    assert costs.model_flops == bare.model_flops
+    more = {c.name for c in costs.costs if c.phase == "update"} ^ {
+        c.name for c in bare.costs if c.phase == "update"
+    }
+    assert not more
+
+
+def test_notes_tell_of_images_longer_than_prompts():
+    assert not [note for note in plan_of().notes if "images" in note]
+    (note,) = (each for each in plan_of("estimate.images=4").notes if "images" in each)
+    assert "2,304 rows of images" in note and "1,024" in note  # 4 x 2304 patches, 2 x 2 a row
 
 
 # Ranks, files and commands -----------------------------------------------------------------------

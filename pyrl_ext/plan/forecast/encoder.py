@@ -146,7 +146,7 @@ class Encoder:
         """Operations of a forward pass for a patch: of matrix products, and of attention within
         images of the estimated size."""
         tower, held = self.tower, self.layers[stage]
-        products = 2.0 * _layer(tower).tensor * held
+        products = 2.0 * _matrices(tower) * held
         if stage == 0:
             products += 2 * self.tower.patch_width * tower.hidden_size
         if stage == len(self.layers) - 1:
@@ -204,9 +204,14 @@ def encoder_parameters(plan: Plan) -> int:
 def _layer(tower: Tower) -> Parameters:
     """Attention with one product for queries, keys and values, a feed-forward part of two, both
     with biases, and two norms."""
-    hidden, wide = tower.hidden_size, tower.intermediate_size
-    split = 4 * hidden * hidden + 2 * hidden * wide + 3 * hidden + wide
+    hidden = tower.hidden_size
+    split = _matrices(tower) + 3 * hidden + tower.intermediate_size
     return Parameters(replicated=4 * hidden + 2 * hidden, tensor=split)
+
+
+def _matrices(tower: Tower) -> int:
+    """Elements of a layer's matrices."""
+    return 4 * tower.hidden_size**2 + 2 * tower.hidden_size * tower.intermediate_size
 
 
 def _merger(tower: Tower, normed: int, out: int) -> Parameters:
