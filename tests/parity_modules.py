@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,13 +28,16 @@ from pyrl_ext.dist import topology
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import gather_shards
-from pyrl_ext.megatron.optimizer import warmed_up
+from pyrl_ext.megatron.optimizer import join_build_optimizer, warmed_up
 from pyrl_ext.megatron.vision import VisionTower
+from pyrl_ext.pack.encoder_work import EncoderWork
 from pyrl_ext.pack.schedule import Scheduler
-from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.pack.shard import BatchShard, Lengths, Seat, SeatRows
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.schema.layout import Module, ModuleParallel
+from pyrl_ext.plan.schema.layout import Module as ModuleKeys
+from pyrl_ext.plan.schema.layout import ModuleParallel
 from pyrl_ext.trainer.edges import build_edges
+from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from tests import parity
@@ -56,7 +60,7 @@ STUCK = 240.0  # s for one layout on a busy machine
 @dataclass(frozen=True)
 class Layout:
     """``dp2 pp2 -> cp2 recompute:full``: the encoders' ranks, joined by ``+``, and the language
-    model's; ``frozen`` encoders are not trained."""
+    model's; ``shared`` encoders are on its first stage, ``frozen`` ones are not trained."""
 
     name: str
     model: str = "qwen"
@@ -76,11 +80,12 @@ class Layout:
         return [each.split() for each in encoders.split(" + ")], reader.split()
 
     @property
-    def encoders(self) -> dict[str, Module]:
+    def encoders(self) -> dict[str, ModuleKeys]:
         """The plan's modules."""
         return {
-            name: Module(
+            name: ModuleKeys(
                 train="frozen" not in words,
+                ranks="shared" if "shared" in words else "own",
                 parallel=ModuleParallel(**{w[:2]: int(w[2:]) for w in words if w[0] in "dtp"}),
                 patches_per_microbatch=1 << 20,
             )
@@ -123,7 +128,16 @@ def _layouts(names: str, *models: str) -> list[Layout]:
 
 
 LAYOUTS = {
-    2: [*_layouts("1 -> 1", "qwen", "glm mtp"), *_layouts(FAMILIES[2], *VL)],
+    1: [*_layouts("shared -> 1", "qwen", "glm mtp"), *_layouts("shared -> 1", *VL)],
+    2: [
+        *_layouts("1 -> 1", "qwen", "glm mtp"),
+        *_layouts("shared -> pp2\nshared -> tp2\nshared -> cp2\nshared -> dp2 ep2", "qwen"),
+        *_layouts("shared -> pp2 vpp2\nshared frozen -> tp2\nshared + shared -> dp2", "qwen"),
+        *_layouts("shared -> dp2 ep2 dynamic:2 recompute:full distributed overlapped", "glm mtp"),
+        *_layouts("shared -> tp2 bf16\nshared -> tp2 recompute:full", "qwen"),
+        *_layouts(FAMILIES[2], *VL),
+        *_layouts("shared -> tp2 ep2 etp1 recompute:full\nshared -> pp2", *VL),
+    ],
     3: [
         *_layouts("1 -> pp2\npp2 -> 1\n1 -> tp2\ntp2 -> 1\n1 -> dp2\ndp2 -> 1\n1 -> cp2", "qwen"),
         *_layouts("1 -> dp2 ep2\n1 -> tp2 ep2 etp1\n1 -> cp2 ep2\n1 -> pp2 vpp2", "qwen"),
@@ -273,30 +287,40 @@ def everything(policy: Policy, held: dict, topo: Topology) -> dict[str, Tensor]:
 
 
 def build(plan: Plan, topo: Topology, layout: Layout) -> Policy:
-    if topo.module == "llm" or layout.is_family:
+    if layout.is_family:
         return Policy.build(plan, topo)
-    trained = topo.module not in layout.frozen
-    module = towers.tower_module(topo.module, plan, topo, width_of(plan), trained)
-    return Policy(module, build_edges(plan, topo, trainable=True))
+    modules = {}
+    if topo.module == "llm":
+        modules = {"llm": Module.build("llm", plan, topo)}
+    for name in layout.encoders:
+        trained = name not in layout.frozen
+        if place := topo.of(name):
+            modules[name] = towers.tower_module(name, plan, place, width_of(plan), trained)
+        elif trained and plan.modules[name].ranks == "shared":
+            join_build_optimizer(topo)
+    return Policy(modules, build_edges(plan, topo, trainable=True))
 
 
 def gathered(policy: Policy, layout: Layout, grads: bool) -> dict[str, Tensor]:
-    """Whole tensors of all modules, on rank 0: gradients, or weights."""
-    topo, module, mine, parts = policy.topo, policy.llm, {}, []
+    """Whole tensors of all modules: gradients, or weights."""
     if layout.is_family:
         return {n: x.clone() for n, x in (policy.gradients() if grads else policy.weights())}
-    if topo.module == "llm":
-        live = module.gradients() if grads else module.weights()
-        planned = plan_buckets(policy.plan, module.table, torch.float32 if grads else None)
-        mine = {n: x.clone() for n, x in GatheredWeights(planned, live, topo)}
-    elif not grads or module.optimizer:
+    whole, parts = dict[str, Tensor](), list[tuple]()
+    for name, module in policy.modules.items():
+        if grads and module.optimizer is None:
+            continue
+        if name == "llm":
+            live, dtype = (module.gradients(), torch.float32) if grads else (module.weights(), None)
+            planned = plan_buckets(policy.plan, module.table, dtype)
+            whole = {n: x.clone() for n, x in GatheredWeights(planned, live, module.topo)}
+            continue
         if grads and policy.plan.optimizer.distributed:
             gather_shards(module.chunks)
         value = (lambda p: p.main_grad) if grads else (lambda p: p)
-        parts = towers.pieces(topo.module, module.chunks[0], topo, value)
-    everyone: list[Any] = [None] * topo.world_size
+        parts += towers.pieces(name, module.chunks[0], module.topo, value)
+    everyone: list[Any] = [None] * policy.topo.world_size
     dist.all_gather_object(everyone, parts)
-    return mine | towers.assembled([piece for part in everyone for piece in part])
+    return whole | towers.assembled([piece for part in everyone for piece in part])
 
 
 def train_steps(plan: Plan, layout: Layout) -> Outcome:
@@ -338,11 +362,28 @@ def expected_bytes(plan: Plan, layout: Layout) -> dict[str, list[int]]:
     """Every row goes there twice, for scores and update, and comes back once, unless frozen."""
     each = width_of(plan) * (2 if plan.model.dtype == "bfloat16" else 4)
     whole = batches(plan, tuple(layout.encoders))
-    rows = {k: sum(int(b.images[k].counts.sum()) for b in whole) for k in layout.encoders}
+    rows = {k: sum(crossing(plan, batch, k) for batch in whole) for k in layout.encoders}
     return {
         kind: [2 * count * each, 0 if kind in layout.frozen else count * each]
         for kind, count in rows.items()
     }
+
+
+def crossing(plan: Plan, batch: ImageBatch, kind: str) -> int:
+    """Rows of images that one rank encodes and another embeds."""
+    total, grid, llm = int(batch.images[kind].counts.sum()), plan.grids[kind], plan.grids["llm"]
+    if plan.modules[kind].ranks == "own":
+        return total
+    schedule = towers.padded(plan, Scheduler(plan).schedule(batch.seqlens))
+    lengths = Lengths(np.asarray(batch.seqlens), np.cumsum([0, *batch.seqlens]))
+    work = EncoderWork(batch.images[kind], schedule, lengths, grid.parallel.dp)
+    for replica, rank in enumerate(grid.ranks):
+        at = llm.place(rank)
+        seat = Seat(at.dp * llm.parallel.cp + at.cp, at.tp, llm.parallel.tp)
+        embedded = SeatRows.of(schedule, lengths, seat).routers
+        encoded = [work.rows(number, replica) for number in range(len(schedule))]
+        total -= len(np.intersect1d(np.concatenate(encoded), embedded))
+    return total
 
 
 def on_ranks(group: Any, layouts: list[Layout], folder: Path) -> list[dict]:
@@ -395,7 +436,7 @@ def run(layouts: dict[int, list[Layout]], timeout: float = DEADLINE) -> list[dic
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], help="world sizes")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="world sizes")
     parser.add_argument("--few", action="store_true", help="those that CI runs")
     parser.add_argument("--only", default="", help="layouts whose title contains this")
     options = parser.parse_args()

@@ -65,8 +65,8 @@ def seconds_of(plan: Any, layout: Layout) -> float:
     """The better of two updates, on the slowest rank."""
     with topology.start(plan) as topo:
         policy, loss = parity_modules.build(plan, topo, layout), build_loss(plan.objective)
-        for chunk in policy.llm.chunks:
-            sleepy(unwrap(chunk), UNIT / len(policy.llm.chunks))
+        for chunk in policy.module.chunks:
+            sleepy(unwrap(chunk), UNIT / len(policy.module.chunks))
         g = torch.Generator().manual_seed(0)
         batch = parity._batch(plan, [50] * MICROBATCHES, plan.router_layers, g)
         batch = replace(batch, old_logprobs=torch.full((len(batch.tokens),), -4.0))

@@ -90,7 +90,7 @@ def _named(name: str) -> Iterator[None]:
 
 def make_groups(maker: GroupMaker, grid: Grid, embedding: Sequence[int]) -> Any:
     """This rank's groups on ``grid`` as megatron's ``ProcessGroupCollection``; each kind its own,
-    also where its ranks are those of another.
+    also where its ranks are those of another kind or of another module.
 
     Args:
         embedding: ranks of its pipeline that share an embedding.
@@ -100,9 +100,9 @@ def make_groups(maker: GroupMaker, grid: Grid, embedding: Sequence[int]) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     kinds = grid.groups_of(dist.get_rank())
-    groups = {name: maker.make(name, ranks) for name, ranks in kinds.items()}
+    groups = {name: maker.make(f"{grid.name} {name}", ranks) for name, ranks in kinds.items()}
     groups |= {other: groups[name] for other, name in SAME_AS.items()}
-    return ProcessGroupCollection(**groups, embd=maker.make("embd", embedding))
+    return ProcessGroupCollection(**groups, embd=maker.make(f"{grid.name} embd", embedding))
 
 
 def adopt(groups: Any, vpp_size: int | None) -> None:

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -55,13 +55,13 @@ class Topology:
     megatron-core's ``ProcessGroupCollection`` (``tp pp cp ep expt_tp dp dp_cp expt_dp ...``), which
     its functions take as an argument. ``cp_groups`` holds this rank's context-parallel group of
     each size that a microbatch may take; None for a group of one rank. ``hosts`` has the `host_key`
-    of every rank. ``make_group`` is `GroupMaker.make`, for groups across modules. ``llm`` is the
-    grid of the language model.
+    of every rank. ``make_group`` is `GroupMaker.make`, for groups across modules. ``grids`` has
+    those of all modules; ``beside`` this rank's topology in each module that shares its ranks.
     """
 
     device: torch.device
     grid: Grid
-    llm: Grid
+    grids: Mapping[str, Grid]
     world_size: int
     rank: int
     dp_size: int
@@ -79,11 +79,21 @@ class Topology:
     cp_groups: Mapping[int, dist.ProcessGroup | None]
     hosts: tuple[int, ...]
     make_group: Callable[[str, Sequence[int]], dist.ProcessGroup]
+    beside: Mapping[str, Topology] = field(default_factory=dict[str, "Topology"])
 
     @property
     def module(self) -> str:
-        """Name of the module that this rank runs."""
+        """Name of the module that this rank runs; of several the language model."""
         return self.grid.name
+
+    @property
+    def llm(self) -> Grid:
+        """The grid of the language model."""
+        return self.grids["llm"]
+
+    def of(self, name: str) -> Topology | None:
+        """The place of this rank in the module ``name``; None: it does not run that one."""
+        return self if name == self.module else self.beside.get(name)
 
     @property
     def has_modules(self) -> bool:
@@ -235,19 +245,31 @@ def _topology(
     plan: Plan, device: torch.device, hosts: tuple[int, ...], maker: GroupMaker
 ) -> Topology:
     rank = dist.get_rank()
-    grids = [grid for grid in plan.grids.values() if rank in grid.ranks]
-    if len(grids) != 1:
-        raise RuntimeError(f"topology: rank {rank} is in the grids of {grids}, expected one")
-    (grid,) = grids
+    places = [
+        _place_in(grid, plan, device, hosts, maker)
+        for grid in plan.grids.values()
+        if rank in grid.ranks
+    ]
+    if not places:
+        raise RuntimeError(f"topology: rank {rank} is in no grid of {plan.grids}, expected one")
+    first, *beside = places
+    adopt(first.groups, first.vpp_size)
+    return replace(first, beside={topo.module: topo for topo in beside})
+
+
+def _place_in(
+    grid: Grid, plan: Plan, device: torch.device, hosts: tuple[int, ...], maker: GroupMaker
+) -> Topology:
+    """This rank's place in one module."""
+    rank = dist.get_rank()
     sizes, at = grid.parallel, grid.place(rank)
     pipeline = list(grid.group(rank, "pp"))
     embedding = _embedding_ranks(plan, pipeline) if grid.name == "llm" else []
     groups = make_groups(maker, grid, embedding)
-    adopt(groups, sizes.vpp)
     return Topology(
         device=device,
         grid=grid,
-        llm=plan.grids["llm"],
+        grids=plan.grids,
         world_size=dist.get_world_size(),
         rank=rank,
         dp_size=sizes.dp,
@@ -281,7 +303,7 @@ def _cp_groups(grid: Grid, groups: Any, maker: GroupMaker) -> dict[int, dist.Pro
     for size in cp_sizes(count, smallest, dynamic or smallest)[1:]:
         members = cp_group(at, count, size)
         if len(members) == size:
-            found[size] = maker.make(f"cp {size}", [neighbours[i] for i in members])
+            found[size] = maker.make(f"{grid.name} cp {size}", [neighbours[i] for i in members])
     return found
 
 

@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.nn import Module
@@ -29,19 +29,41 @@ _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _WRITING, _REPLACED = ".writing", ".replaced"
 
 
+class Part(NamedTuple):
+    """What a checkpoint holds of one module of this rank.
+
+    Args:
+        optimizer: megatron's; None for a model that is not trained, or to leave the saved optimizer
+            state unread.
+        topo: of this rank in the module.
+    """
+
+    models: Sequence[Module]
+    optimizer: Any
+    topo: Topology
+
+    @property
+    def prefix(self) -> str:
+        """How the names of the module begin in a checkpoint, which holds all modules; those of the
+        language model are as in one without others."""
+        return "" if self.topo.module == "llm" else f"{self.topo.module}."
+
+    def key(self, number: int) -> Any:
+        """Of a model chunk, or part of the optimizer, in the state of all modules of a rank."""
+        return f"{self.prefix}{number}" if self.prefix else number
+
+
 def save(
     folder: Path,
-    models: Sequence[Module],
-    optimizer: Any,
+    parts: Sequence[Part],
     counters: Mapping[str, int],
     plan: Plan,
     topo: Topology,
     *also: Callable[[Path], None],
 ) -> None:
-    """`write_whole` of models, optimizer, counters, the plan and the digest of every file.
+    """`write_whole` of this rank's modules, counters, the plan and the digest of every file.
 
     Args:
-        optimizer: megatron's; None for a model that is not trained.
         also: functions that write further files into the folder; every rank calls them.
     """
     from megatron.core import dist_checkpointing
@@ -49,7 +71,7 @@ def save(
     def write(writing: Path) -> None:
         _collect_in_process()
         with quiet():
-            dist_checkpointing.save(_state(models, optimizer, topo), str(writing))
+            dist_checkpointing.save(_state(parts), str(writing))
         if topo.is_main:
             facts = {"layout": layout(topo), "plan": plan.fingerprint, "digests": ALGORITHM}
             (writing / PLAN).write_text(plan.to_json())
@@ -122,13 +144,8 @@ def _problems(problem: str | None, topo: Topology) -> list[str]:
     return [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]
 
 
-def load(
-    folder: Path, models: Sequence[Module], optimizer: Any, plan: Plan, topo: Topology
-) -> dict[str, Any]:
-    """Verify ``folder``, then load models and optimizer from it; any layout may have written it.
-
-    Args:
-        optimizer: megatron's; None leaves the saved optimizer state unread.
+def load(folder: Path, parts: Sequence[Part], plan: Plan, topo: Topology) -> dict[str, Any]:
+    """Verify ``folder``, then load this rank's modules from it; any layout may have written it.
 
     Returns: the counters that `save` was given.
     Communicates: one gather over the world, then as megatron's load does.
@@ -145,21 +162,19 @@ def load(
         plan.check_resumes(Plan.read(folder / PLAN))
     try:
         with quiet():
-            state: Any = dist_checkpointing.load(
-                _state(models, optimizer, topo, loading=True), str(folder)
-            )
+            state: Any = dist_checkpointing.load(_state(parts, loading=True), str(folder))
     except (Exception, CheckpointException) as error:
         reason = f"{type(error).__name__}: {_last_line(error)}"
         raise ValueError(
             f"checkpoint: {folder} cannot be read ({reason}), expected megatron's files as they "
             f"were written. {_instead(folder)}"
         ) from error
-    prefix = _prefix(topo)
-    for i, model in enumerate(models):
-        loaded = state["models"][i].items()
-        model.load_state_dict({name.removeprefix(prefix): value for name, value in loaded})
-    if optimizer is not None:
-        load_state(optimizer, state["optimizer"])
+    for part in parts:
+        for i, model in enumerate(part.models):
+            loaded = state["models"][part.key(i)].items()
+            model.load_state_dict({name.removeprefix(part.prefix): x for name, x in loaded})
+        if part.optimizer is not None:
+            load_state(part.optimizer, state["optimizer"], part.key)
     return counters
 
 
@@ -300,23 +315,18 @@ def _last_line(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _prefix(topo: Topology) -> str:
-    """How the names of this rank's module begin in a checkpoint, which holds all modules; those of
-    the language model are as in one without others."""
-    return "" if topo.module == "llm" else f"{topo.module}."
-
-
-def _state(
-    models: Sequence[Module], optimizer: Any, topo: Topology, loading: bool = False
-) -> dict[str, Any]:
+def _state(parts: Sequence[Part], loading: bool = False) -> dict[str, Any]:
     """Sharded tensors, whose names contain global layer numbers and do not depend on the layout."""
-    metadata = {"dp_cp_group": topo.groups.dp_cp}
-    state: dict[str, Any] = {
-        "models": {
-            i: model.sharded_state_dict(prefix=_prefix(topo), metadata=metadata)  # type: ignore
-            for i, model in enumerate(models)
+    state: dict[str, Any] = {"models": {}}
+    for part in parts:
+        metadata = {"dp_cp_group": part.topo.groups.dp_cp}
+        models = {
+            part.key(i): model.sharded_state_dict(prefix=part.prefix, metadata=metadata)  # type: ignore
+            for i, model in enumerate(part.models)
         }
-    }
-    if optimizer is not None:
-        state["optimizer"] = sharded_state(optimizer, state["models"], loading)
+        state["models"] |= models
+        if part.optimizer is not None:
+            mine = sharded_state(part.optimizer, models, loading)
+            whole = state.setdefault("optimizer", {"step": mine["step"], "params": {}})
+            whole["params"] |= {part.key(i): each for i, each in mine["params"].items()}
     return state

@@ -12,14 +12,20 @@ from pyrl_ext.megatron.quiet import quiet
 from pyrl_ext.plan import Plan
 
 
-def wrap_ddp(plan: Plan, chunks: Sequence[Module], groups: Any) -> list[Module]:
-    """megatron's DistributedDataParallel around each chunk: gradients in fp32 buffers."""
+def wrap_ddp(
+    plan: Plan, chunks: Sequence[Module], groups: Any, overlap: bool = True
+) -> list[Module]:
+    """megatron's DistributedDataParallel around each chunk: gradients in fp32 buffers.
+
+    Args:
+        overlap: gradients may be reduced while others are computed, if the plan says so.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.utils import get_model_config
 
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=plan.optimizer.overlap_grad_reduce,
+        overlap_grad_reduce=plan.optimizer.overlap_grad_reduce and overlap,
         use_distributed_optimizer=plan.optimizer.distributed,
         check_for_nan_in_grad=False,  # the optimizer's gradient norm shows it once for all ranks
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
     """Megatron's optimizer (fp32, mixed precision or distributed) with the plan's settings.
 
     Communicates: megatron-core 0.19.2 gathers names of parameter groups over the world
-    (optimizer/__init__.py:364), so the ranks of every module build one, trained or not.
+    (optimizer/__init__.py:364), so the ranks of every module build one, trained or not; those
+    without a module that shares ranks call `join_build_optimizer`.
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -45,6 +46,13 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
     return optimizer
 
 
+def join_build_optimizer(topo: Topology) -> None:
+    """Take part in what `build_optimizer` gathers over the world for a module that is not on this
+    rank, but on another with several modules."""
+    for _ in ("dense parameters", "experts"):
+        dist.all_gather_object([None] * topo.world_size, [])
+
+
 def _gather_once(optimizer: Any) -> None:
     """Let the last distributed optimizer alone gather the updated weights.
 
@@ -62,34 +70,46 @@ def set_lr(optimizer: Any, lr: float) -> None:
         group["lr"] = lr * group.get("lr_mult", 1.0)
 
 
-def step(optimizer: Any, topo: Topology) -> tuple[bool, float]:
+def step_all(held: Sequence[tuple[Any, Topology]]) -> tuple[bool, float]:
     """Clip the gradients by their norm over all modules, and update the weights.
 
     megatron-core 0.19.2 takes the norm over the ranks of one module (optimizer.py:1760), so each
     would clip by another.
 
     Args:
-        optimizer: megatron's; None on the ranks of a module that is not trained.
+        held: of each module of this rank megatron's optimizer, None if it is not trained, and the
+            rank's place.
 
-    Returns: whether the step was applied, and the norm before clipping (NaN if there is none).
+    Returns: whether all steps were applied, and the norm before clipping (NaN if there is none).
     Communicates: besides megatron's sums, an all-reduce of one number if there are several modules.
     """
-    if optimizer is None:
-        return True, _norm_over_modules(0.0, topo)
-    of_module = optimizer.get_grad_norm
-    optimizer.get_grad_norm = lambda: _norm_over_modules(of_module(), topo)
+    optimizers = [optimizer for optimizer, _ in held if optimizer is not None]
+    if len(held[0][1].grids) == 1:
+        applied, norm, _ = optimizers[0].step()
+        return applied, math.nan if norm is None else float(norm)
+    norm = _norm_over_modules(held)
+    return all([_step_by(optimizer, norm) for optimizer in optimizers]), norm
+
+
+def _step_by(optimizer: Any, norm: float) -> bool:
+    """Clip by ``norm`` and update; returns whether the step was applied."""
+    optimizer.get_grad_norm = lambda: norm
     try:
-        applied, norm, _ = optimizer.step()
+        applied, *_ = optimizer.step()
     finally:
         del optimizer.get_grad_norm
-    return applied, math.nan if norm is None else float(norm)
+    return applied
 
 
-def _norm_over_modules(norm: Any, topo: Topology) -> Any:
-    """The norm of all modules' gradients from that of this rank's module."""
-    if not topo.has_modules:
-        return norm
-    square = float(norm) ** 2 if topo.rank == topo.first else 0.0
+def _norm_over_modules(held: Sequence[tuple[Any, Topology]]) -> float:
+    """The norm of all modules' gradients; a module's first rank counts it."""
+    square = 0.0
+    for optimizer, topo in held:
+        if optimizer is not None:
+            optimizer.prepare_grads()
+            norm = float(optimizer.get_grad_norm())
+            square += norm**2 if topo.rank == topo.first else 0.0
+    topo = held[0][1]
     total = torch.tensor(square, dtype=torch.float64, device=topo.device)
     dist.all_reduce(total, group=topo.world)
     return math.sqrt(float(total))
@@ -152,11 +172,15 @@ def sharded_state(optimizer: Any, models: dict, loading: bool = False) -> dict[s
 
 
 @torch.no_grad()
-def load_state(optimizer: Any, state: dict[str, Any]) -> None:
-    """Copy what was loaded into `sharded_state` into the optimizer."""
+def load_state(optimizer: Any, state: dict[str, Any], key: Callable[[int], Any]) -> None:
+    """Copy what was loaded into `sharded_state` into the optimizer.
+
+    Args:
+        key: of a part of the optimizer in ``state``.
+    """
     for i, part in enumerate(_parts(optimizer)):
         # megatron builds a part for experts on all ranks if one has some; without any it is empty
-        loaded = state["params"].get(i, {})
+        loaded = state["params"].get(key(i), {})
         if _is_distributed(part) and loaded:
             for entry in part.optimizer.state.values():
                 entry.pop("step", None)  # megatron expects a loaded tensor for each entry

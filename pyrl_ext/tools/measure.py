@@ -193,7 +193,7 @@ class Bench:
 
     def routes(self, shard: BatchShard, number: int) -> int:
         """Bytes of a microbatch's routes, as they come to the device and as routers take them."""
-        replay = self.policy.llm.replay
+        replay = self.policy.module.replay
         prefetch = MicrobatchPrefetcher(shard, self.topo, replay, self.plan.replay.train)
         _, ready = next(islice(prefetch.microbatches(0), number, None))
         if (routes := ready.routes) is None:
@@ -208,16 +208,16 @@ def tensors_of(policy: Policy) -> dict[str, list[Tensor]]:
     held = {_storage(x)[0] for x in weights}
     state = [
         x
-        for x in state_tensors(policy.llm.optimizer)
+        for x in state_tensors(policy.module.optimizer)
         # in float32 the weights are what is stepped; a count of steps is no tensor of parameters
         if _storage(x)[0] not in held and x.dim()
     ]
-    gradients = [x.main_grad for chunk in policy.llm.chunks for x in chunk.parameters()]
+    gradients = [x.main_grad for chunk in policy.module.chunks for x in chunk.parameters()]
     return {"weights": weights, "gradients": gradients, "optimizer": state}
 
 
 def _parameters(policy: Policy) -> list[Tensor]:
-    return [x.detach() for chunk in policy.llm.chunks for x in chunk.parameters()]
+    return [x.detach() for chunk in policy.module.chunks for x in chunk.parameters()]
 
 
 # Measuring --------------------------------------------------------------------------------------

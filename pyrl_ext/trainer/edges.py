@@ -8,6 +8,9 @@ where no row is wanted. Each rank gets the rows of its shard alone, and sends ba
 
 Sends never wait; only receives do. So modules of any depth and any schedule can be joined, if an
 encoder's schedule runs as far ahead as its readers do (`RunsAhead`, `ahead_of`).
+
+Where an encoder shares the ranks of its reader's first stage, both ends are in one graph: `swap` is
+sender and receiver at once, and the reader's backward goes on through the encoder.
 """
 
 # torch.distributed is not fully typed
@@ -71,26 +74,37 @@ class Edge:
 
         Communicates: receives the values.
         """
-        seat = self.readers[dist.get_rank()]
-        arriving: list[tuple[int, Tensor, Tensor, Any]] = []
-        for replica, rank in enumerate(self.sources):
-            if len(dest := routes(microbatch, replica, seat).dest):
-                values = self._empty(len(dest))
-                arriving.append((rank, dest, values, dist.irecv(values, rank, group=self.there)))
-        for rank, _, values, receiving in arriving:
-            receiving.wait()
+        taken: list[tuple[Tensor, Tensor]] = []
+        for rank, dest, values in self.receive(routes, microbatch):
             if self.trained and torch.is_grad_enabled():
                 values.requires_grad_()
-                values.register_post_accumulate_grad_hook(partial(self._send_back, rank))
-        return [(to_device(dest, self.device), values) for _, dest, values, _ in arriving]
+                values.register_post_accumulate_grad_hook(partial(self._send_leaf, rank))
+            taken.append((to_device(dest, self.device), values))
+        return taken
 
-    def _send_back(self, rank: int, leaf: Tensor) -> None:
+    def _send_leaf(self, rank: int, leaf: Tensor) -> None:
         assert leaf.grad is not None
-        self._send("back", leaf.grad, rank)
+        self.send_back(leaf.grad, rank)
         leaf.grad = None
 
+    def receive(self, routes: Routes, microbatch: int) -> list[tuple[int, Tensor, Tensor]]:
+        """On a reading rank: (sender, rows of its shard [n], their values [n, width]) of every
+        other rank that sends some."""
+        me, arriving = dist.get_rank(), list[tuple[int, Tensor, Tensor, Any]]()
+        for replica, rank in enumerate(self.sources):
+            if rank != me and len(dest := routes(microbatch, replica, self.readers[me]).dest):
+                values = self._empty(len(dest))
+                arriving.append((rank, dest, values, dist.irecv(values, rank, group=self.there)))
+        for *_, receiving in arriving:
+            receiving.wait()
+        return [(rank, dest, values) for rank, dest, values, _ in arriving]
+
+    def send_back(self, grad: Tensor, rank: int) -> None:
+        """On a reading rank: the gradient of the values that ``rank`` sent."""
+        self._send("back", grad, rank)
+
     def send(self, routes: Routes, microbatch: int, replica: int, output: Tensor) -> None:
-        """On a sending rank: its rows to every rank that reads some."""
+        """On a sending rank: its rows to every other rank that reads some."""
         for rank, route in self._reached(routes, microbatch, replica):
             source = to_device(route.source, self.device)
             self._send("there", output.index_select(0, source).to(self.dtype), rank)
@@ -98,7 +112,8 @@ class Edge:
     def gradients(
         self, routes: Routes, microbatch: int, replica: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """On a sending rank: (rows of the output, their gradients) of every rank that reads some.
+        """On a sending rank: (rows of the output, their gradients) of every other rank that reads
+        some.
 
         Communicates: receives as many numbers as `send` sent.
         """
@@ -119,8 +134,9 @@ class Edge:
     def _reached(
         self, routes: Routes, microbatch: int, replica: int
     ) -> Iterator[tuple[int, Route]]:
+        me = dist.get_rank()
         for rank, seat in self.readers.items():
-            if len((route := routes(microbatch, replica, seat)).source):
+            if rank != me and len((route := routes(microbatch, replica, seat)).source):
                 yield rank, route
 
     def _empty(self, rows: int) -> Tensor:
@@ -148,9 +164,9 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> dict[str, Edge]:
     for name, grid in plan.grids.items():
         last = grid.parallel.pp - 1
         sources = [grid.rank_of(dp=d, pp=last) for d in range(grid.parallel.dp)]
-        mine = topo.rank in readers or topo.module == name
+        mine = topo.rank in readers or topo.of(name)
         if name != "llm" and mine:
-            ranks = [*readers, *sources]
+            ranks = [*dict.fromkeys([*readers, *sources])]
             there, back = (topo.make_group(f"{name} {way}", ranks) for way in ("there", "back"))
             found[name] = Edge(
                 *(sources, readers, there, back),
@@ -187,8 +203,8 @@ def give(
 class _Give(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, outlets: Any, *where: Any) -> Tensor:
-        ctx.like, ctx.outlets, ctx.where = output.new_empty(0), outlets, where
-        ctx.rows, ctx.width = output.shape
+        ctx.like, ctx.outlets, ctx.where = output.new_empty(0, output.shape[1]), outlets, where
+        ctx.rows = len(output)
         *at, tp_group = where
         if tp_group.rank() == 0:
             for edge, routes in outlets:
@@ -198,15 +214,74 @@ class _Give(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         *at, tp_group = ctx.where
-        wide = torch.promote_types(ctx.like.dtype, torch.float32)  # several readers may add up
-        total = ctx.like.new_zeros(ctx.rows, ctx.width, dtype=wide)
+        total = _wide_zeros(ctx.like, ctx.rows)
         if tp_group.rank() == 0:
             for edge, routes in ctx.outlets:
                 for source, grad in edge.gradients(routes, *at):
-                    total.index_add_(0, source, grad.to(wide))
+                    total.index_add_(0, source, grad.to(total.dtype))
         if tp_group.size() > 1:
             dist.broadcast(total, dist.get_global_rank(tp_group, 0), group=tp_group)
         return total.to(ctx.like.dtype), None, None, None, None
+
+
+def _wide_zeros(like: Tensor, rows: int) -> Tensor:
+    """[rows, width] at least in fp32: the gradients of several readers may add up in them."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return like.new_zeros(rows, like.shape[1], dtype=wide)
+
+
+def swap(
+    edge: Edge, routes: Routes, microbatch: int, replica: int, output: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """On a rank that encodes and reads: send its rows to the others that embed them, and take those
+    that it embeds, its own among them.
+
+    All ranks of the stage call it in the same order of microbatches. One that has no part in a
+    microbatch communicates nothing.
+
+    Args:
+        output: [F, width], the rows that this rank encoded; None: none.
+
+    Returns: as `Edge.take`, in one piece, whose gradient reaches the ``output`` of every rank.
+    Communicates: `Edge.send`, `Edge.receive`; in backward the gradients, as many numbers.
+    """
+    if output is not None:
+        edge.send(routes, microbatch, replica, output.detach())
+    parts = edge.receive(routes, microbatch)
+    if output is None and not parts:
+        return []
+    if output is None:  # a graph all the same, which sends the gradients back
+        output = torch.empty(0, edge.width, dtype=edge.dtype, device=edge.device)
+        output.requires_grad_(edge.trained)
+    own = routes(microbatch, replica, edge.readers[dist.get_rank()])
+    rows = torch.cat([own.dest, *(dest for _, dest, _ in parts)])
+    values: Any = _Swap.apply(output, edge, routes, (microbatch, replica), own, parts)
+    return [(to_device(rows, edge.device), values)]
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, edge: Edge, routes: Routes, at: Any, own: Route, parts: Any
+    ) -> Tensor:
+        ctx.edge, ctx.routes, ctx.at = edge, routes, at
+        ctx.like, ctx.rows = output.new_empty(0, output.shape[1]), len(output)
+        ctx.source = to_device(own.source, edge.device)
+        ctx.others = [(rank, len(values)) for rank, _, values in parts]
+        mine = output.index_select(0, ctx.source).to(edge.dtype)
+        return torch.cat([mine, *(values for *_, values in parts)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        sizes = [len(ctx.source), *(count for _, count in ctx.others)]
+        mine, *parts = grads[0].split(sizes)
+        for (rank, _), part in zip(ctx.others, parts, strict=True):
+            ctx.edge.send_back(part, rank)
+        total = _wide_zeros(ctx.like, ctx.rows)
+        total.index_add_(0, ctx.source, mine.to(total.dtype))
+        for source, part in ctx.edge.gradients(ctx.routes, *ctx.at):
+            total.index_add_(0, source, part.to(total.dtype))
+        return total.to(ctx.like.dtype), None, None, None, None, None
 
 
 class RunsAhead(P2PCommunicator):

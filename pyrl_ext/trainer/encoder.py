@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from pyrl_ext.dist.upload import to_device
 from pyrl_ext.pack.shard import BatchShard
-from pyrl_ext.trainer.edges import Outlet, RunsAhead, give
+from pyrl_ext.trainer.edges import Edge, Outlet, RunsAhead, give, swap
 from pyrl_ext.trainer.module import Module
 
 
@@ -21,9 +21,9 @@ def encode(
     """Run the stages of ``module`` over all microbatches and hand its rows to the readers.
 
     Args:
-        module: its chunk takes patches [p, C] on its first stage, scaled as its processor says, and
-            the grid (t, h, w) of each image; on its last stage it returns [rows, width], equal on
-            all tensor-parallel ranks.
+        module: its chunk takes patches [p, C] on its first stage, those in 8 bits scaled as the
+            model's processor does, and the grid (t, h, w) of each image; on its last stage it
+            returns [rows, width], equal on all tensor-parallel ranks.
         outlets: the edges that it feeds.
         more: microbatches that it runs further ahead than its stages ask for (`ahead_of`).
 
@@ -37,21 +37,10 @@ def encode(
 
     def step(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., tuple]]:
         number = next(numbers)
-        shard.wait(number)
-        patches, grids, rows = images.microbatch(number, topo.dp_rank)
-        if patches is not None:
-            patches = to_device(patches, topo.device)
-            patches = patches if module.scale is None else module.scale(patches)
-        with record_function("pyrl: encode"):
-            output = chunk(patches, grids)
+        output, rows_of = forward(module, shard, number)
 
         def hand_on(output: Tensor) -> tuple[Tensor, Tensor, None]:
-            if rows and len(output) != rows:
-                raise RuntimeError(
-                    f"encode: {module.name} made {len(output)} rows of images of {grids} patches, "
-                    f"expected {rows}"
-                )
-            zero = give(output[:rows], outlets, number, topo.dp_rank, topo.groups.tp)
+            zero = give(rows_of(output), outlets, number, topo.dp_rank, topo.groups.tp)
             return zero, torch.zeros((), dtype=torch.int), None  # the readers count the tokens
 
         return output, hand_on
@@ -68,3 +57,49 @@ def encode(
         p2p_communicator=RunsAhead(topo.groups.pp, module.config, more),
         pg_collection=topo.groups,
     )
+
+
+def forward(
+    module: Module, shard: BatchShard, number: int
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The output of this rank's stage for one microbatch, and what makes rows of the last one's.
+
+    Communicates: waits for patches that are still on their way.
+    """
+    topo, (chunk,) = module.topo, module.chunks
+    shard.wait(number)
+    patches, grids, rows = shard.images[module.name].microbatch(number, topo.dp_rank)
+    if patches is not None:
+        patches = to_device(patches, topo.device)
+        patches = module.scale(patches) if patches.dtype == torch.uint8 else patches
+
+    def rows_of(output: Tensor) -> Tensor:
+        if rows and len(output) != rows:
+            raise RuntimeError(
+                f"encode: {module.name} made {len(output)} rows of images of {grids} patches, "
+                f"expected {rows}"
+            )
+        return output[:rows]
+
+    with record_function("pyrl: encode"):
+        return chunk(patches, grids), rows_of
+
+
+def encode_beside(
+    module: Module, shard: BatchShard, edge: Edge, number: int
+) -> list[tuple[Tensor, Tensor]]:
+    """The rows of one microbatch that this rank embeds, of an encoder that shares its ranks.
+
+    Args:
+        module: as in `encode`, of one stage.
+        edge: between the ranks that encode and embed.
+
+    Returns: as `edges.swap`.
+    Communicates: as `forward` and `edges.swap` do.
+    """
+    work, replica, output = shard.images[module.name].work, module.topo.dp_rank, None
+    if len(work.ids(number, replica)):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and module.optimizer is not None):
+            encoded, rows_of = forward(module, shard, number)
+            output = rows_of(encoded)
+    return swap(edge, work.route, number, replica, output)

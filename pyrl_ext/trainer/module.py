@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.megatron.ddp import buffers, gather_shards, release, unwrap, wrap_ddp
 from pyrl_ext.megatron.model import build_chunks
-from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, state_tensors, step, warmed_up
+from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, state_tensors, warmed_up
 from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import TowerFamily, family, hf_folder, weight_table
 from pyrl_ext.plan import Plan
@@ -40,8 +39,6 @@ class Module:
         replay: the hooks in the routers of ``chunks``.
         table: every tensor of the checkpoint, with its place in the model.
         mtp_layers: number of MTP layers.
-        scale: of the image processor, which patches in 8 bits go through; None: they are scaled, or
-            the module reads none.
     """
 
     def __init__(self, name: str, plan: Plan, topo: Topology, chunks: list[Any]):
@@ -51,7 +48,6 @@ class Module:
         self.table = table_of(plan, name)
         self.replay = Replay(chunks, topo.device)
         self.optimizer: Any = None
-        self.scale: Scale | None = None
         self._offloaded = {
             part: OffloadedStorage() for part in ("weights", "gradients", "optimizer")
         }
@@ -85,14 +81,16 @@ class Module:
             if tower
             else build_chunks(plan, topo, kind.config(plan.sizes))
         )
-        if trainable and name in plan.modules and not plan.modules[name].train:
+        keys = plan.modules.get(name)
+        shares = keys is not None and keys.ranks == "shared"
+        if trainable and keys and not keys.train:
             trainable = False
             frozen = [chunk.requires_grad_(False) for chunk in chunks]
-            build_optimizer(plan, wrap_ddp(plan, frozen, groups), groups)  # which all ranks do
+            if not shares:  # all ranks build one for the module that only they run
+                build_optimizer(plan, wrap_ddp(plan, frozen, groups), groups)
         if trainable:
-            chunks = wrap_ddp(plan, chunks, topo.groups)
+            chunks = wrap_ddp(plan, chunks, topo.groups, overlap=not shares)
         module = cls(name, plan, topo, chunks)
-        module.scale = image_scale(plan) if tower else None
         if trainable:
             weakref.finalize(module, release, chunks)
         if not tower:
@@ -124,6 +122,11 @@ class Module:
                     f"in layers {live}, expected {planned} as in the plan; routes would go to "
                     "other layers"
                 )
+
+    @cached_property
+    def scale(self) -> Scale:
+        """Scales patches in 8 bits as the model's image processor does."""
+        return image_scale(self.plan)
 
     # weights -------------------------------------------------------------------------------------
 
@@ -189,19 +192,19 @@ class Module:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def step_optimizer(self, updates: int) -> tuple[bool, float, float]:
-        """Apply the gradient buffers, clipped by their norm over all modules, at the learning rate
-        after ``updates`` steps.
+    def reduce_gradients(self) -> None:
+        """Sum the gradient buffers over the ranks that hold the same weights, after a backward pass
+        that no schedule of this module ran."""
+        self.config.finalize_model_grads_func(self.chunks, pg_collection=self.topo.groups)
 
-        Returns: whether the step was applied, the gradient norm before clipping (NaN if megatron
-            reports none), and the learning rate.
-        """
-        module, options = self.plan.modules.get(self.name), self.plan.optimizer
-        most = options.lr if module is None or module.lr is None else module.lr
+    def set_lr(self, updates: int) -> float:
+        """Use, and return, the learning rate after ``updates`` steps."""
+        keys, options = self.plan.modules.get(self.name), self.plan.optimizer
+        most = options.lr if keys is None or keys.lr is None else keys.lr
         lr = warmed_up(most, options.warmup_steps, updates)
         if self.optimizer is not None:
             set_lr(self.optimizer, lr)
-        return *step(self.optimizer, self.topo), lr
+        return lr
 
     # memory --------------------------------------------------------------------------------------
 
@@ -240,21 +243,7 @@ class Module:
                 "expected them on the device; call onload first"
             )
 
-    # disk ----------------------------------------------------------------------------------------
-
-    def save(
-        self, folder: Path, counters: Mapping[str, int], *also: Callable[[Path], None]
-    ) -> None:
-        """Write model, optimizer and ``counters`` to ``folder``, whole or not at all.
-
-        Args:
-            also: functions that write further files into the folder; every rank calls them.
-        """
-        self.need()
-        plan, topo = self.plan, self.topo
-        checkpoint.save(folder, self.models, self.optimizer, dict(counters), plan, topo, *also)
-
-    def load(self, folder: Path) -> dict[str, int]:
-        """Load what `save` wrote, under this or another layout; returns its counters."""
-        self.need()
-        return checkpoint.load(folder, self.models, self.optimizer, self.plan, self.topo)
+    @property
+    def saved(self) -> checkpoint.Part:
+        """What a checkpoint holds of it."""
+        return checkpoint.Part(self.models, self.optimizer, self.topo)

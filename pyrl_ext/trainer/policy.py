@@ -21,7 +21,9 @@ from pyrl_ext.dist.reduce import sum_over_ranks
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.dist.upload import to_device
 from pyrl_ext.loss.inputs import LossFn
+from pyrl_ext.megatron import checkpoint
 from pyrl_ext.megatron.head import score_tokens
+from pyrl_ext.megatron.optimizer import join_build_optimizer, step_all
 from pyrl_ext.models import hf_folder
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.shard import BatchShard
@@ -30,7 +32,7 @@ from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
 from pyrl_ext.replay.router_hook import Agreement
 from pyrl_ext.trainer.edges import Edge, Outlet, build_edges
-from pyrl_ext.trainer.encoder import encode
+from pyrl_ext.trainer.encoder import encode, encode_beside
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.trainer.zero_gradient import check_zero_gradient
@@ -54,29 +56,38 @@ class Scores:
 
 
 class Policy:
-    """The module that this rank runs, its edges to others, and the passes. Build with `build`.
+    """The modules that this rank runs, its edges to others, and the passes. Build with `build`.
 
     Every method is a collective: all ranks call it, each with its shard of the same step.
 
     Args:
+        modules: by name, that of ``topo`` first: the language model's, or an encoder's on ranks of
+            its own; then encoders that share this rank.
         edges: from each encoder to the language model, by the encoder's name; those of this rank.
 
     Attributes:
+        module: the first.
         step: rollout steps finished.
         updates: optimizer steps finished.
     """
 
-    def __init__(self, llm: Module, edges: Mapping[str, Edge] | None = None):
-        self.llm, self.edges = llm, edges or {}
+    def __init__(self, modules: Mapping[str, Module], edges: Mapping[str, Edge] | None = None):
+        self.modules, self.edges = modules, edges or {}
+        self.module = next(iter(modules.values()))
         self.step = self.updates = 0
 
     @property
+    def llm(self) -> Module:
+        """The language model; an error on an encoder's own ranks."""
+        return self.modules["llm"]
+
+    @property
     def plan(self) -> Plan:
-        return self.llm.plan
+        return self.module.plan
 
     @property
     def topo(self) -> Topology:
-        return self.llm.topo
+        return self.module.topo
 
     @classmethod
     def build(
@@ -86,13 +97,13 @@ class Policy:
 
         Without ``initial`` the weights are undefined until `load`.
         """
-        module = Module.build(topo.module, plan, topo, trainable, initial)
-        return cls(module, build_edges(plan, topo, trainable))
-
-    @property
-    def modules(self) -> dict[str, Module]:
-        """The modules that this rank runs, by name."""
-        return {self.llm.name: self.llm}
+        modules = {topo.module: Module.build(topo.module, plan, topo, trainable, initial)}
+        for name, keys in plan.modules.items():
+            if place := topo.beside.get(name):
+                modules[name] = Module.build(name, plan, place, trainable, initial)
+            elif keys.ranks == "shared" and keys.train and trainable:
+                join_build_optimizer(topo)
+        return cls(modules, build_edges(plan, topo, trainable))
 
     @cached_property
     def tensors(self) -> ModuleTensors:
@@ -120,25 +131,36 @@ class Policy:
 
     def offload(self, part: Offloadable) -> int:
         """See `Module.offload`."""
-        return self.llm.offload(part)
+        return sum(module.offload(part) for module in self.modules.values())
 
     def onload(self) -> int:
         """See `Module.onload`."""
-        return self.llm.onload()
+        return sum(module.onload() for module in self.modules.values())
+
+    def need(self, *parts: str) -> None:
+        """See `Module.need`."""
+        for module in self.modules.values():
+            module.need(*parts)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint to ``folder``, see `Module.save`; with ``checkpoint.hf`` also the
-        weights of all modules in Hugging Face's format, to ``folder/hf``."""
+        """Write models, optimizers and counters to ``folder``, whole or not at all; with
+        ``checkpoint.hf`` also the weights in Hugging Face's format, to ``folder/hf``."""
+        self.need()
+        plan, topo = self.plan, self.topo
 
         def write_hf(writing: Path) -> None:
-            hf_folder.write_hf(writing / "hf", self.weights(), self.plan, self.topo)
+            hf_folder.write_hf(writing / "hf", self.weights(), plan, topo)
 
-        also = [write_hf] if self.plan.checkpoint.hf else []
-        self.llm.save(folder, {"step": self.step, "updates": self.updates}, *also)
+        parts = [module.saved for module in self.modules.values()]
+        counters = {"step": self.step, "updates": self.updates}
+        also = [write_hf] if plan.checkpoint.hf else []
+        checkpoint.save(folder, parts, counters, plan, topo, *also)
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote, under this or another layout."""
-        counters = self.llm.load(folder)
+        self.need()
+        parts = [module.saved for module in self.modules.values()]
+        counters = checkpoint.load(folder, parts, self.plan, self.topo)
         self.step, self.updates = counters["step"], counters["updates"]
 
     # passes --------------------------------------------------------------------------------------
@@ -148,8 +170,8 @@ class Policy:
 
         Communicates: one all-reduce of the agreement counts. Syncs: reads them and the scores.
         """
-        self.llm.need("weights")
-        replay_hooks = self.llm.replay
+        self.need("weights")
+        replay_hooks = self.module.replay
 
         def reduce(micro: Microbatch, scored: tuple[Tensor, Tensor], _mtp: list[Tensor]) -> tuple:
             values = torch.stack(scored, -1).float()  # log-prob and entropy
@@ -204,8 +226,10 @@ class Policy:
         Returns: grad_norm (before clipping) and lr.
         Raises: FloatingPointError when the gradient is not finite.
         """
-        self.llm.need()
-        applied, norm, lr = self.llm.step_optimizer(self.updates)
+        self.need()
+        modules = self.modules.values()
+        lr, *_ = [module.set_lr(self.updates) for module in modules]
+        applied, norm = step_all([(module.optimizer, module.topo) for module in modules])
         if not applied or not math.isfinite(norm):
             raise FloatingPointError(
                 f"Policy.update: the gradient norm of update {self.updates} is {norm}. Go on from "
@@ -226,7 +250,7 @@ class Policy:
         (loss_tokens,) = minibatch.loss_tokens
         if not loss_tokens[0]:
             raise ValueError("Policy.update: the minibatch has no token under its loss mask")
-        self.llm.need("weights", "gradients")
+        self.need("weights", "gradients")
         in_chunk = loss if self.plan.logprob.loss_in_chunk else None
 
         def reduce(micro: Microbatch, scored: tuple, mtp: list[Tensor]) -> tuple:
@@ -239,14 +263,18 @@ class Policy:
             table = torch.stack([torch.stack([s.double(), c.double()]) for s, c in sums.values()])
             return total, count.int(), {"names": list(sums), "sums": table}
 
-        if trained := self.llm.optimizer is not None:
-            self.llm.zero_grad()
-        with self.llm.replay.session(), self._mode(training=True):
+        trained = [module for module in self.modules.values() if module.optimizer is not None]
+        for module in trained:
+            module.zero_grad()
+        with self.module.replay.session(), self._mode(training=True):
             parts = self._run(minibatch, reduce, self.plan.replay.train, in_chunk=in_chunk)
         sums = self._sums(parts)
-        if self._encodes:  # megatron divided the language model's
-            for chunk in self.llm.chunks if trained else ():
-                chunk.scale_gradients(1 / max(1, sums["loss"][1]))
+        for module in trained:
+            if module is not self.module:
+                module.reduce_gradients()
+            if module.name != "llm":  # megatron divided the language model's
+                for chunk in module.chunks:
+                    chunk.scale_gradients(1 / max(1, sums["loss"][1]))
         return {name: total / tokens if tokens else 0.0 for name, (total, tokens) in sums.items()}
 
     def _mtp_loss(
@@ -264,10 +292,6 @@ class Policy:
     def _prefetch(self, shard: BatchShard, replayed: bool, depths: int = 0) -> MicrobatchPrefetcher:
         axes = bool(self.plan.sizes.rope_sections)
         return MicrobatchPrefetcher(shard, self.topo, self.llm.replay, replayed, depths, axes)
-
-    @property
-    def _encodes(self) -> bool:
-        return self.topo.module != "llm"
 
     def _run(
         self,
@@ -290,10 +314,11 @@ class Policy:
         Returns: the last thing that ``reduce`` returned, for each microbatch; [] on other stages
             and of encoders.
         """
-        if self._encodes:
-            name, ahead = self.topo.module, ahead_of(self.plan.parallel)
+        module = self.module
+        if module.name != "llm":
+            name, ahead = module.name, ahead_of(self.plan.parallel)
             outlets = [Outlet(self.edges[name], shard.images[name].work.route)]
-            encode(self.llm, shard, outlets, ahead, forward_only or self.llm.optimizer is None)
+            encode(module, shard, outlets, ahead, forward_only or module.optimizer is None)
             parts = []
         else:
             depths = 0 if forward_only else self.plan.num_mtp_layers
@@ -353,16 +378,19 @@ class Policy:
 
     def _features(self, shard: BatchShard, microbatch: int) -> list[tuple[Tensor, Tensor]]:
         """The rows of images that this rank embeds."""
-        return [
-            rows
-            for name, edge in self.edges.items()
-            for rows in edge.take(shard.images[name].work.route, microbatch)
-        ]
+        taken: list[tuple[Tensor, Tensor]] = []
+        for name, edge in self.edges.items():
+            if module := self.modules.get(name):
+                taken += encode_beside(module, shard, edge, microbatch)
+            else:
+                taken += edge.take(shard.images[name].work.route, microbatch)
+        return taken
 
     @contextmanager
     def _mode(self, training: bool) -> Iterator[None]:
-        for chunk in self.llm.chunks:
-            chunk.train(training)
+        for module in self.modules.values():
+            for chunk in module.chunks:
+                chunk.train(training)
         yield
 
     def _sums(self, parts: list[dict]) -> dict[str, tuple[float, float]]:

@@ -269,7 +269,7 @@ class RolloutStep(Step):
         metrics |= self.moved.metrics(self.topo) | self.weighed
         if self.plan.replay.enabled:
             policies = [p for p in (self.policy, self.reference) if p is not None]
-            seconds = (p.llm.replay.clock.take() for p in policies)
+            seconds = (p.module.replay.clock.take() for p in policies)
             metrics["time/replay"] = sum(sum(each.values()) for each in seconds)
         return metrics
 

@@ -34,7 +34,7 @@ def one_rank(plan: Plan) -> Topology:
     return Topology(
         device=torch.device("cpu"),
         grid=plan.grids["llm"],
-        llm=plan.grids["llm"],
+        grids=plan.grids,
         world_size=plan.world_size,
         rank=0,
         etp_size=plan.parallel.etp_size,

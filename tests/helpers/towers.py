@@ -145,7 +145,10 @@ def build_tower(name: str, plan: Plan, topo: Topology, width: int) -> Tower:
 def tower_module(name: str, plan: Plan, topo: Topology, width: int, trained: bool) -> Module:
     """The module of an encoder's rank."""
     chunks: list[Any] = [build_tower(name, plan, topo, width).requires_grad_(trained)]
-    wrapped = wrap_ddp(plan, chunks, topo.groups)
+    shares = plan.modules[name].ranks == "shared"
+    if shares and not trained:
+        return Module(name, plan, topo, chunks)
+    wrapped = wrap_ddp(plan, chunks, topo.groups, overlap=not shares)
     optimizer = build_optimizer(plan, wrapped, topo.groups)  # gathers over the world: all build one
     module = Module(name, plan, topo, wrapped if trained else chunks)
     if trained:
@@ -257,7 +260,7 @@ def with_images(
 def image_shard(plan: Plan, topo: Topology, batch: ImageBatch, schedule: Schedule) -> BatchShard:
     """This rank's shard of a batch that every rank holds."""
     index = index_of(batch, topo.rank, plan.num_mtp_layers)
-    schedule = schedule.padded(plan.parallel.pp if plan.parallel.vpp else 1)
+    schedule = padded(plan, schedule)
     shard, _ = shard_batch(batch, index, [schedule], plan, topo)
     lengths = Lengths(index.seqlens, index.starts)
     images = {
@@ -271,17 +274,23 @@ def image_shard(plan: Plan, topo: Topology, batch: ImageBatch, schedule: Schedul
     return shard.with_columns(old_logprobs=batch.old_logprobs[torch.from_numpy(shard.rows.tokens)])
 
 
+def padded(plan: Plan, schedule: Schedule) -> Schedule:
+    """``schedule`` with as many microbatches as the pipeline asks for."""
+    return schedule.padded(plan.parallel.pp if plan.parallel.vpp else 1)
+
+
 def _shard_images(
     plan: Plan, topo: Topology, batch: ImageBatch, kind: str, work: EncoderWork
 ) -> ShardImages:
-    replica = topo.dp_rank if topo.module == kind else 0
+    place = topo.of(kind)
+    replica = place.dp_rank if place else 0
     ids = [work.ids(m, replica) for m in range(len(work.schedule))]
     sizes = work.images.patches
     starts = np.cumsum(sizes) - sizes
     rows = [np.arange(int(starts[i]), int(starts[i] + sizes[i])) for part in ids for i in part]
     firsts = np.cumsum([0, *(int(sizes[part].sum()) for part in ids)])
     patches = batch.pixels[kind][np.concatenate([np.empty(0, np.int64), *rows])]
-    encodes = (topo.module == kind and topo.is_first_stage) or kind not in plan.grids
+    encodes = (place and place.is_first_stage) or kind not in plan.grids
     return ShardImages(work, patches if encodes else None, firsts, MERGE)
 
 

@@ -20,6 +20,7 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
 from pyrl_ext.trainer.module import Module
+from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
@@ -73,33 +74,37 @@ def gradient(weight: Tensor) -> Tensor:
     return torch.sin(40 * weight.float()) + weight.float()
 
 
-def build(layout: Layout, topo: Topology) -> Module:
-    """This rank's module. A frozen one's ranks build an optimizer as well, for the others' sake."""
-    if topo.module == "llm":
-        return Module.build("llm", layout.plan, topo)
-    module = Module.build("vision", layout.vision_plan, topo)
-    if not layout.train:
+def build(layout: Layout, topo: Topology) -> Policy:
+    """This rank's policy. A frozen one's ranks build an optimizer as well, for the others' sake."""
+    plan = layout.plan if topo.module == "llm" else layout.vision_plan
+    module = Module.build(topo.module, plan, topo)
+    if topo.module == "vision" and not layout.train:
         module.optimizer = None
-    return module
+    return Policy({topo.module: module})
 
 
-def train(module: Module, steps: range) -> list[float]:
+def train(policy: Policy, steps: int) -> list[float]:
     """The norms of so many steps."""
     norms = []
-    for step in steps:
-        if module.optimizer is not None:
-            module.zero_grad()
-            for tensor in module.named_parameters().values():
-                if tensor.requires_grad:
-                    tensor.main_grad.copy_(gradient(tensor.detach()))  # type: ignore[attr-defined]
-        applied, norm, lr = module.step_optimizer(step)
-        assert applied and lr == (LR if module.name == "llm" else VISION_LR)
-        norms.append(norm)
+    for _ in range(steps):
+        for module in policy.modules.values():
+            if module.optimizer is not None:
+                module.zero_grad()
+                for tensor in module.named_parameters().values():
+                    if tensor.requires_grad:
+                        tensor.main_grad.copy_(gradient(tensor.detach()))  # type: ignore
+        metrics = policy.step_optimizer()
+        assert metrics["lr"] == (LR if policy.module.name == "llm" else VISION_LR)
+        norms.append(metrics["grad_norm"])
     return norms
 
 
-def weights(module: Module) -> dict[str, Tensor]:
-    return {f"{module.name}.{name}": tensor.clone() for name, tensor in whole(module)}
+def weights(policy: Policy) -> dict[str, Tensor]:
+    """Of this rank's modules, by module and name."""
+    found = {}
+    for name, module in policy.modules.items():
+        found |= {f"{name}.{tensor}": value.clone() for tensor, value in whole(module)}
+    return found
 
 
 def whole(module: Module) -> GatheredWeights:
@@ -112,20 +117,22 @@ def on_ranks(world: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = str(world.size())
     found: dict[str, Any] = {}
     with topology.start(WRITTEN.plan) as topo:
-        module = build(WRITTEN, topo)
-        found["norms"] = train(module, range(2))
-        module.save(folder / "step-2", {"step": 2, "updates": 2})
+        policy = build(WRITTEN, topo)
+        found["norms"] = train(policy, 2)
+        policy.step = 2
+        policy.save(folder / "step-2")
     with topology.start(CONTINUED.plan) as topo:
-        module = build(CONTINUED, topo)
-        assert module.load(folder / "step-2")["updates"] == 2
-        found["norms"] += train(module, range(2, 3))
-        found["weights"] = weights(module)
+        policy = build(CONTINUED, topo)
+        policy.load(folder / "step-2")
+        assert policy.updates == 2
+        found["norms"] += train(policy, 1)
+        found["weights"] = weights(policy)
     with topology.start(FROZEN.plan) as topo, heartbeats(topo) as heartbeat:
         heartbeat.step = 7
         heartbeat.enter("time/update")
         found["place"] = heartbeat.place
-        module = build(FROZEN, topo)
-        found["frozen"] = train(module, range(1)), weights(module)
+        policy = build(FROZEN, topo)
+        found["frozen"] = train(policy, 1), weights(policy)
     return found
 
 
