@@ -30,7 +30,7 @@ _WRITING, _REPLACED = ".writing", ".replaced"
 
 
 class Part(NamedTuple):
-    """What a checkpoint holds of one module of this rank.
+    """One module of this rank, as a checkpoint holds it.
 
     Args:
         optimizer: megatron's; None for a model that is not trained, or to leave the saved optimizer
@@ -49,7 +49,7 @@ class Part(NamedTuple):
         return "" if self.topo.module == "llm" else f"{self.topo.module}."
 
     def key(self, number: int) -> Any:
-        """Of a model chunk, or part of the optimizer, in the state of all modules of a rank."""
+        """The key of a model chunk, or of a part of the optimizer, among those of all modules."""
         return f"{self.prefix}{number}" if self.prefix else number
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -85,18 +85,31 @@ def forward(
         return chunk(patches, grids), rows_of
 
 
-def encode_beside(
-    module: Module, shard: BatchShard, edge: Edge, number: int
+def features(
+    modules: Mapping[str, Module], edges: Mapping[str, Edge], shard: BatchShard, number: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """The rows of one microbatch that this rank embeds, of an encoder that shares its ranks.
+    """The rows of images that this rank of the language model's first stage embeds in a microbatch.
 
     Args:
-        module: as in `encode`, of one stage.
-        edge: between the ranks that encode and embed.
+        modules: of this rank.
+        edges: from each encoder, by its name.
 
-    Returns: as `edges.swap`.
-    Communicates: as `forward` and `edges.swap` do.
+    Returns: as `Edge.take`.
+    Communicates: as `Edge.take` or `swap` do.
     """
+    taken: list[tuple[Tensor, Tensor]] = []
+    for name, edge in edges.items():
+        if module := modules.get(name):
+            taken += _encoded_here(module, shard, edge, number)
+        else:
+            taken += edge.take(shard.images[name].work.route, number)
+    return taken
+
+
+def _encoded_here(
+    module: Module, shard: BatchShard, edge: Edge, number: int
+) -> list[tuple[Tensor, Tensor]]:
+    """The same of an encoder that shares the ranks of the stage."""
     work, replica, output = shard.images[module.name].work, module.topo.dp_rank, None
     if len(work.ids(number, replica)):
         with torch.set_grad_enabled(torch.is_grad_enabled() and module.optimizer is not None):

@@ -245,5 +245,5 @@ class Module:
 
     @property
     def saved(self) -> checkpoint.Part:
-        """What a checkpoint holds of it."""
+        """The part of a checkpoint that it is."""
         return checkpoint.Part(self.models, self.optimizer, self.topo)

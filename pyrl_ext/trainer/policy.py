@@ -32,7 +32,7 @@ from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
 from pyrl_ext.replay.router_hook import Agreement
 from pyrl_ext.trainer.edges import Edge, Outlet, build_edges
-from pyrl_ext.trainer.encoder import encode, encode_beside
+from pyrl_ext.trainer.encoder import encode, features
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.trainer.zero_gradient import check_zero_gradient
@@ -349,7 +349,7 @@ class Policy:
             head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, every, in_chunk)
             more: dict[str, Any] = {"packed_seq_params": packed, "output_processor": head}
             if self.edges and not index:
-                more["features"] = self._features(prefetch.shard, next(numbers))
+                more["features"] = features(self.modules, self.edges, prefetch.shard, next(numbers))
             output = chunk(tokens, positions, None, **more)
             prefetch.prepare_next()  # copied while a GPU computes what was launched above
 
@@ -375,16 +375,6 @@ class Policy:
             p2p_communicator=P2PCommunicator(topo.groups.pp, self.llm.config),
             pg_collection=topo.groups,
         )
-
-    def _features(self, shard: BatchShard, microbatch: int) -> list[tuple[Tensor, Tensor]]:
-        """The rows of images that this rank embeds."""
-        taken: list[tuple[Tensor, Tensor]] = []
-        for name, edge in self.edges.items():
-            if module := self.modules.get(name):
-                taken += encode_beside(module, shard, edge, microbatch)
-            else:
-                taken += edge.take(shard.images[name].work.route, microbatch)
-        return taken
 
     @contextmanager
     def _mode(self, training: bool) -> Iterator[None]:

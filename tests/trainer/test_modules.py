@@ -100,7 +100,7 @@ def train(policy: Policy, steps: int) -> list[float]:
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:
-    """Of this rank's modules, by module and name."""
+    """Those of this rank's modules, by module and name."""
     found = {}
     for name, module in policy.modules.items():
         found |= {f"{name}.{tensor}": value.clone() for tensor, value in whole(module)}
