@@ -32,7 +32,6 @@ from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.trainer.token_weights import weigh_tokens
 from pyrl_ext.weights.check import (
     check_batch,
-    engine_tensor_names,
     full_check,
     mismatch_limit,
     sync_weights,
@@ -207,7 +206,7 @@ class RolloutStep(Step):
             metrics = sync_weights(
                 self.rollouts.engine,
                 self.policy.weights(),
-                self._engine_names(),
+                self.policy.tensors.engine_names,
                 version,
                 dtype=self._engine_dtype,
                 check=rollout.check_tensors,
@@ -277,13 +276,6 @@ class RolloutStep(Step):
     def _engine_dtype(self) -> torch.dtype:
         return dtype_of(self.plan.rollout_dtype)
 
-    def _engine_names(self) -> list[str]:
-        """The checkpoint tensors that an engine holds."""
-        tables, layers = self.policy.tensors.tables, self.plan.sizes.num_hidden_layers
-        names = {m: [name for row in table for name in row.hf_names] for m, table in tables.items()}
-        text = engine_tensor_names(names.pop("llm"), layers)
-        return text + [name for others in names.values() for name in others]
-
     def _check_batch(self, shard: BatchShard, old: Scores) -> None:
         """Stop before the update if trainer and engine disagree about the tokens of the step."""
         plan, policy = self.plan, self.policy
@@ -295,7 +287,7 @@ class RolloutStep(Step):
                 full_check,
                 self.rollouts.engine,
                 policy.weights,
-                self._engine_names(),
+                policy.tensors.engine_names,
                 policy.step,
                 dtype=self._engine_dtype,
                 slept=plan.engine_sleeps,

@@ -14,6 +14,7 @@ from pyrl_ext.models import family
 from pyrl_ext.models.weight_table import Weight
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import Grid
+from pyrl_ext.weights.check import engine_tensor_names
 from pyrl_ext.weights.gather import GatheredWeights, Outward, ShardedBucket, plan_buckets
 
 Buckets = Mapping[str, Sequence[ShardedBucket]]  # of each module
@@ -41,6 +42,14 @@ class ModuleTensors:
     def __init__(self, plan: Plan, topo: Topology, known: Mapping[str, Sequence[Weight]]):
         self.plan, self.topo = plan, topo
         self.tables = {name: known.get(name) or table_of(plan, name) for name in plan.grids}
+
+    @property
+    def engine_names(self) -> list[str]:
+        """The checkpoint tensors that an engine holds, of all modules, in the order of `whole`."""
+        layers = self.plan.sizes.num_hidden_layers
+        names = {m: [name for row in t for name in row.hf_names] for m, t in self.tables.items()}
+        names["llm"] = engine_tensor_names(names["llm"], layers)
+        return [name for each in names.values() for name in each]
 
     @cached_property
     def buckets(self) -> Buckets:

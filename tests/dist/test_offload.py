@@ -143,7 +143,7 @@ def test_train_is_the_same_with_an_offloaded_trainer(tmp_path: Path):
 def test_sleep_leaves_an_engine_that_wants_weights():
     torch.manual_seed(0)
     engine = HFEngine(CONFIG.parent / "tiny")
-    named = [(n, 0.1 * torch.randn(v.shape)) for n, v in engine._destinations.views.items()]
+    named = [(n, 0.1 * torch.randn(v.shape)) for n, (v,) in engine._destinations.parts.items()]
     prompts, sampling = [Prompt(0, (5, 6, 7))], Sampling(max_new_tokens=5, samples_per_prompt=3)
     engine.load_weights(named, version=0)
     before = engine.generate(prompts, sampling)

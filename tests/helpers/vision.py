@@ -113,9 +113,9 @@ RENAMED = {
 }
 
 
-def kimi(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def kimi(state: dict[str, Tensor], heads: int = 4) -> dict[str, Tensor]:
     """Experts one by one, queries, keys and values in one, rotated pairs beside each other."""
-    heads, found = 4, {}
+    found = {}
     for name, tensor in state.items():
         if ".experts." in name:
             for expert, part in enumerate(tensor):

@@ -21,7 +21,7 @@ def random_weights(hf: HFEngine, seed: int) -> list[tuple[str, Tensor]]:
     """Every tensor of the checkpoint, large enough that a wrong one shows."""
     g = torch.Generator().manual_seed(seed)
     found = []
-    for name, view in hf._destinations.views.items():
+    for name, (view,) in hf._destinations.parts.items():
         noise = torch.randn(view.shape, generator=g)
         found.append((name, 1 + 0.1 * noise if "norm" in name else 0.08 * noise))
     return found

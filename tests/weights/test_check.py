@@ -263,7 +263,7 @@ def test_rotating_sample_visits_every_name(parts: Parts):
 def test_full_check_names_a_tensor_that_changed_in_the_engine(parts: Parts):
     parts.sync()
     assert parts.full_check() == {}
-    parts.engine._destinations.views[NORM][3] += 1e-3
+    parts.engine._destinations.tensor(NORM)[3] += 1e-3
     assert list(parts.full_check()) == [NORM]
     assert parts.full_check() == {}  # it was loaded again
 
@@ -272,7 +272,7 @@ def test_check_batch_names_the_tensor_or_the_layer(parts: Parts):
     """The limit, the token and the tensor; if all tensors are right, the layer that goes astray."""
     parts.sync()
     parts.check_batch(*parts.shard())
-    parts.engine._destinations.views[NORM].mul_(1.5)
+    parts.engine._destinations.tensor(NORM).mul_(1.5)
     shard, old = parts.shard()
     with pytest.raises(RuntimeError, match=rf"1 tensors .*:\n  rank 0: {NORM} has") as caught:
         parts.check_batch(shard, old)

@@ -11,15 +11,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyrl_ext.rollout.hf.model import model_class, read_config
+from pyrl_ext.rollout.hf.published import published
 from pyrl_ext.rollout.tensor_names import layer_of, split_experts
 
 
 class Destinations:
-    """Checkpoint name -> view of the model's memory, with one view per fused expert.
+    """Checkpoint name -> the model's memory, with one view per fused expert.
 
     Args:
         model: a transformers model whose expert layers hold `gate_up_proj` [E, 2I, H] and
             `down_proj` [E, H, I] (gate rows first)
+
+    Attributes:
+        parts: checkpoint name -> views of the memory that its rows fill, one after the other; the
+            last is as wide as the tensor
 
     Raises:
         ValueError: expert weights of another layout
@@ -27,7 +32,7 @@ class Destinations:
 
     def __init__(self, model: PreTrainedModel):
         self.where = type(model).__name__
-        self.views = dict(_views(model))
+        self.parts = published(model.config, dict(_views(model)))
         self.wholes = [t for t in model.state_dict().values() if t.is_floating_point()]
         config: Any = model.config.get_text_config()
         layers = int(config.num_hidden_layers)
@@ -42,6 +47,20 @@ class Destinations:
             model = model_class(config).from_config(config)
         model.tie_weights()
         return cls(model)
+
+    def shape(self, name: str) -> torch.Size:
+        """Shape of a checkpoint tensor."""
+        parts = self.parts[name]
+        if len(parts) == 1:
+            return parts[0].shape
+        return torch.Size((len(parts) * parts[-1].shape[0], *parts[-1].shape[1:]))
+
+    def tensor(self, name: str) -> Tensor:
+        """A checkpoint tensor as the model holds it: a view, or a copy of several."""
+        parts = self.parts[name]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.reshape(parts[-1].shape) for part in parts])
 
     @torch.no_grad()
     def fill(
@@ -62,7 +81,9 @@ class Destinations:
         written: list[str] = []
         problems: list[str] = []
         for name, value in self._matched(named, only, problems):
-            self.views[name].copy_(value)
+            parts = self.parts[name]
+            for part, rows in zip(parts, value.chunk(len(parts)) if len(parts) > 1 else [value]):
+                part.copy_(rows.reshape(part.shape))
             written.append(name)
         problems += [f"{name}: holds nan or inf" for name in self._not_finite(written)]
         self._refuse(problems)
@@ -97,28 +118,27 @@ class Destinations:
         only: Collection[str] | None,
         problems: list[str],
     ) -> Iterator[tuple[str, Tensor]]:
-        wanted, given = self.views.keys() if only is None else set(only), set[str]()
+        wanted, given = self.parts.keys() if only is None else set(only), set[str]()
         for name, value in named:
-            target = self.views.get(name)
-            if target is None:
+            if name not in self.parts:
                 if layer_of(name) not in self.mtp_layers:
                     problems.append(f"{name}: unknown name")
             elif name not in wanted:
                 problems.append(f"{name}: not among the {len(wanted)} that were announced")
             elif name in given:
                 problems.append(f"{name}: given twice")
-            elif value.shape != target.shape:
-                problems.append(f"{name}: shape {list(value.shape)}, expected {list(target.shape)}")
+            elif value.shape != (shape := self.shape(name)):
+                problems.append(f"{name}: shape {list(value.shape)}, expected {list(shape)}")
             else:
                 yield name, value
             given.add(name)
         missing = wanted - given
-        problems += [f"{name}: missing" for name in self.views if name in missing]
+        problems += [f"{name}: missing" for name in self.parts if name in missing]
 
     def need_whole_layers(self, names: Collection[str]) -> None:
         """Raises ValueError if ``names`` holds only some of the tensors of a decoder layer."""
         layers = {layer_of(name) for name in names} - {None}
-        lacking = [n for n in self.views if n not in names and layer_of(n) in layers]
+        lacking = [n for n in self.parts if n not in names and layer_of(n) in layers]
         if lacking:
             raise ValueError(
                 f"{self.where}.load_weights: {len(lacking)} tensors of {len(layers)} layers are "
@@ -138,7 +158,7 @@ class Destinations:
         extremes = [torch.stack(torch.aminmax(whole)).float() for whole in self.wholes]
         if not extremes or bool(torch.stack(extremes).isfinite().all()):
             return []
-        return [name for name in written if not self.views[name].isfinite().all()]
+        return [name for name in written if not self.tensor(name).isfinite().all()]
 
 
 def _views(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:

@@ -120,11 +120,11 @@ class HFEngine(Engine):
         Syncs: once.
         """
         need_weights("HFEngine.checksums", self.version, self._refusal)
-        views = self._destinations.views
-        if unknown := [name for name in names or () if name not in views]:
+        held = self._destinations
+        if unknown := [name for name in names or () if name not in held.parts]:
             raise ValueError(f"HFEngine.checksums: {unknown[:4]}, expected names of its weights")
-        wanted = views if names is None else names
-        return read({name: digest_on_device(views[name]) for name in wanted})
+        wanted = held.parts if names is None else names
+        return read({name: digest_on_device(held.tensor(name)) for name in wanted})
 
     @torch.no_grad()  # not inference_mode: its tensors could not take part in a loss
     def stream(
@@ -164,7 +164,8 @@ class HFEngine(Engine):
     def sleep(self) -> int:
         """Frees the memory of the weights until the next `load_weights`; returns bytes."""
         self.version, self._refusal = None, "sleep freed its weights"
-        return self._offloaded.offload(self._destinations.views.values(), keep=False)
+        held = [part for parts in self._destinations.parts.values() for part in parts]
+        return self._offloaded.offload(held, keep=False)
 
     def close(self) -> None:
         """Does nothing: nothing runs outside of the calls."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def read_config(given: dict[str, Any] | str | Path) -> PreTrainedConfig:
     kind = str(given.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"HFEngine: model_type {kind!r}, expected one that transformers knows")
-    return CONFIG_MAPPING[kind].from_dict(given)
+    return CONFIG_MAPPING[kind].from_dict(deepcopy(given))  # it writes into nested dicts
 
 
 def model_class(config: PreTrainedConfig) -> Any:

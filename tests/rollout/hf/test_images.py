@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.hf.model import read_config
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.engines import assert_matches_plain, engine_of, random_model
 from tests.helpers.images import END, KIMI, PAD, QWEN3_VL, SCALE, START, prompt_of
+from tests.helpers.prompts import CONFIGS
 
 FAMILIES = {"qwen3_vl_moe": (QWEN3_VL, 96), "kimi_k25": (KIMI, 48)}
 
@@ -52,6 +56,13 @@ def test_generate_from_images_matches_plain_forwards(family: str):
         (prompt,) = (p for p in prompts if p.id == sample.prompt_id)
         assert [i.row for i in sample.images] == [i.row for i in prompt.images]
         assert_matches_plain(model, sample, sampling, **inputs_of(sample))
+
+
+def test_read_config_leaves_the_dict_as_it_is():
+    """A run's plan is saved after its engine was built."""
+    text = (CONFIGS / "tiny_vl/config.json").read_text()
+    read_config(given := json.loads(text))
+    assert given == json.loads(text)
 
 
 def test_generate_depends_on_the_image():

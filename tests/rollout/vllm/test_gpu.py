@@ -43,7 +43,7 @@ def engines():
     )
     g = torch.Generator().manual_seed(0)
     named = []
-    for name, view in hf._destinations.views.items():
+    for name, (view,) in hf._destinations.parts.items():
         noise = torch.randn(view.shape, generator=g)
         named.append((name, (1 + 0.1 * noise if "norm" in name else 0.08 * noise).bfloat16()))
     for engine in (hf, vllm):
