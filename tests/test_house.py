@@ -38,7 +38,14 @@ CORE = {
     ),
     "objectives": (
         *("plan/schema/objective", "plan/rules/objective", "loss/evaluate", "loss/policy_terms"),
-        *("loss/ratio", "loss/kl", "loss/corrections", "loss/reductions", "loss/advantages"),
+        *(
+            "loss/ratio",
+            "loss/kl",
+            "loss/corrections",
+            "loss/shaping",
+            "loss/reductions",
+            "loss/advantages",
+        ),
     ),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),

@@ -60,6 +60,11 @@ _METRICS = (
     # the run
     Metric("step", "1", "Rollout steps finished before this one, from 0."),
     Metric("reward", "reward", "Mean reward of the step's samples."),
+    Metric(
+        "reward/overlong",
+        "reward",
+        "Mean over samples of what objective.overlong_buffer added to the reward, at most 0.",
+    ),
     Metric("reward/kl", "nat", "Mean over samples of the KL that was taken off the reward."),
     Metric(
         "eval_reward", "reward", "Mean reward on the held-out prompts before the step's update."

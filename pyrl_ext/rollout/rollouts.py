@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+
+import torch
 
 from pyrl_ext.data.source import Source
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.build import build_engine, sampling_of
-from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
+from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, Score, generate_on_ranks
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.samples import Prompt, Sampling
+from pyrl_ext.samples import Prompt, Sample, Sampling
 
 
 class Rollouts:
@@ -79,6 +82,8 @@ class Rollouts:
                 "engine was built without an image processor"
             )
         scorer = self.source.scorer(list(prompts))
+        if self.plan.objective.overlong_filter:
+            scorer = partial(_without_overlong, scorer)
         return generate_on_ranks(
             self.engine,
             RolloutRequest(prompts, sampling, keep),
@@ -88,3 +93,17 @@ class Rollouts:
             self.show,
             depths=self.plan.num_mtp_layers,
         )
+
+
+def _without_overlong(score: Score, samples: list[Sample]) -> list[Sample]:
+    """The scored samples, without loss tokens in those that ran out of room."""
+    return [
+        replace(
+            sample,
+            loss_mask=torch.zeros_like(sample.loss_mask),
+            rollout_logprobs=torch.zeros_like(sample.rollout_logprobs),
+        )
+        if sample.finish_reason == "length"
+        else sample
+        for sample in score(samples)
+    ]

@@ -29,7 +29,7 @@ from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy, Scores
-from pyrl_ext.trainer.token_weights import weigh_tokens
+from pyrl_ext.trainer.token_weights import shaped, weigh_tokens
 from pyrl_ext.weights.check import (
     check_batch,
     full_check,
@@ -120,8 +120,8 @@ class Step(ABC):
 
     def _rows_of(self, rollout: Rollout) -> Batch | None:
         """The samples that this rank owns, as rows."""
-        advantages = rollout.index.advantages(self.advantage)
         plan, mine = self.plan, rollout.index.owned_by(self.topo.rank)
+        advantages = shaped(rollout.index, plan).advantages(self.advantage)
         lengths = [sample.tokens.numel() - 1 for sample in rollout.samples]
         if (known := rollout.index.seqlens[mine].tolist()) != lengths:
             raise ValueError(

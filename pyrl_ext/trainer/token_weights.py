@@ -18,6 +18,7 @@ from pyrl_ext.loss.corrections import correct
 from pyrl_ext.loss.inputs import AdvantageFn, masked
 from pyrl_ext.loss.kl import VALUES
 from pyrl_ext.loss.reductions import reduction_weights
+from pyrl_ext.loss.shaping import overlong
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan
@@ -61,10 +62,20 @@ def weigh_tokens(
         k = masked(old - here.get("ref_logprobs", none), mask).double()
         of_sample = torch.zeros(len(index), dtype=torch.float64)
         kl = over_ranks(of_sample.index_add(0, at, masked(VALUES[objective.kl](k), mask)))
-        shaped = replace(index, rewards=index.rewards - objective.kl_coef * kl.numpy())
-        columns["advantages"] = shaped.advantages(advantage)[at]
+        less = shaped(index, plan)
+        less = replace(less, rewards=less.rewards - objective.kl_coef * kl.numpy())
+        columns["advantages"] = less.advantages(advantage)[at]
         metrics["reward/kl"] = float(kl.mean())
+    if objective.overlong_buffer:
+        metrics["reward/overlong"] = float((shaped(index, plan).rewards - index.rewards).mean())
     return shard.with_columns(**columns) if shard.seat.last_stage else shard, metrics
+
+
+def shaped(index: BatchIndex, plan: Plan) -> BatchIndex:
+    """The numbers of the samples with rewards that are shaped by length."""
+    objective, lengths = plan.objective, index.seqlens + 1 - index.prompt_lens
+    how = plan.rollout.max_new_tokens, objective.overlong_buffer, objective.overlong_penalty
+    return replace(index, rewards=index.rewards + overlong(lengths, *how))
 
 
 def _reduction(shard: BatchShard, index: BatchIndex, plan: Plan) -> np.ndarray:

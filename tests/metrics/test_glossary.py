@@ -69,7 +69,7 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
         *(*QUICK, "steps=2", "evaluate.every=1", "checkpoint.every=1", "rollout.oversample=1.75"),
         *("objective.kl_coef=0.1", "objective.tis_cap=2", "objective.entropy_coef=0.01"),
         *("objective.mask_ratio=[0.1,9.0]", "objective.sequence_bounds=[0.1,9.0]"),
-        *("objective.veto=1e-6", "objective.opsm=1.0"),
+        *("objective.veto=1e-6", "objective.opsm=1.0", "objective.overlong_buffer=2"),
     )
     # a rule refuses it on a CPU, where it serves no purpose
     rollout = plan.rollout.model_copy(update={"offload_trainer": "all"})

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field
 
-from pyrl_ext.plan.language.fields import NonNegative, Positive, Rate, Section
+from pyrl_ext.plan.language.fields import Count, NonNegative, Positive, Rate, Section
 
 LOSSES = ("ppo", "cispo", "sapo", "gmpo", "dppo", "reinforce", "sft")
 ADVANTAGES = ("grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline", "maxrl")
@@ -75,6 +75,12 @@ class Objective(Section):
     opsm: NonNegative | None = None
     """tokens with a negative advantage are dropped where their sequence's mean log-prob fell by
     more than this since the batch was scored [nats]; null: none"""
+    overlong_buffer: Count = 0
+    """last tokens of rollout.max_new_tokens in which a response loses reward; 0: none [tokens]"""
+    overlong_penalty: NonNegative = 1.0
+    """lost by a response of rollout.max_new_tokens (with overlong_buffer) [reward]"""
+    overlong_filter: bool = False
+    """responses that ran out of room have no loss tokens; their rewards count in their group"""
     advantage: Name = "grpo"
     """grpo, rloo, opo, reinforce_pp, reinforce_pp_baseline, maxrl, or module:function"""
     normalize_std: bool = True
