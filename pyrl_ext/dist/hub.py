@@ -18,6 +18,7 @@ from pyrl_ext.plan import Plan
 TOKENIZER_FILES = (
     *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "*.model", "generation_config.json"),
+    "*processor_config.json",
 )
 FILES = {
     "tokenizer": ["config.json", *TOKENIZER_FILES],

@@ -280,7 +280,7 @@ def write_hf(
     dtype: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """The main rank writes ``named``, the model's config and the tokenizer into ``folder``.
+    """The main rank writes ``named``, the model's config, tokenizer and processor into ``folder``.
 
     The other ranks only iterate ``named``, whose collectives need them. If writing fails, the main
     rank iterates the rest, so that no other rank waits for it.
@@ -332,8 +332,8 @@ def written_config(plan: Plan, dtype: str) -> dict[str, Any]:
         hf = {key: value for key, value in part.items() if key != "quantization_config"}
         if "num_nextn_predict_layers" in hf:
             hf["num_nextn_predict_layers"] = plan.num_mtp_layers
-        if "text_config" in hf:
-            hf["text_config"] = fitted(hf["text_config"])
+        for key in {"text_config", "vision_config"} & hf.keys():
+            hf[key] = fitted(hf[key])
         return hf | dict.fromkeys({"dtype", "torch_dtype"} & hf.keys(), dtype)
 
     hf = fitted(plan.hf)

@@ -1,7 +1,7 @@
 """``python -m pyrl_ext.tools.export RUN OUT``: a run's weights as a Hugging Face folder.
 
 The model is built on one process and the CPU, or as overrides say: under torchrun any layout writes
-the same files.
+the same files. Encoders on ranks for themselves have one process each: a model with one needs two.
 """
 
 from __future__ import annotations
@@ -35,6 +35,16 @@ def find(run: Path, step: int | None) -> Path:
             "of a run that saved one"
         )
     return found
+
+
+def smallest(saved: Plan, overrides: Sequence[str]) -> Plan:
+    """A plan of one rank a module on the CPU, or as ``overrides`` say, for what ``saved`` trained.
+
+    Raises: ConfigError with what does not hold.
+    """
+    modules = {n: each.model_dump() | {"parallel": {}} for n, each in saved.modules.items()}
+    one = {"device": "cpu", "threads": 0, "parallel": {}, "modules": modules}
+    return changed_plan(saved, one, overrides)
 
 
 def export(plan: Plan, saved: Path, out: Path, dtype: str | None, tokenizer: str | None) -> bool:
@@ -75,8 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.out.exists():
             raise FileExistsError(f"export: {options.out} exists, expected a new folder")
         saved = find(options.run, options.step)
-        one = {"device": "cpu", "threads": 0, "parallel": {}}
-        plan = changed_plan(Plan.read(saved / checkpoint.PLAN), one, options.overrides)
+        plan = smallest(Plan.read(saved / checkpoint.PLAN), options.overrides)
         if plan.unsupported:
             raise ValueError("\n".join(plan.unsupported))
         if export(plan, saved, options.out, options.dtype, options.tokenizer):

@@ -340,6 +340,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, plan = parse_plan(parser, arguments)
     if plan is None:
         return 2
+    if plan.modules:
+        names = ", ".join(plan.modules)
+        print(f"measure: modules {names}, expected none; patches are not counted", file=sys.stderr)
+        return 2
     if plan.threads:
         torch.set_num_threads(plan.threads)
     try:

@@ -5,24 +5,33 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForImageTextToText
 
 from pyrl_ext.dist import topology
 from pyrl_ext.models.hf_folder import SafetensorsFolder
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.layout import Module, ModuleParallel
+from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.tools import export
 from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.weights.check import full_check, sync_weights
+from tests.helpers.engines import Disturbed
 from tests.helpers.published import Held, in_given_memory
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QWEN3, tiny_plan
 from tests.helpers.traffic import counted
 from tests.helpers.vision import KIMI_VL, QWEN_VL, write_model
+
+PROCESSOR = f"model.tokenizer={QWEN3.with_name('tiny_vl')}"
+WRONG = "vision_tower.encoder.blocks.3.wqkv.weight"
 
 
 @dataclass(frozen=True)
@@ -118,10 +127,71 @@ def checked(plan: Plan, folder: Path) -> dict[str, Any]:
         return found
 
 
+def with_engine(plan: Plan) -> dict[str, Any]:
+    """The findings of checks in an engine on every rank, whose tensor is another on rank 1."""
+    with topology.start(plan) as topo:
+        policy, engine = Policy.build(plan, topo, trainable=False), HFEngine(plan.hf)
+        names, dtype, found = policy.tensors.engine_names, torch.float32, dict[str, Any]()
+        found["checked"] = sync_weights(engine, policy.weights(), names, 0, dtype=dtype)
+        found["names"] = len(names)
+        check = partial(full_check, engine, policy.weights, names, 0, dtype=dtype)
+        found["right"] = check()
+        if topo.rank:
+            at = engine._destinations.parts[WRONG][0]  # in the engine, not in the tensor sent
+            at[(0,) * at.dim()] += 1e-4
+        found["wrong"] = check()
+        disturbed: Any = Disturbed(engine, flipped) if topo.rank else engine
+        try:
+            sync_weights(disturbed, policy.weights(), names, 1, dtype=dtype)
+        except RuntimeError as error:
+            found["error"] = str(error)
+        return found
+
+
+def flipped(named: Any) -> Any:
+    """One bit of a number of the tower."""
+    for name, tensor in named:
+        if name == WRONG:
+            tensor = tensor.clone()
+            tensor.view(torch.int32).view(-1)[3] ^= 1
+        yield name, tensor
+
+
+def written(plan: Plan, folder: Path, source: Path) -> dict[str, Any]:
+    """Differences in the folder of a checkpoint, and in the one that the command makes of it."""
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        policy.save(folder / "checkpoints/step-0")
+    code = export.main([str(folder), str(folder / "out")])
+    if topo.rank:
+        return {}
+    found: dict[str, Any] = {"code": code}
+    for kind, at in (("saved", folder / "checkpoints/step-0/hf"), ("exported", folder / "out")):
+        read = SafetensorsFolder(at, plan.sizes.hidden_size)
+        found[kind] = differing(((n, read(n)[:]) for n in read.names), source, plan)
+        ours, theirs = (
+            AutoModelForImageTextToText.from_pretrained(each, dtype=torch.float32).state_dict()
+            for each in (at, source)
+        )
+        assert ours.keys() == theirs.keys()
+        found[f"{kind} loaded"] = [n for n in theirs if not torch.equal(ours[n], theirs[n])]
+        found[f"{kind} files"] = sorted(each.name for each in at.iterdir())
+    return found
+
+
 def on_ranks(group: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = str(group.size())
     layouts = LAYOUTS[group.size()]
-    return {n: checked(each.plan(folder), folder / each.hf) for n, each in layouts.items()}
+    found: dict[str, Any] = {
+        n: checked(each.plan(folder), folder / each.hf) for n, each in layouts.items()
+    }
+    if group.size() == 2:
+        found["engine"] = with_engine(LAYOUTS[2]["1 + 1"].plan(folder))
+        for name in ("1 + 1", "1 + 1, qwen"):
+            layout = replace(layouts[name], also=("checkpoint.hf=true", PROCESSOR))
+            at = folder / f"run-{layout.hf}"
+            found[f"{name} written"] = written(layout.plan(folder), at, folder / layout.hf)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +228,22 @@ def test_whole_holds_less_than_two_buckets(ranks: Any, size: int, name: str):
     for each in ranks[size]:
         held, largest = each[name]["held"], each[name]["largest"]
         assert largest <= held < 2 * largest, (held / largest, math.log2(largest))
+
+
+def test_engine_names_cover_all_modules_and_a_wrong_tensor_of_a_tower_is_named(ranks: Any):
+    right, wrong = (each["engine"] for each in ranks[2])
+    for found in (right, wrong):
+        assert found["checked"] == {"publish/checked": found["names"]} and not found["right"]
+    assert not right["wrong"] and "error" not in right
+    assert list(wrong["wrong"]) == [WRONG] and "has digest" in wrong["wrong"][WRONG]
+    assert f"1 of {wrong['names']} tensors differ" in wrong["error"] and WRONG in wrong["error"]
+
+
+@pytest.mark.parametrize("name", ["1 + 1", "1 + 1, qwen"])
+def test_checkpoint_and_export_write_a_folder_of_all_modules(ranks: Any, name: str):
+    found, other = (each[f"{name} written"] for each in ranks[2])
+    assert found["code"] == 0 and not other
+    for kind in ("saved", "exported", "saved loaded", "exported loaded"):
+        assert not found[kind], kind
+    want = {"config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json"}
+    assert want <= {*found["exported files"]} and want <= {*found["saved files"]}

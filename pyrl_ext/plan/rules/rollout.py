@@ -72,8 +72,8 @@ def own_gpus_are_not_shared_and_have_an_owner(plan: Plan) -> Found:
     elif rollout.gpus % rollout.tp == 0 and rollout.gpus // rollout.tp > ranks:
         yield (
             f"{rollout.gpus} with rollout.tp {rollout.tp} are {rollout.gpus // rollout.tp} "
-            f"engines, expected at most {ranks}, one for each of the trainer's ranks. Use a larger "
-            "rollout.tp"
+            f"engines, expected at most {ranks}, one for each of the language model's ranks. Use "
+            "a larger rollout.tp"
         )
 
 
@@ -136,7 +136,7 @@ def engines_fill_their_gpus(plan: Plan) -> Found:
         return None
     wholes = {"rollout.gpus": rollout.gpus or 0}
     if rollout.gpus is None:
-        wholes = {"the trainer's ranks": plan.parallel.world_size}
+        wholes = {"the language model's ranks": plan.parallel.world_size}
     if max(wholes.values()) > node:
         wholes["hardware.gpus_per_node"] = node
     return indivisible(rollout.tp, wholes, "an engine has tp GPUs of one node, and none is idle")
