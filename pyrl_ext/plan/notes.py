@@ -98,8 +98,6 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
     if not plan.has_rollouts:
         tuned = "fine-tuning on records reads no images yet"
         found += [f"modules.{name}: {tuned}. Leave it out" for name in plan.modules]
-    shared = [name for name, module in plan.modules.items() if module.ranks == "shared"]
-    found += [f"modules.{name}.ranks: shared is not built yet. Use own" for name in shared]
     if plan.sizes.vision and not plan.modules:
         reads = f"{plan.model.family} reads images, which nothing would encode"
         found.append(f"modules: none, expected vision; {reads}")
