@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +31,7 @@ from pyrl_ext.pack.shard import Lengths
 
 Columns = Mapping[str, Tensor]
 KINDS = ("tokens", "logprobs", "routes", "images")
+_ROWS_AT_ONCE = 1 << 14  # the rows on their way from column to column stay small
 _DIGEST = "digest"  # the column of a message that tells which exchange and part it belongs to
 
 
@@ -142,14 +143,21 @@ class Need(NamedTuple):
         found = zip(np.split(parts, cuts), np.split(owners, cuts), np.split(order, cuts))
         return {(int(part[0]), int(owner[0])): at for part, owner, at in found}
 
-    def pick(self, columns: Columns, rows: np.ndarray) -> Iterator[tuple[str, Tensor]]:
-        """The needed columns of ``rows``, whose owner holds ``columns``."""
-        at = self.items.at_owner(rows)
-        for name, wanted in self.fields.items():
-            column = _bits(columns[name]).index_select(0, at)
-            if wanted.slots is not None:
-                column = column.index_select(1, torch.tensor(wanted.slots, dtype=torch.int64))
-            yield name, column.view(wanted.dtype)
+    def copy(self, columns: Columns, rows: np.ndarray, there: Columns, places: Tensor) -> None:
+        """Copy what is needed of ``rows``, whose owner holds ``columns``, to places in ``there``.
+
+        Args:
+            rows:   [M] int64, of the stream.
+            places: [M] int64.
+        """
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            some = slice(first, first + _ROWS_AT_ONCE)
+            at = self.items.at_owner(rows[some])
+            for name, wanted in self.fields.items():
+                found = _bits(columns[name]).index_select(0, at)
+                if wanted.slots is not None:
+                    found = found.index_select(1, torch.tensor(wanted.slots, dtype=torch.int64))
+                _bits(there[name]).index_copy_(0, places[some], found)
 
     def add_bytes(self, rows: int, moved: dict[str, int]) -> None:
         """Add the bytes of so many rows to ``moved``, by kind."""
@@ -242,25 +250,19 @@ class Delivery:
         for name, need in self.needs.items():
             for (_, holder), at in self._places[name].items():
                 if holder == owner:
-                    self._put(at, need.pick(columns, need.rows[at]))
+                    need.copy(columns, need.rows[at], self.columns, torch.from_numpy(at))
                     if moved is not None:
                         need.add_bytes(len(at), moved)
-
-    def _put(self, places: np.ndarray, columns: Iterable[tuple[str, Tensor]]) -> None:
-        """Store columns of some rows at their places."""
-        at = torch.from_numpy(places)
-        for name, rows in columns:
-            _bits(self.columns[name]).index_copy_(0, at, _bits(rows))
 
     # between the ranks of a host ------------------------------------------------------------------
 
     def read_on_host(
-        self, owned: Columns, hosts: Sequence[int], stored_by: Callable[[int], Stored]
+        self, owned: dict[str, Tensor], hosts: Sequence[int], stored_by: Callable[[int], Stored]
     ) -> None:
-        """Read the rows of the other ranks of this host in their memory.
+        """Read the rows of the ranks of this host, this one among them, in their memory.
 
         Args:
-            owned: columns of this rank.
+            owned: columns of this rank; emptied once they are in memory that the others see.
             hosts: [W] `host_key` of every rank.
             stored_by: how a rank lays out its columns.
 
@@ -271,6 +273,8 @@ class Delivery:
         block = SharedBlock(stored.bytes) if stored.bytes else None
         if block is not None:
             stored.write(block.memory, owned.items())
+            owned.clear()
+            self.take(self.rank, stored.read(block.memory))
         mine = torch.tensor([os.getpid(), -1 if block is None else block.file])
         everyone = [torch.empty_like(mine) for _ in hosts]
         with self._blaming("some rank", "the addresses of its rows"):
@@ -330,9 +334,10 @@ class Delivery:
             return
         stored = Stored.of(((len(rows[n]), need.fields) for n, need in needs.items()), digest=True)
         memory = torch.empty(stored.bytes, dtype=torch.uint8)
-        stored.write(memory, [(_DIGEST, torch.tensor([self._digest]))])
+        message = stored.read(memory)
+        message[_DIGEST].fill_(self._digest)
         for name, need in needs.items():
-            stored.write(memory, need.pick(owned, rows[name]))
+            need.copy(owned, rows[name], message, torch.arange(len(rows[name])))
         with self._blaming(f"rank {to}", f"that it takes part {part + 1} of {self._parts}"):
             self._sent.append((to, memory, dist.isend(memory, to, tag=part)))
 
@@ -366,8 +371,9 @@ class Delivery:
                 raise RuntimeError(f"it sent rows of exchange {sent:#x}, not {self._digest:#x}")
         for name, need in self.needs.items():
             at = self._places[name].get((part, owner))
-            if at is not None:
-                self._put(at, ((n, columns[n]) for n in need.fields))
+            for column in need.fields if at is not None else ():
+                here, sent = _bits(self.columns[column]), _bits(columns[column])
+                here.index_copy_(0, torch.from_numpy(at), sent)
 
     @contextmanager
     def _blaming(self, who: str, what: str) -> Generator[None]:

@@ -55,14 +55,15 @@ def shard_batch(
     images = PatchStream.of(plan, index, schedule)
     exchange = Exchange(index, schedule, seats_of(plan, index), plan.sizes.num_experts, images)
     owned = {} if batch is None else columns_of(batch, exchange.depths)
+    del batch  # its memory is free when the ranks of its host see its columns
     rows, needs = exchange.of(topo.rank)
     delivery = Delivery(topo.rank, needs, step_digest(index, schedules), waiting)
     if len({*hosts}) > 1:
         delivery.start(owned, hosts, lambda to: exchange.of(to, topo.rank)[1])
-    if owned:
-        delivery.take(topo.rank, owned)
     if len({*hosts}) < topo.world_size:
         delivery.read_on_host(owned, hosts, exchange.stored_by)
+    elif owned:
+        delivery.take(topo.rank, owned)
     loss_tokens = tuple(
         tuple(int(n) for n in index.loss_tokens[each.samples].sum(0)) for each in schedules
     )
