@@ -105,9 +105,9 @@ def on_rank(group: dist.ProcessGroup, samples: int, tokens: int) -> dict[str, An
     def parts(own: list[Sample]) -> Any:
         indices = gather_objects(BatchIndex.of(own, rank), group)
         index = BatchIndex.joined(indices, range(samples))
-        batch = Batch.of(own, advantages)
+        batches = [Batch.of(own, advantages)]
         own.clear()
-        return shard_batch(batch, index, Scheduler(plan).minibatches(index), plan, topo)
+        return shard_batch(batches.pop(), index, Scheduler(plan).minibatches(index), plan, topo)
 
     return {
         "own": sum(s.routes.nbytes for s in mine if s.routes is not None),

@@ -51,7 +51,6 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
                 run.record(number, rollout.samples)
                 row |= step.onload(clock)
                 shard, index = step.batch_of(rollout, clock), rollout.index
-                del rollout  # the rows are now where they are computed
                 check = number == first or plan.rollout.max_mismatch is not None
                 shard, old = step.score(shard, index, clock, check)
                 row |= step.update(shard, clock)

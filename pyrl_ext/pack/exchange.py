@@ -42,6 +42,7 @@ def shard_batch(
 
     Args:
         batch:     the samples that this rank owns, in the order of the index; None: it owns none.
+            A caller that does not keep it has its memory back when other ranks see the rows.
         index:     of all samples, the same on every rank.
         schedules: of each minibatch, the same on every rank.
         waiting:   surrounds every wait for a part.
@@ -55,7 +56,7 @@ def shard_batch(
     images = PatchStream.of(plan, index, schedule)
     exchange = Exchange(index, schedule, seats_of(plan, index), plan.sizes.num_experts, images)
     owned = {} if batch is None else columns_of(batch, exchange.depths)
-    del batch  # its memory is free when the ranks of its host see its columns
+    del batch
     rows, needs = exchange.of(topo.rank)
     delivery = Delivery(topo.rank, needs, step_digest(index, schedules), waiting)
     if len({*hosts}) > 1:

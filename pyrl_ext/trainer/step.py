@@ -100,22 +100,25 @@ class Step(ABC):
         """The rows that this rank computes, checked, with their advantages.
 
         Args:
+            rollout:     its samples are dropped once they are rows.
             minibatches: None: as many as the plan has.
 
         Raises: on every rank, if the samples of one are wrong.
         """
         index, group = rollout.index, self.topo.world
         with phase("time/exchange"):
-            schedules, batch, error = [], None, None
+            schedules, batches, error = [], list[Batch | None](), None
             try:
                 schedules = self.scheduler.minibatches(index, minibatches)
-                batch = self._rows_of(rollout)
+                batches.append(self._rows_of(rollout))
             except Exception as caught:  # every rank has to know, or the others wait forever
                 error = caught
             digest = step_digest(index, schedules) if schedules else 0
             agree("Step.batch_of", error, digest, "samples or schedules", group)
-            waiting = partial(phase, "time/exchange")
-            shard, self.moved = shard_batch(batch, index, schedules, self.plan, self.topo, waiting)
+            rollout.samples.clear()
+            plan, topo, waiting = self.plan, self.topo, partial(phase, "time/exchange")
+            # popped, so that nothing here keeps the batch
+            shard, self.moved = shard_batch(batches.pop(), index, schedules, plan, topo, waiting)
         return shard
 
     def _rows_of(self, rollout: Rollout) -> Batch | None:
