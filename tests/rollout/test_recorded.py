@@ -301,9 +301,11 @@ def test_save_samples_stores_routes_in_layers_times_experts_times_their_size(
 
 
 def test_train_has_the_same_numbers_from_its_recording(tmp_path: Path):
-    """To the last bit; recorded in two parts, the second of which repeats a step."""
+    """To the last bit, with several microbatches in each of two minibatches; recorded in two parts,
+    the second of which repeats a step."""
     quick = ("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6")
     quick += ("evaluate.every=0", "log.progress=false", "checkpoint.every=2")
+    quick += ("batching.tokens_per_microbatch=32", "data.max_prompt_tokens=16")
 
     def run(name: str, *overrides: str) -> list[dict[str, float]]:
         assert train.main([str(CONFIG), f"run={tmp_path / name}", *quick, *overrides]) == 0

@@ -1,4 +1,5 @@
-"""Step.batch_of with lengths that no schedule takes, on two ranks: every rank hears of them."""
+"""Step on two ranks: every rank hears of lengths that no schedule takes; a step's log-probs before
+its first update are the current ones."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from pyrl_ext.dist import topology
@@ -15,8 +17,9 @@ from pyrl_ext.dist.clock import Clock
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.trainer.sft import SftStep
+from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import tiny_plan
+from tests.helpers.tiny import QUICK, tiny_plan
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_sft.yaml"
 LIMIT = 191
@@ -41,8 +44,33 @@ def first_sample(rollout: Rollout, rank: int) -> Rollout:
     return Rollout(index, rollout.samples[:1] if index.owners[0] == rank else [], 0)
 
 
-def on_rank(group: dist.ProcessGroup) -> tuple[dict[str, str], float]:
-    """The message for each kind of wrong lengths; the loss of one sample on two ranks."""
+def ratios(*overrides: str) -> list[torch.Tensor]:
+    """The log-ratios of loss tokens in the first and in the second minibatch of a step."""
+    plan, clock = tiny_plan(*QUICK, "parallel.dp=2", *overrides), Clock()
+    with topology.start(plan) as topo:
+        step = RolloutStep.build(plan, topo)
+        step.publish(0, clock)
+        rollout = step.take(0, clock)
+        shard, _ = step.score(step.batch_of(rollout, clock), clock)
+        assert not rollout.samples  # they are rows now
+        found = []
+        for number in range(2):
+            part, seen = shard.minibatch(number), list[torch.Tensor]()
+            assert len(part.schedule) > 1
+
+            def loss(logprobs, entropy, fields, seen=seen):
+                seen.append((logprobs.detach() - fields.old_logprobs)[fields.loss_mask])
+                return step.loss(logprobs, entropy, fields)
+
+            step.policy.update(part, loss)
+            found.append(torch.cat(seen))
+        step.close()
+        return found
+
+
+def on_rank(group: dist.ProcessGroup) -> tuple[dict[str, str], float, list[list[torch.Tensor]]]:
+    """The message for each kind of wrong lengths; the loss of one sample on two ranks; log-ratios
+    with each kind of head."""
     plan, clock = tiny_plan(*SMALL, *LAYOUT, config=CONFIG), Clock()
     with topology.start(plan) as topo:
         step = SftStep.build(plan, topo)
@@ -58,11 +86,27 @@ def on_rank(group: dist.ProcessGroup) -> tuple[dict[str, str], float]:
                 step.batch_of(replace(rollout, index=index), clock)
             told[name] = str(caught.value)
         few = step.batch_of(first_sample(rollout, topo.rank), clock, minibatches=1)
-        return told, step.policy.accumulate(few.minibatch(0), step.loss)["loss"]
+        alone = step.policy.accumulate(few.minibatch(0), step.loss)["loss"]
+    small = ("batching.tokens_per_microbatch=32", "data.max_prompt_tokens=16")
+    return told, alone, [ratios(*small), ratios(*small, "logprob.head=logits")]
 
 
-def test_batch_of_refuses_lengths_on_every_rank_and_runs_fewer_samples_than_ranks():
-    (told, loss), (theirs, same) = run_ranks(on_rank, 2)
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(on_rank, 2)
+
+
+def test_score_of_a_first_minibatch_is_its_current_logprobs_to_the_last_bit(ranks):
+    """Scores and updates follow one placement. So the ratios of a step's first update are 1; later
+    ones are not."""
+    for _, _, heads in ranks:
+        for first, second in heads:
+            assert len(first) > 20 and not first.any()
+            assert second.abs().max() > 1e-3
+
+
+def test_batch_of_refuses_lengths_on_every_rank_and_runs_fewer_samples_than_ranks(ranks):
+    (told, loss, _), (theirs, same, _) = ranks
     assert told == theirs
     assert loss == same and math.isfinite(loss) and loss > 0
     both = "Step.batch_of: 2 of 2 ranks failed"
