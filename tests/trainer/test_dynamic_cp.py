@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.dist import topology
@@ -61,7 +61,14 @@ def examples(number: int, longest: int) -> list[Lengths]:
     """The same lengths in every run of the tests."""
     found: list[Lengths] = []
 
-    @settings(max_examples=3 * number, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(
+        max_examples=3 * number,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],  # on a busy machine
+    )
     @given(lengths(longest))
     def collect(each: Lengths) -> None:
         if each not in found:

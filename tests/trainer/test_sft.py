@@ -36,6 +36,7 @@ def of_a_step(*overrides: str) -> dict[str, Any]:
         step = SftStep.build(plan, topo)
         held_out = step.evaluate(clock)["eval_loss"]
         rollout = step.take(3, clock)
+        owned = len(rollout.samples)
         shard = step.batch_of(rollout, clock)
         losses = [step.policy.accumulate(shard.minibatch(0), step.loss)["loss"]]
         gradients = {name: tensor.clone() for name, tensor in step.policy.gradients()}
@@ -44,7 +45,7 @@ def of_a_step(*overrides: str) -> dict[str, Any]:
             "losses": [held_out, *losses],
             "gradients": gradients,
             "lengths": rollout.index.seqlens.tolist(),
-            "owned": len(rollout.samples),
+            "owned": owned,
             "counts": {n: v for n, v in metrics.items() if n.startswith("data/")},
         }
 
