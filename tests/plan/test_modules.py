@@ -150,6 +150,28 @@ def test_stage_memory_counts_the_microbatches_that_an_encoder_runs_ahead():
     assert [s.stage for s in stages] == [2, 3] and stages[0].name == "stage 2 (vision)"
 
 
+def test_stage_memory_counts_what_a_publish_takes_on_every_rank():
+    embedding, experts = 151_936 * 2048 * 2, 128 * 3 * 2048 * 768 * 2
+    (stage,) = of_vision(plan_of("rollout.bucket_bytes=1MiB"))  # a layer's experts in one
+    assert stage.bytes_of("publish") == experts + embedding
+    (stage,) = of_vision(plan_of("rollout.bucket_bytes=4GiB"))
+    assert stage.bytes_of("publish") == (4 << 30) + embedding
+    assert not any("engine" in item.name for item in stage.items)
+
+    alone = "parallel.dp=8", "parallel.pp=1", "parallel.ep=1", "hardware.gpu=null"
+    sends = stage_memory(plan_of(*alone, "rollout.bucket_bytes=4GiB"))[0].bytes_of("publish")
+    shared = "modules.vision.ranks=shared", "modules.vision.parallel.dp=1"
+    sole = stage_memory(plan_of(*alone, "rollout.bucket_bytes=4GiB", *shared))[0]
+    assert sends - sole.bytes_of("publish") == (4 << 30) + experts  # vLLM keeps a layer's
+
+
+def test_stage_memory_counts_communicators_between_modules():
+    plan = plan_of()  # language model: dp, its copies, pp, ep; vision: dp
+    held = [stage.bytes_of("CUDA and NCCL") - (1 << 30) for stage in stage_memory(plan)]
+    # an edge has two; the first rank of each module sends its tensors, all others receive them
+    assert held == [n << 28 for n in (4 + 2 + 2, 4 + 1, 1 + 2 + 2)]
+
+
 def test_step_time_has_what_the_language_model_waits():
     def waited(*overrides: str) -> float:
         time = step_time(plan_of(*overrides))
@@ -189,7 +211,10 @@ def test_stage_memory_adds_an_encoder_to_the_first_stage():
     assert 3 * two == 2 * three  # pp 2: two in flight, and none ahead
     mine = sum(item.bytes for item in first.items if item.name.endswith("of vision"))
     mine += first.bytes_of("patches") + first.bytes_of("patches of the batch")
-    everything = [sum(item.bytes for item in stage.items) for stage in (first, alone)]
+    everything = [
+        sum(item.bytes for item in stage.items if item.name != "CUDA and NCCL")
+        for stage in (first, alone)
+    ]
     assert everything[0] - mine == everything[1] and last.peak == other.peak
     # each image in 8 bits, on one rank: 512 samples x 2304 patches x 1536 bytes over 16 ranks
     assert first.bytes_of("patches of the batch") == 512 * 2304 * 1536 // 16

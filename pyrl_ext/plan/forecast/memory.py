@@ -13,7 +13,7 @@ from pyrl_ext.plan.forecast.activations import (
     stage_activations,
 )
 from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
-from pyrl_ext.plan.forecast.counts import layers, parameters
+from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters, encoder_stages, encoders
 from pyrl_ext.plan.forecast.encoder_memory import encoder_items
 from pyrl_ext.plan.forecast.hardware import memory_limit
@@ -25,6 +25,7 @@ from pyrl_ext.plan.forecast.parameters import (
     rank_parameters,
 )
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, WITHOUT_ROLLOUTS
+from pyrl_ext.plan.forecast.publishing import crossing, gathered, uses_buckets
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 
@@ -121,7 +122,7 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     if plan.has_rollouts:
         yield _publish(plan)
         yield from _engine(plan, load)
-    yield from _context(plan)
+    yield from _context(plan, stage)
 
 
 # Weights, gradients, optimizer ------------------------------------------------------------------
@@ -237,16 +238,14 @@ def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
 def _publish(plan: Plan) -> Item:
     """Weights are gathered a bucket at a time: an engine in this process copies its tensors from
     the bucket, another one gets two buckets in turn."""
-    sizes, parallel, each = plan.sizes, plan.parallel, DTYPE_BYTES[plan.model.dtype]
-    widest = max(sizes.vocab_size, sizes.intermediate_size) * sizes.hidden_size
-    held, why = widest * (each + 1), "the largest tensor and its check for nan"
-    if max(parallel.tp, parallel.pp, parallel.ep, parallel.etp_size) > 1:
-        experts = max(layer.expert for layer in layers(sizes))
-        bucket = max(plan.rollout.bucket_bytes, each * max(widest, experts))
-        held += min(bucket, each * (parameters(sizes).total + encoder_parameters(plan)))
+    largest, experts, bucket = gathered(plan)
+    held = largest + largest // DTYPE_BYTES[plan.model.dtype]
+    why = "the largest tensor and its check for nan"
+    if uses_buckets(plan):
+        held += bucket
         why = f"a bucket, {why}"
         if plan.rollout.engine == "vllm" and plan.rollout.gpus is None:
-            held += each * experts
+            held += experts
             why += ", one layer's experts (vLLM keeps them until it has all)"
     if plan.transport in ("ipc", "broadcast"):
         held += 2 * plan.rollout.bucket_bytes
@@ -296,10 +295,12 @@ def _embedded_cache(plan: Plan, load: Load) -> Item:
     return Item("engine cache", tokens * each + state, ("rollout",), why, exact=False)
 
 
-def _context(plan: Plan) -> Iterator[Item]:
+def _context(plan: Plan, stage: int) -> Iterator[Item]:
     if plan.device != "cuda":
         return
     parallel, (dense_copies, expert_copies) = plan.parallel, copies(plan)
     sizes = (parallel.tp, parallel.cp, parallel.dp, dense_copies, parallel.pp)
     groups = sum(n > 1 for n in (*sizes, parallel.ep, parallel.etp_size, expert_copies))
-    yield communicators(CONTEXT_BYTES, groups)
+    own = [encoder for encoder in encoders(plan) if not encoder.shared]
+    groups += 2 * len(own) * (stage == 0)  # of an edge, one a direction
+    yield communicators(CONTEXT_BYTES, groups + crossing(plan, "llm", stage) * plan.has_rollouts)

@@ -1,0 +1,35 @@
+"""A publish: buckets in which tensors are gathered, and what crosses to other ranks."""
+
+from __future__ import annotations
+
+from pyrl_ext.plan.forecast.counts import layers, parameters
+from pyrl_ext.plan.forecast.encoder import encoder_parameters
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.plan import Plan
+
+
+def gathered(plan: Plan) -> tuple[int, int, int]:
+    """Bytes of the largest tensor, of a layer's experts, and of the bucket that holds either."""
+    sizes, each = plan.sizes, DTYPE_BYTES[plan.model.dtype]
+    largest = each * max(sizes.vocab_size, sizes.intermediate_size) * sizes.hidden_size
+    experts = each * max(layer.expert for layer in layers(sizes))
+    bucket = max(plan.rollout.bucket_bytes, largest, experts)
+    return (
+        largest,
+        experts,
+        min(bucket, each * (parameters(sizes).total + encoder_parameters(plan))),
+    )
+
+
+def uses_buckets(plan: Plan) -> bool:
+    """Whether a rank of the language model has to put tensors together, or to send them on."""
+    sizes = plan.parallel
+    split = max(sizes.tp, sizes.pp, sizes.ep, sizes.etp_size) > 1
+    return split or len(plan.grids["llm"].ranks) < plan.world_size
+
+
+def crossing(plan: Plan, module: str, stage: int) -> int:
+    """Groups in which the fullest rank of a stage sends its module's tensors to ranks outside, or
+    receives those of others."""
+    apart = [name for name, grid in plan.grids.items() if len(grid.ranks) < plan.world_size]
+    return len(apart) - (module in apart and stage > 0)  # a module's first rank sends
