@@ -197,7 +197,6 @@ def test_compile_plan_puts_a_replica_on_every_rank_of_the_first_stage():
     assert list(grid.ranks) == first == [*range(32)] and plan.world_size == 64
     assert grid.groups["dp"] == (tuple(first),) and "tp" not in grid.groups
     assert Plan.from_json(plan.to_json()) == plan
-    assert any("shared" in each for each in plan.unsupported)
 
 
 def test_stage_memory_adds_an_encoder_to_the_first_stage():
