@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import torch
 
 from pyrl_ext.data.files import DataError
 from pyrl_ext.data.rewards import number_match
-from pyrl_ext.data.source import build_source
-from pyrl_ext.plan import Plan
+from pyrl_ext.data.source import build_source, image_scale
+from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.samples import Prompt, Sample
-from tests.helpers.prompts import write_lines
+from tests.helpers.pictures import write_run
+from tests.helpers.prompts import CONFIGS, write_lines
 from tests.helpers.tiny import tiny_plan
 
 RECORDS = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(9)]
@@ -70,3 +72,15 @@ def test_build_source_lists_records_without_the_answer_that_the_reward_compares_
         build_source(plan_of(bad))
     with pytest.raises(DataError, match=message):
         build_source(plan_of(good, f"data.eval_prompts={bad}"))
+
+
+def test_image_scale_refuses_a_folder_without_a_processor(tmp_path: Path):
+    """Before any prompt is read: those of a task need no file."""
+    config, folder = write_run(tmp_path), tmp_path / "vl"
+    shutil.copytree(CONFIGS / "tiny_vl", folder)
+    assert image_scale(compile_plan(config, [])).factor.shape == (96,)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(DataError, match=f"image processor {folder}: .*expected a preprocessor_co"):
+        image_scale(compile_plan(config, [f"model.tokenizer={folder}"]))
+    with pytest.raises(ValueError, match=r"model.tokenizer tiny, expected a folder"):
+        image_scale(tiny_plan())

@@ -163,3 +163,16 @@ def test_batch_refuses_fields_of_another_length():
     batch = of(make_samples())
     with pytest.raises(ValueError, match=r"advantages has shape \[3\], expected \d+ rows"):
         batch.with_(advantages=torch.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_of_takes_patches_as_the_encoder_reads_them(dtype):
+    image = Image(0, 1, (1, 2, 2), torch.arange(12).view(4, 3).to(dtype))
+    samples = [replace(s, images=(image,) * (s.prompt_id == 12)) for s in make_samples()]
+    if dtype == torch.uint8:
+        patches = Batch.of(samples, torch.zeros(len(samples)), patch_width=3).patches
+        assert patches is not None and torch.equal(patches, image.patches.repeat(2, 1))
+    wrong = 4 if dtype == torch.uint8 else 3
+    found = rf"prompt 12.* image 0: patches \[4, 3\] {dtype}, expected \[patches, {wrong}\] "
+    with pytest.raises(ValueError, match=found):
+        Batch.of(samples, torch.zeros(len(samples)), patch_width=wrong)

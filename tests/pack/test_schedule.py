@@ -1,7 +1,7 @@
 """plan_microbatches: every sample once, limits kept, close to the optimum, the same every time."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
@@ -10,6 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pyrl_ext.pack.encoder_work import EncoderWork
+from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import (
     Group,
@@ -18,7 +20,10 @@ from pyrl_ext.pack.schedule import (
     plan_dynamic_cp,
     plan_microbatches,
 )
+from pyrl_ext.pack.shard import Lengths
+from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.forecast.cp_costs import costs_of
+from tests.helpers.pictures import write_run
 from tests.helpers.tiny import tiny_plan
 
 
@@ -216,6 +221,14 @@ def test_Scheduler_prices_groups_once(monkeypatch):
     assert len(priced) == 1
 
 
+def full(schedule: Schedule) -> int:
+    """Microbatches with samples."""
+    return sum(any(group.samples for group in groups) for groups in schedule.microbatches)
+
+
+STAGES = "pipeline_model_parallel_layout=Ett|t|t|L"  # features behind the first two layers
+
+
 def index_of(lengths: list[int], groups: list[int]) -> BatchIndex:
     """Samples of these rows and groups; the other numbers do not matter here."""
     columns: dict[str, Any] = {
@@ -246,3 +259,35 @@ def test_Scheduler_minibatches_say_which_minibatch_has_a_sample_that_fits_nowher
     index = index_of([9, 30, 12, rows], [0, 0, 1, 1])
     with pytest.raises(ValueError, match=f"^minibatch 1 of 2: plan_.*: sample 1 has {rows} "):
         Scheduler(plan).minibatches(index)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", f"pp=2 vpp=2 {STAGES}", "dp=2 dynamic_cp=2"])
+def test_Scheduler_minibatches_hold_what_an_encoder_takes_in_a_pass(layout, tmp_path):
+    """Two replicas of 256 patches, an interleaved pipeline's multiple, and the same groups."""
+    words = [f"parallel.{word}" for word in layout.split()]
+    words += ["modules.vision.parallel.dp=2", "batching.tokens_per_microbatch=512"]
+    plan = compile_plan(write_run(tmp_path), words)
+    lengths, groups = [90, 90, 70, 80, 75, 66, 90, 70], [0, 0, 0, 0, 1, 1, 1, 1]
+    table = [(i, 0, 64, 1, 16, 16) for i in (0, 1, 2, 3, 4, 5, 6, 7)]
+    table.insert(7, (6, 64, 9, 1, 6, 6))  # the second minibatch needs three
+    index = index_of(lengths, groups)
+    index = replace(index, images=Images.of(np.asarray(table)))
+    bare = Scheduler(plan).minibatches(replace(index, images=Images.of(np.empty(0))))
+    found = Scheduler(plan).minibatches(index)
+    stages = plan.parallel.pp if plan.parallel.vpp else 1
+    for before, schedule in zip(bare, found, strict=True):
+        assert sorted(schedule.samples) == sorted(before.samples)
+        assert len(schedule) % stages == 0
+        assert any(g.samples for m in schedule.microbatches[-stages:] for g in m)
+        where = {i: (g.first, g.cp_size) for m in before.microbatches for g in m for i in g.samples}
+        for groups_of in schedule.microbatches:
+            assert [r for g in groups_of for r in g.ranks] == [*range(schedule.num_ranks)]
+            assert all((g.first, g.cp_size) == where[i] for g in groups_of for i in g.samples)
+        work = EncoderWork(index.images, schedule, Lengths(index.seqlens, index.starts), 2)
+        for m, replica in product(range(len(schedule)), range(2)):
+            assert index.images.patches[work.ids(m, replica)].sum() <= 256
+    assert sum(map(full, found)) > sum(map(full, bare))
+    large = Images.of(np.asarray([(5, 0, 64, 1, 16, 16)] * 3))
+    found = r"minibatch 1 of 2: within_patches: sample 5 has images of \[256, 256, 256\] patches, "
+    with pytest.raises(ValueError, match=found + ".*modules.vision.patches_per_microbatch 256 on"):
+        Scheduler(plan).minibatches(replace(index, images=large))
