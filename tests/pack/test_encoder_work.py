@@ -163,15 +163,10 @@ def test_shard_batch_moves_exactly_the_patches_that_a_rank_encodes(exchanged):
 
 def test_seats_of_follows_the_grids(tmp_path):
     """A rank may compute rows of the language model and take patches."""
-    plan = plan_of(write_run(tmp_path), "dp=2", "dp=2")
-    index = BatchIndex.of(SAMPLES)
-    assert [s.replica for s in seats_of(plan, index)] == [-1, -1, 0, 1]
-    grids = {"llm": plan.grids["llm"], "vision": replace(plan.grids["vision"], first=0)}
-
-    class Shared(type(plan)):
-        grids = property(lambda self: shared)  # type: ignore[assignment]
-        world_size = property(lambda self: 2)  # type: ignore[assignment]
-
-    shared = grids
-    both = seats_of(Shared.model_construct(**dict(plan)), index)
-    assert [(s.replica, s.grid_rank, s.last_stage) for s in both] == [(0, 0, True), (1, 1, True)]
+    config, index = write_run(tmp_path), BatchIndex.of(SAMPLES)
+    seats = seats_of(plan_of(config, "dp=2", "dp=2"), index)
+    assert [(s.replica, s.grid_rank) for s in seats] == [(-1, 0), (-1, 1), (0, -1), (1, -1)]
+    shared = compile_plan(config, ["parallel.pp=2", "parallel.tp=2", "modules.vision.ranks=shared"])
+    seats = seats_of(shared, index)
+    assert [(s.replica, s.last_stage) for s in seats[2:]] == [(-1, True), (-1, True)]
+    assert [(s.replica, s.tp_rank) for s in seats[:2]] == [(0, 0), (1, 1)]
