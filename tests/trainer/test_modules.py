@@ -16,6 +16,7 @@ from torch import Tensor
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.dist.topology import Topology
+from pyrl_ext.megatron.optimizer import join_build_optimizer
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
@@ -34,7 +35,8 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """``parallel`` of the language model, sizes of the other module, and whether that one trains.
+    """``parallel`` of the language model, sizes of the other module, whether that one trains, and
+    whether it is on the first stage of the language model.
 
     The other module is a model of megatron's layers too, so that nothing here knows of images.
     """
@@ -43,6 +45,7 @@ class Layout:
     vision: dict[str, int]
     train: bool = True
     distributed: bool = False
+    shared: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -56,6 +59,7 @@ class Layout:
         distributed = f"optimizer.distributed={str(self.distributed).lower()}"
         keys = ModuleKeys(
             train=self.train,
+            ranks="shared" if self.shared else "own",
             lr=VISION_LR,
             patches_per_microbatch=64,
             parallel=ModuleParallel(**self.vision),
@@ -66,6 +70,7 @@ class Layout:
 
 WRITTEN = Layout(("dp=2", "ep=2"), {"pp": 2}, distributed=True)
 CONTINUED = Layout(("tp=2", "ep=2", "etp=1"), {"dp": 2})
+SHARED = Layout(("pp=2", "tp=2", "ep=2", "etp=1"), {"dp": 2}, distributed=True, shared=True)
 FROZEN = Layout(("pp=2",), {"tp": 2}, train=False)
 
 
@@ -76,11 +81,15 @@ def gradient(weight: Tensor) -> Tensor:
 
 def build(layout: Layout, topo: Topology) -> Policy:
     """This rank's policy. A frozen one's ranks build an optimizer as well, for the others' sake."""
-    plan = layout.plan if topo.module == "llm" else layout.vision_plan
-    module = Module.build(topo.module, plan, topo)
-    if topo.module == "vision" and not layout.train:
-        module.optimizer = None
-    return Policy({topo.module: module})
+    modules = dict[str, Module]()
+    for name, plan in (("llm", layout.plan), ("vision", layout.vision_plan)):
+        if place := topo.of(name):
+            modules[name] = Module.build(name, plan, place)
+        elif layout.shared:
+            join_build_optimizer(topo)
+    if "vision" in modules and not layout.train:
+        modules["vision"].optimizer = None
+    return Policy(modules)
 
 
 def train(policy: Policy, steps: int) -> list[float]:
@@ -127,6 +136,15 @@ def on_ranks(world: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
         assert policy.updates == 2
         found["norms"] += train(policy, 1)
         found["weights"] = weights(policy)
+    with topology.start(SHARED.plan) as topo:
+        policy = build(SHARED, topo)
+        policy.load(folder / "step-2")
+        policy.save(folder / "step-3")
+        norms, held = train(policy, 1), weights(policy)
+    with topology.start(CONTINUED.plan) as topo:
+        other = build(CONTINUED, topo)
+        other.load(folder / "step-3")
+        found["shared"] = norms + train(other, 1), [held, weights(other)]
     with topology.start(FROZEN.plan) as topo, heartbeats(topo) as heartbeat:
         heartbeat.step = 7
         heartbeat.enter("time/update")
@@ -190,6 +208,16 @@ def test_step_clips_all_modules_by_one_norm_and_continues_under_another_layout(r
     for each in results:
         assert each["norms"] == pytest.approx(norms, rel=2e-5)
     check([each["weights"] for each in results], want, first)
+
+
+def test_two_modules_on_a_rank_step_as_one_and_share_a_checkpoint_with_other_layouts(results):
+    """The third step from the same checkpoint with both modules on the first stage, and after a
+    checkpoint of that layout on ranks for each."""
+    norms, want, first = alone(("llm", "vision"), 3)
+    for each in results:
+        assert each["shared"][0] == pytest.approx(norms[2:] * 2, rel=2e-5)
+    for number in (0, 1):
+        check([each["shared"][1][number] for each in results], want, first)
 
 
 def test_heartbeat_names_the_module_of_a_rank(results):
