@@ -102,10 +102,10 @@ def _outward(grid: Grid, topo: Topology) -> Outward | None:
     Communicates: at the first call with the other ranks of the group, to make it.
     """
     others = [rank for rank in range(topo.world_size) if rank not in grid.ranks]
-    if not others:
+    ranks = [grid.first, *others]
+    if not others or topo.rank not in ranks:
         return None
-    group = topo.make_group(f"{grid.name} outward", [grid.first, *others])
-    return None if group is None else Outward(group, grid.first)
+    return Outward(topo.make_group(f"{grid.name} outward", ranks), grid.first)
 
 
 class _Joined(BucketStream):
