@@ -14,9 +14,9 @@ import torch
 
 from pyrl_ext.data.chat import Tokenizer, check_known, check_size, render, tokens_of_chat
 from pyrl_ext.data.epochs import Epochs
-from pyrl_ext.data.files import SHOWN_PROBLEMS, Broken, Records, cut, refuse
-from pyrl_ext.data.images import images_of
-from pyrl_ext.samples import Sample
+from pyrl_ext.data.files import SHOWN_PROBLEMS, Broken, DataError, Records, cut, refuse
+from pyrl_ext.data.images import ImageReader, Placed, images_of
+from pyrl_ext.samples import Image, Sample
 
 
 @dataclass(frozen=True)
@@ -24,25 +24,30 @@ class Encoder:
     """Turns a record into a sample.
 
     A record holds `messages`, a list of {"role": ..., "content": ...} of which the assistant's
-    turns are trained on, or `tokens` and `loss_mask`, two lists of equal length; other fields are
-    ignored.
+    turns are trained on and whose images come before the first of them, or `tokens` and
+    `loss_mask`, two lists of equal length; other fields are ignored.
 
     Args:
         tokenizer: None: records hold tokens
         vocab_size: token ids are below
         max_tokens: longest sample [tokens]
         truncate: cut a longer one; False: refuse it
+        reader: of the images in messages; None: the model takes none
     """
 
     tokenizer: Tokenizer | None
     vocab_size: int
     max_tokens: int
     truncate: bool = False
+    reader: ImageReader | None = None
 
-    def __call__(self, record: Any) -> Sample:
+    def __call__(self, record: Any, decode: bool = True) -> Sample:
         """The sample of a record; ``finish_reason`` is "length" where it was cut.
 
-        Raises: Broken.
+        Args:
+            decode: its images too; False: look at their sizes only, and leave them out.
+
+        Raises: Broken; DataError for an image that cannot be decoded.
         """
         if not isinstance(record, dict):
             raise Broken(f"a {type(record).__name__}", "a JSON object")
@@ -50,7 +55,7 @@ class Encoder:
             has = ", ".join(record) or "nothing"
             raise Broken(f"fields {has[:200]}", "either `messages`, or `tokens` and `loss_mask`")
         read = self._of_messages if "messages" in record else self._of_tokens
-        tokens, mask = read(record)
+        tokens, mask, placed = read(record)
         length = len(tokens)
         if length < 2 or (length > self.max_tokens and not self.truncate):
             raise Broken(
@@ -63,9 +68,10 @@ class Encoder:
             raise Broken(f"no token under the loss mask{where}", "at least one to train on")
         if kept[0]:
             raise Broken("loss_mask[0] is 1", "0; nothing predicts the first token")
-        return _sample(tokens[: self.max_tokens], kept, truncated=length > self.max_tokens)
+        images = tuple(image.load() for image in placed) if decode else ()
+        return _sample(tokens[: self.max_tokens], kept, length > self.max_tokens, images)
 
-    def _of_messages(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    def _of_messages(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, list[Placed]]:
         if self.tokenizer is None:
             raise Broken("messages, with model.tokenizer null", "a tokenizer, or `tokens`")
         messages = record["messages"]
@@ -75,15 +81,25 @@ class Encoder:
                 for m in messages
             ]
         text = render(messages, self.tokenizer, generate=False)
-        if images_of(messages):
-            raise Broken("images in messages", "text: fine-tuning on images is not built yet")
+        given = images_of(messages)
+        if given and self.reader is None:
+            raise Broken(f"{len(given)} images in messages", "text; the model has no image token")
         if not self.truncate:
             check_size(text, self.tokenizer, self.max_tokens, "data.max_tokens")
         tokens, mask = tokens_of_chat(messages, self.tokenizer)
         check_known(text, tokens, self.tokenizer)
-        return np.array(tokens, dtype=np.int64), np.array(mask, dtype=bool)
+        rows, placed = tokens, []
+        if self.reader is not None:
+            rows, placed = self.reader.place(tokens, given)
+            counts = np.ones(len(tokens), dtype=np.int64)
+            counts[np.array(tokens) == self.reader.token] = [image.rows for image in placed]
+            mask = np.repeat(mask, counts)
+        first = int(np.argmax(mask))  # of the answer
+        if late := [n for n, image in enumerate(placed) if image.row >= first]:
+            raise Broken(f"image {late[0]} after the first answer begins", "images before it")
+        return np.array(rows, dtype=np.int64), np.array(mask, dtype=bool), placed
 
-    def _of_tokens(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    def _of_tokens(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, list[Placed]]:
         if "loss_mask" not in record:
             raise Broken("tokens without loss_mask", "a loss_mask of 1 for tokens to train on")
         tokens, mask = (_whole_numbers(record, name) for name in ("tokens", "loss_mask"))
@@ -94,7 +110,9 @@ class Encoder:
                 at = wrong[0]
                 rule = f"0 to {most - 1}" + (", a token of the model" if name == "tokens" else "")
                 raise Broken(f"{name}[{at}] is {values[at]}", rule)
-        return tokens, mask.astype(bool)
+        if self.reader is not None and self.reader.token in tokens:
+            raise Broken(f"token {self.reader.token}, an image's", "images in `messages`")
+        return tokens, mask.astype(bool), []
 
 
 def _whole_numbers(record: dict[str, Any], name: str) -> np.ndarray:
@@ -111,7 +129,9 @@ def _whole_numbers(record: dict[str, Any], name: str) -> np.ndarray:
     return found.astype(np.int64)
 
 
-def _sample(tokens: np.ndarray, mask: np.ndarray, truncated: bool) -> Sample:
+def _sample(
+    tokens: np.ndarray, mask: np.ndarray, truncated: bool, images: tuple[Image, ...]
+) -> Sample:
     size = len(tokens)
     return Sample(
         prompt_id=0,
@@ -126,6 +146,7 @@ def _sample(tokens: np.ndarray, mask: np.ndarray, truncated: bool) -> Sample:
         weight_version=0,
         finish_reason="length" if truncated else "stop",
         reward=0.0,
+        images=images,
     )
 
 
@@ -200,7 +221,7 @@ class SftSource:
         found = Findings()
         for number in range(rank, len(self.records), ranks):
             try:
-                found.count(self.encode(self.records.read(number)))
+                found.count(self.encode(self.records.read(number), decode=False))
             except Broken as broken:
                 found.refuse(number, f"{self.records.where(number)}: {broken}")
         return found
@@ -248,4 +269,6 @@ class SftSource:
             raise ValueError(
                 f"{self.records.where(number)}: {broken}; the file changed during the run"
             ) from None
+        except DataError as error:  # an image, of which only the header was read then
+            raise DataError(f"{self.records.where(number)}: {error}") from None
         return replace(sample, prompt_id=place)

@@ -86,7 +86,8 @@ def build_records(plan: Plan) -> SftSource:
     assert plan.records_path is not None  # the compiler says so
     tokenizer = None if plan.tokenizer_path is None else load_tokenizer(plan.tokenizer_path)
     data = plan.data
-    encode = Encoder(tokenizer, plan.sizes.vocab_size, data.max_tokens, data.truncate)
+    reader = image_reader(plan, plan.records_path)
+    encode = Encoder(tokenizer, plan.sizes.vocab_size, data.max_tokens, data.truncate, reader)
     records = open_records(plan.records_path)
     return SftSource(records, encode, data.held_out, plan.seed, data.shuffle)
 

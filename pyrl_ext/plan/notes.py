@@ -61,7 +61,8 @@ def _images(plan: Plan) -> list[str]:
             "one, as megatron-core does; vLLM embeds the image there when it drafts"
         )
     rows = estimate.images * (estimate.image_patches // tower.merge**2)
-    if rows > (room := estimate.prompt_tokens or plan.data.max_prompt_tokens):
+    room = estimate.prompt_tokens or plan.data.max_prompt_tokens
+    if plan.has_rollouts and rows > room:
         found.append(
             f"estimate: {rows:,.0f} rows of images in a sample are more than the {room:,} tokens "
             "of a prompt, which they are part of; estimated times are too short"
@@ -95,9 +96,6 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
     if plan.model.backend != "local":
         found.append(f"model.backend: {plan.model.backend} is not connected yet. Use local")
     found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]
-    if not plan.has_rollouts:
-        tuned = "fine-tuning on records reads no images yet"
-        found += [f"modules.{name}: {tuned}. Leave it out" for name in plan.modules]
     if plan.sizes.vision and not plan.modules:
         reads = f"{plan.model.family} reads images, which nothing would encode"
         found.append(f"modules: none, expected vision; {reads}")

@@ -22,7 +22,7 @@ def build_engine(plan: Plan, device: torch.device, rank: int = 0) -> Engine:
     Raises: RuntimeError when there are fewer GPUs than the trainer's ranks and the engines need.
     """
     transport, number = plan.transport, plan.engine_of_rank[rank]
-    if number is None:
+    if number is None and plan.rollout.engine != "recorded":  # which takes no weights on any rank
         return IdleEngine(routes=bool(plan.router_layers), images=bool(plan.modules))
     if transport == "inprocess":
         return build_in_this_process(plan, device)
@@ -103,6 +103,7 @@ def _vllm(plan: Plan) -> Engine:
         layer_ids=plan.router_layers,
         dtype=plan.rollout_dtype,
         tp=plan.rollout.tp,
+        ranks=plan.parallel.world_size if plan.modules else None,
         max_tokens=tokens,
         max_num_seqs=plan.rollout.max_num_seqs,
         gpu_memory_utilization=plan.rollout.gpu_memory_utilization,

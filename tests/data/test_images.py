@@ -14,10 +14,10 @@ from PIL import Image as PIL
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from pyrl_ext.data import images
-from pyrl_ext.data.files import Broken, DataError
+from pyrl_ext.data.files import Broken, DataError, open_records
 from pyrl_ext.data.images import ImageReader
 from pyrl_ext.data.prompts import PromptSource, load_prompts
-from pyrl_ext.data.sft import Encoder
+from pyrl_ext.data.sft import Encoder, SftSource
 
 VL = Path(__file__).parents[2] / "configs" / "tiny_vl"
 PAD, START, END = 104, 105, 106
@@ -215,11 +215,63 @@ def test_load_prompts_names_the_record_and_the_image(tokenizer: Any, tmp_path: P
         load(path, tokenizer, most=4)
 
 
-def test_encoder_refuses_images(tokenizer: Any):
-    record = asked(picture("a.png"))
-    record["messages"].append({"role": "assistant", "content": "3"})
-    with pytest.raises(Broken, match="images in messages, expected text"):
+def conversation(*turns: Any) -> dict[str, Any]:
+    """The user's turns and the assistant's answers, in turn."""
+    roles = ("user", "assistant") * len(turns)
+    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, turns)]}
+
+
+def test_encoder_gives_images_a_row_each_and_trains_on_answers_alone(
+    tokenizer: Any, tmp_path: Path
+):
+    saved(noise(16, 8), tmp_path / "a.png")
+    saved(noise(24, 16, seed=1), tmp_path / "b.png")
+    encode = Encoder(tokenizer, 128, 64, reader=ImageReader(VL, tmp_path, PAD))
+    record = conversation([text("x"), picture("a.png"), picture("b.png")], "3", "y", "12")
+    sample = encode(record).check()
+    one, two, three, x, y = tokenizer("123xy", add_special_tokens=False)["input_ids"]
+    user, answer, eos = 4, 5, tokenizer.eos_token_id
+    images = [START, PAD, PAD, END, START, *[PAD] * 6, END]
+    start = [user, x, *images, answer]
+    assert sample.tokens.tolist() == [*start, three, eos, user, y, answer, one, two, eos]
+    trained = sample.loss_mask.nonzero()[:, 0].tolist()
+    assert trained == [len(start) + n for n in (0, 1, 5, 6, 7)]
+    reader = ImageReader(VL, tmp_path, PAD)
+    for image, name, row in zip(sample.images, ("a.png", "b.png"), (3, 7), strict=True):
+        assert image.row == row
+        assert torch.equal(image.patches, reader.patches(tmp_path / name)[1])
+    assert encode(record, decode=False).images == ()
+    assert torch.equal(encode(record, decode=False).tokens, sample.tokens)
+
+
+def test_encoder_refuses_images_that_it_cannot_place(tokenizer: Any, tmp_path: Path):
+    saved(noise(16, 8), tmp_path / "a.png")
+    reader = ImageReader(VL, tmp_path, PAD)
+    record = conversation([picture("a.png")], "3")
+    with pytest.raises(Broken, match="1 images in messages, expected text; the model has no image"):
         Encoder(tokenizer, 128, 64)(record)
+    encode = Encoder(tokenizer, 128, 64, reader=reader)
+    late = conversation("x", "3", [picture("a.png")], "4")
+    with pytest.raises(Broken, match="image 0 after the first answer begins, expected images bef"):
+        encode(late)
+    with pytest.raises(Broken, match="image 0 after the first answer begins"):
+        encode(conversation("x", [picture("a.png")]))
+    with pytest.raises(Broken, match=r"gone\.png: no such file"):
+        encode(conversation([picture("gone.png")], "3"))
+    with pytest.raises(Broken, match="token 104, an image's, expected images in `messages`"):
+        encode({"tokens": [START, PAD, END, 9], "loss_mask": [0, 0, 0, 1]})
+
+
+def test_sft_source_names_the_record_of_an_image_that_changed(tokenizer: Any, tmp_path: Path):
+    file = saved(noise(16, 8), tmp_path / "a.png")
+    path = written(tmp_path / "x.jsonl", conversation([picture("a.png")], "3"))
+    source = SftSource(
+        open_records(path), Encoder(tokenizer, 128, 64, reader=ImageReader(VL, tmp_path, PAD))
+    )
+    assert source.check().tokens == 8
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(DataError, match=r"x\.jsonl:1: image .*a\.png: "):
+        source.take(0, 1)
 
 
 def test_image_reader_refuses_a_folder_without_a_processor(tmp_path: Path):

@@ -18,7 +18,7 @@ run: {folder}/run
 model: {{family: qwen3_vl_moe, config: {vl}/config.json, tokenizer: {vl}, dtype: float32}}
 modules: {{vision: {{patches_per_microbatch: 256}}}}
 batching: {{prompts: 4, samples_per_prompt: 2, minibatches: 2, tokens_per_microbatch: 256}}
-rollout: {{engine: hf, max_new_tokens: 5, max_num_seqs: 8}}
+rollout: {{engine: hf, max_new_tokens: 5}}
 replay: on
 objective: {{kl_coef: 0.1}}
 optimizer: {{lr: 3e-3}}

