@@ -51,7 +51,7 @@ def ratios(*overrides: str) -> list[torch.Tensor]:
         step = RolloutStep.build(plan, topo)
         step.publish(0, clock)
         rollout = step.take(0, clock)
-        shard, _ = step.score(step.batch_of(rollout, clock), clock)
+        shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
         assert not rollout.samples  # they are rows now
         found = []
         for number in range(2):
