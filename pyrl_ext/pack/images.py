@@ -32,7 +32,7 @@ class Images(NamedTuple):
     def of(cls, table: np.ndarray) -> Images:
         """The images of `table`."""
         numbers = table.reshape(-1, 6).astype(np.int64)
-        return cls(*numbers.T[:3], numbers[:, 3:])
+        return cls(numbers[:, 0], numbers[:, 1], numbers[:, 2], numbers[:, 3:])
 
     @property
     def table(self) -> np.ndarray:
