@@ -22,7 +22,9 @@ def build_engine(plan: Plan, device: torch.device, rank: int = 0) -> Engine:
     Raises: RuntimeError when there are fewer GPUs than the trainer's ranks and the engines need.
     """
     transport, number = plan.transport, plan.engine_of_rank[rank]
-    if number is None and plan.rollout.engine != "recorded":  # which takes no weights on any rank
+    if plan.rollout.engine == "recorded":  # takes no weights; an idle rank would wait for them
+        return build_in_this_process(plan, device)
+    if number is None:
         return IdleEngine(routes=bool(plan.router_layers), images=bool(plan.modules))
     if transport == "inprocess":
         return build_in_this_process(plan, device)

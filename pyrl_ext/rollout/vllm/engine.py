@@ -287,7 +287,7 @@ class VLLMEngine(Engine):
         logprobs = torch.zeros(len(tokens))
         logprobs[start:] = torch.tensor(
             [
-                found[t].logprob
+                (found or {})[t].logprob
                 for t, found in zip(output.token_ids, output.logprobs or (), strict=True)
             ]
         )
