@@ -51,7 +51,8 @@ def on_rank(rank: int, world_size: int, port: int, folder: Path, lost: int, by: 
             with clock("time/update"):
                 dist.barrier()
                 if rank == lost:
-                    ends_in_its_second_forward(unwrap(policy.llm.chunks[0]), folder, by)
+                    (module,) = policy.modules.values()
+                    ends_in_its_second_forward(unwrap(module.chunks[0]), folder, by)
                 policy.accumulate(shard, loss)
                 dist.barrier()
 
