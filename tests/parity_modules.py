@@ -137,6 +137,7 @@ LAYOUTS = {
         *_layouts("shared -> tp2 bf16\nshared -> tp2 recompute:full", "qwen"),
         *_layouts(FAMILIES[2], *VL),
         *_layouts("shared -> tp2 ep2 etp1 recompute:full\nshared -> pp2", *VL),
+        *_layouts("shared -> dp2 ep2 overlapped distributed", "kimi vl"),
     ],
     3: [
         *_layouts("1 -> pp2\npp2 -> 1\n1 -> tp2\ntp2 -> 1\n1 -> dp2\ndp2 -> 1\n1 -> cp2", "qwen"),
