@@ -90,7 +90,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:
     if isinstance(section := source.tree.get("objective"), dict):
         try:
             source.tree["objective"] = merged = with_preset(section)
-            given = presets()[merged["preset"]] if merged.get("preset") else {}
+            given = presets().get(str(merged.get("preset")), {})
             source.notes += [
                 f"objective.{key}: {merged[key]} in place of {value}, the value of preset "
                 f"{merged['preset']}"

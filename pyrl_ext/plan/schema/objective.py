@@ -61,9 +61,9 @@ class Objective(Section):
     tis: Literal["token", "sequence"] = "token"
     """probability ratio of trainer to engine that weighs a token: its own, or its sequence's"""
     tis_cap: Rate | None = None
-    """cap of that weight; null: no weight"""
+    """cap of the trainer/engine weight; null: no weight"""
     tis_floor: Rate | None = None
-    """least value of that weight (with tis_cap); null: none"""
+    """least value of the trainer/engine weight (with tis_cap); null: none"""
     mask_ratio: Bounds | None = None
     """tokens whose trainer/engine ratio is outside these bounds are rejected; null: none"""
     mask_sequence: Literal["geometric", "product"] = "geometric"
@@ -120,8 +120,8 @@ def presets() -> dict[str, dict[str, Any]]:
 
 def with_preset(section: dict[str, Any]) -> dict[str, Any]:
     """`section` above the values of the preset that it names. Raises: ValueError, unknown name."""
-    if (name := section.get("preset")) is None:
-        return section
+    if not isinstance(name := section.get("preset"), str):
+        return section  # nothing, or no name: the schema says so
     if name not in presets():
         raise ValueError(f"{name!r}, expected {', '.join(presets())}")
     return presets()[name] | section
