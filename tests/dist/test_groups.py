@@ -80,7 +80,7 @@ def test_start_makes_each_ranks_groups_alone_and_destroys_them():
             assert sorted(made) == sorted([*sizes, *[1] * embedded, *dynamic, *edges])
 
 
-def build_without(world: dist.ProcessGroup, config: Path) -> dict[str, str]:
+def build_without(world: dist.ProcessGroup, config: Path, plain: Path) -> dict[str, str]:
     """The error without each global that `adopt` sets, by its name."""
     os.environ["WORLD_SIZE"] = str(world.size())
     errors: dict[str, str] = {}
@@ -117,7 +117,8 @@ def build_without(world: dist.ProcessGroup, config: Path) -> dict[str, str]:
     interleaved = ("parallel.pp=2", "parallel.vpp=2")
     layout = "parallel.pipeline_model_parallel_layout=Et|t|t|tL"
     attempt("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", *interleaved, layout)
-    attempt("_DATA_PARALLEL_GROUP", "parallel.tp=2")  # not set, and so not missed
+    # queries that are not compressed ask it whether there are groups
+    attempt("_DATA_PARALLEL_GROUP", f"model.config={plain}", "parallel.tp=2")
     return errors
 
 
@@ -132,7 +133,9 @@ def test_adopt_sets_what_megatron_reads_and_no_more(tmp_path: Path):
     hf = tiny_plan().hf | {"num_nextn_predict_layers": 1}
     config = tmp_path / "config.json"
     config.write_text(json.dumps(hf))
-    for errors in run_ranks(build_without, 2, config):
+    plain = tmp_path / "plain.json"
+    plain.write_text(json.dumps(tiny_plan().hf | {"q_lora_rank": None}))
+    for errors in run_ranks(build_without, 2, config, plain):
         assert errors.keys() == set_by_adopt, errors
 
 
