@@ -172,7 +172,7 @@ MUTANTS = [
     Mutant(
         "the experts that vLLM keeps during a publish are left out of memory",
         "pyrl_ext/plan/forecast/memory.py",
-        [("held += each * experts", "held += 0")],
+        [("held += experts", "held += 0")],
         [
             "tests/plan/test_memory.py::test_stage_memory_of_a_publish_holds_the_experts_that_vllm_keeps"
         ],

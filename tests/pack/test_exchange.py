@@ -183,7 +183,7 @@ def refuses_other_numbers(group: dist.ProcessGroup) -> None:
         longer = (index.seqlens + (np.arange(len(index)) == 5)).astype(np.int32)
         other = replace(index, seqlens=longer if rank == 2 else index.seqlens)
         step: Any = BatchesAlone(plan, topo, *[None] * 4)  # pyright: ignore[reportArgumentType]
-        step.advantage = lambda rewards, groups: rewards
+        step.advantage = lambda rewards, *_: rewards
         same, changed = (joined(step.scheduler.minibatches(i)) for i in (index, other))
         assert same.microbatches == changed.microbatches
         with pytest.raises(RuntimeError, match=r"ranks \[2\] got other samples or schedules"):

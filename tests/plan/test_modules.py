@@ -24,7 +24,6 @@ from pyrl_ext.plan.forecast.pipeline_schedule import Ahead, Slot, ahead_of, pipe
 from pyrl_ext.plan.forecast.step_time import Cost, step_time
 from pyrl_ext.plan.forecast.suggest import suggest
 from pyrl_ext.plan.forecast.workload import update_rounds
-from pyrl_ext.plan.notes import unsupported
 from pyrl_ext.plan.plan import PartialPlan
 from pyrl_ext.plan.schema import Parallel
 from tests.helpers.vision import KIMI_VL, QWEN_VL, pixels_of, rows_of
@@ -348,13 +347,6 @@ def test_engine_of_rank_leaves_out_ranks_of_an_encoder():
         update={"rollout": plan.rollout.model_copy(update={"gpus": 8, "tp": 4, "sleep": False})}
     )
     assert [r for r, e in enumerate(apart.engine_of_rank) if e is not None] == [0, 16]
-
-
-def test_unsupported_names_an_encoder_of_fine_tuning():
-    plan = compile_plan(QWEN3_VL)
-    tuned = plan.model_copy(update={"rollout": plan.rollout.model_copy(update={"engine": None})})
-    expected = "modules.vision: fine-tuning on records reads no images yet. Leave it out"
-    assert expected in unsupported(tuned)
 
 
 def test_compile_plan_names_the_encoder_that_a_family_lacks(tmp_path: Path):
