@@ -34,7 +34,7 @@ def faulty_loss(logprobs, entropy, inputs, config):
         if step == FAILED:
             raise ValueError("bad luck")
         os.kill(os.getpid(), signal.SIGKILL if step == KILLED else signal.SIGSTOP)
-    return policy_loss(logprobs, entropy, inputs, config)
+    return policy_loss(logprobs, entropy, inputs, config.model_copy(update={"loss": "ppo"}))
 
 
 class Launch:
