@@ -33,6 +33,7 @@ def faulty_loss(logprobs, entropy, inputs, config):
         seen.write_text(str(os.getpid()))
         if step == FAILED:
             raise ValueError("bad luck")
+        time.sleep(3)  # three heartbeats tell of the phase
         os.kill(os.getpid(), signal.SIGKILL if step == KILLED else signal.SIGSTOP)
     return policy_loss(logprobs, entropy, inputs, config.model_copy(update={"loss": "ppo"}))
 
