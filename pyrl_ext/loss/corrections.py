@@ -16,37 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pyrl_ext.loss.inputs import LOG_RATIO_LIMIT, masked
+from pyrl_ext.plan.schema.objective import Objective
 
 Sums = Callable[[Tensor], Tensor]  # [S, k] of this rank's rows -> over the rows of all ranks
 
 
-class CorrectionConfig(Protocol):
-    """The keys of the ``objective`` section that are read here."""
-
-    @property
-    def tis(self) -> str: ...
-    @property
-    def tis_cap(self) -> float | None: ...
-    @property
-    def tis_floor(self) -> float | None: ...
-    @property
-    def mask_ratio(self) -> tuple[float, float] | None: ...
-    @property
-    def mask_sequence(self) -> str: ...
-    @property
-    def sequence_bounds(self) -> tuple[float, float] | None: ...
-    @property
-    def veto(self) -> float | None: ...
-
-
 def correct(
-    config: CorrectionConfig,
+    config: Objective,
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
     loss_mask: Tensor,

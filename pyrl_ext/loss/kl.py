@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyrl_ext.loss.inputs import ObjectiveConfig, clamp_log_ratio
+from pyrl_ext.loss.inputs import clamp_log_ratio
+from pyrl_ext.plan.schema.objective import Objective
 
 # Estimates of KL(policy || reference) at a sampled token, of k = logp - ref.
 # Source: http://joschu.net/blog/kl-approx.html
@@ -18,7 +19,7 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def kl_terms(config: ObjectiveConfig, k: Tensor, log_ratio: Tensor) -> Tensor:
+def kl_terms(config: Objective, k: Tensor, log_ratio: Tensor) -> Tensor:
     """[T] the KL term of each token, whose value is ``w v(k)``.
 
     With v' the derivative of v, r the ratio and w = r, or 1 for weight none, its gradient by the

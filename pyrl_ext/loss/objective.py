@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pyrl_ext.loss.inputs import (
     LossInputs,
-    ObjectiveConfig,
     Sums,
     clamp_log_ratio,
     masked,
@@ -22,10 +21,11 @@ from pyrl_ext.loss.inputs import (
 from pyrl_ext.loss.kl import VALUES, kl_terms
 from pyrl_ext.loss.policy_terms import TERMS, Scored
 from pyrl_ext.loss.ratio import log_ratios
+from pyrl_ext.plan.schema.objective import Objective
 
 
 def policy_loss(
-    logprobs: Tensor, entropy: Tensor | None, fields: LossInputs, config: ObjectiveConfig
+    logprobs: Tensor, entropy: Tensor | None, fields: LossInputs, config: Objective
 ) -> tuple[Tensor, Tensor, Sums]:
     """The sum over this rank's loss tokens of the loss that ``config`` describes.
 
@@ -81,7 +81,7 @@ def policy_loss(
     return _summed(fields, parts, metrics | {"policy/guarded_fraction": guarded})
 
 
-def _check_inputs(fields: LossInputs, config: ObjectiveConfig) -> None:
+def _check_inputs(fields: LossInputs, config: Objective) -> None:
     """Refuse inputs without what a part needs: it would be left out in silence."""
     needed = {
         "sequences": config.needs_sequences,

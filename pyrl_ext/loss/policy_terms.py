@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyrl_ext.loss.inputs import ObjectiveConfig, Sequences
+from pyrl_ext.loss.inputs import Sequences
+from pyrl_ext.plan.schema.objective import Objective
 
 
 class Scored(NamedTuple):
@@ -34,10 +35,10 @@ class Scored(NamedTuple):
     sequences: Sequences | None
 
 
-Term = Callable[[Scored, ObjectiveConfig], tuple[Tensor, Tensor]]
+Term = Callable[[Scored, Objective], tuple[Tensor, Tensor]]
 
 
-def ppo(given: Scored, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+def ppo(given: Scored, config: Objective) -> tuple[Tensor, Tensor]:
     """``max(-A r, -A clip(r, 1 - lo, 1 + hi))``; with dual_clip c, where A < 0, at most ``-c A``.
 
     Source: PPO, https://arxiv.org/abs/1707.06347; separate clips, DAPO,
@@ -54,7 +55,7 @@ def ppo(given: Scored, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
     return loss, clipped
 
 
-def cispo(given: Scored, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+def cispo(given: Scored, config: Objective) -> tuple[Tensor, Tensor]:
     """``-sg[clip(r, 1 - lo, 1 + hi)] A logp``: a clipped ratio weighs, and stops no gradient.
 
     Source: MiniMax-M1, https://arxiv.org/abs/2506.13585.
@@ -65,7 +66,7 @@ def cispo(given: Scored, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
     return loss, (ratio < low) | (ratio > high)
 
 
-def sapo(given: Scored, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+def sapo(given: Scored, config: Objective) -> tuple[Tensor, Tensor]:
     """``-A sigmoid(t (r - 1)) 4 / t``, t by the sign of A (sapo_tau); nothing is clipped.
 
     Source: https://arxiv.org/abs/2511.20347.
@@ -77,7 +78,7 @@ def sapo(given: Scored, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
     return -advantages * gate, torch.zeros_like(advantages, dtype=torch.bool)
 
 
-def gmpo(given: Scored, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+def gmpo(given: Scored, config: Objective) -> tuple[Tensor, Tensor]:
     """``-A exp(mean over the sequence of c)``, where ``c = min(d, hi)`` for A > 0 and
     ``max(d, -lo)`` for A < 0: the geometric mean of ratios, each clipped where it would gain.
 
@@ -92,7 +93,7 @@ def gmpo(given: Scored, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
     return -advantages * given.sequences.mean(bounded).exp(), clipped
 
 
-def dppo(given: Scored, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+def dppo(given: Scored, config: Objective) -> tuple[Tensor, Tensor]:
     """``-A r``, 0 where A > 0 and p - mu > hi, or A < 0 and mu - p > lo: p and mu are the token's
     probabilities now and in the anchor.
 
@@ -107,7 +108,7 @@ def dppo(given: Scored, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
     return torch.where(dropped, 0, loss), dropped
 
 
-def reinforce(given: Scored, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+def reinforce(given: Scored, config: Objective) -> tuple[Tensor, Tensor]:
     """``-A logp``, for one optimizer step a batch: no ratio, no clip.
 
     Source: Williams 1992, https://doi.org/10.1007/BF00992696.
