@@ -1,5 +1,5 @@
 """Every preset under any split of a minibatch, against one process and one microbatch
-(`make parity`): microbatches, data-parallel and context-parallel ranks."""
+(`make parity`): microbatches, data-parallel and context-parallel ranks, pipeline stages."""
 
 import argparse
 import math
@@ -29,14 +29,14 @@ from tests.helpers.ranks import run_ranks
 
 LENGTHS = (1, 30, 2, 17, 9, 24, 5, 12, 40, 3, 8, 21, 2, 14, 6, 11)
 BOUNDS = {"loss": 1e-6, "grad": 2e-5}
-# by world size: (dp, cp), and the most padded rows of a microbatch on a rank
+# by world size: (dp, cp, pp), and the most padded rows of a microbatch on a rank
 SPLITS = {
-    1: [(1, 1, rows) for rows in (1024, 128, 64, 40)],
-    2: [(2, 1, 512), (1, 2, 512), (2, 1, 40), (1, 2, 28)],
-    4: [(4, 1, 64), (2, 2, 512), (2, 2, 28)],
-    8: [(4, 2, 64), (4, 2, 24)],
+    1: [(1, 1, 1, rows) for rows in (1024, 128, 64, 40)],
+    2: [(2, 1, 1, 512), (1, 2, 1, 512), (2, 1, 1, 40), (1, 2, 1, 28), (1, 1, 2, 40)],
+    4: [(4, 1, 1, 64), (2, 2, 1, 512), (2, 2, 1, 28), (1, 2, 2, 28)],
+    8: [(4, 2, 1, 64), (4, 2, 1, 24)],
 }
-FEW = {4: [(2, 2, 28)]}
+FEW = {4: [(2, 2, 1, 28), (1, 2, 2, 28)]}
 MORE: dict[str, dict[str, Any]] = {
     "every correction": {
         **{"tis": "sequence", "tis_cap": 1.3, "tis_floor": 0.8, "mask_ratio": [0.5, 2.0]},
@@ -93,11 +93,12 @@ def results(policy: Policy, batch: WholeBatch, rows: int) -> dict[str, tuple[dic
     return found
 
 
-def on_ranks(group: Any, splits: list[tuple[int, int, int]], folder: Path) -> list[dict]:
+def on_ranks(group: Any, splits: list[tuple[int, int, int, int]], folder: Path) -> list[dict]:
     os.environ["WORLD_SIZE"] = str(group.size())
     rows_found: list[dict] = []
-    for dp, cp, rows in splits:
-        plan = parity.compiled("qwen", folder, (f"parallel.dp={dp}", f"parallel.cp={cp}"))
+    for dp, cp, pp, rows in splits:
+        sizes = (f"parallel.dp={dp}", f"parallel.cp={cp}", f"parallel.pp={pp}")
+        plan = parity.compiled("qwen", folder, sizes)
         with topology.start(plan) as topo:
             got = results(Policy.build(plan, topo), batch_of(plan), rows)
         if group.rank():
@@ -110,7 +111,8 @@ def on_ranks(group: Any, splits: list[tuple[int, int, int]], folder: Path) -> li
             losses, whole = want[name]
             off = max((abs(metrics[m] - losses[m]), m) for m in losses)
             grad = max((parity.apart(grads[n], whole[n]), n) for n in whole)
-            row = {"name": name, "dp": dp, "cp": cp, "rows": rows, "loss": off, "grad": grad}
+            row = {"name": name, "dp": dp, "cp": cp, "pp": pp, "rows": rows}
+            row |= {"loss": off, "grad": grad}
             rows_found.append(row)
             print(line(row), flush=True)
             assert math.isfinite(grad[0]) and any(bool(g.any()) for g in whole.values()), name
@@ -118,7 +120,7 @@ def on_ranks(group: Any, splits: list[tuple[int, int, int]], folder: Path) -> li
 
 
 def line(row: dict) -> str:
-    text = f"{row['name']:20s} {row['dp']:3d} {row['cp']:3d} {row['rows']:6d}"
+    text = f"{row['name']:20s} {row['dp']:3d} {row['cp']:3d} {row['pp']:3d} {row['rows']:6d}"
     text += f" {row['loss'][0]:9.1e} {row['grad'][0]:9.1e}"
     return text + (f"   TOO FAR {row['loss'][1]}, {row['grad'][1]}" if too_far(row) else "")
 
@@ -134,7 +136,7 @@ def main() -> int:
     options = parser.parse_args()
     one, chosen = SPLITS[1][0], {n: SPLITS[n] for n in options.ranks if n > 1}
     table = {1: [one, SPLITS[1][-1]], **FEW} if options.few else {1: SPLITS[1], **chosen}
-    print(f"{'objective':20s}  dp  cp   rows      loss      grad", flush=True)
+    print(f"{'objective':20s}  dp  cp  pp   rows      loss      grad", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         rows = [
             row

@@ -38,19 +38,16 @@ def weigh_tokens(
     """
     objective, columns, metrics = plan.objective, dict[str, Tensor](), dict[str, float]()
     rows = shard.rows.tokens if shard.seat.last_stage else shard.rows.tokens[:0]
-    samples, stored = shard.lengths.sample_of(rows), shard.columns
-    tokens = index.loss_tokens[:, 0]
+    samples, tokens = shard.lengths.sample_of(rows), index.loss_tokens[:, 0]
+    here = shard.columns if shard.seat.last_stage else {}
+    none = torch.empty(0)
+    mask, old = here.get("loss_mask_0", none.bool()), here.get("old_logprobs", none)
     if objective.reduction != "token":
         columns["weights"] = torch.from_numpy(_reduction(shard, index, plan)[samples])
     if objective.needs_sequences:
-        shares = 1 / np.maximum(tokens, 1)
-        columns["shares"] = torch.from_numpy(shares[samples]).float()
-        columns["shares"] = masked(columns["shares"], stored["loss_mask_0"])
+        shares = torch.from_numpy((1 / np.maximum(tokens, 1))[samples]).float()
+        columns["shares"] = masked(shares, mask)
     at, over_ranks = torch.from_numpy(samples), partial(sum_over_ranks, topo=topo)
-    none = torch.empty(0)
-    here = stored if shard.seat.last_stage else {}
-    mask = here.get("loss_mask_0", none.bool())
-    old = here.get("old_logprobs", none)
     if objective.corrects:
         rollout = here.get("rollout_logprobs", none)
         weights, found = correct(objective, old, rollout, mask, at, len(index), over_ranks)
@@ -58,16 +55,16 @@ def weigh_tokens(
         sums = sum_over_ranks(torch.stack([*found.values()]), topo).tolist()
         whole = max(1, int(tokens.sum()))
         metrics = {name: value / whole for name, value in zip(found, sums, strict=True)}
+    scored = shaped(index, plan)
     if objective.kl_coef and objective.kl_in == "reward":
         k = masked(old - here.get("ref_logprobs", none), mask).double()
         of_sample = torch.zeros(len(index), dtype=torch.float64)
-        kl = over_ranks(of_sample.index_add(0, at, masked(VALUES[objective.kl](k), mask)))
-        less = shaped(index, plan)
-        less = replace(less, rewards=less.rewards - objective.kl_coef * kl.numpy())
+        kl = over_ranks(of_sample.index_add(0, at, VALUES[objective.kl](k)))  # 0 where k is
+        less = replace(scored, rewards=scored.rewards - objective.kl_coef * kl.numpy())
         columns["advantages"] = less.advantages(advantage)[at]
         metrics["reward/kl"] = float(kl.mean())
     if objective.overlong_buffer:
-        metrics["reward/overlong"] = float((shaped(index, plan).rewards - index.rewards).mean())
+        metrics["reward/overlong"] = float((scored.rewards - index.rewards).mean())
     return shard.with_columns(**columns) if shard.seat.last_stage else shard, metrics
 
 
@@ -80,15 +77,12 @@ def shaped(index: BatchIndex, plan: Plan) -> BatchIndex:
 
 def _reduction(shard: BatchShard, index: BatchIndex, plan: Plan) -> np.ndarray:
     """[S] float32, the weight of the tokens of each sample in its minibatch."""
-    objective, first = plan.objective, 0
+    objective = plan.objective
     constant = objective.reduction_constant or plan.rollout.max_new_tokens
     weights = np.zeros(len(index), np.float32)
-    for count in shard.minibatches:
-        part = shard.schedule.microbatches[first : first + count]
-        samples = [i for groups in part for group in groups for i in group.samples]
-        ids = np.asarray(samples, np.int64)
+    for number in range(len(shard.minibatches)):
+        ids = np.asarray(shard.minibatch(number).schedule.samples, np.int64)
         tokens, groups = index.loss_tokens[ids, 0], index.groups[ids]
         given = torch.from_numpy(tokens), torch.from_numpy(groups)
         weights[ids] = reduction_weights(objective.reduction, *given, constant).numpy()
-        first += count
     return weights
