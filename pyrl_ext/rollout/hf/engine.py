@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.ops.digest import digest_on_device, read
-from pyrl_ext.rollout.engine import Capabilities, Engine, incomplete, need_weights
+from pyrl_ext.rollout.engine import (
+    Capabilities,
+    Engine,
+    incomplete,
+    need_processor,
+    need_weights,
+)
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.hf.images import PromptImages, Scale
 from pyrl_ext.rollout.hf.kv_slots import Slots
@@ -172,7 +178,7 @@ class HFEngine(Engine):
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         need_tokenizer("HFEngine", sampling, self.tokenizer)
-        self.images.check(prompts)
+        need_processor("HFEngine", prompts, self.images.scale)
         vocab, limit = self.text.vocab_size, self.text.max_position_embeddings
         seen: set[int] = set()
         for prompt in prompts:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.shard import Lengths
-from pyrl_ext.samples import Image, Prompt
+from pyrl_ext.samples import Image
 
 Scale = Callable[[Tensor], Tensor]  # [P, W] patches in 8 bits -> float32
 
@@ -34,15 +34,6 @@ class PromptImages:
         # models without time take patches as small pictures
         self.patch = (-1,) if hasattr(vision, "temporal_patch_size") else (3, size, size)
         self.three = "mrope_section" in rope  # numbers a position
-
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raises: ValueError when a prompt has images and the model, or its processor, does not."""
-        for prompt in prompts:
-            if prompt.images and self.scale is None:
-                raise ValueError(
-                    f"HFEngine.stream(prompt {prompt.id}): {len(prompt.images)} images, expected "
-                    "none: the engine was built without an image processor"
-                )
 
     def inputs(
         self, images: Sequence[Sequence[Image]], device: torch.device, dtype: torch.dtype

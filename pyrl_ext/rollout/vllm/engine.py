@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.rollout.engine import Capabilities, Engine, incomplete, need_weights
+from pyrl_ext.rollout.engine import (
+    Capabilities,
+    Engine,
+    incomplete,
+    need_processor,
+    need_weights,
+)
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.images import PromptImages, Scale
@@ -79,7 +85,7 @@ class VLLMEngine(Engine):
         self.version: int | None = None
         self.max_num_seqs = max_num_seqs
         given = json.loads((Path(config) / "config.json").read_text(encoding="utf-8"))
-        self.images = PromptImages(given, scale)
+        self.images = PromptImages(scale)
         self._refusal = "no weights were loaded yet"
         own = not self.on_cpu if engine_routes is None else engine_routes
         self._sleeps, self._asleep = sleeps, set[str]()
@@ -267,7 +273,7 @@ class VLLMEngine(Engine):
         if self._engine.has_unfinished_requests():
             raise RuntimeError("VLLMEngine.stream: a stream is open, expected it closed before")
         need_tokenizer("VLLMEngine", sampling, self.tokenizer)
-        self.images.check(prompts)
+        need_processor("VLLMEngine", prompts, self.images.scale)
 
     def _sample(
         self,

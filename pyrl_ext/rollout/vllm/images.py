@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.samples import Image, Prompt
+from pyrl_ext.samples import Image
 
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput
@@ -25,19 +25,11 @@ class PromptImages:
     every row, the rows of every image, its patches, and a name under which it caches them.
 
     Args:
-        config: of the model.
         scale: of its image processor; None: prompts have no images.
     """
 
-    def __init__(self, config: dict[str, Any], scale: Scale | None):
+    def __init__(self, scale: Scale | None):
         self.scale = scale
-        video_too = config["model_type"] == "kimi_k25"  # its pictures are films of one frame
-        self.kind, self.grids = ("image", "image_grid_thw")
-        self.patch: tuple[int, ...] = (-1,)
-        if video_too:
-            self.kind, self.grids = ("vision_chunk", "grid_thws")
-            size = config["vision_config"]["patch_size"]
-            self.patch = (3, size, size)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of vLLM's engine: patches come scaled; none are kept for later requests."""
@@ -48,15 +40,6 @@ class PromptImages:
             "mm_processor_cache_gb": 0,
             "limit_mm_per_prompt": {"video": 0},
         }
-
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raises: ValueError when a prompt has images and the engine no image processor."""
-        for prompt in prompts:
-            if prompt.images and self.scale is None:
-                raise ValueError(
-                    f"VLLMEngine.stream(prompt {prompt.id}): {len(prompt.images)} images, expected "
-                    "none: the engine was built without an image processor"
-                )
 
     def input(self, tokens: Sequence[int], images: Sequence[Image]) -> EngineInput:
         """A prompt for `add_request`."""
@@ -72,18 +55,18 @@ class PromptImages:
         counts = torch.tensor([len(image.patches) for image in images])
         patches = self.scale(torch.cat([image.patches for image in images]))
         fields: Any = {
-            "pixel_values": patches.view(len(patches), *self.patch),
-            self.grids: torch.tensor([image.grid for image in images]),
+            "pixel_values": patches,
+            "image_grid_thw": torch.tensor([image.grid for image in images]),
         }
         places = {
-            "pixel_values": MultiModalFieldConfig.flat_from_sizes(self.kind, counts),
-            self.grids: MultiModalFieldConfig.batched(self.kind, keep_on_cpu=True),
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", counts),
+            "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
         }
         return mm_input(
             list(tokens),
             MultiModalKwargsItems.from_hf_inputs(fields, places),
-            {self.kind: [_name(image) for image in images]},
-            {self.kind: [PlaceholderRange(image.row, image.rows) for image in images]},
+            {"image": [_name(image) for image in images]},
+            {"image": [PlaceholderRange(image.row, image.rows) for image in images]},
         )
 
 
