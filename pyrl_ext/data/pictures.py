@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Mapping
-from hashlib import sha256, shake_256
+from functools import partial
+from hashlib import shake_256
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from PIL import Image as PIL
 from pyrl_ext.data.chat import Tokenizer, check_known, render
 from pyrl_ext.data.files import Broken
 from pyrl_ext.data.images import ImageReader
-from pyrl_ext.data.tasks import credit
+from pyrl_ext.data.tasks import DRAWS, credit, draw_split
 from pyrl_ext.plan.task_options import CELL, COLOURS, PICTURES, PictureOptions, read_options
 from pyrl_ext.samples import Prompt
 
@@ -178,15 +179,13 @@ class Pictures:
         return credit([*self._encode(prompt.answer), self.eos_id], tokens)
 
     def _scene(self, name: str, held_out: bool) -> Scene:
-        draw = random.Random(f"{self.seed}/{name}")
-        for _ in range(10_000):
-            scene = draw_scene(self.options, draw)
-            digest = sha256(f"{self.seed}/{scene}".encode()).digest()
-            if (int.from_bytes(digest[:8]) % self.options.held_out == 0) == held_out:
-                return scene
+        draw = partial(draw_scene, self.options, random.Random(f"{self.seed}/{name}"))
+        scene = draw_split(draw, self.seed, self.options.held_out, held_out)
+        if scene is not None:
+            return scene
         kind = "held-out" if held_out else "training"
         raise ValueError(
-            f"task {PICTURES}: no {kind} picture among 10000 draws with held_out "
+            f"task {PICTURES}: no {kind} picture among {DRAWS} draws with held_out "
             f"{self.options.held_out}, expected some; take a smaller number"
         )
 

@@ -15,6 +15,8 @@ from typing import Any
 from pyrl_ext.plan.task_options import SYMBOLS, TaskOptions, read_options
 from pyrl_ext.samples import Prompt
 
+DRAWS = 10_000  # tries for a prompt on one side of a split
+
 
 def _copy(letters: str, alphabet: str) -> str:
     return letters
@@ -117,16 +119,16 @@ class Task:
 
     def _text(self, draw: random.Random, held_out: bool) -> str:
         low = self.options.min_length or self.options.length
-        for _ in range(10_000):
+
+        def one() -> str:
             size = draw.randint(low, self.options.length)
-            text = "".join(draw.choice(self.alphabet) for _ in range(size))
-            digest = sha256(f"{self.seed}/{text}".encode()).digest()
-            mark = int.from_bytes(digest[:8]) % self.options.held_out
-            if (mark == 0) == held_out:
-                return text
+            return "".join(draw.choice(self.alphabet) for _ in range(size))
+
+        if (text := draw_split(one, self.seed, self.options.held_out, held_out)) is not None:
+            return text
         kind = "held-out" if held_out else "training"
         raise ValueError(
-            f"task {self.name}: no {kind} prompt among 10000 draws of length "
+            f"task {self.name}: no {kind} prompt among {DRAWS} draws of length "
             f"{self.options.length} over {len(self.alphabet)} symbols, expected some; take longer "
             "prompts or a larger alphabet"
         )
@@ -135,6 +137,20 @@ class Task:
         text = letters + self.options.end
         answer = TASKS[self.name](letters, self.alphabet)
         return Prompt(id=number, tokens=self.encode(text), answer=answer, text=text)
+
+
+def draw_split[T](draw: Callable[[], T], seed: int, one_in: int, held_out: bool) -> T | None:
+    """The first of `DRAWS` draws that is held out, or that is not; None: none is.
+
+    Args:
+        one_in: of so many values one is held out; which ones follows from the seed and the value
+    """
+    for _ in range(DRAWS):
+        value = draw()
+        digest = sha256(f"{seed}/{value}".encode()).digest()
+        if (int.from_bytes(digest[:8]) % one_in == 0) == held_out:
+            return value
+    return None
 
 
 def credit(target: Sequence[int], tokens: Sequence[int]) -> float:
