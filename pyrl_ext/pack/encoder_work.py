@@ -6,7 +6,7 @@ shard each row of its output goes to. All of it follows from numbers that every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -200,16 +200,24 @@ class PatchStream:
             parts: [P + 1] first microbatch of each part, then their number.
             owner: only of its images; None: of all.
         """
-        ids = [self.work.ids(number, replica) for number in range(len(self.work.schedule))]
+        ids = self._ids(replica)
         if owner is not None:
             ids = [each[self.owners[each] == owner] for each in ids]
         sizes, starts = self.items.lengths
-        firsts = np.cumsum([0, *(int(sizes[each].sum()) for each in ids)])
         rows = _runs(starts[np.concatenate(ids)], sizes[np.concatenate(ids)])
-        return Need(self.items, rows, firsts[parts], self.fields)
+        return Need(self.items, rows, self._firsts(ids)[parts], self.fields)
 
     def images(self, replica: int, columns: Mapping[str, Tensor]) -> ShardImages:
         """The images of a shard; ``columns`` hold the patches of ``replica``."""
-        each = np.arange(len(self.work.schedule) + 1)
-        firsts = self.need(replica, each).cuts if replica >= 0 else np.zeros_like(each)
+        firsts = self._firsts(self._ids(replica) if replica >= 0 else [])
         return ShardImages(self.work, columns.get("patches"), firsts, self.merge)
+
+    def _ids(self, replica: int) -> list[np.ndarray]:
+        """The images that ``replica`` encodes in each microbatch."""
+        return [self.work.ids(number, replica) for number in range(len(self.work.schedule))]
+
+    def _firsts(self, ids: Sequence[np.ndarray]) -> np.ndarray:
+        """[microbatches + 1] first patch of each microbatch, then their number."""
+        sizes, firsts = self.items.lengths.seqlens, np.zeros(len(self.work.schedule) + 1, np.int64)
+        firsts[1 : len(ids) + 1] = np.cumsum([int(sizes[each].sum()) for each in ids])
+        return firsts
