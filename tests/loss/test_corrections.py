@@ -54,3 +54,11 @@ def test_correct_never_reads_masked_rows():
     samples = torch.zeros(3, dtype=torch.int64)
     weights, _ = correct(config, OLD, poisoned, mask, samples, 1, lambda sums: sums)
     assert weights.tolist() == pytest.approx([1.6487, 0, 0], abs=5e-5)
+
+
+@pytest.mark.parametrize("bounds", [(1.0, 2.0), (0.5, 1.0)])
+def test_correct_keeps_what_is_on_a_bound(bounds: tuple[float, float]):
+    config, mask = Objective(mask_ratio=bounds, sequence_bounds=bounds), torch.ones(3) > 0
+    samples = torch.zeros(3, dtype=torch.int64)
+    weights, _ = correct(config, OLD, OLD, mask, samples, 1, lambda sums: sums)
+    assert weights.tolist() == [1, 1, 1]

@@ -27,7 +27,8 @@ CASES = {
     **{f"{loss} rollout": {"loss": loss, "anchor": "rollout"} for loss in ("gmpo", "dppo")},
     "dual clip": {"dual_clip": 1.2},
     "sapo sharp": {"loss": "sapo", "sapo_tau": [3.0, 0.4]},
-    "dppo": {"loss": "dppo", "clip_low": 0.02, "clip_high": 0.03},
+    "dppo low": {"loss": "dppo", "clip_low": 0.02, "clip_high": 0.3},
+    "dppo high": {"loss": "dppo", "clip_low": 0.3, "clip_high": 0.02},
     **{
         f"{v} {g} {w} {a}": {"kl_coef": 0.7, "kl": v, "kl_gradient": g, "kl_weight": w, "anchor": a}
         for v, g, w, a in KL
