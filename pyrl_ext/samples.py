@@ -128,12 +128,33 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One prompt with one response, stored by token: entry t of every field describes tokens[t].
+class Turn:
+    """One response that an engine is asked for, within a trajectory.
 
     Args:
-        prompt_id: samples of one prompt form a group
-        index: 0..samples_per_prompt-1 within the group
+        prompt: its tokens are the turn's whole context; id and images are the trajectory's
+        index: of the trajectory in its group
+        number: of the turn, from 0
+        max_new_tokens: response budget of the turn [tokens]
+    """
+
+    prompt: Prompt
+    index: int
+    number: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A trajectory or a part of it, stored by token: entry t of every field describes tokens[t].
+
+    A trajectory of one turn is a prompt and a response. With several turns its tokens are of three
+    kinds: of the prompt (the first ``prompt_len``), sampled by the policy (those in ``spans``), and
+    observed, which the environment answered (all others).
+
+    Args:
+        prompt_id: trajectories of one prompt form a group
+        index: 0..samples_per_prompt-1, of the trajectory in its group
         tokens: [T] int64, prompt then response
         prompt_len: number of prompt tokens, 1 <= prompt_len < T
         loss_mask: [T] bool, tokens the policy chose and is trained on
@@ -148,6 +169,10 @@ class Sample:
             "length" (the budget ran out)
         reward: nan until it is computed
         images: of the prompt, in the order of their tokens; samples of a group share them
+        turn: number of the first turn that the sample holds
+        spans: tokens [begin, end) that each of its turns sampled, in order; empty: one turn, all
+            tokens after the prompt
+        last: whether the trajectory ends with this sample
     """
 
     prompt_id: int
@@ -163,6 +188,9 @@ class Sample:
     finish_reason: str
     reward: float = math.nan
     images: tuple[Image, ...] = ()
+    turn: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+    last: bool = True
 
     @property
     def response(self) -> list[int]:
@@ -198,6 +226,7 @@ class Sample:
             f"one of {', '.join(FINISH_REASONS)}",
         )
         self._check_tokens()
+        self._check_spans()
         self._check_routes()
         self._check_images()
         return self
@@ -210,6 +239,20 @@ class Sample:
         self._first(self.tokens < 0, self.tokens, "token id", "a number >= 0")
         given = torch.arange(mask.numel(), device=mask.device) < self.prompt_len
         self._first(mask & given, mask, "loss_mask", "False on prompt tokens")
+
+    def _check_spans(self) -> None:
+        if not self.spans:
+            return
+        end, sampled = self.prompt_len, torch.zeros_like(self.loss_mask)
+        for number, (begin, stop) in enumerate(self.spans, self.turn):
+            free = end <= begin < stop <= self.tokens.numel()
+            rule = f"at least one token from {end} on, of {self.tokens.numel()}"
+            self._need(free, f"turn {number} sampled tokens {begin} to {stop - 1}", rule)
+            sampled[begin:stop], end = True, stop
+        first = self.spans[0][0]
+        self._need(first == self.prompt_len, f"turn {self.turn} begins at {first}", "prompt_len")
+        rule = "False on observed tokens"
+        self._first(self.loss_mask & ~sampled, self.loss_mask, "loss_mask", rule)
 
     def _check_routes(self) -> None:
         last = self.route_mask.numel() - 1

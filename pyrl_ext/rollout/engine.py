@@ -13,9 +13,19 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pyrl_ext.samples import Prompt, Sample, Sampling, route_dtype
+from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, route_dtype
 
-__all__ = ["Capabilities", "Engine", "Prompt", "Sample", "Sampling", "in_order", "route_dtype"]
+__all__ = [
+    "Capabilities",
+    "Engine",
+    "Prompt",
+    "Sample",
+    "Sampling",
+    "Turn",
+    "TurnFeed",
+    "in_order",
+    "route_dtype",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,7 @@ class Capabilities:
         top_p, top_k, greedy: it obeys these sampling fields
         weights: `load_weights` changes what it generates (False for recorded batches)
         images: it generates from prompts with images
+        turns: `Engine.answer` continues trajectories with what it computed of their contexts
     """
 
     routes: bool
@@ -38,6 +49,33 @@ class Capabilities:
     greedy: bool = True
     weights: bool = True
     images: bool = False
+    turns: bool = False
+
+
+class TurnFeed(Protocol):
+    """Turns that come while an engine runs: answers lead to further turns."""
+
+    @property
+    def trajectories(self) -> int:
+        """At most so many turns wait or run at once."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest context and response together."""
+        ...
+
+    def take(self, wait: bool) -> list[Turn] | None:
+        """The turns that came since the last call; None: none will come any more.
+
+        Args:
+            wait: until there is a turn, or none will come.
+        """
+        ...
+
+    def fileno(self) -> int:
+        """A file that can be read as soon as `take` has something to return."""
+        ...
 
 
 class Engine(Protocol):
@@ -73,6 +111,19 @@ class Engine(Protocol):
         engine together see the same order.
         """
         ...
+
+    def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
+        """Samples every turn of ``feed``; each yields one sample, whose prompt is its context.
+
+        A turn whose context begins with the tokens of an earlier turn of its trajectory continues
+        from what was computed of them. A token depends on the trajectory and on its place, not on
+        the turns that run beside it. Closing the stream aborts what still runs.
+
+        Args:
+            feed: asked for turns between forward passes
+            sampling: ``samples_per_prompt`` and ``max_new_tokens`` are the feed's
+        """
+        raise NotImplementedError(f"{type(self).__name__}.answer: it samples no turns")
 
     def checksums(self, names: Sequence[str] | None) -> dict[str, int]:
         """Name -> digest (`ops.digest.digest`) of the tensors of the last load, in the type they
@@ -124,4 +175,4 @@ def incomplete(engine: str, only: Collection[str], refusal: str) -> RuntimeError
 def in_order(samples: Iterable[Sample], prompts: Sequence[Prompt]) -> list[Sample]:
     """The samples of these prompts, prompt by prompt, index by index."""
     places = {prompt.id: place for place, prompt in enumerate(prompts)}
-    return sorted(samples, key=lambda sample: (places[sample.prompt_id], sample.index))
+    return sorted(samples, key=lambda s: (places[s.prompt_id], s.index, s.turn))
