@@ -48,7 +48,7 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
                 if plan.evaluate.every and number % plan.evaluate.every == 0:
                     row |= step.evaluate(clock)
                 rollout = step.take(number, clock)
-                run.record(number, rollout.samples)
+                run.record(number, [*rollout.samples, *rollout.dropped])
                 row |= step.onload(clock)
                 shard, index = step.batch_of(rollout, clock), rollout.index
                 check = number == first or plan.rollout.max_mismatch is not None

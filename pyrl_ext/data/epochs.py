@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 
 
 class Epochs:
@@ -19,17 +20,15 @@ class Epochs:
 
     def __init__(self, size: int, seed: int = 0, shuffle: bool = True):
         self.size, self.seed, self.shuffle = size, seed, shuffle
-        self._orders: dict[int, list[int]] = {}
+        # the order of an epoch serves all its steps; refills are in epochs far ahead
+        self._order = lru_cache(4)(self._order_of)
 
     def take(self, step: int, n: int) -> list[int]:
         """The n numbers of a step, at places step * n to (step + 1) * n - 1 of the stream."""
         places = [divmod(place, self.size) for place in range(step * n, (step + 1) * n)]
-        epochs = {epoch for epoch, _ in places}
-        # the order of an epoch serves all its steps
-        self._orders = {e: self._orders.get(e) or self._order(e) for e in epochs}
-        return [self._orders[epoch][offset] for epoch, offset in places]
+        return [self._order(epoch)[offset] for epoch, offset in places]
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order_of(self, epoch: int) -> list[int]:
         order = list(range(self.size))
         if self.shuffle:
             random.Random(f"{self.seed}/epoch/{epoch}").shuffle(order)

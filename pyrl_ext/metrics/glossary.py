@@ -194,8 +194,25 @@ _METRICS = (
     Metric(
         "rollout/flat_groups",
         "1",
-        "Fraction of groups whose samples have equal rewards, which give no gradient.",
+        "Fraction of the generated groups whose samples have equal rewards, which give no "
+        "gradient.",
         (0.8, 0.99),
+    ),
+    Metric(
+        "rollout/refills",
+        "rounds",
+        "Rounds of further prompts that objective.dynamic_sampling took to replace such groups.",
+    ),
+    Metric(
+        "rollout/dropped_groups",
+        "groups",
+        "Groups that objective.dynamic_sampling generated and did not train on.",
+    ),
+    Metric("rollout/dropped_tokens", "tokens", "Response tokens of these groups."),
+    Metric(
+        "rollout/reward_all",
+        "reward",
+        "Mean reward of all samples that objective.dynamic_sampling generated, trained on or not.",
     ),
     Metric(
         "rollout/aborted_groups",

@@ -91,7 +91,7 @@ class BatchIndex:
 
     @classmethod
     def joined(cls, parts: Sequence[BatchIndex], groups: Sequence[int]) -> BatchIndex:
-        """The samples of all parts, in the order of ``groups`` and of their places there.
+        """The samples of ``groups`` out of all parts, in their order and that of places there.
 
         Raises: ValueError when the parts have routes of different layers.
         """
@@ -102,8 +102,9 @@ class BatchIndex:
         layer_ids, topk = next(iter(shapes), ((), 0))
         place_of = {group: place for place, group in enumerate(groups)}
         whole = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
-        of_group = np.asarray([place_of[int(group)] for group in whole["groups"]], np.int64)
+        of_group = np.asarray([place_of.get(int(g), -1) for g in whole["groups"]], np.int64)
         order = np.lexsort((whole["places"], of_group))
+        order = order[of_group[order] >= 0]
         columns = {name: column[order] for name, column in whole.items()}
         images = _joined([p.images for p in parts], [*map(len, parts)], order)
         return cls(**columns, layer_ids=layer_ids, topk=topk, images=images)
@@ -219,13 +220,15 @@ class BatchIndex:
 
 
 def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) -> Images:
-    """The images of parts with so many samples, which then follow each other in ``order``."""
+    """The images of parts with so many samples, of those in ``order``, which is theirs then."""
     tables, before = [each.table for each in parts], 0
     for table, size in zip(tables, sizes, strict=True):
         table[:, 0] += before
         before += size
-    table = np.concatenate(tables)
-    table[:, 0] = np.argsort(order)[table[:, 0]]
+    table, places = np.concatenate(tables), np.full(before, -1)
+    places[order] = np.arange(len(order))
+    table[:, 0] = places[table[:, 0]]
+    table = table[table[:, 0] >= 0]
     return Images.of(table[np.argsort(table[:, 0], kind="stable")])
 
 

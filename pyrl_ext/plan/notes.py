@@ -42,6 +42,11 @@ def notes(plan: Plan) -> tuple[str, ...]:
             f"prompts and trains on the {plan.batching.prompts} that are answered first, so on "
             "fewer long answers than the policy gives; estimated times are without it"
         )
+    if plan.objective.dynamic_sampling:
+        found.append(
+            f"objective.dynamic_sampling {plan.objective.dynamic_sampling}: groups with equal "
+            "rewards are generated and not trained on; estimated times are without them"
+        )
     found += _images(plan)
     if plan.data.prompts and plan.data.eval_prompts is None:
         found.append("data.eval_prompts is null: every eighth of data.prompts is held out instead")

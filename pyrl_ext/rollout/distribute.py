@@ -7,7 +7,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -42,11 +42,13 @@ class Rollout:
         index: of all samples, prompt by prompt, the same on every rank
         samples: that this rank owns, in the order of the index
         discarded: response tokens of groups that did not complete in time, over all ranks
+        dropped: samples of this rank that are in no index, to be recorded; see `dynamic.fill`
     """
 
     index: BatchIndex
     samples: list[Sample]
     discarded: int
+    dropped: list[Sample] = field(default_factory=list[Sample])
 
 
 def generate_on_ranks(

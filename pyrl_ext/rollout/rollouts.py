@@ -13,6 +13,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.build import build_engine, sampling_of
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, Score, generate_on_ranks
+from pyrl_ext.rollout.dynamic import fill, stream_step
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
@@ -24,7 +25,7 @@ class Rollouts:
         show: takes a line of text as samples come.
 
     Attributes:
-        aborted: metrics of the last `train`, about the groups that were aborted.
+        dropped: metrics of the last `train`, about groups that are not trained on.
 
     Raises: ValueError when the plan replays routes and the engine returns none.
     """
@@ -37,7 +38,7 @@ class Rollouts:
         show: Callable[[str], None] | None = None,
     ):
         self.plan, self.source, self.show = plan, source, show
-        self.aborted: dict[str, float] = {}
+        self.dropped: dict[str, float] = {}
         self.engine: Engine = build_engine(plan, topo.device, topo.rank)
         if plan.replay.enabled and not self.engine.capabilities.routes:
             raise ValueError(
@@ -56,25 +57,51 @@ class Rollouts:
         The prompts of a step are a function of its number. An aborted prompt is not retried; it is
         seen again in the next epoch.
         """
-        keep = self.plan.batching.prompts
-        prompts = self.source.prompts.take(step, self.plan.prompts_asked)
-        rollout = self._generate(prompts, sampling_of(self.plan, self.source, step), keep)
+        plan, keep = self.plan, self.plan.batching.prompts
+        sampling = sampling_of(plan, self.source, step)
+        if rounds := plan.objective.dynamic_sampling:
+            ask = partial(self._refill, step, sampling)
+            hold = plan.rollout.record is not None
+            short = plan.objective.dynamic_sampling_short
+            rollout, self.dropped = fill(ask, keep, rounds, short, hold)
+            return rollout
+        prompts = self.source.prompts.take(step, plan.prompts_asked)
+        rollout = self._generate(prompts, sampling, keep, self.show)
         if len(prompts) > keep:
-            self.aborted = {
+            self.dropped = {
                 "rollout/aborted_groups": len(prompts) - keep,
                 "rollout/aborted_tokens": rollout.discarded,
             }
         return rollout
+
+    def _refill(
+        self, step: int, sampling: Sampling, number: int, asked: int, found: int
+    ) -> Rollout:
+        """The samples of ``asked`` prompts of a round; ``found`` groups are kept from before."""
+        plan, show = self.plan, self.show
+        keep, rounds = plan.batching.prompts, plan.objective.dynamic_sampling
+        prompts = self.source.prompts.take(stream_step(step, number, rounds), keep)[:asked]
+        if show is not None and number:
+            so_far = f"refill {number} of {rounds}, {found} of {keep} groups kept; "
+            show = partial(_after, so_far, show)
+        return self._generate(prompts, sampling, asked, show)
 
     def held_out_reward(self) -> float:
         """Mean reward of one greedy response to each held-out prompt."""
         prompts = self.source.prompts.held_out(self.plan.evaluate.prompts)
         sampling = sampling_of(self.plan, self.source, 0)
         sampling = replace(sampling, greedy=True, samples_per_prompt=1)
-        rewards = self._generate(prompts, sampling, len(prompts)).index.rewards.tolist()
+        rollout = self._generate(prompts, sampling, len(prompts), self.show)
+        rewards = rollout.index.rewards.tolist()
         return sum(rewards) / len(rewards)
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, keep: int) -> Rollout:
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        keep: int,
+        show: Callable[[str], None] | None,
+    ) -> Rollout:
         """The samples of ``keep`` complete groups."""
         if any(p.images for p in prompts) and not self.engine.capabilities.images:
             raise ValueError(
@@ -90,9 +117,13 @@ class Rollouts:
             scorer,
             self.group,
             self.plan.engine_of_rank,
-            self.show,
+            show,
             depths=self.plan.num_mtp_layers,
         )
+
+
+def _after(before: str, show: Callable[[str], None], text: str) -> None:
+    show(before + text)
 
 
 def _without_overlong(score: Score, samples: list[Sample]) -> list[Sample]:

@@ -116,6 +116,7 @@ class Step(ABC):
             digest = step_digest(index, schedules) if schedules else 0
             agree("Step.batch_of", error, digest, "samples or schedules", group)
             rollout.samples.clear()
+            rollout.dropped.clear()
             plan, topo, waiting = self.plan, self.topo, partial(phase, "time/exchange")
             # popped, so that nothing here keeps the batch
             shard, self.moved = shard_batch(batches.pop(), index, schedules, plan, topo, waiting)
@@ -267,7 +268,7 @@ class RolloutStep(Step):
     def metrics(self, index: BatchIndex, shard: BatchShard, old: Scores | None) -> Metrics:
         """Metrics of the step: samples, moved bytes, trainer against engine, seconds of replay."""
         assert old is not None
-        metrics = index.stats() | self.rollouts.aborted | compare(shard, old, self.topo)
+        metrics = index.stats() | self.rollouts.dropped | compare(shard, old, self.topo)
         metrics |= self.moved.metrics(self.topo) | self.weighed
         if self.plan.replay.enabled:
             policies = [p for p in (self.policy, self.reference) if p is not None]

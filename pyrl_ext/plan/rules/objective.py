@@ -34,6 +34,7 @@ def parts_are_read(plan: Plan) -> Found:
         "tis_floor": ("tis_cap", objective.tis_cap is not None),
         "reduction_constant": ("reduction: sequence_sum", objective.reduction == "sequence_sum"),
         "leave_one_out": ("advantage: grpo", objective.advantage == "grpo"),
+        "dynamic_sampling_short": ("dynamic_sampling", objective.dynamic_sampling > 0),
     }
     for key, (reader, given) in needs.items():
         if changed(objective, key) and not given:
@@ -66,3 +67,24 @@ def the_engine_is_corrected_once(plan: Plan) -> Found:
 def one_name_for_one_gradient(plan: Plan) -> Found:
     if plan.objective.kl_weight == "detached" and plan.objective.kl_gradient == "reverse":
         return "detached with kl_gradient reverse, expected ratio or none; there it is the same"
+
+
+@rule("objective.dynamic_sampling")
+def groups_to_replace_are_known(plan: Plan) -> Found:
+    if not (rounds := plan.objective.dynamic_sampling):
+        return
+    if plan.rollout.oversample > 1:
+        yield (
+            f"{rounds} with rollout.oversample {plan.rollout.oversample:g}, expected one of both; "
+            "which groups are kept would follow from their order and from their speed"
+        )
+    if plan.batching.samples_per_prompt == 1:
+        yield (
+            f"{rounds} with batching.samples_per_prompt 1, expected 0; all rewards of a group of "
+            "one are equal"
+        )
+    if plan.objective.advantage == "reinforce_pp":
+        yield (
+            f"{rounds} with advantage reinforce_pp, expected 0; its baseline is that of the batch, "
+            "so groups with equal rewards do train"
+        )

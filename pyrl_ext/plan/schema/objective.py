@@ -81,6 +81,10 @@ class Objective(Section):
     """lost by a response of rollout.max_new_tokens (with overlong_buffer) [reward]"""
     overlong_filter: bool = False
     """responses that ran out of room have no loss tokens; their rewards count in their group"""
+    dynamic_sampling: Count = 0
+    """rounds of further prompts, at most, that replace groups with equal rewards; 0: none is"""
+    dynamic_sampling_short: Literal["fail", "keep_flat"] = "fail"
+    """where they do not suffice: the run ends; or it trains on groups with equal rewards too"""
     advantage: Name = "grpo"
     """grpo, rloo, opo, reinforce_pp, reinforce_pp_baseline, maxrl, or module:function"""
     normalize_std: bool = True

@@ -67,7 +67,10 @@ def formula(objective: Objective, constant: int) -> list[str]:
     lines = [f"loss = {mean} of {loss}"]
     if objective.loss != "reinforce":
         lines.append(_RATIOS[objective.ratio].format(anchor=_anchor(objective)))
-    return [*lines, *_weights(objective), *_kl(objective), _advantage(objective)]
+    lines += [*_weights(objective), *_kl(objective), _advantage(objective)]
+    if rounds := objective.dynamic_sampling:
+        lines.append(f"groups with equal rewards are replaced, in at most {rounds} further rounds")
+    return lines
 
 
 def _anchor(objective: Objective) -> str:

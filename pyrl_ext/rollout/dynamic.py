@@ -1,0 +1,98 @@
+"""Dynamic sampling: groups without a spread of rewards are replaced by those of further prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.rollout.distribute import Rollout
+
+# (round from 0, prompts to ask for, groups kept so far) -> the samples of those prompts
+Ask = Callable[[int, int, int], Rollout]
+
+_REFILLS = 1 << 20  # prompts of refills are those of steps from here on, which no run reaches
+
+
+def stream_step(step: int, number: int, rounds: int) -> int:
+    """The step whose prompts round ``number`` of ``step`` asks for, of at most ``rounds`` refills.
+
+    Round 0 has the step's own prompts, so an epoch goes through them as without refills. It follows
+    from its arguments alone: a resumed run needs no cursor.
+    """
+    return step if not number else _REFILLS + step * rounds + number - 1
+
+
+def fill(
+    ask: Ask, keep: int, rounds: int, short: Literal["fail", "keep_flat"], hold: bool = False
+) -> tuple[Rollout, dict[str, float]]:
+    """``keep`` groups whose rewards are not all equal: the first ones, in the order of prompts.
+
+    Round 0 asks for ``keep`` prompts, a refill for as many as the share of kept groups lets expect
+    to be enough, and at most ``keep``. All follows from indices that every rank has, so ranks agree
+    on what is kept.
+
+    Args:
+        ask: groups of a round; ids of prompts are distinct over all rounds.
+        rounds: most refills.
+        short: what happens where there are fewer such groups; keep_flat adds the first of the
+            others.
+        hold: ``dropped`` of the result holds all other samples; else they are freed at once.
+
+    Returns: the kept samples; and metrics.
+    Raises: RuntimeError on every rank, if there are too few and ``short`` is fail.
+    """
+    drawn: list[Rollout] = []
+    varied: list[int] = []
+    flat: list[int] = []
+    chosen: set[int] = set()
+    missing = asked = keep
+    while missing > 0 and len(drawn) <= rounds:
+        drawn.append(ask(len(drawn), asked, len(varied)))
+        for group, equal in flat_groups(drawn[-1].index).items():
+            (flat if equal else varied).append(group)
+        missing = max(0, keep - len(varied))
+        chosen = {*varied[:keep], *(flat[:missing] if short == "keep_flat" else ())}
+        for each in () if hold else drawn:
+            each.samples[:] = [s for s in each.samples if s.prompt_id in chosen]
+        asked = min(keep, math.ceil(missing * (len(varied) + len(flat)) / max(1, len(varied))))
+    if len(chosen) < keep:
+        raise RuntimeError(
+            f"dynamic sampling: {len(varied)} groups with unequal rewards and {len(flat)} with "
+            f"equal ones after {rounds} refills, expected {keep} with unequal ones. Take prompts "
+            "that are neither solved nor hopeless, raise objective.dynamic_sampling, or train on "
+            "the others too: objective.dynamic_sampling_short: keep_flat"
+        )
+    return _joined(drawn, chosen, len(flat))
+
+
+def flat_groups(index: BatchIndex) -> dict[int, bool]:
+    """Group -> whether all its rewards, as they came from the reward function, are equal."""
+    spread = {g: np.ptp(index.rewards[index.groups == g]) for g in dict.fromkeys(index.groups)}
+    return {int(group): bool(value == 0) for group, value in spread.items()}
+
+
+def _joined(drawn: list[Rollout], kept: set[int], flat: int) -> tuple[Rollout, dict[str, float]]:
+    """The samples of ``kept`` groups out of all rounds, and metrics of those that were drawn."""
+    order = [group for each in drawn for group in dict.fromkeys(each.index.groups.tolist())]
+    indices, samples = [each.index for each in drawn], [s for each in drawn for s in each.samples]
+    index = BatchIndex.joined(indices, [group for group in order if group in kept])
+    rewards = np.concatenate([each.rewards for each in indices])
+    whole, trained = (sum(_response_tokens(i) for i in each) for each in (indices, [index]))
+    metrics = {
+        "rollout/flat_groups": flat / len(order),
+        "rollout/refills": len(drawn) - 1,
+        "rollout/dropped_groups": len(order) - len(kept),
+        "rollout/dropped_tokens": whole - trained,
+        "rollout/reward_all": float(rewards.mean()),
+    }
+    mine = [s for s in samples if s.prompt_id in kept]
+    dropped = [s for s in samples if s.prompt_id not in kept]
+    return Rollout(index, mine, sum(each.discarded for each in drawn), dropped), metrics
+
+
+def _response_tokens(index: BatchIndex) -> int:
+    return int((index.seqlens.astype(np.int64) + 1 - index.prompt_lens).sum())
