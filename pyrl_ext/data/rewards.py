@@ -128,13 +128,14 @@ def _one(sample: Sample, prompt: Prompt, reward: Reward, text: str, limit: TimeL
         raise
     except BaseException as error:  # a function may raise SystemExit or its own kind
         raise RuntimeError(f"{where()}: raised {describe(error)}, expected a number") from error
-    number = _finite(value)
+    number = finite(value)
     if number is None:
         raise RuntimeError(f"{where()}: returned {shown(value, _SHOWN)}, expected a finite number")
     return number
 
 
-def _finite(value: object) -> float | None:
+def finite(value: object) -> float | None:
+    """``value`` as a finite float; None: it is not one."""
     if not isinstance(value, numbers.Real):
         return None
     try:

@@ -67,10 +67,28 @@ def load_function(
         ValueError: the name has no colon; the module or the function is missing; the module does
             not import; the function does not take ``num_args`` positional arguments.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
+    if not all(name.partition(":")):
         accepted = " or ".join([*builtin, "package.module:function"])
         raise ValueError(f"{key}: {name!r}, expected {accepted}")
+    where = f"{key}: {name!r}"
+    bound = _bound(where, load_callable(key, name), num_args, given)
+    function = bound.func
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        with guarded(where):
+            return bound(*args)
+
+    return call
+
+
+def load_callable(key: str, name: str) -> Callable[..., Any]:
+    """The function or class called ``name`` as it is: nothing guards its calls.
+
+    Raises:
+        ValueError: as `load_function`, but for its arguments.
+    """
+    module_name, _, attribute = name.partition(":")
     where = f"{key}: {name!r}"
     function = _import(where, module_name)
     for part in attribute.split("."):
@@ -81,14 +99,7 @@ def load_function(
         function = getattr(function, part)
     if not callable(function):
         raise ValueError(f"{where}: a {type(function).__name__}, expected a function")
-    bound = _bound(where, function, num_args, given)
-
-    @wraps(function)
-    def call(*args: Any) -> Any:
-        with guarded(where):
-            return bound(*args)
-
-    return call
+    return function
 
 
 def _import(where: str, module_name: str) -> Any:
@@ -144,7 +155,7 @@ def _ctrl_c_noted() -> Generator[list[int]]:
 
 def _bound(
     where: str, function: Callable[..., Any], num_args: int, given: dict[str, Any]
-) -> Callable[..., Any]:
+) -> partial[Any]:
     """``function`` with the ``given`` arguments that it has parameters for, its signature checked.
 
     Raises:
@@ -294,6 +305,41 @@ def _restore_settings(before: list[Any]) -> list[str]:
             changes.append(f"{name} from {was} to {now}")
             restore(was)
     return changes
+
+
+class SharedSettings:
+    """Settings that all threads of the process share, as they are when this is made.
+
+    User code that runs in several threads at a time leaves no trace of who changed one: the call
+    that ends next is taken for it.
+    """
+
+    _NAMES = ("torch.get_default_dtype()", "torch.get_deterministic_debug_mode()", "os.getcwd()")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before = {name: _SETTINGS[name][0]() for name in self._NAMES}
+        self._environ = dict(os.environ)
+
+    def restore(self) -> list[str]:
+        """Set back what differs; returns the changes, ready for a message."""
+        changes: list[str] = []
+        with self._lock:
+            for name, was in self._before.items():
+                read, restore = _SETTINGS[name]
+                if (now := read()) != was:
+                    changes.append(f"{name} from {was} to {now}")
+                    restore(was)
+            now, was = dict(os.environ), self._environ
+            if now != was:
+                keys = sorted(k for k in {*now, *was} if now.get(k) != was.get(k))
+                changes.append(printable(f"os.environ at {', '.join(keys)}"))
+                for key in keys:
+                    if key in was:
+                        os.environ[key] = was[key]
+                    else:
+                        del os.environ[key]
+        return changes
 
 
 class _Streams:

@@ -1,0 +1,50 @@
+"""The section `turns` of the YAML: trajectories of several turns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pyrl_ext.plan.language.fields import Count, Positive, Rate, Section, Text
+
+ENVIRONMENTS = {
+    "guess": "pyrl_ext.data.guess:Guess",
+    "tools": "pyrl_ext.data.tool_use:Tools",
+    "messages": "pyrl_ext.data.message_adapter:Messages",
+}
+"""Built-in environment -> its class."""
+
+
+class Turns(Section):
+    """An environment that answers the policy, so that a trajectory has several turns."""
+
+    environment: Text | None = None
+    """built-in name, or module:Class with start(prompt) and step(tokens, text); null: none, every
+    trajectory is one response"""
+    options: dict[str, Any] = Field(default={})
+    """keyword arguments of the environment's class"""
+    form: Literal["concatenated", "stepwise"] = "concatenated"
+    """samples of a trajectory. concatenated: one, observations outside the loss; stepwise: one a
+    turn"""
+    merge: bool = True
+    """a turn that continues the turn before becomes a part of its sample (stepwise)"""
+    max_turns: Positive = 8
+    """turns of a trajectory; one that is not done then is dropped"""
+    max_tokens: Count = 0
+    """longest trajectory, prompt and observations included [tokens]"""
+    max_observation_tokens: Positive = 1024
+    """longest observation; a trajectory with a longer one is dropped [tokens]"""
+    timeout: Rate = 60.0
+    """longest time that a call of the environment may take [seconds]"""
+    retries: Count = 0
+    """calls that are made again after a call of the environment raised an error"""
+    min_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """trajectories that must be left in a step, as a share of those begun; with fewer it fails"""
+    routes: Literal["first", "last"] = "first"
+    """which turn's routes are trained where two turns report a row differently"""
+
+    @property
+    def merges(self) -> bool:
+        """Whether a turn that continues the turn before is a part of its sample."""
+        return self.form == "concatenated" or self.merge

@@ -1,0 +1,1 @@
+"""Trajectories of several turns: conversations of an engine with environments."""

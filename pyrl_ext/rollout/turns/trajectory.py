@@ -1,0 +1,94 @@
+"""The samples of a trajectory, from what the engine sampled turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.samples import Sample
+
+
+def samples_of(
+    turns: Sequence[Sample], merge: bool, routes: Literal["first", "last"]
+) -> tuple[list[Sample], int]:
+    """The trajectory's samples, and the number of rows whose routes two turns report differently.
+
+    Args:
+        turns: one sample a turn, whose prompt is the turn's context, in order
+        merge: a turn whose context begins with all tokens of the turn before is a part of its
+            sample; else every turn is a sample
+        routes: of the turn that is trained where two of a sample report a row differently
+    """
+    parts: list[list[Sample]] = []
+    for turn in turns:
+        if merge and parts and _continues(parts[-1][-1], turn):
+            parts[-1].append(turn)
+        else:
+            parts.append([turn])
+    samples, changed, number = [], 0, 0
+    for part in parts:
+        sample, rows = _merged(part, number, routes)
+        samples.append(replace(sample, last=False))
+        changed, number = changed + rows, number + len(part)
+    samples[-1] = replace(samples[-1], last=True)
+    return samples, changed
+
+
+def _continues(before: Sample, turn: Sample) -> bool:
+    size = before.tokens.numel()
+    return turn.prompt_len >= size and torch.equal(turn.tokens[:size], before.tokens)
+
+
+def _merged(turns: list[Sample], number: int, policy: str) -> tuple[Sample, int]:
+    """One sample of turns that continue each other; ``number`` is the first's."""
+    first, whole = turns[0], turns[-1]
+    loss_mask = torch.zeros_like(whole.loss_mask)
+    logprobs = torch.zeros_like(whole.rollout_logprobs)
+    spans: list[tuple[int, int]] = []
+    for turn in turns:
+        begin, end = turn.prompt_len, turn.tokens.numel()
+        loss_mask[begin:end] = turn.loss_mask[begin:]
+        logprobs[begin:end] = turn.rollout_logprobs[begin:]
+        spans.append((begin, end))
+    routes, route_mask, changed = _routes(turns, policy)
+    merged = replace(
+        whole,
+        prompt_len=first.prompt_len,
+        loss_mask=loss_mask,
+        rollout_logprobs=logprobs,
+        routes=routes,
+        route_mask=route_mask,
+        images=first.images,
+        turn=number,
+        spans=tuple(spans),
+    )
+    return merged, changed
+
+
+def _routes(turns: list[Sample], policy: str) -> tuple[Tensor | None, Tensor, int]:
+    """Routes of the last turn's rows, their mask, and how many rows two turns report differently.
+
+    The last row of a turn has no route until the next turn reads it.
+    """
+    whole = turns[-1]
+    if whole.routes is None or len(turns) == 1:
+        return whole.routes, whole.route_mask, 0
+    routes, mask = torch.zeros_like(whole.routes), torch.zeros_like(whole.route_mask)
+    changed = 0
+    for turn in turns:
+        assert turn.routes is not None  # an engine reports them for all turns or for none
+        size = turn.tokens.numel()
+        known, found = mask[:size], turn.route_mask
+        both = (known & found).nonzero()[:, 0]
+        before, now = routes[both], turn.routes[both]
+        if not torch.equal(before, now):  # the order of a row's experts means nothing
+            differs = before.int().sort(-1).values != now.int().sort(-1).values
+            changed += int(differs.flatten(1).any(1).sum())
+        rows = (found if policy == "last" else found & ~known).nonzero()[:, 0]
+        routes[rows] = turn.routes[rows]
+        mask[:size] |= found
+    return routes, mask, changed

@@ -1,0 +1,115 @@
+"""Environments are loaded and what they return is checked, with messages that name the rule."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyrl_ext.data.environment import (
+    REASONS,
+    Dropped,
+    Reader,
+    StepResult,
+    load_environment,
+    read_step,
+)
+from tests.helpers.conversations import TOKENIZER
+
+READER = Reader(TOKENIZER, 128, 8)
+STEP = "expected StepResult(observation, reward, done) or a tuple of 3 or 4 like it"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ("a", 1, True),
+        ("a", np.float32(1), np.True_),
+        ("a", 1.0, True, {}),
+        StepResult("a", 1, True),
+    ],
+)
+def test_read_step_takes_step_results_and_tuples(value: Any):
+    assert read_step(value)[:3] == ("a", 1.0, True)
+
+
+def test_read_step_fills_what_a_step_result_leaves_out():
+    assert read_step(StepResult("a")) == StepResult("a", 0.0, False, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason", "message"),
+    [
+        (None, "result", f"returned None, {STEP}"),
+        (["a", 1.0, True], "result", f"returned ['a', 1.0, True], {STEP}"),
+        (("a", 1.0), "result", f"returned a tuple of 2, {STEP}"),
+        (("a", 1.0, True, {}, 0), "result", f"returned a tuple of 5, {STEP}"),
+        (("a", float("nan"), True), "reward", "returned the reward nan, expected a finite number"),
+        (("a", 10**400, True), "reward", "whose repr raised|expected a finite number"),
+        (("a", "1", True), "reward", "returned the reward '1', expected a finite number"),
+        (("a", 1.0, 1), "result", "returned done 1, expected True or False"),
+    ],
+)
+def test_read_step_refuses_with_a_reason(value: Any, reason: str, message: str):
+    with pytest.raises(Dropped) as caught:
+        read_step(value)
+    assert caught.value.reason == reason and reason in REASONS
+    assert any(part in str(caught.value) for part in message.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("observation", "tokens"),
+    [("a1", [74, 26]), ([5, 6], [5, 6]), ((5,), [5]), (np.array([5, 6]), [5, 6])],
+)
+def test_appended_takes_text_and_ids(observation: Any, tokens: list[int]):
+    assert READER.appended(observation) == tokens
+
+
+@pytest.mark.parametrize(
+    ("observation", "reason", "message"),
+    [
+        ("", "empty", "returned the observation '', expected at least one token"),
+        ([], "empty", "returned the observation [], expected at least one token"),
+        (None, "result", "returned the observation None, expected text, a sequence of token ids"),
+        (b"a", "result", "returned the observation b'a', expected text"),
+        ({"a": 1}, "result", "returned the observation {'a': 1}, expected text"),
+        (["a"], "result", "returned an observation with 'a', expected text"),
+        ([True], "result", "returned an observation with True, expected text"),
+        ([128], "tokens", "returned the token id 128, expected 0 to 127, the model's"),
+        ([-1], "tokens", "returned the token id -1, expected 0 to 127"),
+        ("\N{SNOWMAN}", "tokens", "(U+2603)"),
+        ("\ud800", "tokens", "expected"),
+        ("aaaaaaaaa", "observation", "an observation of 9 tokens, expected at most turns.max_obs"),
+        ("a" * 1_000_000, "observation", "1,000,000 characters"),
+    ],
+)
+def test_appended_refuses_with_a_reason(observation: Any, reason: str, message: str):
+    with pytest.raises(Dropped, match=re.escape(message)) as caught:
+        READER.appended(observation)
+    assert caught.value.reason == reason and reason in REASONS
+
+
+def test_load_environment_gives_options_and_what_the_class_asks_for():
+    make = load_environment(
+        "tests.helpers.environments:Asks", {"size": 3}, tokenizer=TOKENIZER, stop_ids=(1,)
+    )
+    first, second = make(), make()
+    assert first is not second and (first.size, first.tokenizer) == (3, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("guesses", {}, "turns.environment: 'guesses', expected one of guess, tools, messages, or"),
+        ("no_module:X", {}, "turns.environment: 'no_module:X': no module 'no_module'"),
+        ("tests.helpers.environments:X", {}, "no 'X' in tests.helpers.environments"),
+        ("tests.helpers.environments:HOSTILE", {}, "a dict, expected a function"),
+        ("tests.helpers.scripted:ScriptedEngine", {}, "has no start and no step, expected a class"),
+        ("tests.helpers.environments:Good", {"size": 1}, "turns.options: {'size': 1}: TypeError"),
+    ],
+)
+def test_load_environment_refuses(name: str, options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_environment(name, options)

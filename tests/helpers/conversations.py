@@ -1,0 +1,75 @@
+"""Conversations with a scripted engine over the tiny tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pyrl_ext.data.environment import Reader
+from pyrl_ext.data.tokenizer import load_tokenizer
+from pyrl_ext.plan.schema.turns import Turns
+from pyrl_ext.rollout.turns.conversation import Conversation, Manner
+from pyrl_ext.rollout.turns.feed import Feed, converse
+from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.scripted import ScriptedEngine
+from tests.helpers.tiny import CONFIG
+
+TOKENIZER = load_tokenizer(CONFIG.parent / "tiny")
+EOS = 1
+
+
+def three_then_stop(prompt: int, index: int, place: int) -> int:
+    """A stop token at every fourth place, else a digit."""
+    return EOS if place % 4 == 3 else 25 + (7 * prompt + 3 * index + place) % 10
+
+
+class Mixed:
+    """The environment of the class that ``kinds`` names for the prompt."""
+
+    def __init__(self, kinds: Mapping[int, Callable[[], Any]]):
+        self.kinds = kinds
+
+    def start(self, prompt: Prompt) -> Any:
+        inner = self.kinds[prompt.id]()
+        self.step = inner.step
+        if hasattr(inner, "close"):
+            self.close = inner.close
+        return inner.start(prompt)
+
+
+def manner(make: Callable[[], Any], **turns: Any) -> Manner:
+    """Conversations of at most 32 tokens, four a turn."""
+    options = {"max_tokens": 32, "max_observation_tokens": 8, "max_turns": 4} | turns
+    reader = Reader(TOKENIZER, 128, options["max_observation_tokens"])
+    section = Turns(environment="test", **options)
+    return Manner(make, reader, TOKENIZER.decode, (EOS,), section, max_new_tokens=4)
+
+
+def hold(
+    make: Callable[[], Any] | Mapping[int, Callable[[], Any]],
+    engine: ScriptedEngine | None = None,
+    prompts: int = 2,
+    size: int = 2,
+    notes: list[str] | None = None,
+    **turns: Any,
+) -> tuple[dict[tuple[int, int], Conversation], Feed]:
+    """All conversations of ``prompts``, by (prompt id, index), and their feed."""
+    mixed = (lambda: Mixed(make)) if isinstance(make, Mapping) else make
+    asked = [Prompt(i, (30 + i % 5, 40)) for i in range(prompts)]
+    feed = Feed(asked, size, manner(mixed, **turns), notes.append if notes is not None else None)
+    engine = engine or ScriptedEngine(three_then_stop)
+    sampling = Sampling(max_new_tokens=4, stop_ids=(EOS,), samples_per_prompt=size)
+    found = {(c.prompt.id, c.index): c for c in converse(engine, feed, sampling)}
+    return found, feed
+
+
+def trained(conversation: Conversation) -> list[Sample]:
+    """The samples of a trajectory that is not dropped."""
+    assert conversation.samples is not None, conversation.dropped
+    return conversation.samples
+
+
+def reason(conversation: Conversation) -> str:
+    """Why a trajectory is dropped."""
+    assert conversation.dropped is not None
+    return conversation.dropped.reason
