@@ -154,12 +154,12 @@ def need_weights(call: str, version: int | None, refusal: str) -> None:
         raise RuntimeError(f"{call}: {refusal}, expected a load_weights that succeeded")
 
 
-def need_processor(engine: str, prompts: Iterable[Prompt], scale: object) -> None:
-    """Raises ValueError if a prompt has images and the engine no image processor's ``scale``."""
+def need_processor(call: str, prompts: Iterable[Prompt], scale: object) -> None:
+    """Raises ValueError if a prompt has images and there is no image processor's ``scale``."""
     for prompt in prompts:
         if prompt.images and scale is None:
             raise ValueError(
-                f"{engine}.stream(prompt {prompt.id}): {len(prompt.images)} images, expected none: "
+                f"{call}(prompt {prompt.id}): {len(prompt.images)} images, expected none: "
                 "the engine was built without an image processor"
             )
 

@@ -10,7 +10,7 @@ from pyrl_ext.samples import Image, Prompt
 def test_need_processor_refuses_images_that_nothing_scales():
     image = Image(0, 1, (1, 2, 2), torch.zeros(4, 12, dtype=torch.uint8))
     text, seen = Prompt(3, (1, 2), "", ""), Prompt(4, (1, 2), "", "", images=(image,))
-    need_processor("HFEngine", [text], None)
-    need_processor("HFEngine", [text, seen], object())
+    need_processor("HFEngine.stream", [text], None)
+    need_processor("HFEngine.stream", [text, seen], object())
     with pytest.raises(ValueError, match=r"HFEngine.stream\(prompt 4\): 1 images, expected none"):
-        need_processor("HFEngine", [text, seen], None)
+        need_processor("HFEngine.stream", [text, seen], None)

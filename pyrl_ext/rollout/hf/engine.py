@@ -16,8 +16,8 @@ from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.rollout.engine import (
     Capabilities,
     Engine,
+    TurnFeed,
     incomplete,
-    need_processor,
     need_weights,
 )
 from pyrl_ext.rollout.hf.destinations import Destinations
@@ -25,9 +25,9 @@ from pyrl_ext.rollout.hf.images import PromptImages, Scale
 from pyrl_ext.rollout.hf.kv_slots import Slots
 from pyrl_ext.rollout.hf.model import build_model, read_config
 from pyrl_ext.rollout.hf.routers import expert_ids, find_routers, num_experts
-from pyrl_ext.rollout.hf.run import Run, stored
+from pyrl_ext.rollout.hf.run import AllAtOnce, Run, stored
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
-from pyrl_ext.samples import Prompt, Sample, Sampling, route_dtype
+from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, route_dtype
 
 
 class HFEngine(Engine):
@@ -78,11 +78,13 @@ class HFEngine(Engine):
         self._offloaded = OffloadedStorage()
         self._refusal = "no weights were loaded yet"
         self.version: int | None = None
+        self.loads = 0  # times that the weights changed
 
     @property
     def capabilities(self) -> Capabilities:
         """Routes if the model has routers; processed log-probs; every kind of sampling."""
-        return Capabilities(routes=bool(self.layer_ids), images=self.images.scale is not None)
+        images = self.images.scale is not None
+        return Capabilities(routes=bool(self.layer_ids), images=images, turns=True)
 
     def load_weights(
         self,
@@ -107,7 +109,7 @@ class HFEngine(Engine):
         """
         if only is not None and self.version is None:
             raise incomplete("HFEngine", only, self._refusal)
-        self.version = None
+        self.version, self.loads = None, self.loads + 1
         self._refusal = f"loading version {version} failed and left the weights incomplete"
         self._offloaded.onload()
         self._destinations.fill(named, only)
@@ -153,58 +155,58 @@ class HFEngine(Engine):
         Syncs: once a token.
         """
         need_weights("HFEngine.stream", self.version, self._refusal)
-        self._check(prompts, sampling)
-        run = Run(self, prompts, sampling)
-        while run.waiting or run.slots.running:
-            if self.version != run.version:
-                raise RuntimeError(
-                    f"HFEngine.stream: version {run.version} of the weights was replaced while a "
-                    "stream of it was open, expected the stream closed before"
-                )
+        need_tokenizer("HFEngine.stream", sampling, self.tokenizer)
+        seen: set[int] = set()
+        for prompt in prompts:
+            if prompt.id in seen:
+                where = f"HFEngine.stream(prompt {prompt.id})"
+                raise ValueError(f"{where}: id given twice, expected distinct prompt ids")
+            seen.add(prompt.id)
+        yield from self._run(Run(self, AllAtOnce(prompts, sampling), sampling, "stream"))
+
+    @torch.no_grad()
+    def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
+        """Samples every turn of ``feed``; each yields one sample, whose prompt is its context.
+
+        A finished turn's row stays until another turn needs it. The next turn of its trajectory
+        computes what is new in its context alone, if that begins with the row's tokens; otherwise,
+        or when the row is gone, all of it.
+
+        Args:
+            feed: asked for turns between forwards
+            sampling: ``samples_per_prompt`` and ``max_new_tokens`` are the feed's
+
+        Raises:
+            RuntimeError, ValueError: as `stream`; a turn of a trajectory that still has one
+        """
+        need_weights("HFEngine.answer", self.version, self._refusal)
+        need_tokenizer("HFEngine.answer", sampling, self.tokenizer)
+        yield from self._run(Run(self, feed, sampling, "answer"))
+
+    def _run(self, run: Run) -> Generator[Sample, None, None]:
+        while run.goes_on():
             first = run.slots.running
             if run.should_admit():
                 yield from run.advance(first, self._prefill(run))
-            else:
+            elif first:
                 yield from run.advance(0, self._decode(run.slots))
 
     def sleep(self) -> int:
         """Frees the memory of the weights until the next `load_weights`; returns bytes."""
-        self.version, self._refusal = None, "sleep freed its weights"
+        self.version, self._refusal, self.loads = None, "sleep freed its weights", self.loads + 1
         held = [part for parts in self._destinations.parts.values() for part in parts]
         return self._offloaded.offload(held, keep=False)
 
     def close(self) -> None:
         """Does nothing: nothing runs outside of the calls."""
 
-    def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        need_tokenizer("HFEngine", sampling, self.tokenizer)
-        need_processor("HFEngine", prompts, self.images.scale)
-        vocab, limit = self.text.vocab_size, self.text.max_position_embeddings
-        seen: set[int] = set()
-        for prompt in prompts:
-            where = f"HFEngine.stream(prompt {prompt.id})"
-            if prompt.id in seen:
-                raise ValueError(f"{where}: id given twice, expected distinct prompt ids")
-            seen.add(prompt.id)
-            if not prompt.tokens:
-                raise ValueError(f"{where}: 0 tokens, expected at least one")
-            if len(prompt.tokens) + sampling.max_new_tokens > limit:
-                raise ValueError(
-                    f"{where}: {len(prompt.tokens)} tokens + max_new_tokens "
-                    f"{sampling.max_new_tokens}, expected at most {limit} positions in all"
-                )
-            bad = [t for t in prompt.tokens if not 0 <= t < vocab]
-            if bad:
-                raise ValueError(f"{where}: token id {bad[0]}, expected 0 to {vocab - 1}")
-
     def _prefill(self, run: Run) -> Tensor:
-        """Runs the prompts of newly admitted samples; returns their first logits [M, V]."""
+        """Runs the contexts of newly admitted turns; returns their first logits [M, V]."""
+        if turns := run.continuing(self.max_prefill_tokens):
+            return self._continue(run, turns)
+        turns, prompts, source = run.beginning(self.max_prefill_tokens)
         slots, first = run.slots, run.slots.running
-        jobs, prompts, source = run.admit(self.max_prefill_tokens)
-        sizes = np.array([len(p.tokens) for p in prompts], dtype=np.int64)
-        ids = np.zeros((len(prompts), sizes.max()), dtype=np.int64)
-        for row, prompt in enumerate(prompts):
-            ids[row, : sizes[row]] = prompt.tokens
+        ids, sizes = _padded([prompt.tokens for prompt in prompts])
         width = ids.shape[1]
         device = self.device
         tokens, take = torch.from_numpy(ids).to(device), torch.from_numpy(source).to(device)
@@ -217,32 +219,58 @@ class HFEngine(Engine):
         pixels = self.images.inputs(images, device, self.model.dtype)
         keep = torch.from_numpy(ends).to(device)
         logits = self._forward(tokens, causal, places.to(device), slots, keep, **pixels)
-        span = slice(first, first + len(jobs))
+        span = slice(first, first + len(turns))
         slots.tokens[span, :width] = tokens[take]
-        slots.logprobs[span] = 0
-        slots.keys[span] = run.keys[jobs].to(device)
-        slots.length[span], slots.job[span] = sizes[source], jobs
         slots.ahead[span] = ahead[source]
         if slots.routes is not None:
             routes = self._routes().view(len(prompts), width, *slots.routes.shape[2:])
             slots.routes[span, :width] = routes[take]
-        slots.running += len(jobs)
+        run.begin(turns)
         return logits[take, torch.from_numpy(end_of.reshape(-1)[source]).to(device)]
+
+    def _continue(self, run: Run, turns: list[Turn]) -> Tensor:
+        """Runs what is new in the contexts of turns whose rows are parked; returns the first logits
+        [M, V]. The token that was sampled last is new too: it was no input yet."""
+        slots, first = run.slots, run.slots.running
+        slots.resume(turns)
+        known = slots.length[first : first + len(turns)] - 1
+        new = [turn.prompt.tokens[begin:] for turn, begin in zip(turns, known, strict=True)]
+        ids, sizes = _padded(new)
+        ends, end_of = np.unique(sizes - 1, return_inverse=True)
+        # padding beyond a row goes to the row's last place, which no context reaches
+        places = np.minimum(known[:, None] + np.arange(ids.shape[1]), slots.capacity - 1)
+        run.begin(turns)
+        tokens, where, keep, last = (
+            torch.from_numpy(x).to(self.device) for x in (ids, places, ends, end_of.reshape(-1))
+        )
+        rows = torch.arange(first, slots.running, device=self.device)
+        slots.tokens[rows[:, None], where] = tokens
+        logits = self._extend(slots, first, tokens, where, keep)
+        return logits[torch.arange(len(turns), device=self.device), last]
 
     def _decode(self, slots: Slots) -> Tensor:
         """Runs the newest token of every running row; returns the next logits [running, V]."""
-        positions = slots.positions()
-        length = int(slots.length[: slots.running].max())
-        slots.cache.decode(positions, length)
-        rows = torch.arange(slots.running, device=self.device)
-        seen = torch.arange(length, device=self.device) <= positions[:, None]
-        tokens = slots.tokens[rows, positions][:, None]
-        places = positions + torch.from_numpy(slots.ahead[: slots.running]).to(self.device)
-        places = places[:, None].expand(3, -1, 1) if self.images.three else places[:, None]
-        logits = self._forward(tokens, seen[:, None, None], places, slots, 1)
+        places = slots.positions()[:, None]
+        rows = torch.arange(slots.running, device=self.device)[:, None]
+        return self._extend(slots, 0, slots.tokens[rows, places], places, 1)[:, -1]
+
+    def _extend(
+        self, slots: Slots, first: int, tokens: Tensor, places: Tensor, keep: Tensor | int
+    ) -> Tensor:
+        """Runs tokens [M, N] at these places of the rows first..running-1, after what is there."""
+        span = slice(first, slots.running)
+        length = int(slots.length[span].max())
+        slots.cache.extend(first, places, length)
+        seen = torch.arange(length, device=self.device) <= places[..., None]
+        ahead = torch.from_numpy(slots.ahead[span]).to(self.device)[:, None]
+        positions = places + ahead
+        positions = positions.expand(3, -1, -1) if self.images.three else positions
+        logits = self._forward(tokens, seen[:, None], positions, slots, keep)
         if slots.routes is not None:
-            slots.routes[rows, positions] = self._routes()
-        return logits[:, -1]
+            rows = torch.arange(first, slots.running, device=self.device)[:, None]
+            routes = self._routes().view(*places.shape, *slots.routes.shape[2:])
+            slots.routes[rows, places] = routes
+        return logits
 
     def _forward(
         self,
@@ -286,3 +314,12 @@ class HFEngine(Engine):
         if not self.layer_ids:
             return None
         return len(self.layer_ids), int(self.text.num_experts_per_tok)
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of token ids, padded on the right with 0, and their lengths."""
+    sizes = np.array([len(row) for row in rows], dtype=np.int64)
+    ids = np.zeros((len(rows), sizes.max()), dtype=np.int64)
+    for number, row in enumerate(rows):
+        ids[number, : sizes[number]] = row
+    return ids, sizes

@@ -1,14 +1,21 @@
-"""Memory of the embedded engine: one row per running sequence, and the running rows come first.
+"""Memory of the embedded engine: one row per running turn, and the running rows come first.
 
-A sequence that finishes leaves a hole; the last running rows move into the holes, so every step
-works on the slice [:running] without a gather.
+A turn that finishes leaves a hole; the last running rows move into the holes, so every step works
+on the slice [:running] without a gather. What a finished turn holds may stay behind them, parked
+for the next turn of its trajectory, until its row is needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from pyrl_ext.samples import Turn
+
+Key = tuple[int, int]  # of a trajectory: prompt id and index
 
 
 class SlotCache:
@@ -27,9 +34,8 @@ class SlotCache:
         self.num_slots, self.capacity = num_slots, capacity
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._source: Tensor | None = None
-        self._first = 0
-        self._rows = self._positions = torch.empty(0, dtype=torch.int64)
-        self._length = 0
+        self._first = self._length = 0
+        self._positions = torch.empty(0, 0, dtype=torch.int64)
 
     def prefill(self, first: int, source: Tensor) -> None:
         """The next forward holds whole prompts; prompt source[i] goes to row first + i.
@@ -40,15 +46,15 @@ class SlotCache:
         """
         self._source, self._first = source, first
 
-    def decode(self, positions: Tensor, length: int) -> None:
-        """The next forward holds one token of each of the rows 0..N-1.
+    def extend(self, first: int, positions: Tensor, length: int) -> None:
+        """The next forward holds further tokens of the rows first..first + M - 1.
 
         Args:
-            positions: [N] int64, where each row's token goes
-            length: keys the forward sees, positions.max() + 1
+            first: of these rows
+            positions: [M, N] int64, where each token goes
+            length: keys the forward sees
         """
-        self._source = None
-        self._rows = torch.arange(positions.numel(), device=positions.device)
+        self._source, self._first = None, first
         self._positions, self._length = positions, length
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, ...]:
@@ -65,20 +71,27 @@ class SlotCache:
             for buffer, new in zip(held, (keys, values), strict=True):
                 buffer[span, :, : new.shape[2]] = new[self._source]
             return keys, values
-        count = self._rows.numel()
+        count = len(self._positions)
+        rows = torch.arange(self._first, self._first + count, device=keys.device)[:, None]
         for buffer, new in zip(held, (keys, values), strict=True):
-            buffer[self._rows, :, self._positions] = new[:, :, 0]
-        return tuple(buffer[:count, :, : self._length] for buffer in held)
+            buffer[rows, :, self._positions] = new.transpose(1, 2)
+        span = slice(self._first, self._first + count)
+        return tuple(buffer[span, :, : self._length] for buffer in held)
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copies rows source [N] onto rows target [N]."""
+    def move(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Copies the first ``length`` tokens of rows source [N] onto rows target [N]."""
         for held in self.layers.values():
             for buffer in held:
-                buffer[target] = buffer[source]
+                buffer[target, :, :length] = buffer[source, :, :length]
+
+
+def key_of(turn: Turn) -> Key:
+    """The trajectory of a turn."""
+    return turn.prompt.id, turn.index
 
 
 class Slots:
-    """Token-wise state of the running sequences.
+    """Token-wise state of the running turns, and of finished ones that may be continued.
 
     Args:
         num_slots: rows
@@ -89,8 +102,12 @@ class Slots:
 
     Attributes:
         running: rows in use, 0..running-1
+        parked: trajectory -> row of its last turn, which is finished; in the order they finished
+        turn: [num_slots] numpy objects on the host, the turn that each row holds
+        held: [num_slots] numpy objects on the host, the tokens of each parked row
         length: [num_slots] numpy int64 on the host, tokens held by each row
-        job: [num_slots] numpy int64 on the host, the sample that each row holds
+        start: [num_slots] numpy int64 on the host, tokens of its context
+        limit: [num_slots] numpy int64 on the host, tokens it may grow to
         ahead: [num_slots] numpy int64 on the host, by how much the position of a token after the
             prompt differs from its place (images take fewer positions than tokens)
         tokens: [num_slots, capacity] int64; logprobs: the same, float32
@@ -106,10 +123,10 @@ class Slots:
         route_dtype: torch.dtype,
         device: torch.device,
     ):
-        self.running = 0
-        self.length = np.zeros(num_slots, dtype=np.int64)
-        self.job = np.zeros(num_slots, dtype=np.int64)
-        self.ahead = np.zeros(num_slots, dtype=np.int64)
+        self.running, self.capacity = 0, capacity
+        self.parked: dict[Key, int] = {}
+        self.turn, self.held = np.empty((2, num_slots), dtype=object)
+        self.length, self.start, self.limit, self.ahead = np.zeros((4, num_slots), dtype=np.int64)
         self.tokens = torch.zeros(num_slots, capacity, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(num_slots, capacity, dtype=torch.float32, device=device)
         self.keys = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -121,7 +138,37 @@ class Slots:
 
     @property
     def free(self) -> int:
+        """Rows for further turns; those of parked ones are among them."""
         return self.length.size - self.running
+
+    def clear(self, count: int) -> None:
+        """Makes the next ``count`` rows empty: parked ones move, or, the oldest first, are lost."""
+        while self.free - len(self.parked) < count:
+            del self.parked[next(iter(self.parked))]
+        end, held = self.running + count, set(self.parked.values())
+        source = [row for row in held if row < end]
+        target = [row for row in range(end, self.length.size) if row not in held]
+        self._move(source, target[: len(source)])
+
+    def resume(self, turns: Sequence[Turn]) -> None:
+        """Moves the parked rows of these turns' trajectories to the next rows, in their order."""
+        rows = [self.parked.pop(key_of(turn)) for turn in turns]
+        places = range(self.running, self.running + len(turns))
+        others = [row for row in self.parked.values() if row in places]
+        vacant = [row for row in rows if row not in places]
+        self._move([*rows, *others], [*places, *vacant[: len(others)]])
+
+    def begin(self, turns: Sequence[Turn], keys: Tensor) -> None:
+        """Counts the next rows as running these turns; their tokens are there already."""
+        span = slice(self.running, self.running + len(turns))
+        sizes = np.array([len(turn.prompt.tokens) for turn in turns], dtype=np.int64)
+        self.length[span] = self.start[span] = sizes
+        self.limit[span] = sizes + np.array([turn.max_new_tokens for turn in turns])
+        self.logprobs[span] = 0
+        self.keys[span] = keys.to(self.keys.device)
+        for row, turn in enumerate(turns, self.running):
+            self.turn[row] = turn
+        self.running += len(turns)
 
     def positions(self) -> Tensor:
         """[running] int64 on the device: where each running row's newest token sits."""
@@ -136,18 +183,36 @@ class Slots:
         self.logprobs[rows, where] = logprobs
         self.length[span] += 1
 
-    def retire(self, done: np.ndarray) -> None:
-        """Frees the rows where done [running] bool; the last running rows fill the holes."""
+    def retire(self, done: np.ndarray, park: bool) -> None:
+        """Ends the rows where done [running] bool; the last running rows fill the holes.
+
+        Args:
+            park: keep what the rows hold, for later turns of their trajectories
+        """
+        if park:
+            self.parked |= {key_of(self.turn[row]): row for row in np.flatnonzero(done).tolist()}
         keep = int(self.running - done.sum())
-        holes = np.flatnonzero(done[:keep])
-        movers = keep + np.flatnonzero(~done[keep:])
-        if holes.size:
-            for held in (self.length, self.job, self.ahead):
-                held[holes] = held[movers]
-            device = self.tokens.device
-            source, target = (torch.from_numpy(x).to(device) for x in (movers, holes))
-            for buffer in (self.tokens, self.logprobs, self.keys, self.routes):
-                if buffer is not None:
-                    buffer[target] = buffer[source]
-            self.cache.move(source, target)
+        holes = np.flatnonzero(done[:keep]).tolist()
+        movers = (keep + np.flatnonzero(~done[keep:])).tolist()
+        if park:
+            self._move(movers + holes, holes + movers)
+        else:
+            self._move(movers, holes)
         self.running = keep
+
+    def _move(self, source: list[int], target: list[int]) -> None:
+        """Copies rows source [N] onto rows target [N], all at once."""
+        if source == target:
+            return
+        for held in (self.turn, self.held, self.length, self.start, self.limit, self.ahead):
+            held[target] = held[source]
+        length = int(self.length[target].max())
+        device = self.tokens.device
+        from_, to = (torch.tensor(rows, device=device) for rows in (source, target))
+        for buffer in (self.tokens, self.logprobs, self.routes):
+            if buffer is not None:
+                buffer[to, :length] = buffer[from_, :length]
+        self.keys[to] = self.keys[from_]
+        self.cache.move(from_, to, length)
+        moved = dict(zip(source, target, strict=True))
+        self.parked = {key: moved.get(row, row) for key, row in self.parked.items()}

@@ -1,7 +1,8 @@
-"""One stream of the embedded engine: the samples that wait, run and finish."""
+"""One stream of the embedded engine: the turns that wait, run, finish, and are continued."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,39 +10,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.rollout.hf.kv_slots import Slots
+from pyrl_ext.rollout.engine import TurnFeed, need_processor
+from pyrl_ext.rollout.hf.kv_slots import Key, Slots, key_of
 from pyrl_ext.rollout.hf.sampling import draw, stream_keys
 from pyrl_ext.rollout.hf.stop_strings import StopStrings
-from pyrl_ext.samples import Image, Prompt, Sample, Sampling
+from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn
 
 if TYPE_CHECKING:
     from pyrl_ext.rollout.hf.engine import HFEngine
 
 
-class Run:
-    """One call of `stream`: which samples wait and which run."""
+class AllAtOnce:
+    """The turns of a stream, as a feed: one of each sample, none later."""
 
-    def __init__(self, engine: HFEngine, prompts: Sequence[Prompt], sampling: Sampling):
-        self.engine, self.prompts, self.sampling = engine, prompts, sampling
-        self.group = sampling.samples_per_prompt
+    def __init__(self, prompts: Sequence[Prompt], sampling: Sampling):
+        budget, group = sampling.max_new_tokens, range(sampling.samples_per_prompt)
+        self._turns: list[Turn] | None = [Turn(p, i, 0, budget) for p in prompts for i in group]
+        self.trajectories = len(self._turns)
+        self.max_tokens = max((len(p.tokens) for p in prompts), default=0) + budget
+
+    def take(self, wait: bool) -> list[Turn] | None:
+        turns, self._turns = self._turns, None
+        return turns
+
+    def fileno(self) -> int:
+        raise NotImplementedError("AllAtOnce.fileno: there is never anything to wait for")
+
+
+class Run:
+    """One call of `answer` or `stream`: which turns wait, which run, and which may be continued.
+
+    It holds keys and values of the weights it began with alone, and ends with them.
+
+    Args:
+        engine: that has loaded weights
+        feed: of the turns
+        sampling: see `Engine.answer`
+        call: "answer" or "stream", for messages
+    """
+
+    def __init__(self, engine: HFEngine, feed: TurnFeed, sampling: Sampling, call: str):
+        self.engine, self.feed, self.sampling, self.call = engine, feed, sampling, call
         assert engine.version is not None
-        self.version = engine.version
-        self.next, self.total = 0, len(prompts) * self.group
+        self.version, self._loads = engine.version, engine.loads
+        self.open = True  # more turns may come
+        self.waiting: deque[Turn] = deque()
+        self._busy: set[Key] = set()  # trajectories with a turn that waits or runs
         self._images: dict[int, tuple[Image, ...]] = {}
-        ids = torch.tensor([p.id for p in prompts], dtype=torch.int64)
-        self.keys = stream_keys(
-            sampling.seed,
-            ids.repeat_interleave(self.group),
-            torch.arange(self.group).repeat(len(prompts)),
-        )
         self.stop = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=engine.device)
         self.stops = StopStrings(engine.tokenizer, sampling.stop) if sampling.stop else None
-        sizes = [len(p.tokens) for p in prompts]
-        self.limit = np.repeat(np.array(sizes, dtype=np.int64), self.group)
-        self.limit += sampling.max_new_tokens
         self.slots = Slots(
-            min(engine.max_num_seqs, self.total),
-            max(sizes, default=0) + sampling.max_new_tokens,
+            min(engine.max_num_seqs, feed.trajectories),
+            feed.max_tokens,
             engine.route_shape(),
             stored(engine.route_dtype),
             engine.device,
@@ -53,34 +73,111 @@ class Run:
             self._images[prompt.id] = tuple(each.load() for each in prompt.images)
         return self._images[prompt.id]
 
-    @property
-    def waiting(self) -> int:
-        return self.total - self.next
+    def goes_on(self) -> bool:
+        """Takes the turns that came, and waits for some if nothing else is to be done; whether
+        there is any turn to answer, or one may come."""
+        turns = None
+        if self.open:
+            turns = self.feed.take(wait=not self.waiting and not self.slots.running)
+            self.open = turns is not None
+        checked = None
+        for turn in turns or ():
+            if turn.prompt is not checked:  # one for a whole group
+                self._check(turn)
+                checked = turn.prompt
+            self._add(turn)
+        if (self.engine.version, self.engine.loads) != (self.version, self._loads):
+            raise RuntimeError(
+                f"HFEngine.{self.call}: version {self.version} of the weights was replaced while a "
+                "stream of it was open, expected the stream closed before"
+            )
+        return bool(self.open or self.waiting or self.slots.running)
+
+    def _add(self, turn: Turn) -> None:
+        key, context = key_of(turn), turn.prompt.tokens
+        if key in self._busy:
+            raise ValueError(f"{self._where(turn)}: an earlier one runs, expected one at a time")
+        self._busy.add(key)
+        self.waiting.append(turn)
+        if (row := self.slots.parked.get(key)) is not None:
+            before = self.slots.held[row]
+            if context[: len(before)] != before:  # a fork
+                del self.slots.parked[key]
+
+    def _check(self, turn: Turn) -> None:
+        where, prompt, text = self._where(turn), turn.prompt, self.engine.text
+        vocab, places = text.vocab_size, text.max_position_embeddings
+        need_processor(f"HFEngine.{self.call}", [prompt], self.engine.images.scale)
+        if not prompt.tokens:
+            raise ValueError(f"{where}: 0 tokens, expected at least one")
+        for most, what in ((places, "positions"), (self.feed.max_tokens, "tokens of the feed")):
+            if len(prompt.tokens) + turn.max_new_tokens > most:
+                raise ValueError(
+                    f"{where}: {len(prompt.tokens)} tokens + max_new_tokens "
+                    f"{turn.max_new_tokens}, expected at most {most} {what} in all"
+                )
+        bad = [t for t in prompt.tokens if not 0 <= t < vocab]
+        if bad:
+            raise ValueError(f"{where}: token id {bad[0]}, expected 0 to {vocab - 1}")
+
+    def _where(self, turn: Turn) -> str:
+        part = f"prompt {turn.prompt.id}"
+        if self.call == "answer":
+            part = f"turn {turn.number} of sample {turn.index} of {part}"
+        return f"HFEngine.{self.call}({part})"
 
     def should_admit(self) -> bool:
-        """A prefill costs a whole forward, so it waits until a quarter of the slots is free."""
-        free = self.slots.free
-        enough = free >= self.waiting or 4 * free >= self.slots.length.size
-        return self.waiting > 0 and free > 0 and enough
+        """A prefill costs a whole forward, so it waits until a quarter of the slots is free, and,
+        while more turns may come, until those that wait are an eighth of those that run."""
+        free, waiting = self.slots.free, len(self.waiting)
+        enough = free >= waiting or 4 * free >= self.slots.length.size
+        if self.open:
+            enough &= 8 * waiting >= self.slots.running
+        return waiting > 0 and free > 0 and enough
 
-    def admit(self, max_tokens: int) -> tuple[np.ndarray, list[Prompt], np.ndarray]:
-        """Moves waiting samples into free rows.
+    def continuing(self, max_tokens: int) -> list[Turn]:
+        """Takes the waiting turns out that go on from a parked row, as many as one forward has."""
+        found: list[Turn] = []
+        width = 0
+        for turn in self.waiting if self.slots.parked else ():
+            if (row := self.slots.parked.get(key_of(turn))) is None:
+                continue
+            width = max(width, len(turn.prompt.tokens) - int(self.slots.length[row]) + 1)
+            if found and (len(found) + 1) * width > max_tokens:
+                break
+            found.append(turn)
+        taken = {key_of(turn) for turn in found}
+        if taken:
+            self.waiting = deque(turn for turn in self.waiting if key_of(turn) not in taken)
+        return found
+
+    def beginning(self, max_tokens: int) -> tuple[list[Turn], list[Prompt], np.ndarray]:
+        """Takes waiting turns out that are computed from their first token, and frees their rows.
 
         Returns:
-            jobs [M], their distinct prompts, and the index of each job's prompt among them [M]
+            turns [M], their distinct prompts, and the index of each turn's prompt among them [M]
         """
-        first, width = self.next, 0
+        turns: list[Turn] = []
         prompts: list[Prompt] = []
-        while self.waiting and self.next - first < self.slots.free:
-            prompt = self.prompts[self.next // self.group]
-            if not prompts or prompts[-1] is not prompt:
+        source: list[int] = []
+        width = 0
+        while self.waiting and len(turns) < self.slots.free:
+            prompt = self.waiting[0].prompt
+            if not prompts or not _same(prompts[-1], prompt):
                 width = max(width, len(prompt.tokens))
                 if prompts and (len(prompts) + 1) * width > max_tokens:
                     break
                 prompts.append(prompt)
-            self.next += 1
-        jobs = np.arange(first, self.next)
-        return jobs, prompts, jobs // self.group - first // self.group
+            turns.append(self.waiting.popleft())
+            source.append(len(prompts) - 1)
+        self.slots.clear(len(turns))
+        return turns, prompts, np.array(source)
+
+    def begin(self, turns: Sequence[Turn]) -> None:
+        """The next rows run these turns from now on."""
+        ids, indices = zip(*(key_of(turn) for turn in turns), strict=True)
+        keys = stream_keys(self.sampling.seed, torch.tensor(ids), torch.tensor(indices))
+        self.slots.begin(turns, keys)
 
     def advance(self, first: int, logits: Tensor) -> list[Sample]:
         """Draws a token for the rows first..running-1; removes finished rows and returns them."""
@@ -93,17 +190,17 @@ class Run:
         if self.stops is not None:
             stopped |= self.stops.complete(self._tails(span, self.stops.window))
         done = np.zeros(slots.running, dtype=bool)
-        done[span] = stopped | (slots.length[span] >= self.limit[slots.job[span]])
+        done[span] = stopped | (slots.length[span] >= slots.limit[span])
         if not done.any():
             return []
         finished = self._harvest(np.flatnonzero(done), stopped[done[span]])
-        slots.retire(done)
+        slots.retire(done, park=self.open)
         return finished
 
     def _tails(self, span: slice, window: int) -> list[list[int]]:
         """Up to `window` last tokens of the responses in these rows."""
-        ends, jobs = self.slots.length[span], self.slots.job[span]
-        begins = np.maximum(ends - window, self.limit[jobs] - self.sampling.max_new_tokens)
+        ends = self.slots.length[span]
+        begins = np.maximum(ends - window, self.slots.start[span])
         low = begins.min()
         block = self.slots.tokens[span, low : ends.max()].cpu().numpy()
         return [
@@ -121,39 +218,44 @@ class Run:
         routes = None if slots.routes is None else slots.routes[take, :width].cpu()
         if not bool(torch.isfinite(logprobs).all()):
             row = int((~torch.isfinite(logprobs)).any(1).nonzero()[0])
-            prompt = self.prompts[int(slots.job[rows[row]]) // self.group]
             raise RuntimeError(
-                f"HFEngine.stream(prompt {prompt.id}): non-finite logits, expected numbers; "
+                f"{self._where(slots.turn[rows[row]])}: non-finite logits, expected numbers; "
                 f"weights of version {self.version} produced them"
             )
-        sizes, jobs = slots.length[rows].tolist(), slots.job[rows].tolist()
         finished = []
-        for row, (job, size) in enumerate(zip(jobs, sizes, strict=True)):
-            prompt = self.prompts[job // self.group]
-            count = len(prompt.tokens)
+        for number, row in enumerate(rows.tolist()):
+            turn, size, start = slots.turn[row], int(slots.length[row]), int(slots.start[row])
             places = torch.arange(size)
             known = places < (size - 1 if routes is not None else 0)
             experts = None
             if routes is not None:
-                experts = routes[row, :size].clone()
+                experts = routes[number, :size].clone()
                 experts[-1] = 0
                 experts = experts.view(engine.route_dtype)
             sample = Sample(
-                prompt_id=prompt.id,
-                index=job % self.group,
-                tokens=tokens[row, :size].clone(),
-                prompt_len=count,
-                loss_mask=places >= count,
-                rollout_logprobs=logprobs[row, :size].clone(),
+                prompt_id=turn.prompt.id,
+                index=turn.index,
+                tokens=tokens[number, :size].clone(),
+                prompt_len=start,
+                loss_mask=places >= start,
+                rollout_logprobs=logprobs[number, :size].clone(),
                 routes=experts,
                 layer_ids=engine.layer_ids,
                 route_mask=known,
                 weight_version=self.version,
-                finish_reason="stop" if stopped[row] else "length",
-                images=self.images(prompt),
+                finish_reason="stop" if stopped[number] else "length",
+                images=self.images(turn.prompt),
+                turn=turn.number,
             )
             finished.append(sample)
+            self._busy.discard(key_of(turn))
+            if self.open:
+                slots.held[row] = turn.prompt.tokens + tuple(sample.response)
         return finished
+
+
+def _same(one: Prompt, other: Prompt) -> bool:
+    return one is other or (one.id == other.id and one.tokens == other.tokens)
 
 
 def stored(dtype: torch.dtype) -> torch.dtype:

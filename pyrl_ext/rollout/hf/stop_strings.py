@@ -10,11 +10,11 @@ from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.samples import Sampling
 
 
-def need_tokenizer(engine: str, sampling: Sampling, tokenizer: object) -> None:
+def need_tokenizer(call: str, sampling: Sampling, tokenizer: object) -> None:
     """Raises ValueError if there are stop strings and the engine has no tokenizer."""
     if sampling.stop and tokenizer is None:
         raise ValueError(
-            f"{engine}.stream: stop strings {list(sampling.stop)} without a tokenizer, expected "
+            f"{call}: stop strings {list(sampling.stop)} without a tokenizer, expected "
             "one to decode tokens with. Build the engine with tokenizer"
         )
 

@@ -272,8 +272,8 @@ class VLLMEngine(Engine):
         need_weights("VLLMEngine.stream", self.version, self._refusal)
         if self._engine.has_unfinished_requests():
             raise RuntimeError("VLLMEngine.stream: a stream is open, expected it closed before")
-        need_tokenizer("VLLMEngine", sampling, self.tokenizer)
-        need_processor("VLLMEngine", prompts, self.images.scale)
+        need_tokenizer("VLLMEngine.stream", sampling, self.tokenizer)
+        need_processor("VLLMEngine.stream", prompts, self.images.scale)
 
     def _sample(
         self,

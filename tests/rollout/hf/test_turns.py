@@ -1,0 +1,254 @@
+"""Trajectories of several turns in the embedded engine, against engines that see whole contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
+from tests.helpers.engines import (
+    CONFIGS,
+    GLM,
+    assert_matches_plain,
+    checkpoint,
+    engine_of,
+    prompts_of,
+    random_model,
+)
+from tests.helpers.images import QWEN3_VL, SCALE, prompt_of
+from tests.helpers.prompts import CONFIGS as FOLDERS
+from tests.helpers.turns import ScriptedFeed, afresh, answers, by_turn, first_turns, ragged
+
+SAMPLING = Sampling(6, 1.3, stop_ids=(*range(20, 28),), seed=5)
+
+
+@contextmanager
+def computed(engine: HFEngine) -> Iterator[list[tuple[int, int]]]:
+    """(rows, tokens a row) of every forward that the model runs."""
+    shapes: list[tuple[int, int]] = []
+
+    def see(_: Any, args: Any, given: dict[str, Any]) -> None:
+        shapes.append(tuple(given["input_ids"].shape))
+
+    hook = engine.model.register_forward_pre_hook(see, with_kwargs=True)
+    yield shapes
+    hook.remove()
+
+
+def equal(got: Sample, expected: Sample) -> None:
+    assert got.response == expected.response
+    assert got.prompt_len == expected.prompt_len
+    assert got.finish_reason == expected.finish_reason
+    torch.testing.assert_close(
+        got.rollout_logprobs, expected.rollout_logprobs, atol=1e-5, rtol=0, msg=str
+    )
+
+
+@pytest.mark.parametrize("slots", [128, 7], ids=["parked", "evicted"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_answer_equals_whole_forwards_of_every_context(family: str, slots: int):
+    """Four turns of twelve trajectories, some of which fork; with fewer rows than trajectories
+    parked ones are lost and computed again."""
+    config = CONFIGS[family]
+    model = random_model(config)
+    engine = engine_of(model, config, max_num_seqs=slots)
+    prompts = prompts_of([1, 7, 3, 12], config["vocab_size"])
+    script = ragged(4, config["vocab_size"], fork=True)
+    feed = ScriptedFeed(first_turns(prompts, 3, 6), script, late=slots == 7)
+    with computed(engine) as shapes:
+        samples = by_turn(answers(engine, feed, SAMPLING))
+    assert [*samples] == [(p.id, i, t) for p in prompts for i in range(3) for t in range(4)]
+    assert {s.finish_reason for s in samples.values()} == {"stop", "length"}
+    for sample in samples.values():
+        assert sample.check().weight_version == 3
+        assert_matches_plain(model, sample, SAMPLING)
+    fresh = engine_of(model, config)
+    for (_, index, turn), sample in samples.items():
+        if index == turn % 3:
+            equal(sample, afresh(fresh, sample, SAMPLING))
+    # a fork of the longest prompt is 21 tokens, what a turn adds to its context at most 16
+    assert (max(width for _, width in shapes) > 21) == (slots == 7)
+
+
+def test_answer_computes_only_what_is_new_of_a_context():
+    """Observations of three tokens and the token before them, in rows that were never lost."""
+    engine = engine_of(random_model(GLM), GLM)
+
+    def script(sample: Sample) -> Any:
+        return None if sample.turn == 3 else [*sample.tokens.tolist(), 5, 6, 7]
+
+    prompts = prompts_of([9, 9], 128)
+    for group, budget in ((1, 1), (3, 4)):
+        feed = ScriptedFeed(first_turns(prompts, group, budget), script)
+        with computed(engine) as shapes:
+            assert len([*answers(engine, feed, Sampling(1))]) == 8 * group
+        assert shapes[0] == (2, 9) and shapes.count((2 * group, 4)) == 3
+        assert len(shapes) == 4 * budget
+
+
+@pytest.mark.parametrize("slots", [8, 2])
+def test_answer_does_not_depend_on_what_runs_beside_a_turn(slots: int):
+    """Nor on when observations come: at once, or late, some rows waiting for a thread."""
+    model = random_model(GLM)
+    prompts, script = prompts_of([4, 6, 2], 128), ragged(3, 128)
+    at_once = engine_of(model, GLM)
+    expected = by_turn(answers(at_once, ScriptedFeed(first_turns(prompts, 2, 6), script), SAMPLING))
+    engine = engine_of(model, GLM, max_num_seqs=slots, max_prefill_tokens=24)
+    feed = ScriptedFeed(first_turns(prompts, 2, 6), script, delay=0.02)
+    found = by_turn(answers(engine, feed, SAMPLING))
+    assert feed.waits > 1 and [*found] == [*expected]
+    for key, sample in found.items():
+        equal(sample, expected[key])
+
+
+def test_answer_takes_a_context_that_ends_with_what_was_sampled():
+    """An observation without tokens, and contexts shorter or other than what is parked: forks."""
+    model = random_model(GLM)
+    engine = engine_of(model, GLM, max_num_seqs=4)
+
+    def script(sample: Sample) -> Any:
+        tokens = sample.tokens.tolist()
+        shorter = tokens[:-1]
+        other = [9 + (tokens[0] == 9), *tokens[1:]]
+        return [tokens, shorter, other, None][sample.turn]
+
+    feed = ScriptedFeed(first_turns(prompts_of([5, 8], 128), 3, 5), script)
+    samples = by_turn(answers(engine, feed, Sampling(5)))
+    assert len(samples) == 24
+    for sample in samples.values():
+        assert_matches_plain(model, sample.check(), Sampling(5))
+
+
+def test_answer_looks_for_stop_strings_in_the_turns_own_response():
+    """Observations hold the stop strings whole, and end with their beginnings."""
+    from pyrl_ext.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(FOLDERS / "tiny")
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+    stop = ("7 ", "41", "1")
+    model = random_model(GLM, std=0.05)
+    engine = engine_of(model, GLM, tokenizer=tokenizer)
+    seen = encode("141 7 4") + encode("7")
+
+    def script(sample: Sample) -> Any:
+        return None if sample.turn == 2 else sample.tokens.tolist() + seen
+
+    sampling = Sampling(24, samples_per_prompt=4, seed=1, stop=stop)
+    feed = ScriptedFeed(first_turns(prompts_of([3, 9, 5], 128), 4, 24), script)
+    ends = []
+    for sample in answers(engine, feed, sampling):
+        texts = [tokenizer.decode(sample.response[:n]) for n in range(1, 25)]
+        hits = [n for n, text in enumerate(texts, 1) if any(s in text for s in stop)]
+        first = min(hits, default=24)
+        assert len(sample.response) == first
+        assert sample.finish_reason == ("stop" if hits and hits[0] == first else "length")
+        ends.append((sample.turn, first))
+    assert {turn for turn, end in ends if 1 < end < 24} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("slots", [8, 3], ids=["parked", "evicted"])
+def test_answer_continues_trajectories_with_images(slots: int):
+    """Positions after an image are not places; a row that was lost sees its images again."""
+    model = random_model(QWEN3_VL)
+    engine = engine_of(model, QWEN3_VL, scale=SCALE, max_num_seqs=slots)
+    prompts = [prompt_of(3, (2, 2), (4, 6)), prompt_of(4), prompt_of(5, (4, 4))]
+    first = first_turns(prompts, 2, 4)
+    feed = ScriptedFeed(first, ragged(3, 60), late=slots == 3)
+    found = by_turn(answers(engine, feed, Sampling(4, seed=2)))
+    assert len(found) == 18
+    for (prompt_id, *_), sample in found.items():
+        (prompt,) = (p for p in prompts if p.id == prompt_id)
+        assert [i.row for i in sample.check().images] == [i.row for i in prompt.images]
+        fresh = engine_of(model, QWEN3_VL, scale=SCALE)
+        equal(sample, afresh(fresh, sample, Sampling(4, seed=2), images=prompt.images))
+
+
+# weights that change -----------------------------------------------------------------------------
+
+
+def test_answer_never_continues_from_earlier_weights():
+    """A trajectory's later turns are asked for after a publish, with the context of before."""
+    model, then = random_model(GLM), random_model(GLM, seed=1)
+    engine = engine_of(model, GLM)
+    prompts = prompts_of([5, 8], 128)
+    first = first_turns(prompts, 3, 6)
+    before = by_turn(answers(engine, ScriptedFeed(first, lambda _: None), SAMPLING))
+    open_one = engine.answer(ScriptedFeed(first, ragged(3, 128)), SAMPLING)
+    next(open_one)
+    engine.load_weights(checkpoint(then).items(), version=4)
+    later = [
+        Turn(
+            replace(prompt, tokens=(*before[prompt.id, index, 0].tokens.tolist(), 5, 6)),
+            index,
+            1,
+            6,
+        )
+        for prompt in prompts
+        for index in range(3)
+    ]
+    samples = [*answers(engine, ScriptedFeed(later, lambda _: None), SAMPLING)]
+    assert len(samples) == 6 and {(s.turn, s.weight_version) for s in samples} == {(1, 4)}
+    for sample in samples:
+        assert_matches_plain(then, sample, SAMPLING)
+    open_one.close()
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_answer_fails_when_its_weights_are_replaced(version: int):
+    """Also by others under the same version, while rows are parked and nothing runs."""
+    engine = engine_of(random_model(GLM), GLM)
+    feed = ScriptedFeed(first_turns(prompts_of([5], 128), 1, 6), ragged(3, 128))
+    stream = engine.answer(feed, SAMPLING)
+    feed.reply(next(stream))
+    engine.load_weights(checkpoint(random_model(GLM, seed=1)).items(), version)
+    with pytest.raises(RuntimeError, match=r"HFEngine\.answer: version 3 .* was replaced"):
+        next(stream)
+
+
+# ends and refusals -------------------------------------------------------------------------------
+
+
+def test_answer_that_is_closed_runs_no_further_forward():
+    engine = engine_of(random_model(GLM), GLM, max_num_seqs=4)
+    first = first_turns(prompts_of([5, 8], 128), 3, 6)
+    whole = by_turn(answers(engine, ScriptedFeed(first, ragged(3, 128)), SAMPLING))
+    with computed(engine) as shapes:
+        some = [
+            s
+            for s, _ in zip(answers(engine, ScriptedFeed(first, ragged(3, 128)), SAMPLING), "abcd")
+        ]
+        count = len(shapes)
+        assert len(some) == 4 and count
+    again = by_turn(answers(engine, ScriptedFeed(first, ragged(3, 128)), SAMPLING))
+    for key, sample in again.items():
+        equal(sample, whole[key])
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([Turn(Prompt(4, ()), 1, 2, 3)], r"answer\(turn 2 of sample 1 of prompt 4\): 0 tokens"),
+        ([Turn(Prompt(4, (5, 128)), 0, 0, 3)], r"prompt 4\): token id 128, expected 0 to 127"),
+        ([Turn(Prompt(4, (5,)), 0, n, 3) for n in (0, 1)], r"turn 1 of .*: an earlier one runs"),
+        ([Turn(Prompt(4, (5,) * 30), 0, 0, 3)], r"expected at most 32 tokens of the feed in all"),
+        ([Turn(Prompt(4, (5,) * 510), 0, 0, 3)], "expected at most 512 positions in all"),
+    ],
+)
+def test_answer_refuses_bad_turns(turns: list[Turn], message: str):
+    feed = ScriptedFeed(turns, lambda _: None, max_tokens=32)
+    with pytest.raises(ValueError, match=message):
+        next(engine_of(random_model(GLM), GLM).answer(feed, SAMPLING))
+
+
+def test_answer_of_no_turns_ends():
+    engine = engine_of(random_model(GLM), GLM)
+    assert engine.capabilities.turns
+    assert [*engine.answer(ScriptedFeed([], lambda _: None, trajectories=1), SAMPLING)] == []
+    with pytest.raises(RuntimeError, match="no weights were loaded yet"):
+        next(HFEngine(GLM).answer(ScriptedFeed([], lambda _: None), SAMPLING))
