@@ -8,6 +8,7 @@ for the next turn of its trajectory, until its row is needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,7 +126,8 @@ class Slots:
     ):
         self.running, self.capacity = 0, capacity
         self.parked: dict[Key, int] = {}
-        self.turn, self.held = np.empty((2, num_slots), dtype=object)
+        self.turn: Any = np.empty(num_slots, dtype=object)
+        self.held: Any = np.empty(num_slots, dtype=object)
         self.length, self.start, self.limit, self.ahead = np.zeros((4, num_slots), dtype=np.int64)
         self.tokens = torch.zeros(num_slots, capacity, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(num_slots, capacity, dtype=torch.float32, device=device)

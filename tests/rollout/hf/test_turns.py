@@ -129,7 +129,7 @@ def test_answer_looks_for_stop_strings_in_the_turns_own_response():
     """Observations hold the stop strings whole, and end with their beginnings."""
     from pyrl_ext.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(FOLDERS / "tiny")
+    tokenizer: Any = load_tokenizer(FOLDERS / "tiny")
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
     stop = ("7 ", "41", "1")
     model = random_model(GLM, std=0.05)
