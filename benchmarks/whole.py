@@ -31,9 +31,10 @@ def index_of(batch: Batch, owner: int = 0, depths: int = 0) -> BatchIndex:
     return BatchIndex(
         owners=np.full(samples, owner, np.int32),
         groups=np.arange(samples),
-        places=zeros,
+        places=np.arange(samples, dtype=np.int32),
+        turns=zeros,
         seqlens=np.array(batch.seqlens, np.int32),
-        prompt_lens=zeros + 1,
+        sampled=np.array(batch.seqlens, np.int32),
         truncated=zeros > 0,
         rewards=zeros.astype(float),
         versions=zeros,

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyrl_ext.loss.reductions import numbered
-
 EPS = 1e-6  # added to standard deviations and means [reward]
 
 
@@ -116,34 +114,3 @@ def _of_several(given: Trajectories, values: Tensor) -> Tensor:
     """``values``; exactly 0 where a trajectory is alone in its group, or all its rewards equal."""
     spread = given.total((given.rewards - given.mean).square())
     return torch.where(spread > 0, values, 0)
-
-
-def per_trajectory(
-    rewards: Tensor, groups: Tensor, tokens: Tensor, trajectories: Tensor | None = None
-) -> tuple[Trajectories, Tensor]:
-    """The trajectories of S samples, and the trajectory [S] of each sample.
-
-    Args:
-        rewards: [S], equal in all samples of a trajectory.
-        groups: [S] int64, samples with the same number form a group, in any order.
-        tokens: [S] loss tokens of each sample.
-        trajectories: [S] int64, samples with the same number form a trajectory; None: each one.
-
-    Raises: ValueError when samples of one trajectory have unequal rewards or groups.
-    """
-    ids = torch.arange(len(rewards)) if trajectories is None else trajectories
-    which = numbered(ids)
-    last_first = torch.arange(len(rewards)).flip(0)
-    first = torch.zeros(int(which.max()) + 1, dtype=torch.int64)
-    first = first.index_copy_(0, which.flip(0), last_first)
-    values = rewards.double()  # sums and means of equal float32 rewards are then exact
-    group = numbered(groups)
-    for name, each in (("rewards", values), ("groups", group)):
-        if bool((wrong := each != each[first][which]).any()):
-            sample = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"per_trajectory: sample {sample} has {name} {each[sample].item()}, expected "
-                f"{each[first][which][sample].item()} as the first sample of its trajectory"
-            )
-    lengths = torch.zeros(len(first), dtype=torch.float64).index_add(0, which, tokens.double())
-    return Trajectories(values[first], group[first], lengths), which

@@ -1,6 +1,7 @@
 """Corrections for the difference between engine and trainer, as weights without a gradient.
 
-Let e = log p_old - log p_rollout at each loss token. In this order, each multiplies the weight:
+Let e = log p_old - log p_rollout at each loss token; a sequence is a trajectory, whatever samples
+it was cut into. In this order, each multiplies the weight:
 
 1. truncated weight: exp(e) of the token, or exp(sum of e) of its sequence, clamped to
    [tis_floor, tis_cap];
@@ -31,7 +32,7 @@ def correct(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
     loss_mask: Tensor,
-    samples: Tensor,
+    sequences: Tensor,
     count: int,
     over_ranks: Sums,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -40,8 +41,8 @@ def correct(
     Args:
         old_logprobs, rollout_logprobs: [N] float32 [nats].
         loss_mask: [N] bool.
-        samples: [N] int64, sample of each row, below ``count``.
-        over_ranks: adds up [count, 4] float64 over the ranks that share samples.
+        sequences: [N] int64, sequence of each row, below ``count``.
+        over_ranks: adds up [count, 3] float64 over the ranks that share sequences.
 
     Returns:
         [N] float64, 0 outside the mask; and by metric: the sum of the truncated weights
@@ -55,8 +56,8 @@ def correct(
     e = e.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     floor = -math.inf if config.veto is None else math.log(config.veto)
     columns = torch.stack([e, loss_mask.double(), ((e < floor) & loss_mask).double()], -1)
-    table = over_ranks(torch.zeros(count, 3, dtype=torch.float64).index_add(0, samples, columns))
-    totals, tokens, vetoed = table[samples].unbind(-1)
+    table = over_ranks(torch.zeros(count, 3, dtype=torch.float64).index_add(0, sequences, columns))
+    totals, tokens, vetoed = table[sequences].unbind(-1)
     weights, found = loss_mask.double(), dict[str, Tensor]()
     if config.tis_cap is not None:
         log_weight = (e if config.tis == "token" else totals).clamp(max=LOG_RATIO_LIMIT)

@@ -19,7 +19,7 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: a larger ratio carries no information
 Sums = dict[str, tuple[Tensor, Tensor]]
 
 
-# (rewards [S], groups [S], loss tokens [S]) -> [S]
+# (rewards [J], groups [J], loss tokens [J]) of J trajectories -> [J]
 AdvantageFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

@@ -1,8 +1,9 @@
 """Reductions: how the losses of tokens become one number, as a weight on each sample's tokens.
 
 The trainer divides the weighted sum over a minibatch by its number N of loss tokens. All counts are
-those of the whole minibatch, over all ranks, known before the pass. A sample without loss tokens
-counts nowhere; a token that a correction rejects still counts.
+those of the whole minibatch, over all ranks, known before the pass. A sequence is a trajectory,
+whatever samples it was cut into. One without loss tokens counts nowhere; a token that a correction
+rejects still counts.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from torch import Tensor
 def reduction_weights(
     reduction: str, tokens: Tensor, groups: Tensor, constant: float | None = None
 ) -> Tensor:
-    """[S] float64, the weight of each loss token of a sample.
+    """[J] float64, the weight of each loss token of a trajectory.
 
-    ========================  =======================================================
-    reduction                 weight of a token of sample i, in group g
-    ========================  =======================================================
-    token                     1
-    sequence                  N / (S n_i): the mean over samples of their token means
-    sequence_sum              N / (S c): the mean over samples of their sums over c
-    prompt                    N / (P n_g): the mean over prompts of their token means
-    ========================  =======================================================
+    ============  ============================================================
+    reduction     weight of a token of trajectory i, in group g
+    ============  ============================================================
+    token         1
+    sequence      N / (J n_i): the mean over trajectories of their token means
+    sequence_sum  N / (J c): the mean over trajectories of their sums over c
+    prompt        N / (P n_g): the mean over prompts of their token means
+    ============  ============================================================
 
     Args:
-        tokens: [S] loss tokens n_i of each sample of the minibatch.
-        groups: [S] int64.
+        tokens: [J] loss tokens n_i of each trajectory of the minibatch.
+        groups: [J] int64.
         constant: c of sequence_sum [tokens].
 
     Raises: ValueError for a name that is none of these, or sequence_sum without a constant.

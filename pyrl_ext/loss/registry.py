@@ -14,18 +14,19 @@ from pyrl_ext.loss import advantages
 from pyrl_ext.loss.inputs import AdvantageFn, LossFn, LossInputs, Sums
 from pyrl_ext.loss.objective import policy_loss
 from pyrl_ext.loss.policy_terms import TERMS
+from pyrl_ext.loss.reductions import numbered
 from pyrl_ext.loss.sft import sft_loss
 from pyrl_ext.plan.schema.objective import ADVANTAGES, LOSSES, Objective
 
 
 def build_advantage(config: Objective) -> AdvantageFn:
-    """The advantage function that ``objective.advantage`` names: (rewards, groups, loss tokens) ->
-    [S]; a user's own takes the first two."""
+    """The advantage function that ``objective.advantage`` names: (rewards, groups, loss tokens) of
+    J trajectories -> [J]; a user's own takes the first two."""
     name = config.advantage
     if name not in ADVANTAGES:
         own = load_function("objective.advantage", name, 2, ADVANTAGES, config=config)
         return lambda rewards, groups, tokens: own(rewards, groups)
-    of_trajectories: Any = {
+    built_in: Any = {
         "grpo": partial(
             advantages.grpo,
             normalize_std=config.normalize_std,
@@ -34,11 +35,12 @@ def build_advantage(config: Objective) -> AdvantageFn:
         "reinforce_pp_baseline": partial(advantages.reinforce_pp, baseline=True),
     }.get(name) or getattr(advantages, name)
 
-    def of_samples(rewards: Tensor, groups: Tensor, tokens: Tensor) -> Tensor:
-        found, which = advantages.per_trajectory(rewards, groups, tokens)
-        return of_trajectories(found)[which].float()
+    def of_trajectories(rewards: Tensor, groups: Tensor, tokens: Tensor) -> Tensor:
+        # sums and means of equal float32 rewards are exact in float64
+        given = advantages.Trajectories(rewards.double(), numbered(groups), tokens.double())
+        return built_in(given).float()
 
-    return of_samples
+    return of_trajectories
 
 
 def build_loss(config: Objective) -> LossFn:

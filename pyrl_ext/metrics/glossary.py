@@ -63,9 +63,9 @@ _METRICS = (
     Metric(
         "reward/overlong",
         "reward",
-        "Mean over samples of what objective.overlong_buffer added to the reward, at most 0.",
+        "Mean over trajectories of what objective.overlong_buffer added to the reward, at most 0.",
     ),
-    Metric("reward/kl", "nat", "Mean over samples of the KL that was taken off the reward."),
+    Metric("reward/kl", "nat", "Mean over trajectories of the KL that was taken off the reward."),
     Metric(
         "eval_reward", "reward", "Mean reward on the held-out prompts before the step's update."
     ),
@@ -189,7 +189,10 @@ _METRICS = (
     # the rollout
     Metric("rollout/tokens", "tokens", "Prompt and response tokens of the step's samples."),
     Metric("rollout/response_len", "tokens", "Mean tokens of a response."),
-    Metric("rollout/truncated", "1", "Fraction of samples cut off at max_new_tokens.", (0.3, 0.8)),
+    Metric(
+        "rollout/truncated", "1", "Fraction of trajectories cut off at their budget.", (0.3, 0.8)
+    ),
+    Metric("rollout/samples_per_trajectory", "1", "Samples that a trajectory was cut into, mean."),
     Metric("rollout/reward_std", "reward", "Standard deviation of the rewards over all samples."),
     Metric(
         "rollout/flat_groups",

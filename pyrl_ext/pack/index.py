@@ -18,6 +18,7 @@ from torch import Tensor
 from pyrl_ext.pack.images import Images
 from pyrl_ext.samples import Sample
 
+# (rewards [J], groups [J], loss tokens [J]) of J trajectories -> [J]
 Advantage = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -26,16 +27,18 @@ class BatchIndex:
     """S samples by their numbers, the same on every rank; the place of a sample is its id.
 
     Tokens, log-probs and routes stay with the rank that generated them, their owner. Plans,
-    schedules, advantages and the metrics of a rollout follow from these numbers.
+    schedules, advantages and the metrics of a rollout follow from these numbers. Samples with the
+    same group and place are the parts of one of J trajectories.
 
     Args:
         owners:      [S] int32, rank that holds the sample.
         groups:      [S] int64, group of the sample (its prompt id).
-        places:      [S] int32, place of the sample in its group.
+        places:      [S] int32, place of its trajectory in the group.
+        turns:       [S] int32, number of the first turn that the sample holds.
         seqlens:     [S] int32, rows: tokens less one.
-        prompt_lens: [S] int32, tokens of the prompt.
-        truncated:   [S] bool, whether the sample ran out of room before it ended.
-        rewards:     [S] float64.
+        sampled:     [S] int32, tokens that the policy sampled, trained on or not.
+        truncated:   [S] bool, whether the trajectory ran out of room in this sample.
+        rewards:     [S] float64, of the trajectory.
         versions:    [S] int32, of the weights that generated the sample.
         unrouted:    [S] int32, rows without a route.
         loss_tokens: [S, 1 + D] int32, rows under the loss mask; at depth d those whose target is d
@@ -48,8 +51,9 @@ class BatchIndex:
     owners: np.ndarray
     groups: np.ndarray
     places: np.ndarray
+    turns: np.ndarray
     seqlens: np.ndarray
-    prompt_lens: np.ndarray
+    sampled: np.ndarray
     truncated: np.ndarray
     rewards: np.ndarray
     versions: np.ndarray
@@ -74,9 +78,10 @@ class BatchIndex:
             "owners": [owner] * len(samples),
             "groups": [s.prompt_id for s in samples],
             "places": [s.index for s in samples],
+            "turns": [s.turn for s in samples],
             "seqlens": [s.tokens.numel() - 1 for s in samples],
-            "prompt_lens": [s.prompt_len for s in samples],
-            "truncated": [s.finish_reason == "length" for s in samples],
+            "sampled": [_sampled(s) for s in samples],
+            "truncated": [s.last and s.finish_reason == "length" for s in samples],
             "rewards": [s.reward for s in samples],
             "versions": [s.weight_version for s in samples],
             "unrouted": [int((~s.route_mask[:-1]).sum()) for s in samples],
@@ -91,7 +96,7 @@ class BatchIndex:
 
     @classmethod
     def joined(cls, parts: Sequence[BatchIndex], groups: Sequence[int]) -> BatchIndex:
-        """The samples of ``groups`` out of all parts, in their order and that of places there.
+        """The samples of ``groups`` out of all parts, in their order, by places and turns.
 
         Raises: ValueError when the parts have routes of different layers.
         """
@@ -103,7 +108,7 @@ class BatchIndex:
         place_of = {group: place for place, group in enumerate(groups)}
         whole = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
         of_group = np.asarray([place_of.get(int(g), -1) for g in whole["groups"]], np.int64)
-        order = np.lexsort((whole["places"], of_group))
+        order = np.lexsort((whole["turns"], whole["places"], of_group))
         order = order[of_group[order] >= 0]
         columns = {name: column[order] for name, column in whole.items()}
         images = _joined([p.images for p in parts], [*map(len, parts)], order)
@@ -116,6 +121,22 @@ class BatchIndex:
     def starts(self) -> np.ndarray:
         """[S + 1] int64, first row of each sample in the ragged stream of all samples, then T."""
         return np.concatenate([[0], np.cumsum(self.seqlens, dtype=np.int64)])
+
+    @cached_property
+    def trajectories(self) -> np.ndarray:
+        """[S] int64, the trajectory of each sample: 0 .. J - 1 in the order of their samples."""
+        keys = np.stack([self.groups, self.places.astype(np.int64)], 1)
+        _, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        return np.argsort(np.argsort(first))[which.reshape(-1)]
+
+    @cached_property
+    def firsts(self) -> np.ndarray:
+        """[J] int64, id of a sample of each trajectory: group and reward are those of all."""
+        return np.unique(self.trajectories, return_index=True)[1]
+
+    def per_trajectory(self, values: np.ndarray) -> np.ndarray:
+        """[J] float64, the sums of ``values`` [S] over the samples of each trajectory."""
+        return np.bincount(self.trajectories, values, len(self.firsts))
 
     @cached_property
     def digest(self) -> int:
@@ -155,44 +176,57 @@ class BatchIndex:
 
     @property
     def _rewards(self) -> Tensor:
-        return torch.from_numpy(self.rewards).float()
+        return torch.from_numpy(self.rewards[self.firsts]).float()
+
+    def _check_rewards(self) -> None:
+        """Refuse a reward that is not finite, or two in a trajectory."""
+        own = self.rewards[self.firsts][self.trajectories]
+        wrong = np.flatnonzero(~np.isfinite(self.rewards) | (self.rewards != own))
+        if len(wrong):
+            reward, other = self.rewards[wrong[0]], own[wrong[0]]
+            rule = f"{other} as in another part of its trajectory"
+            rule = rule if np.isfinite(reward) else "a finite number; score it first"
+            raise ValueError(
+                f"BatchIndex: {self._named(int(wrong[0]))}: reward {reward}, expected {rule}"
+            )
+
+    def _named(self, sample: int) -> str:
+        where = f"prompt {self.groups[sample]}, sample {self.places[sample]}"
+        return f"Sample({where}{f', turn {turn}' if (turn := self.turns[sample]) else ''})"
 
     def advantages(self, advantage: Advantage) -> Tensor:
-        """[S] float32, the advantage of every sample.
+        """[S] float32, the advantage of every sample: that of its trajectory.
 
         Args:
-            advantage: (rewards [S] float32, groups [S] int64, loss tokens [S] int64) -> [S] float.
+            advantage: (rewards [J] float32, groups [J] int64, loss tokens [J] int64) -> [J] float.
 
-        Raises: ValueError when a reward or an advantage is not finite, or their numbers differ.
+        Raises: ValueError when a reward or an advantage is not finite, a trajectory has two
+            rewards, or advantages are not one a trajectory.
         """
-        if not np.isfinite(self.rewards).all():
-            at = int(np.flatnonzero(~np.isfinite(self.rewards))[0])
-            raise ValueError(
-                f"BatchIndex: Sample(prompt {self.groups[at]}, sample {self.places[at]}): reward "
-                f"{self.rewards[at]}, expected a finite number; score it first"
-            )
-        tokens = torch.from_numpy(self.loss_tokens[:, 0].astype(np.int64))
-        values = advantage(self._rewards, torch.from_numpy(self.groups), tokens)
-        if values.shape != (len(self),):
+        self._check_rewards()
+        tokens = torch.from_numpy(self.per_trajectory(self.loss_tokens[:, 0])).long()
+        values = advantage(self._rewards, torch.from_numpy(self.groups[self.firsts]), tokens)
+        if values.shape != tokens.shape:
             raise ValueError(
                 f"BatchIndex: the advantage function returned {list(values.shape)}, expected "
-                f"[{len(self)}], one a sample"
+                f"{list(tokens.shape)}, one a trajectory"
             )
         if not bool(values.isfinite().all()):
             at = int((~values.isfinite()).nonzero()[0])
             raise ValueError(
-                f"BatchIndex: the advantage function returned {float(values[at])} for sample {at}, "
-                "expected a finite number"
+                f"BatchIndex: the advantage function returned {float(values[at])} for trajectory "
+                f"{at}, {self._named(int(self.firsts[at]))}, expected a finite number"
             )
-        return values.float()
+        return values.float()[torch.from_numpy(self.trajectories)]
 
     def split(self, n: int) -> list[list[int]]:
-        """Sample ids of ``n`` minibatches of equally many whole groups, in their order."""
+        """Sample ids of ``n`` minibatches of whole groups, in their order: equally many groups
+        each, or one more in some where groups are missing."""
         order = {group: place for place, group in enumerate(dict.fromkeys(self.groups.tolist()))}
-        if n < 1 or len(order) % n:
+        if not 1 <= n <= len(order):
             raise ValueError(
                 f"BatchIndex.split: {n} minibatches of {len(order)} groups ({len(self)} samples), "
-                "expected a divisor of the number of groups"
+                "expected from 1 to the number of groups"
             )
         members: list[list[int]] = [[] for _ in range(n)]
         for sample, group in enumerate(self.groups.tolist()):
@@ -201,22 +235,28 @@ class BatchIndex:
 
     def stats(self) -> dict[str, float]:
         """Metrics of the rollout, under their glossary names."""
-        rewards = self._rewards.double()
+        rewards, trajectories = self._rewards.double(), max(1, len(self.firsts))
         spread = [np.ptp(self.rewards[self.groups == g]) for g in np.unique(self.groups)]
-        tokens = self.seqlens.astype(np.int64) + 1
         stats = {
             "reward": float(rewards.mean()),
             "rollout/reward_std": float(rewards.std(correction=0)),
             "rollout/flat_groups": float(np.mean([s == 0 for s in spread])),
-            "rollout/tokens": int(tokens.sum()),
-            "rollout/response_len": float(np.mean(tokens - self.prompt_lens)),
-            "rollout/truncated": float(np.mean(self.truncated)),
+            "rollout/tokens": int(self.starts[-1]) + len(self),
+            "rollout/response_len": int(self.sampled.sum()) / trajectories,
+            "rollout/truncated": int(self.truncated.sum()) / trajectories,
+            "rollout/samples_per_trajectory": len(self) / trajectories,
         }
         if self.layer_ids:
             without = int(self.unrouted.sum())
             stats["route/fallback_rows"] = without
             stats["route/coverage"] = 1 - without / max(1, int(self.seqlens.sum()))
         return stats
+
+
+def _sampled(sample: Sample) -> int:
+    """Tokens of a sample that the policy sampled."""
+    spans = sample.spans or ((sample.prompt_len, sample.tokens.numel()),)
+    return sum(end - begin for begin, end in spans)
 
 
 def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) -> Images:
@@ -235,7 +275,7 @@ def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) ->
 _COLUMNS = {
     "groups": np.dtype(np.int64),
     "rewards": np.dtype(np.float64),
-    **dict.fromkeys(("owners", "places", "seqlens", "prompt_lens"), np.dtype(np.int32)),
+    **dict.fromkeys(("owners", "places", "turns", "seqlens", "sampled"), np.dtype(np.int32)),
     **dict.fromkeys(("versions", "unrouted", "loss_tokens"), np.dtype(np.int32)),
     "truncated": np.dtype(np.bool_),
 }

@@ -80,19 +80,15 @@ def _joined(drawn: list[Rollout], kept: set[int], flat: int) -> tuple[Rollout, d
     order = [group for each in drawn for group in dict.fromkeys(each.index.groups.tolist())]
     indices, samples = [each.index for each in drawn], [s for each in drawn for s in each.samples]
     index = BatchIndex.joined(indices, [group for group in order if group in kept])
-    rewards = np.concatenate([each.rewards for each in indices])
-    whole, trained = (sum(_response_tokens(i) for i in each) for each in (indices, [index]))
+    rewards = np.concatenate([each.rewards[each.firsts] for each in indices])
+    whole = sum(int(each.sampled.sum()) for each in indices)
     metrics = {
         "rollout/flat_groups": flat / len(order),
         "rollout/refills": len(drawn) - 1,
         "rollout/dropped_groups": len(order) - len(kept),
-        "rollout/dropped_tokens": whole - trained,
+        "rollout/dropped_tokens": whole - int(index.sampled.sum()),
         "rollout/reward_all": float(rewards.mean()),
     }
     mine = [s for s in samples if s.prompt_id in kept]
     dropped = [s for s in samples if s.prompt_id not in kept]
     return Rollout(index, mine, sum(each.discarded for each in drawn), dropped), metrics
-
-
-def _response_tokens(index: BatchIndex) -> int:
-    return int((index.seqlens.astype(np.int64) + 1 - index.prompt_lens).sum())

@@ -91,9 +91,8 @@ class Rollouts:
         prompts = self.source.prompts.held_out(self.plan.evaluate.prompts)
         sampling = sampling_of(self.plan, self.source, 0)
         sampling = replace(sampling, greedy=True, samples_per_prompt=1)
-        rollout = self._generate(prompts, sampling, len(prompts), self.show)
-        rewards = rollout.index.rewards.tolist()
-        return sum(rewards) / len(rewards)
+        index = self._generate(prompts, sampling, len(prompts), self.show).index
+        return float(index.rewards[index.firsts].mean())
 
     def _generate(
         self,
@@ -127,14 +126,15 @@ def _after(before: str, show: Callable[[str], None], text: str) -> None:
 
 
 def _without_overlong(score: Score, samples: list[Sample]) -> list[Sample]:
-    """The scored samples, without loss tokens in those that ran out of room."""
+    """The scored samples, without loss tokens in trajectories that ran out of room."""
+    cut = {s.index for s in samples if s.last and s.finish_reason == "length"}
     return [
         replace(
             sample,
             loss_mask=torch.zeros_like(sample.loss_mask),
             rollout_logprobs=torch.zeros_like(sample.rollout_logprobs),
         )
-        if sample.finish_reason == "length"
+        if sample.index in cut
         else sample
         for sample in score(samples)
     ]

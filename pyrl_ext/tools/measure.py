@@ -168,7 +168,10 @@ class Bench:
         step.publish(number, phases)
         rollout = step.take(number, phases)
         step.onload(phases)
-        self.longest = int(rollout.index.prompt_lens.max()) + self.plan.rollout.max_new_tokens
+        self.longest = (
+            int((rollout.index.seqlens + 1 - rollout.index.sampled).max())
+            + self.plan.rollout.max_new_tokens
+        )
         shard, _ = step.score(step.batch_of(rollout, phases), rollout.index, phases)
         step.update(shard, phases)
         return shard

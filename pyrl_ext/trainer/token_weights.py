@@ -34,7 +34,7 @@ def weigh_tokens(
 
     Returns: with more columns on the last stage: ``weights`` of the reduction, ``corrections``,
         ``shares`` of sequences, and ``advantages`` of rewards less the KL (``kl_in: reward``).
-    Communicates: sums of each sample over ranks, for what needs whole samples.
+    Communicates: sums of each trajectory over ranks, for what needs whole ones.
     """
     objective, columns, metrics = plan.objective, dict[str, Tensor](), dict[str, float]()
     rows = shard.rows.tokens if shard.seat.last_stage else shard.rows.tokens[:0]
@@ -48,9 +48,10 @@ def weigh_tokens(
         shares = torch.from_numpy((1 / np.maximum(tokens, 1))[samples]).float()
         columns["shares"] = masked(shares, mask)
     at, over_ranks = torch.from_numpy(samples), partial(sum_over_ranks, topo=topo)
+    parts, count = torch.from_numpy(index.trajectories), len(index.firsts)
     if objective.corrects:
         rollout = here.get("rollout_logprobs", none)
-        weights, found = correct(objective, old, rollout, mask, at, len(index), over_ranks)
+        weights, found = correct(objective, old, rollout, mask, parts[at], count, over_ranks)
         columns["corrections"] = weights.float()
         sums = sum_over_ranks(torch.stack([*found.values()]), topo).tolist()
         whole = max(1, int(tokens.sum()))
@@ -58,31 +59,33 @@ def weigh_tokens(
     scored = shaped(index, plan)
     if objective.kl_coef and objective.kl_in == "reward":
         k = masked(old - here.get("ref_logprobs", none), mask).double()
-        of_sample = torch.zeros(len(index), dtype=torch.float64)
-        kl = over_ranks(of_sample.index_add(0, at, VALUES[objective.kl](k)))  # 0 where k is
-        less = replace(scored, rewards=scored.rewards - objective.kl_coef * kl.numpy())
+        none_yet = torch.zeros(count, dtype=torch.float64)
+        kl = over_ranks(none_yet.index_add(0, parts[at], VALUES[objective.kl](k)))  # 0 where k is
+        off = objective.kl_coef * kl[parts].numpy()
+        less = replace(scored, rewards=scored.rewards - off)
         columns["advantages"] = less.advantages(advantage)[at]
         metrics["reward/kl"] = float(kl.mean())
     if objective.overlong_buffer:
-        metrics["reward/overlong"] = float((scored.rewards - index.rewards).mean())
+        metrics["reward/overlong"] = float((scored.rewards - index.rewards)[index.firsts].mean())
     return shard.with_columns(**columns) if shard.seat.last_stage else shard, metrics
 
 
 def shaped(index: BatchIndex, plan: Plan) -> BatchIndex:
-    """The numbers of the samples with rewards that are shaped by length."""
-    objective, lengths = plan.objective, index.seqlens + 1 - index.prompt_lens
+    """The numbers of the samples with rewards that are shaped by what each trajectory sampled."""
+    objective, lengths = plan.objective, index.per_trajectory(index.sampled)
     how = plan.rollout.max_new_tokens, objective.overlong_buffer, objective.overlong_penalty
-    return replace(index, rewards=index.rewards + overlong(lengths, *how))
+    return replace(index, rewards=index.rewards + overlong(lengths, *how)[index.trajectories])
 
 
 def _reduction(shard: BatchShard, index: BatchIndex, plan: Plan) -> np.ndarray:
     """[S] float32, the weight of the tokens of each sample in its minibatch."""
     objective = plan.objective
     constant = objective.reduction_constant or plan.rollout.max_new_tokens
-    weights = np.zeros(len(index), np.float32)
+    tokens, groups = index.per_trajectory(index.loss_tokens[:, 0]), index.groups[index.firsts]
+    weights = np.zeros(len(tokens), np.float32)
     for number in range(len(shard.minibatches)):
         ids = np.asarray(shard.minibatch(number).schedule.samples, np.int64)
-        tokens, groups = index.loss_tokens[ids, 0], index.groups[ids]
-        given = torch.from_numpy(tokens), torch.from_numpy(groups)
-        weights[ids] = reduction_weights(objective.reduction, *given, constant).numpy()
-    return weights
+        whole = np.unique(index.trajectories[ids])  # a minibatch has whole groups
+        given = torch.from_numpy(tokens[whole]), torch.from_numpy(groups[whole])
+        weights[whole] = reduction_weights(objective.reduction, *given, constant).numpy()
+    return weights[index.trajectories]

@@ -21,9 +21,15 @@ class Minibatch:
     advantages: list[float]
     groups: list[int]
     counts: dict[str, int] = field(default_factory=dict)
+    trajectories: list[int] | None = None
 
     def tokens(self, i: int) -> list[int]:
         return [t for t, inside in enumerate(self.mask[i]) if inside]
+
+    def parts(self, i: int) -> list[int]:
+        """The samples of the trajectory of sample ``i``."""
+        ids = self.trajectories
+        return [i] if ids is None else [j for j, each in enumerate(ids) if each == ids[i]]
 
 
 def mean(values: list[float]) -> float:
@@ -34,31 +40,34 @@ def loss(c: Any, now: list[list[float]], frozen: list[list[float]], m: Minibatch
     """The loss of a minibatch at log-probs ``now``; where a gradient stops, those of ``frozen``."""
     parts = [sample_terms(c, now[i], frozen[i], m, i) for i in range(len(now))]
     live = [i for i in range(len(now)) if m.tokens(i)]
+    heads = [i for i in range(len(now)) if m.parts(i)[0] == i]
+    whole = [each for i in heads if (each := [x for j in m.parts(i) for x in parts[j]])]
     match c.reduction:
         case "token":
             return mean([x for i in live for x in parts[i]])
         case "sequence":
-            return mean([mean(parts[i]) for i in live])
+            return mean([mean(each) for each in whole])
         case "sequence_sum":
-            return mean([math.fsum(parts[i]) / c.reduction_constant for i in live])
+            return mean([math.fsum(each) / c.reduction_constant for each in whole])
     prompts = {m.groups[i] for i in live}
     return mean([mean([x for i in live if m.groups[i] == g for x in parts[i]]) for g in prompts])
 
 
 def correction(c: Any, m: Minibatch, i: int, t: int) -> float:
     gaps = {u: m.old[i][u] - m.rollout[i][u] for u in m.tokens(i)}
+    all_gaps = [m.old[j][u] - m.rollout[j][u] for j in m.parts(i) for u in m.tokens(j)]
     weight = 1.0
     if c.tis_cap is not None:
-        e = gaps[t] if c.tis == "token" else math.fsum(gaps.values())
+        e = gaps[t] if c.tis == "token" else math.fsum(all_gaps)
         weight = max(c.tis_floor or 0.0, min(math.exp(e), c.tis_cap))
     if c.mask_ratio and not c.mask_ratio[0] <= math.exp(gaps[t]) <= c.mask_ratio[1]:
         return 0.0
     if c.sequence_bounds:
-        e = math.fsum(gaps.values())
-        e = e / len(gaps) if c.mask_sequence == "geometric" else e
+        e = math.fsum(all_gaps)
+        e = e / len(all_gaps) if c.mask_sequence == "geometric" else e
         if not c.sequence_bounds[0] <= math.exp(e) <= c.sequence_bounds[1]:
             return 0.0
-    if c.veto is not None and min(map(math.exp, gaps.values())) < c.veto:
+    if c.veto is not None and min(map(math.exp, all_gaps)) < c.veto:
         return 0.0
     return weight
 

@@ -6,8 +6,6 @@ import statistics
 import pytest
 import torch
 
-from pyrl_ext.loss import advantages
-from pyrl_ext.loss.advantages import per_trajectory
 from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.plan.schema.objective import ADVANTAGES, Objective
 
@@ -75,24 +73,3 @@ def test_grpo_equals_the_loop(normalize_std: bool):
 def test_advantages_give_equal_rewards_exactly_zero(name: str, reward: float):
     found = run([reward] * 7 + [1.0, 2.0], [4] * 7 + [5, 5], [3] * 9, advantage=name)
     assert found[:7] == [0] * 7 and found[7] < 0 < found[8]
-
-
-@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "reinforce_pp"])
-def test_advantages_count_a_trajectory_once(name: str):
-    """A trajectory of three samples with reward 1, another of one with 0: the baseline is 0.5."""
-    rewards, groups = torch.tensor([1.0, 1, 1, 0]), torch.zeros(4, dtype=torch.int64)
-    ids, tokens = torch.tensor([7, 7, 7, 5]), torch.tensor([1, 1, 1, 3])
-    found, which = per_trajectory(rewards, groups, tokens, ids)
-    assert found.rewards[which].tolist() == rewards.tolist()
-    assert found.tokens[which].tolist() == [3, 3, 3, 3] and len(found.rewards) == 2
-    given = getattr(advantages, name)(found)[which]
-    assert given.tolist() == pytest.approx([float(given[0])] * 3 + [-float(given[0])])
-    if name == "grpo":
-        off = advantages.grpo(found, normalize_std=False)[which]
-        assert off.tolist() == [0.5, 0.5, 0.5, -0.5]
-
-
-def test_per_trajectory_refuses_unequal_rewards():
-    zeros = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="sample 1 has rewards 1"):
-        per_trajectory(torch.tensor([0.0, 1.0]), zeros, zeros, zeros)

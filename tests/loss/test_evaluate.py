@@ -63,6 +63,7 @@ def run(section: Any, now: list[list[float]], m: loops.Minibatch):
         loss_mask=flat(m.mask),
         lengths=[len(row) for row in now],
         groups=m.groups,
+        trajectories=m.trajectories,
     )
 
 
@@ -79,6 +80,30 @@ def test_evaluate_equals_the_formulas(name):
         want = loops.gradient(objective, now, m)
         assert gradient.tolist() == pytest.approx(want, rel=1e-6, abs=1e-8)
         assert metrics["loss"] == pytest.approx(value)
+
+
+PARTS = {
+    **{f"reduction {r}": {"reduction": r} for r in ("sequence", "sequence_sum", "prompt")},
+    "tis sequence": {"tis": "sequence", "tis_cap": 1.5, "tis_floor": 0.8},
+    "geometric": {"sequence_bounds": [0.9, 1.1], "reduction": "sequence"},
+    "product": {"sequence_bounds": [0.5, 1.5], "mask_sequence": "product"},
+    "veto": {"veto": 0.6},
+    "gspo": {"preset": "gspo", "clip_low": 0.3, "clip_high": 0.3},  # its sequence is the sample
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_evaluate_counts_a_trajectory_as_a_sequence(name):
+    """Six samples of four trajectories, which need not lie beside each other."""
+    section = {"reduction_constant": 5} | PARTS[name]
+    objective = Objective.model_validate(with_preset(section))
+    for seed in range(3):
+        now, m = loops.draw(seed)
+        m.trajectories, m.groups = [7, 3, 3, 9, 7, 4], [0, 1, 1, 1, 0, 0]
+        value, gradient, _ = run(section, now, m)
+        assert value == pytest.approx(loops.loss(objective, now, now, m), rel=1e-10, abs=1e-12)
+        want = loops.gradient(objective, now, m)
+        assert gradient.tolist() == pytest.approx(want, rel=1e-6, abs=1e-8)
 
 
 # (section, ratios, advantages, the mean that trainers' own tests have), one sample, all loss tokens

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.index import BatchIndex
-from pyrl_ext.plan.schema.objective import Objective
+from pyrl_ext.plan.schema.objective import ADVANTAGES, Objective
 from pyrl_ext.samples import Image, Sample
 from tests.helpers.samples import LAYERS, TOPK, make_sample, make_samples
 
@@ -73,7 +73,7 @@ def test_joined_orders_samples_by_group_and_place():
         sample = by_name[int(index.groups[i]), int(index.places[i])]
         assert index.seqlens[i] == sample.tokens.numel() - 1
         assert index.rewards[i] == sample.reward
-        assert index.prompt_lens[i] == sample.prompt_len
+        assert index.sampled[i] == len(sample.response)
         assert index.truncated[i] == (sample.finish_reason == "length")
         assert index.versions[i] == sample.weight_version
     assert index.truncated.dtype == np.bool_
@@ -105,7 +105,7 @@ def test_from_bytes_reads_what_to_bytes_wrote(groups):
 def test_digest_depends_on_every_number():
     index = BatchIndex.of(make_samples())
     columns = [name for name, column in vars(index).items() if isinstance(column, np.ndarray)]
-    assert len(columns) == 10
+    assert len(columns) == 11
     for name in columns:
         changed = getattr(index, name).copy()
         changed[3] = changed[3] == 0 if name == "truncated" else changed[3] + 1
@@ -188,11 +188,11 @@ def test_advantages_gets_rewards_and_groups_of_all_samples():
         assert got.item() == pytest.approx(want, rel=1e-5)
 
 
-def test_advantages_refuses_what_is_not_finite_or_not_one_a_sample():
+def test_advantages_refuses_what_is_not_finite_or_not_one_a_trajectory():
     index = BatchIndex.of(make_samples())
-    with pytest.raises(ValueError, match=r"returned \[3\], expected \[8\]"):
+    with pytest.raises(ValueError, match=r"returned \[3\], expected \[8\], one a trajectory"):
         index.advantages(lambda rewards, *_: rewards[:3])
-    with pytest.raises(ValueError, match="returned inf for sample 0"):
+    with pytest.raises(ValueError, match=r"returned inf for trajectory 0, Sample\(prompt 10, sa"):
         index.advantages(lambda rewards, *_: rewards / 0)
     samples = make_samples()
     samples[4] = replace(samples[4], reward=math.nan)
@@ -208,5 +208,109 @@ def test_split_keeps_groups_whole_and_in_order():
     assert index.split(2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert index.split(1) == [[*range(8)]]
     assert BatchIndex.of(samples[::-1]).split(4) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    with pytest.raises(ValueError, match=r"3 minibatches of 4 groups \(8 samples\)"):
-        index.split(3)
+    for n in (0, 5):
+        with pytest.raises(ValueError, match=rf"{n} minibatches of 4 groups \(8 samples\)"):
+            index.split(n)
+
+
+# Trajectories of several samples ------------------------------------------------------------------
+
+# (group, place): reward, and the tokens that each of its samples sampled; groups of 3, 1, 2 and 0
+FANNED = {
+    (10, 0): (1.0, [3, 1, 4]),
+    (10, 2): (0.0, [2]),
+    (10, 3): (0.5, [1, 5]),
+    (11, 1): (2.0, [2, 2]),
+    (13, 0): (0.0, [6]),
+    (13, 1): (1.0, [1, 1, 1, 1]),
+}
+
+
+def fanned() -> list[Sample]:
+    """One sample a turn, in any order."""
+    found = []
+    for (group, place), (reward, turns) in FANNED.items():
+        for turn, tokens in enumerate(turns):
+            sample = make_sample(group, place, 2 + 3 * turn, tokens)
+            last, reason = turn == len(turns) - 1, "length" if place == 1 else "stop"
+            sample = replace(sample, turn=turn, last=last, reward=reward, finish_reason=reason)
+            found.append(sample)
+    return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
+
+
+def test_joined_orders_parts_of_a_trajectory_by_turn():
+    samples = fanned()
+    parts = [BatchIndex.of(samples[i::3], owner=i) for i in range(3)]
+    index = BatchIndex.joined([BatchIndex.from_bytes(p.to_bytes()) for p in parts], [13, 10, 11])
+    keys = sorted(FANNED, key=lambda key: ([13, 10, 11].index(key[0]), key[1]))
+    want = [(*key, turn) for key in keys for turn in range(len(FANNED[key][1]))]
+    assert [*zip(index.groups, index.places, index.turns, strict=True)] == want
+    assert index.trajectories.tolist() == [keys.index(each[:2]) for each in want]
+    assert index.firsts.tolist() == [want.index((*key, 0)) for key in keys]
+
+
+def test_stats_count_a_trajectory_once():
+    stats, given = BatchIndex.of(fanned()).stats(), FANNED.values()
+    rewards, sampled = [r for r, _ in given], [sum(turns) for _, turns in given]
+    assert stats["reward"] == pytest.approx(np.mean(rewards))
+    assert stats["rollout/reward_std"] == pytest.approx(np.std(rewards))
+    assert stats["rollout/flat_groups"] == pytest.approx(1 / 3)
+    assert stats["rollout/response_len"] == np.mean(sampled)
+    assert stats["rollout/truncated"] == pytest.approx(2 / 6)  # once, not in each of its samples
+    assert stats["rollout/samples_per_trajectory"] == pytest.approx(13 / 6)
+
+
+def test_of_counts_sampled_tokens_without_observations():
+    sample = replace(make_sample(10, 0, 4, 9), spans=((4, 6), (9, 12)))
+    assert BatchIndex.of([sample, make_sample(10, 1, 4, 9)]).sampled.tolist() == [5, 9]
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantages_do_not_depend_on_how_a_trajectory_is_cut(name):
+    """Every sample has the number that the trajectory has as one sample of as many tokens."""
+    index, advantage = BatchIndex.of(fanned()), build_advantage(Objective(advantage=name))
+    keys = [*zip(index.groups, index.places, strict=True)]
+    whole = [
+        replace(make_sample(*key, 2, sum(turns)), reward=reward)
+        for key, (reward, turns) in FANNED.items()
+    ]
+    want = dict(zip(FANNED, BatchIndex.of(whole).advantages(advantage).tolist(), strict=True))
+    got = index.advantages(advantage).tolist()
+    assert got == pytest.approx([want[key] for key in keys], rel=1e-6)
+    assert len({*got}) > 2
+
+
+def test_advantages_of_a_fan_out_equal_published_numbers():
+    """Reward 1 in three samples of a trajectory and 0 in one: the baseline is 0.5."""
+    samples = [replace(make_sample(10, 0, 2, 1), turn=turn, reward=1.0) for turn in range(3)]
+    index = BatchIndex.of([*samples, replace(make_sample(10, 1, 2, 3), reward=0.0)])
+    advantage = build_advantage(Objective(normalize_std=False))
+    assert index.advantages(advantage).tolist() == [0.5, 0.5, 0.5, -0.5]
+    seen = []
+
+    def own(rewards, groups, tokens):
+        seen.append((rewards.tolist(), groups.tolist(), tokens.tolist()))
+        return rewards
+
+    assert index.advantages(own).tolist() == [1, 1, 1, 0]
+    assert seen == [([1, 0], [10, 10], [3, 3])]
+
+
+def test_advantages_refuses_two_rewards_in_a_trajectory():
+    samples = [replace(make_sample(10, 1, 2, 1), turn=turn, reward=turn / 2) for turn in range(2)]
+    with pytest.raises(ValueError, match=r"sample 1, turn 1\): reward 0.5, expected 0.0 as in ano"):
+        BatchIndex.of(samples).advantages(GRPO)
+
+
+def test_split_cuts_by_prompts_whatever_the_turns_are():
+    """More turns are not more optimizer steps, nor a minibatch of other prompts."""
+    samples = [*fanned(), make_sample(12, 0, 2, 1)]
+    index = BatchIndex.joined([BatchIndex.of(samples)], [13, 10, 12, 11])
+    for n, want in (
+        (1, [{13, 10, 12, 11}]),
+        (2, [{13, 10}, {12, 11}]),
+        (3, [{13, 10}, {12}, {11}]),
+    ):
+        found = index.split(n)
+        assert [{*index.groups[ids].tolist()} for ids in found] == want
+        assert sorted(i for ids in found for i in ids) == [*range(len(index))]

@@ -117,8 +117,8 @@ def test_formula_names_every_part():
     )
     lines = formula(objective, 64)
     assert lines[0] == (
-        "loss = mean over samples of their token sums / 64 of c (max(-A r, -A clip(r, 0.8, 1.2)), "
-        "at most -3 A where A < 0) + 0.1 K - 0.2 entropy"
+        "loss = mean over trajectories of their token sums / 64 of c (max(-A r, "
+        "-A clip(r, 0.8, 1.2)), at most -3 A where A < 0) + 0.1 K - 0.2 entropy"
     )
     assert lines[1] == "r = exp(mean over the sample of logp - old)"
     assert [line.split(" ")[0] for line in lines[2:]] == ["c"] * 5 + ["K", "A"]

@@ -38,8 +38,7 @@ def test_a_step_shapes_rewards_and_leaves_cut_responses_out():
     cut = index.truncated
     assert cut.any() and not cut.all()
     assert (index.loss_tokens[cut, 0] == 0).all() and (index.loss_tokens[~cut, 0] > 0).all()
-    lengths = index.seqlens + 1 - index.prompt_lens
-    rewards = index.rewards + overlong(lengths, ROOM, BUFFER, 0.5)
+    rewards = index.rewards + overlong(index.sampled, ROOM, BUFFER, 0.5)
     assert (rewards[cut] == index.rewards[cut] - 0.5).all()
     assert found["reward/overlong"] == pytest.approx((rewards - index.rewards).mean())
     samples = shard.lengths.sample_of(shard.rows.tokens)

@@ -8,8 +8,8 @@ from pyrl_ext.plan.schema.objective import Objective
 
 _MEANS = {
     "token": "mean over tokens",
-    "sequence": "mean over samples of their token means",
-    "sequence_sum": "mean over samples of their token sums / {constant}",
+    "sequence": "mean over trajectories of their token means",
+    "sequence_sum": "mean over trajectories of their token sums / {constant}",
     "prompt": "mean over prompts of their token means",
 }
 _TERMS = {
@@ -42,7 +42,7 @@ def formula(objective: Objective, constant: int) -> list[str]:
     """Lines of text: the loss, then what its symbols stand for.
 
     Args:
-        constant: what divides the sum of a sample where the objective names nothing.
+        constant: what divides the sum of a trajectory where the objective names nothing.
     """
     if objective.loss == "sft":
         return ["loss = mean over tokens of -logp"]
@@ -80,7 +80,7 @@ def _anchor(objective: Objective) -> str:
 def _weights(objective: Objective) -> Iterator[str]:
     """Lines about weights and rejected tokens, in the order in which they apply."""
     if objective.tis_cap is not None:
-        of = "" if objective.tis == "token" else "sum over the sample of "
+        of = "" if objective.tis == "token" else "sum over the trajectory of "
         low = f"{objective.tis_floor:g}" if objective.tis_floor is not None else "0"
         yield f"c = exp({of}old - rollout) within {low} and {objective.tis_cap:g}"
     if objective.mask_ratio:
@@ -89,9 +89,10 @@ def _weights(objective: Objective) -> Iterator[str]:
     if objective.sequence_bounds:
         low, high = objective.sequence_bounds
         of = "mean" if objective.mask_sequence == "geometric" else "sum"
-        yield f"c = 0 in samples whose exp({of} of old - rollout) is outside {low:g} and {high:g}"
+        of = f"exp({of} of old - rollout)"
+        yield f"c = 0 in trajectories whose {of} is outside {low:g} and {high:g}"
     if objective.veto is not None:
-        yield f"c = 0 in samples with any exp(old - rollout) below {objective.veto:g}"
+        yield f"c = 0 in trajectories with any exp(old - rollout) below {objective.veto:g}"
     if objective.opsm is not None:
         yield f"c = 0 where A < 0 and the sample's mean of old - logp is above {objective.opsm:g}"
 
@@ -101,7 +102,7 @@ def _kl(objective: Objective) -> Iterator[str]:
         return
     value = _VALUES[objective.kl]
     if objective.kl_in == "reward":
-        less = f"{objective.kl_coef:g} sum over the sample of {value}"
+        less = f"{objective.kl_coef:g} sum over the trajectory of {value}"
         yield f"reward = reward - {less}, k = old - ref"
         return
     weight = {"none": "", "detached": "stop(ratio) ", "ratio": "ratio "}[objective.kl_weight]
