@@ -66,6 +66,7 @@ MANY_EXPERTS = {
     "moe_intermediate_size": 8,
 }
 KIMI_4 = KIMI_VL | {"text_config": KIMI_VL["text_config"] | {"num_hidden_layers": 4}}
+KIMI_MTP = KIMI_4 | {"text_config": KIMI_4["text_config"] | {"num_nextn_predict_layers": 1}}
 MODELS = {
     "glm": Model("tiny", {}, (BIAS,)),
     # dense layers before, between and behind those with experts
@@ -94,6 +95,11 @@ MODELS = {
     # with vision towers: features for the first layers and positions of three axes; or neither
     "qwen vl": Model("tiny_qwen3", overrides=("model.family=qwen3_vl_moe",), instead=QWEN_VL),
     "kimi vl": Model("tiny_qwen3", overrides=("model.family=kimi_k25", BIAS), instead=KIMI_4),
+    "kimi vl mtp": Model(
+        "tiny_qwen3",
+        overrides=("model.family=kimi_k25", BIAS, *MTP, "objective.mtp_detach=false"),
+        instead=KIMI_MTP,
+    ),
 }
 
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Layout:
     @property
     def is_family(self) -> bool:
         """Whether the encoder is the tower of the model's family; else a small one of the tests."""
-        return self.model.endswith(" vl")
+        return " vl" in self.model
 
     @cached_property
     def _parts(self) -> tuple[list[list[str]], list[str]]:
@@ -134,6 +135,7 @@ LAYOUTS = {
         *_layouts("shared -> pp2\nshared -> tp2\nshared -> cp2\nshared -> dp2 ep2", "qwen"),
         *_layouts("shared -> pp2 vpp2\nshared frozen -> tp2\nshared + shared -> dp2", "qwen"),
         *_layouts("shared -> dp2 ep2 dynamic:2 recompute:full distributed overlapped", "glm mtp"),
+        *_layouts("shared -> tp2\nshared -> pp2 vpp2\nshared -> cp2", "glm mtp 2"),
         *_layouts("shared -> tp2 bf16\nshared -> tp2 recompute:full", "qwen"),
         *_layouts(FAMILIES[2], *VL),
         *_layouts("shared -> tp2 ep2 etp1 recompute:full\nshared -> pp2", *VL),
@@ -145,7 +147,9 @@ LAYOUTS = {
         *_layouts("1 + 1 -> 1\nfrozen -> pp2\npp2 frozen -> 1\n1 -> pp2 recompute:full", "qwen"),
         *_layouts("1 -> dp2 dynamic:2\n1 -> tp2 ep2 etp1\n1 -> cp2 ep2", "glm"),
         *_layouts("1 -> dp2 bf16\n1 -> tp2 bf16", "qwen"),
-        *_layouts("1 -> tp2\n1 -> pp2 recompute:full", "glm mtp"),
+        *_layouts("1 -> tp2\n1 -> pp2 recompute:full", "glm mtp", "glm mtp 2"),
+        *_layouts("1 -> cp2 ep2\nfrozen -> pp2\ndp2 -> 1", "glm mtp 2"),
+        *_layouts("1 -> pp2\nshared -> pp3 layout:Et|ttt|mL", "kimi vl mtp"),
         *_layouts(FAMILIES[3], *VL),
     ],
     4: [
@@ -153,6 +157,7 @@ LAYOUTS = {
         *_layouts("dp3 -> 1\ntp2 -> tp2\ndp2 -> dp2 ep2 overlapped distributed", "qwen"),
         *_layouts("1 + 1 frozen -> pp2 vpp2\ndp2 -> dp2 ep2 dynamic:2 recompute:full", "qwen"),
         *_layouts("dp2 -> dp2 ep2 dynamic:2", "glm mtp"),
+        *_layouts("pp2 -> pp2 vpp2\n1 -> pp3 layout:Ett|ttmm|L\nshared -> tp2 pp2", "glm mtp 2"),
         *_layouts(FAMILIES[4], *VL),
         *_layouts("dp2 -> dp2 ep2 overlapped distributed\npp2 -> pp2 vpp2", "kimi vl"),
     ],
@@ -164,7 +169,13 @@ LAYOUTS = {
 FEW = {
     1: ("shared -> 1, qwen vl",),
     2: ("shared -> pp2 vpp2", "shared frozen -> tp2", "shared -> dp2 ep2 dynamic:2"),
-    3: ("1 -> cp2 ep2, glm", "1 -> tp2 ep2 etp1, qwen", "1 -> dp2 bf16", "pp2 frozen -> 1"),
+    3: (
+        "1 -> cp2 ep2, glm",
+        "1 -> tp2, glm mtp 2",
+        "1 -> tp2 ep2 etp1, qwen",
+        "1 -> dp2 bf16",
+        "pp2 frozen -> 1",
+    ),
     4: (
         *("overlapped distributed, qwen", "1 + 1 frozen", "dynamic:2, glm mtp", "pp2 -> pp2, qwen"),
         *("dp2 -> dp2 ep2, qwen vl", "pp2 -> cp2, kimi vl"),
@@ -219,7 +230,11 @@ def whole_steps(plan: Plan, layout: Layout) -> Outcome:
         }
         for kind in layout.frozen:
             held[kind].requires_grad_(False)
-        inside = {kind: InProcess(tower) for kind, tower in held.items()}
+        inside = {
+            (kind, depth): InProcess(tower, plan.sizes.hidden_size if depth else None)
+            for kind, tower in held.items()
+            for depth in range(1 + plan.num_mtp_layers)
+        }
         policy.edges = inside  # type: ignore[assignment]
         mine: list[Any] = [
             p for chunk in policy.llm.models for p in chunk.parameters() if p.requires_grad
@@ -237,7 +252,7 @@ def whole_steps(plan: Plan, layout: Layout) -> Outcome:
         out = Outcome([], [], [], [], {})
         for step, batch in enumerate(batches(plan, kinds)):
             schedule = Scheduler(plan).schedule(batch.seqlens)
-            for name, edge in inside.items():
+            for (name, _), edge in inside.items():
                 edge.images = towers.image_shard(plan, topo, batch, schedule).images[name]
             scored = rows_scored(policy, towers.image_shard(plan, topo, batch, schedule), batch)
             batch = replace(batch, old_logprobs=scored)
@@ -351,31 +366,34 @@ def train_steps(plan: Plan, layout: Layout) -> Outcome:
 
 def sent_over_edges(policy: Policy) -> dict[str, list[int]]:
     """Encoder -> bytes of all ranks, there and back."""
-    mine = {n: [e.sent["there"], e.sent["back"]] for n, e in policy.edges.items()}
+    mine = {key: [e.sent["there"], e.sent["back"]] for key, e in policy.edges.items()}
     everyone: list[Any] = [None] * policy.topo.world_size
     dist.all_gather_object(everyone, mine)
-    return {
-        name: [sum(each[name][i] for each in everyone if name in each) for i in (0, 1)]
-        for name in policy.plan.grids
-        if name != "llm"
-    }
+    found = {name: [0, 0] for name in policy.plan.grids if name != "llm"}
+    for (name, _), sent in ((key, sent) for each in everyone for key, sent in each.items()):
+        found[name] = [a + b for a, b in zip(found[name], sent, strict=True)]
+    return found
 
 
 def expected_bytes(plan: Plan, layout: Layout) -> dict[str, list[int]]:
-    """Every row goes there twice, for scores and update, and comes back once, unless frozen."""
-    each = width_of(plan) * (2 if plan.model.dtype == "bfloat16" else 4)
-    whole = batches(plan, tuple(layout.encoders))
-    rows = {k: sum(crossing(plan, batch, k) for batch in whole) for k in layout.encoders}
-    return {
-        kind: [2 * count * each, 0 if kind in layout.frozen else count * each]
-        for kind, count in rows.items()
-    }
+    """Every row goes there twice, for scores and update, and comes back once, unless frozen; to an
+    MTP layer, which reads less of it, once, and back if its gradient is wanted."""
+    number, whole = 2 if plan.model.dtype == "bfloat16" else 4, batches(plan, (*layout.encoders,))
+    found = {kind: [0, 0] for kind in layout.encoders}
+    for kind, depth in product(layout.encoders, range(1 + plan.num_mtp_layers)):
+        rows = sum(crossing(plan, batch, kind, depth) for batch in whole)
+        each = rows * number * (plan.sizes.hidden_size if depth else width_of(plan))
+        stays = kind in layout.frozen or (depth and plan.objective.mtp_detach)
+        found[kind][0] += each * (1 if depth else 2)
+        found[kind][1] += 0 if stays else each
+    return found
 
 
-def crossing(plan: Plan, batch: ImageBatch, kind: str) -> int:
+def crossing(plan: Plan, batch: ImageBatch, kind: str, depth: int) -> int:
     """Rows of images that one rank encodes and another embeds."""
-    total, grid, llm = int(batch.images[kind].counts.sum()), plan.grids[kind], plan.grids["llm"]
-    if plan.modules[kind].ranks == "own":
+    images, grid, llm = batch.images[kind], plan.grids[kind], plan.grids["llm"]
+    total = sum(row + i >= depth for _, row, n, _ in zip(*images, strict=True) for i in range(n))
+    if plan.modules[kind].ranks == "own" or (depth and plan.parallel.pp > 1):
         return total
     schedule = towers.padded(plan, Scheduler(plan).schedule(batch.seqlens))
     lengths = Lengths(np.asarray(batch.seqlens), np.cumsum([0, *batch.seqlens]))
@@ -384,7 +402,7 @@ def crossing(plan: Plan, batch: ImageBatch, kind: str) -> int:
         at = llm.place(rank)
         seat = Seat(at.dp * llm.parallel.cp + at.cp, at.tp, llm.parallel.tp)
         embedded = SeatRows.of(schedule, lengths, seat).routers
-        encoded = [work.rows(number, replica) for number in range(len(schedule))]
+        encoded = [work.rows(number, replica, depth) for number in range(len(schedule))]
         total -= len(np.intersect1d(np.concatenate(encoded), embedded))
     return total
 

@@ -96,6 +96,8 @@ class PackedMTPLayer(MultiTokenPredictionLayer):
     ) -> tuple[None, None, None, Tensor, Tensor]:
         tokens = packed_seq_params.mtp_tokens[self.layer_number - 1][None]
         ahead = embedding(input_ids=tokens, position_ids=packed_seq_params.positions[None])
+        for rows, values in packed_seq_params.ahead.get(self.layer_number, ()):  # of images
+            ahead = ahead.index_copy(0, rows, values.to(ahead.dtype)[:, None])
         if self.config.mtp_detach_heads:
             ahead = ahead.detach()
         hidden = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
 from typing import Any, NamedTuple
@@ -66,6 +67,7 @@ class PackedSequences(PackedSeqParams):
             [3, T_local]: in time, height and width.
         mtp_tokens: [T_local] each, input of every MTP layer.
         causal: whether a row sees the rows before it alone; False: all of its sequence.
+        ahead: depth of an MTP layer -> `FeatureGPT`'s features, in place of its input's embeddings.
     """
 
     layout: TokenLayout
@@ -73,6 +75,7 @@ class PackedSequences(PackedSeqParams):
     positions: Tensor
     mtp_tokens: tuple[Tensor, ...] = ()
     causal: bool = True
+    ahead: Mapping[int, Sequence[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, micro: Microbatch) -> PackedSequences:

@@ -70,29 +70,39 @@ class EncoderWork:
             self._spread[microbatch] = [ids[part] for part in parts]
         return self._spread[microbatch][replica]
 
-    def rows(self, microbatch: int, replica: int) -> np.ndarray:
-        """[F] row of the step's stream in each row of the output of ``replica``."""
-        ids = self.ids(microbatch, replica)
-        counts = self.images.counts[ids]
-        return _runs(self.lengths.starts[self.images.samples[ids]] + self.images.rows[ids], counts)
+    def rows(self, microbatch: int, replica: int, depth: int = 0) -> np.ndarray:
+        """[F] row of the step's stream that embeds each row of the output of ``replica``.
 
-    def route(self, microbatch: int, replica: int, seat: Seat) -> Route:
-        """The rows of ``replica`` that the first stage of ``seat`` embeds: its part of the sequence
-        under context and sequence parallelism."""
+        Args:
+            depth: of the MTP layer that embeds it, as many rows earlier; -2 where the sample begins
+                later. 0: the first stage.
+        """
+        ids = self.ids(microbatch, replica)
+        counts, within = self.images.counts[ids], self.images.rows[ids] - depth
+        rows = _runs(self.lengths.starts[self.images.samples[ids]] + within, counts)
+        return np.where(_runs(within, counts) < 0, -2, rows) if depth else rows
+
+    def route(self, microbatch: int, replica: int, seat: Seat, depth: int = 0) -> Route:
+        """The rows of ``replica`` that ``seat`` embeds, in its part of the sequence under context
+        and sequence parallelism.
+
+        Args:
+            depth: as in `rows`.
+        """
         group = self.schedule.group_of(microbatch, seat.grid_rank)
         samples = self.images.samples[self.ids(microbatch, replica)]
         if not len(group.samples) or not np.isin(samples, group.samples).any():
             return meeting(np.empty(0, np.int64), np.empty(0, np.int64))
         layout = layout_of(group, self.lengths, seat)
         local = layout.shard(layout.rows(seat.grid_rank - group.first), seat.tp_rank)
-        return meeting(self.rows(microbatch, replica), local.numpy())
+        return meeting(self.rows(microbatch, replica, depth), local.numpy())
 
 
 def meeting(output: np.ndarray, local: np.ndarray) -> Route:
     """Which rows of an output are among the rows of a shard.
 
     Args:
-        output: [F] rows of the stream, each once.
+        output: [F] rows of the stream, each once; -2: none.
         local:  [M] rows of the stream, -1 in padding.
     """
     if not len(output):

@@ -56,15 +56,10 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 
 def _images(plan: Plan) -> list[str]:
-    """Images where MTP layers do not see them, or prompts have no room for them."""
+    """Images that prompts have no room for."""
     found, tower, estimate = [], plan.sizes.vision, plan.estimate
     if tower is None or not plan.modules:
         return found
-    if plan.num_mtp_layers:
-        found.append(
-            "model.mtp: its layers embed the placeholder of an image's row where the next row is "
-            "one, as megatron-core does; vLLM embeds the image there when it drafts"
-        )
     rows = estimate.images * (estimate.image_patches // tower.merge**2)
     room = estimate.prompt_tokens or plan.data.max_prompt_tokens
     if plan.has_rollouts and rows > room:

@@ -2,7 +2,8 @@
 
 An encoder's last stage ends in `give`, the "loss" of its schedule: forward sends rows to the ranks
 that embed them, backward waits for their gradients. A reader's first stage begins with `Edge.take`:
-leaf tensors whose gradients go back as soon as they are complete. Who sends which rows to whom
+leaf tensors whose gradients go back as soon as they are complete. MTP layers, which embed the same
+rows one row earlier and on another stage, have edges for themselves. Who sends which rows to whom
 follows from the batch (`pack/encoder_work.py`), so no shapes are exchanged, and nothing is sent
 where no row is wanted. Each rank gets the rows of its shard alone, and sends back their gradient.
 
@@ -42,14 +43,14 @@ Routes = Callable[[int, int, Any], Route]
 
 @dataclass(eq=False)
 class Edge:
-    """From an encoder's last stage to the first stage of the module that reads it.
+    """From an encoder's last stage to the stage of a module that reads it.
 
     Args:
         sources: global rank of each replica of the encoder that sends.
         readers: global rank -> its seat, as the routes know it.
         there, back: process groups of all these ranks, one a direction, so that neither way waits
             for the other.
-        width: numbers of a row.
+        width: first numbers of a row that are read.
         dtype: of the rows and their gradients.
         trained: whether gradients go back.
 
@@ -107,7 +108,8 @@ class Edge:
         """On a sending rank: its rows to every other rank that reads some."""
         for rank, route in self._reached(routes, microbatch, replica):
             source = to_device(route.source, self.device)
-            self._send("there", output.index_select(0, source).to(self.dtype), rank)
+            rows = output[:, : self.width].index_select(0, source)
+            self._send("there", rows.to(self.dtype), rank)
 
     def gradients(
         self, routes: Routes, microbatch: int, replica: int
@@ -149,33 +151,50 @@ class Edge:
         self._pending.append((dist.isend(rows, to, group=group), rows))  # alive until it arrived
 
 
-def build_edges(plan: Plan, topo: Topology, trainable: bool) -> dict[str, Edge]:
-    """The edges of this rank, by the encoder's name; without ``trainable`` of a frozen policy.
+def build_edges(plan: Plan, topo: Topology, trainable: bool) -> dict[tuple[str, int], Edge]:
+    """The edges of this rank, by the encoder's name and the depth of the MTP layer that reads it,
+    0 for the first stage; without ``trainable`` of a frozen policy.
 
     Communicates: with the other ranks of each edge, to make its groups.
     """
-    llm, found, tower = plan.grids["llm"], {}, plan.sizes.vision
-    sizes, fp8 = llm.parallel, plan.model.fp8 is not None
-    places = product(range(sizes.dp), range(sizes.cp), range(sizes.tp))
-    readers = {
-        llm.rank_of(dp=d, cp=c, tp=t): Seat(d * sizes.cp + c, t, sizes.tp, fp8=fp8)
-        for d, c, t in places
-    }
-    for name, grid in plan.grids.items():
-        last = grid.parallel.pp - 1
+    found, tower = dict[tuple[str, int], Edge](), plan.sizes.vision
+    depths = range(1 + (plan.num_mtp_layers if trainable else 0))
+    encoders = [grid for grid in plan.grids.values() if grid.name != "llm"]
+    for grid, depth in product(encoders, depths):
+        last, readers = grid.parallel.pp - 1, _readers(plan, depth)
         sources = [grid.rank_of(dp=d, pp=last) for d in range(grid.parallel.dp)]
-        mine = topo.rank in readers or topo.of(name)
-        if name != "llm" and mine:
-            ranks = [*dict.fromkeys([*readers, *sources])]
-            there, back = (topo.make_group(f"{name} {way}", ranks) for way in ("there", "back"))
-            found[name] = Edge(
+        if topo.rank in readers or topo.of(grid.name):
+            ranks, deep = [*dict.fromkeys([*readers, *sources])], tower.deepstack if tower else ()
+            roles = (f"{grid.name} {depth} {way}" for way in ("there", "back"))
+            there, back = (topo.make_group(role, ranks) for role in roles)
+            found[grid.name, depth] = Edge(
                 *(sources, readers, there, back),
-                width=plan.sizes.hidden_size * (1 + len(tower.deepstack if tower else ())),
+                width=plan.sizes.hidden_size * (1 if depth else 1 + len(deep)),
                 dtype=dtype_of(plan.model.dtype),
                 device=topo.device,
-                trained=trainable and plan.modules[name].train,
+                trained=trainable
+                and plan.modules[grid.name].train
+                and not (depth and plan.objective.mtp_detach),
             )
     return found
+
+
+def _readers(plan: Plan, depth: int) -> dict[int, Seat]:
+    """The ranks of the language model that embed rows at ``depth``, each with its seat."""
+    llm, fp8 = plan.grids["llm"], plan.model.fp8 is not None
+    sizes, stage = llm.parallel, 0
+    if depth:
+        stage = next(i for i, chunks in enumerate(plan.stages) if any(c.mtp for c in chunks))
+    return {
+        llm.rank_of(dp=d, pp=stage, cp=c, tp=t): Seat(d * sizes.cp + c, t, sizes.tp, fp8=fp8)
+        for d, c, t in product(range(sizes.dp), range(sizes.cp), range(sizes.tp))
+    }
+
+
+def embedded_depths(plan: Plan, topo: Topology, chunk: int) -> tuple[int, ...]:
+    """The depths whose rows a chunk of this rank of the language model embeds."""
+    here = plan.stages[topo.pp_rank][chunk]
+    return (*([0] if here.embedding else []), *range(1, 1 + here.mtp))
 
 
 class Outlet(NamedTuple):
@@ -217,8 +236,8 @@ class _Give(torch.autograd.Function):
         total = _wide_zeros(ctx.like, ctx.rows)
         if tp_group.rank() == 0:
             for edge, routes in ctx.outlets:
-                for source, grad in edge.gradients(routes, *at):
-                    total.index_add_(0, source, grad.to(total.dtype))
+                for source, grad in edge.gradients(routes, *at) if edge.trained else ():
+                    total[:, : edge.width].index_add_(0, source, grad.to(total.dtype))
         if tp_group.size() > 1:
             dist.broadcast(total, dist.get_global_rank(tp_group, 0), group=tp_group)
         return total.to(ctx.like.dtype), None, None, None, None
@@ -247,6 +266,7 @@ def swap(
     """
     if output is not None:
         edge.send(routes, microbatch, replica, output.detach())
+        output = output if edge.trained else output.detach()
     parts = edge.receive(routes, microbatch)
     if output is None and not parts:
         return []
@@ -268,7 +288,7 @@ class _Swap(torch.autograd.Function):
         ctx.like, ctx.rows = output.new_empty(0, output.shape[1]), len(output)
         ctx.source = to_device(own.source, edge.device)
         ctx.others = [(rank, len(values)) for rank, _, values in parts]
-        mine = output.index_select(0, ctx.source).to(edge.dtype)
+        mine = output[:, : edge.width].index_select(0, ctx.source).to(edge.dtype)
         return torch.cat([mine, *(values for *_, values in parts)])
 
     @staticmethod
@@ -278,9 +298,10 @@ class _Swap(torch.autograd.Function):
         for (rank, _), part in zip(ctx.others, parts, strict=True):
             ctx.edge.send_back(part, rank)
         total = _wide_zeros(ctx.like, ctx.rows)
-        total.index_add_(0, ctx.source, mine.to(total.dtype))
+        read = total[:, : ctx.edge.width]
+        read.index_add_(0, ctx.source, mine.to(total.dtype))
         for source, part in ctx.edge.gradients(ctx.routes, *ctx.at):
-            total.index_add_(0, source, part.to(total.dtype))
+            read.index_add_(0, source, part.to(total.dtype))
         return total.to(ctx.like.dtype), None, None, None, None, None
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,34 +86,58 @@ def forward(
         return chunk(patches, grids), rows_of
 
 
+Features = dict[int, list[tuple[Tensor, Tensor]]]
+"""Rows of images that a stage embeds, as `Edge.take` returns them, by the depth of the MTP layer
+that embeds them; 0: the model's first layer."""
+
+
 def features(
-    modules: Mapping[str, Module], edges: Mapping[str, Edge], shard: BatchShard, number: int
-) -> list[tuple[Tensor, Tensor]]:
-    """The rows of images that this rank of the language model's first stage embeds in a microbatch.
+    modules: Mapping[str, Module],
+    edges: Mapping[tuple[str, int], Edge],
+    shard: BatchShard,
+    number: int,
+    depths: Collection[int],
+) -> Features:
+    """The rows of images that a chunk of the language model embeds in a microbatch.
+
+    An encoder that shares the ranks of the first stage runs with depth 0, and sends to the others.
 
     Args:
         modules: of this rank.
-        edges: from each encoder, by its name.
+        edges: from each encoder, by its name and the depth.
+        depths: that the chunk embeds at.
 
-    Returns: as `Edge.take`.
-    Communicates: as `Edge.take` or `swap` do.
+    Communicates: as `Edge.take`, `swap` and `give` do.
     """
-    taken: list[tuple[Tensor, Tensor]] = []
-    for name, edge in edges.items():
-        if module := modules.get(name):
-            taken += _encoded_here(module, shard, edge, number)
-        else:
-            taken += edge.take(shard.images[name].work.route, number)
+    taken: Features = {depth: [] for depth in depths}
+    for (name, depth), edge in edges.items():
+        if name not in modules and depth in taken:
+            route = partial(shard.images[name].work.route, depth=depth)
+            taken[depth] += edge.take(route, number)
+    for name, module in modules.items() if 0 in taken else ():
+        mine = {depth: edge for (encoder, depth), edge in edges.items() if encoder == name}
+        if mine:
+            _encode_here(module, shard, mine, number, taken)
     return taken
 
 
-def _encoded_here(
-    module: Module, shard: BatchShard, edge: Edge, number: int
-) -> list[tuple[Tensor, Tensor]]:
-    """The same of an encoder that shares the ranks of the stage."""
+def _encode_here(
+    module: Module, shard: BatchShard, edges: Mapping[int, Edge], number: int, taken: Features
+) -> None:
+    """Add to ``taken`` the rows of an encoder that shares the ranks of the first stage."""
     work, replica, output = shard.images[module.name].work, module.topo.dp_rank, None
     if len(work.ids(number, replica)):
         with torch.set_grad_enabled(torch.is_grad_enabled() and module.optimizer is not None):
             encoded, rows_of = forward(module, shard, number)
             output = rows_of(encoded)
-    return swap(edge, work.route, number, replica, output)
+    zeros: list[Tensor] = []
+    for depth, edge in edges.items():
+        route = partial(work.route, depth=depth)
+        if depth in taken:
+            taken[depth] += swap(edge, route, number, replica, output)
+        elif output is not None:  # another stage reads them
+            given, outlets = output if edge.trained else output.detach(), [Outlet(edge, route)]
+            zeros.append(give(given, outlets, number, replica, module.topo.groups.tp))
+    if zeros:  # the gradients of that stage come with those of the first
+        *others, (rows, values) = taken[0]
+        taken[0] = [*others, (rows, values + sum(zeros))]

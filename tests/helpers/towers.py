@@ -296,10 +296,14 @@ def _shard_images(
 
 class InProcess:
     """An edge whose encoder is in this process: plain autograd, what the other edges are compared
-    with."""
+    with.
 
-    def __init__(self, tower: Any):
-        self.tower = tower
+    Args:
+        width: first numbers of a row that are read; None: all.
+    """
+
+    def __init__(self, tower: Any, width: int | None = None):
+        self.tower, self.width = tower, width
         self.images: Any = None  # of the pass
 
     def take(self, routes: Any, microbatch: int) -> list[tuple[Tensor, Tensor]]:
@@ -307,7 +311,7 @@ class InProcess:
         if not rows:
             return []
         route = routes(microbatch, 0, Seat())
-        output = self.tower(patches, grids)
+        output = self.tower(patches, grids)[:, : self.width]
         return [(route.dest, output.index_select(0, route.source))]
 
     def finish(self) -> None:

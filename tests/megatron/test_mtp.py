@@ -4,6 +4,7 @@ That every layout computes the same with them is shown in parity.py and test_par
 """
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -19,15 +20,16 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.models.hf_folder import save_safetensors
-from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.pack.schedule import Scheduler, plan_microbatches
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.forecast.parameters import stage_parameters
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
-from tests.helpers import passes
+from tests.helpers import passes, towers
 from tests.helpers.probe import local_rows
 from tests.parity import compiled
 
+PATCHES = towers.MERGE**2  # of a row
 QUICK = (
     *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
     *("log.progress=false", "evaluate.every=0", "checkpoint.every=0", "steps=8"),
@@ -179,3 +181,47 @@ def test_train_trains_the_mtp_layers(folder):
     first, *_, last = read_rows(folder / "run" / "metrics.jsonl")
     assert 0 < last["mtp_loss"] < first["mtp_loss"]
     assert json.loads((folder / "run" / "plan.json").read_text())["model"]["mtp"]
+
+
+def test_mtp_layers_embed_the_rows_of_images(folder):
+    """As if every row of an image were a token, whose embedding it is: loss and gradients."""
+    plan = compiled("glm mtp 2", folder, common=("batching.tokens_per_microbatch=4096",))
+    first, hidden = parity.batches(plan, mtp_routes=True)[2], plan.sizes.hidden_size
+    text = replace(first, tokens=first.tokens % 40, targets=first.targets % 40)
+    batch = towers.with_images(text, ("vision",), 1, hidden)
+    images = batch.images["vision"]
+    rows = [
+        int(batch.starts[s]) + r + i for s, r, n, _ in zip(*images, strict=True) for i in range(n)
+    ]
+    ids = torch.arange(40, 40 + len(rows))
+    assert len(rows) > 15 and ids[-1] < plan.sizes.vocab_size
+    spelled = replace(batch, tokens=batch.tokens.clone(), targets=batch.targets.clone())
+    spelled.tokens[rows] = ids
+    spelled.targets[torch.tensor(rows) - 1] = ids  # MTP layers read what is ahead there
+    pixels = batch.pixels["vision"].requires_grad_()
+
+    def passes_of(policy: Policy, batch: towers.ImageBatch) -> tuple[dict, Any, int]:
+        schedule = Scheduler(plan).schedule(batch.seqlens)
+        assert len(schedule) == 1
+        shard = towers.image_shard(plan, policy.topo, batch, schedule)
+        for edge in policy.edges.values():
+            edge.images = shard.images["vision"]  # type: ignore[attr-defined]
+        metrics = policy.accumulate(shard, build_loss(plan.objective))
+        return metrics, {n: x.clone() for n, x in policy.gradients()}, shard.loss_tokens[0][0]
+
+    batch, spelled = (replace(b, old_logprobs=b.rollout_logprobs) for b in (batch, spelled))
+    with topology.start(plan) as topo:
+        policy, inside = Policy.build(plan, topo), towers.InProcess(lambda p, _: p[::PATCHES])
+        policy.edges = {("vision", d): inside for d in range(3)}  # type: ignore[assignment]
+        got, grads, tokens = passes_of(policy, batch)
+        policy, name = Policy.build(plan, topo), "model.embed_tokens.weight"
+        with torch.no_grad():
+            model: Any = policy.llm.models[0]
+            model.embedding.word_embeddings.weight[ids] = pixels[::PATCHES]
+        want, wanted, _ = passes_of(policy, spelled)
+    assert pixels.grad is not None and wanted[name][ids].abs().amax(1).min() > 0
+    embedded = pixels.grad[::PATCHES] / tokens
+    torch.testing.assert_close(embedded, wanted[name][ids], atol=1e-7, rtol=1e-4)
+    assert got == pytest.approx(want, rel=1e-5)
+    for key in wanted.keys() - {name}:
+        torch.testing.assert_close(grads[key], wanted[key], atol=1e-7, rtol=1e-4, msg=key)

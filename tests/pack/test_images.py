@@ -55,17 +55,19 @@ def schedule_of(lengths: Lengths, way: str) -> tuple[Schedule, int]:
     step=steps(),
     way=st.sampled_from(["1 1 1 0", "3 1 1 0", "1 2 1 0", "1 1 2 0", "2 2 2 0", "4 1 2 4"]),
     replicas=st.integers(1, 4),
+    depth=st.sampled_from([0, 0, 1, 2]),
 )
 @settings(max_examples=300, deadline=None)
-def test_route_brings_each_row_of_an_image_to_the_rank_that_embeds_it(step, way, replicas):
+def test_route_brings_each_row_of_an_image_to_the_rank_that_embeds_it(step, way, replicas, depth):
     images, lengths = step
     schedule, tp = schedule_of(lengths, way)
     work = EncoderWork(images, schedule, lengths, replicas)
     batch: Any = SimpleNamespace(seqlens=lengths.seqlens.tolist())
-    of_image = {  # row of the stream -> image
-        int(lengths.starts[s]) + first + i: (image, i)
+    of_image = {  # row of the stream that embeds it: at depth d, d rows earlier in the sample
+        int(lengths.starts[s]) + first + i - depth: (image, i)
         for image, (s, first, n) in enumerate(zip(*images[:3], strict=True))
         for i in range(n)
+        if first + i >= depth
     }
     arrived = []
     for m in range(len(schedule)):
@@ -84,7 +86,7 @@ def test_route_brings_each_row_of_an_image_to_the_rank_that_embeds_it(step, way,
                 want = {at: of_image[row] for at, row in enumerate(part) if row in of_image}
                 found = {}
                 for r in range(replicas):
-                    route = work.route(m, r, Seat(rank, t, tp))
+                    route = work.route(m, r, Seat(rank, t, tp), depth)
                     for source, dest in zip(*(x.tolist() for x in route), strict=True):
                         assert dest not in found
                         found[dest] = outputs[r][source]

@@ -49,7 +49,7 @@ def alone(group: Any, folder: Path) -> tuple[float, Tensor, dict[str, Tensor], d
     with topology.start(plan) as topo:
         policy, tower = Policy.build(plan, topo), whole_tower(plan, topo)
         inside = towers.InProcess(tower)
-        policy.edges = {"vision": inside}  # type: ignore[dict-item]
+        policy.edges = {("vision", 0): inside}  # type: ignore[dict-item]
         loss, logprobs = passes(policy, inside)
         tokens = 2 * int(image_batch().loss_mask.sum())  # gradients of two passes add up here
         grads = {name: grad.clone() for name, grad in policy.gradients()}

@@ -35,7 +35,8 @@ def encoder_items(encoder: Encoder, stage: int) -> Iterator[Item]:
         phases = MEMORY_PHASES[1:]  # images come with the samples
         yield Item("patches of the batch", share * width, phases, why, exact=False, host=True)
     sizes = encoder.parallel
-    groups = sum(size > 1 for size in (sizes.dp, sizes.tp, sizes.pp)) + 2  # two of its edge
+    groups = sum(size > 1 for size in (sizes.dp, sizes.tp, sizes.pp))
+    groups += 2 * (1 + plan.num_mtp_layers)  # of its edges
     if plan.has_rollouts and not encoder.shared:
         largest, _, bucket = gathered(plan)
         why = "a bucket, as every rank receives all tensors, and the largest of them; no engine"

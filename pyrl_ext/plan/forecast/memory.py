@@ -302,5 +302,6 @@ def _context(plan: Plan, stage: int) -> Iterator[Item]:
     sizes = (parallel.tp, parallel.cp, parallel.dp, dense_copies, parallel.pp)
     groups = sum(n > 1 for n in (*sizes, parallel.ep, parallel.etp_size, expert_copies))
     own = [encoder for encoder in encoders(plan) if not encoder.shared]
-    groups += 2 * len(own) * (stage == 0)  # of an edge, one a direction
+    ahead = plan.num_mtp_layers * any(chunk.mtp for chunk in plan.stages[stage])
+    groups += 2 * len(own) * ((stage == 0) + ahead)  # of an edge, one a direction
     yield communicators(CONTEXT_BYTES, groups + crossing(plan, "llm", stage) * plan.has_rollouts)

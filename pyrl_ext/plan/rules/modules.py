@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pyrl_ext.plan.forecast.images import largest_image, layers_of_first_chunk
+from pyrl_ext.plan.model.chunks import spell_out
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule
 from pyrl_ext.plan.schema.layout import ModuleParallel
@@ -54,6 +55,17 @@ def shared_ranks_are_arranged_by_the_language_model(plan: Plan) -> Found:
                 f"model's first stage is dp {dp} ({why}). Leave it out, or use ranks: own"
             )
             yield f"{name}.parallel", words
+
+
+@rule("parallel.pipeline_model_parallel_layout")
+def mtp_layers_read_a_shared_encoder_from_another_rank(plan: Plan) -> Found:
+    shared = [name for name, module in plan.modules.items() if module.ranks == "shared"]
+    stages = spell_out(plan.parallel.pipeline_model_parallel_layout or "").split("|")
+    if shared and plan.parallel.pp > 1 and "m" in "".join(stages[:: plan.parallel.pp]):
+        return (
+            f"m in a later chunk of the first stage's ranks, which {shared[0]} shares, expected it "
+            "on another stage; rows of images reach MTP layers from another rank only"
+        )
 
 
 @rule("parallel")
