@@ -1,7 +1,7 @@
 """``python -m pyrl_ext.tools.export RUN OUT``: a run's weights as a Hugging Face folder.
 
-The model is built on one process and the CPU, or as overrides say: under torchrun any layout writes
-the same files. Encoders on ranks for themselves have one process each: a model with one needs two.
+The model, with its encoders, is built in one process on the CPU, or as overrides say: under
+torchrun any layout writes the same files.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def find(run: Path, step: int | None) -> Path:
 
 
 def smallest(saved: Plan, overrides: Sequence[str]) -> Plan:
-    """A plan of one rank a module on the CPU, or as ``overrides`` say, for what ``saved`` trained.
+    """A plan of one rank on the CPU, or as ``overrides`` say, for what ``saved`` trained.
 
     Raises: ConfigError with what does not hold.
     """
-    modules = {n: each.model_dump() | {"parallel": {}} for n, each in saved.modules.items()}
+    beside = {"parallel": {}, "ranks": "shared"}
+    modules = {name: keys.model_dump() | beside for name, keys in saved.modules.items()}
     one = {"device": "cpu", "threads": 0, "parallel": {}, "modules": modules}
     return changed_plan(saved, one, overrides)
 

@@ -151,9 +151,12 @@ class Edge:
         self._pending.append((dist.isend(rows, to, group=group), rows))  # alive until it arrived
 
 
-def build_edges(plan: Plan, topo: Topology, trainable: bool) -> dict[tuple[str, int], Edge]:
-    """The edges of this rank, by the encoder's name and the depth of the MTP layer that reads it,
-    0 for the first stage; without ``trainable`` of a frozen policy.
+Edges = Mapping[tuple[str, int], Edge]
+"""By the encoder's name and the depth of the MTP layer that reads it; 0: the first stage."""
+
+
+def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
+    """The edges of this rank; without ``trainable`` of a frozen policy.
 
     Communicates: with the other ranks of each edge, to make its groups.
     """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,20 +13,22 @@ from torch.profiler import record_function
 
 from pyrl_ext.dist.upload import to_device
 from pyrl_ext.pack.shard import BatchShard
-from pyrl_ext.trainer.edges import Edge, Outlet, RunsAhead, give, swap
+from pyrl_ext.trainer.edges import Edges, Outlet, RunsAhead, embedded_depths, give, swap
 from pyrl_ext.trainer.module import Module
 
+Taken = dict[int, list[tuple[Tensor, Tensor]]]
+"""Rows of images as `Edge.take` returns them, by the depth of the MTP layer that embeds them; 0: in
+place of the model's own embeddings."""
 
-def encode(
-    module: Module, shard: BatchShard, outlets: list[Outlet], more: int, forward_only: bool
-) -> None:
+
+def encode(module: Module, shard: BatchShard, edges: Edges, more: int, forward_only: bool) -> None:
     """Run the stages of ``module`` over all microbatches and hand its rows to the readers.
 
     Args:
         module: its chunk takes patches [p, C] on its first stage, those in 8 bits scaled as the
             model's processor does, and the grid (t, h, w) of each image; on its last stage it
             returns [rows, width], equal on all tensor-parallel ranks.
-        outlets: the edges that it feeds.
+        edges: that it feeds; see `Edges`.
         more: microbatches that it runs further ahead than its stages ask for (`ahead_of`).
 
     Communicates: waits for patches that are still on their way; then as megatron's schedule does.
@@ -35,6 +38,8 @@ def encode(
     )
 
     topo, (chunk,), images = module.topo, module.chunks, shard.images[module.name]
+    route = images.work.route
+    outlets = [Outlet(edge, partial(route, depth=depth)) for (_, depth), edge in edges.items()]
 
     def step(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., tuple]]:
         number = next(numbers)
@@ -86,58 +91,52 @@ def forward(
         return chunk(patches, grids), rows_of
 
 
-Features = dict[int, list[tuple[Tensor, Tensor]]]
-"""Rows of images that a stage embeds, as `Edge.take` returns them, by the depth of the MTP layer
-that embeds them; 0: the model's first layer."""
+class Features:
+    """The rows of images that the chunks of the language model embed, in one pass.
 
-
-def features(
-    modules: Mapping[str, Module],
-    edges: Mapping[tuple[str, int], Edge],
-    shard: BatchShard,
-    number: int,
-    depths: Collection[int],
-) -> Features:
-    """The rows of images that a chunk of the language model embeds in a microbatch.
-
-    An encoder that shares the ranks of the first stage runs with depth 0, and sends to the others.
+    An encoder that shares the ranks of the first stage runs with the first chunk.
 
     Args:
         modules: of this rank.
-        edges: from each encoder, by its name and the depth.
-        depths: that the chunk embeds at.
-
-    Communicates: as `Edge.take`, `swap` and `give` do.
+        edges: of the pass; see `Edges`.
+        shard: the microbatches.
     """
-    taken: Features = {depth: [] for depth in depths}
-    for (name, depth), edge in edges.items():
-        if name not in modules and depth in taken:
-            route = partial(shard.images[name].work.route, depth=depth)
-            taken[depth] += edge.take(route, number)
-    for name, module in modules.items() if 0 in taken else ():
-        mine = {depth: edge for (encoder, depth), edge in edges.items() if encoder == name}
-        if mine:
-            _encode_here(module, shard, mine, number, taken)
-    return taken
 
+    def __init__(self, modules: Mapping[str, Module], edges: Edges, shard: BatchShard):
+        self.modules, self.edges, self.shard = modules, edges, shard
+        self._numbers = [count() for _ in modules["llm"].chunks]  # of microbatches
 
-def _encode_here(
-    module: Module, shard: BatchShard, edges: Mapping[int, Edge], number: int, taken: Features
-) -> None:
-    """Add to ``taken`` the rows of an encoder that shares the ranks of the first stage."""
-    work, replica, output = shard.images[module.name].work, module.topo.dp_rank, None
-    if len(work.ids(number, replica)):
-        with torch.set_grad_enabled(torch.is_grad_enabled() and module.optimizer is not None):
-            encoded, rows_of = forward(module, shard, number)
-            output = rows_of(encoded)
-    zeros: list[Tensor] = []
-    for depth, edge in edges.items():
-        route = partial(work.route, depth=depth)
-        if depth in taken:
-            taken[depth] += swap(edge, route, number, replica, output)
-        elif output is not None:  # another stage reads them
-            given, outlets = output if edge.trained else output.detach(), [Outlet(edge, route)]
-            zeros.append(give(given, outlets, number, replica, module.topo.groups.tp))
-    if zeros:  # the gradients of that stage come with those of the first
-        *others, (rows, values) = taken[0]
-        taken[0] = [*others, (rows, values + sum(zeros))]
+    def next(self, chunk: int) -> Taken:
+        """The rows of the next microbatch of a chunk.
+
+        Communicates: as `Edge.take`, `swap` and `give` do.
+        """
+        llm, number = self.modules["llm"], next(self._numbers[chunk])
+        taken: Taken = {depth: [] for depth in embedded_depths(llm.plan, llm.topo, chunk)}
+        for (name, depth), edge in self.edges.items():
+            if name not in self.modules and depth in taken:
+                route = partial(self.shard.images[name].work.route, depth=depth)
+                taken[depth] += edge.take(route, number)
+        for name in dict.fromkeys(name for name, _ in self.edges) if 0 in taken else ():
+            if module := self.modules.get(name):
+                self._encode(module, number, taken)
+        return taken
+
+    def _encode(self, module: Module, number: int, taken: Taken) -> None:
+        """Add to ``taken`` the rows of an encoder that shares the ranks of the first stage."""
+        work, replica = self.shard.images[module.name].work, module.topo.dp_rank
+        output, zeros = None, list[Tensor]()
+        if len(work.ids(number, replica)):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and module.optimizer is not None):
+                encoded, rows_of = forward(module, self.shard, number)
+                output = rows_of(encoded)
+        for (name, depth), edge in self.edges.items():
+            route = partial(work.route, depth=depth)
+            if name == module.name and depth in taken:
+                taken[depth] += swap(edge, route, number, replica, output)
+            elif name == module.name and output is not None:  # another stage reads them
+                given, outlets = output if edge.trained else output.detach(), [Outlet(edge, route)]
+                zeros.append(give(given, outlets, number, replica, module.topo.groups.tp))
+        if zeros:  # the gradients of that stage come with those of the first
+            *others, (rows, values) = taken[0]
+            taken[0] = [*others, (rows, values + sum(zeros))]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
 from pyrl_ext.replay.router_hook import Agreement
-from pyrl_ext.trainer.edges import Edge, Outlet, build_edges, embedded_depths
-from pyrl_ext.trainer.encoder import encode, features
+from pyrl_ext.trainer.edges import Edges, build_edges
+from pyrl_ext.trainer.encoder import Features, encode
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.trainer.zero_gradient import check_zero_gradient
@@ -63,7 +62,7 @@ class Policy:
     Args:
         modules: by name, that of ``topo`` first: the language model's, or an encoder's on ranks of
             its own; then encoders that share this rank.
-        edges: from each encoder to the language model, those of this rank; see `build_edges`.
+        edges: from each encoder to the language model, those of this rank; see `Edges`.
 
     Attributes:
         module: the first.
@@ -71,11 +70,7 @@ class Policy:
         updates: optimizer steps finished.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, Module],
-        edges: Mapping[tuple[str, int], Edge] | None = None,
-    ):
+    def __init__(self, modules: Mapping[str, Module], edges: Edges | None = None):
         self.modules, self.edges = modules, edges or {}
         self.module = next(iter(modules.values()))
         self.step = self.updates = 0
@@ -320,39 +315,29 @@ class Policy:
         """
         module = self.module
         depths = 0 if forward_only else self.plan.num_mtp_layers
+        edges = {key: edge for key, edge in self.edges.items() if key[1] <= depths}
         if module.name != "llm":
-            ahead, route = ahead_of(self.plan.parallel), shard.images[module.name].work.route
-            outlets = [
-                Outlet(edge, partial(route, depth=depth))
-                for (_, depth), edge in self._edges(depths).items()
-            ]
-            encode(module, shard, outlets, ahead, forward_only or module.optimizer is None)
+            ahead, frozen = ahead_of(self.plan.parallel), module.optimizer is None
+            encode(module, shard, edges, ahead, forward_only or frozen)
             parts = []
         else:
             prefetch = self._prefetch(shard, replayed, depths)
-            parts = self._run_llm(prefetch, reduce, forward_only, in_chunk)
+            images = Features(self.modules, edges, shard)
+            parts = self._run_llm(prefetch, images, reduce, forward_only, in_chunk)
         for edge in self.edges.values():
             edge.finish()
         return parts
 
-    def _edges(self, depths: int) -> dict[tuple[str, int], Edge]:
-        """The edges that a pass with ``depths`` MTP layers uses."""
-        return {key: edge for key, edge in self.edges.items() if key[1] <= depths}
-
     def _run_llm(
         self,
         prefetch: MicrobatchPrefetcher,
+        images: Features,
         reduce: Callable[..., tuple],
         forward_only: bool,
         in_chunk: LossFn | None,
     ) -> list:
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
-        chunks, topo = self.llm.chunks, self.topo
-        edges = self._edges(prefetch.depths)
-        embeds = [embedded_depths(self.plan, topo, index) for index in range(len(chunks))]
-        numbers = [count() for _ in chunks]  # of the microbatches of each
 
         def step(iterator: Iterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
             index, ready = next(iterator)
@@ -362,9 +347,8 @@ class Policy:
             every = forward_only or not self.plan.objective.is_token_wise
             head = partial(score_tokens, self.plan, self.topo.groups.tp, micro, every, in_chunk)
             more: dict[str, Any] = {"packed_seq_params": packed, "output_processor": head}
-            if edges and embeds[index]:
-                at = prefetch.shard, next(numbers[index]), embeds[index]
-                packed.ahead = features(self.modules, edges, *at)
+            if images.edges:
+                packed.ahead = images.next(index)
                 more["features"] = packed.ahead.pop(0, ())
             output = chunk(tokens, positions, None, **more)
             prefetch.prepare_next()  # copied while a GPU computes what was launched above
@@ -377,6 +361,7 @@ class Policy:
 
             return output, of_output
 
+        chunks, topo = self.llm.chunks, self.topo
         iterators: list[Iterator] = [prefetch.microbatches(i) for i in range(len(chunks))]
         single = len(chunks) == 1
         return get_forward_backward_func(topo.pp_size, topo.vpp_size)(

@@ -162,7 +162,7 @@ def written(plan: Plan, folder: Path, source: Path) -> dict[str, Any]:
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         policy.save(folder / "checkpoints/step-0")
-    code = export.main([str(folder), str(folder / "out")])
+    code = export.main([str(folder), str(folder / "out"), "modules.vision.ranks=own"])
     if topo.rank:
         return {}
     found: dict[str, Any] = {"code": code}
@@ -199,7 +199,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
     folder = tmp_path_factory.mktemp("modules")
     for name, hf in (("kimi", KIMI_VL), ("qwen", QWEN_VL)):
         write_model(folder / name, hf)
-    return {size: run_ranks(on_ranks, size, folder) for size in LAYOUTS}
+    found = {size: run_ranks(on_ranks, size, folder) for size in LAYOUTS}
+    return found | {1: run_ranks(exported_alone, 1, folder)}
+
+
+def exported_alone(group: dist.ProcessGroup, folder: Path) -> dict[str, list[str]]:
+    """The files that differ from those of `written`, or are there once."""
+    os.environ["WORLD_SIZE"], found = "1", {}
+    for name in ("kimi", "qwen"):
+        run, alone = folder / f"run-{name}", folder / f"alone-{name}"
+        assert export.main([str(run), str(alone)]) == 0
+        files = [{f.name: f.read_bytes() for f in at.iterdir()} for at in (alone, run / "out")]
+        found[name] = [n for n in files[0] | files[1] if files[0].get(n) != files[1].get(n)]
+    return found
 
 
 CASES = [(size, name) for size, layouts in LAYOUTS.items() for name in layouts]
@@ -247,3 +259,8 @@ def test_checkpoint_and_export_write_a_folder_of_all_modules(ranks: Any, name: s
         assert not found[kind], kind
     want = {"config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json"}
     assert want <= {*found["exported files"]} and want <= {*found["saved files"]}
+
+
+@pytest.mark.parametrize("name", ["kimi", "qwen"])
+def test_export_takes_one_process_whatever_ranks_the_encoder_had(ranks: Any, name: str):
+    assert ranks[1][0][name] == []
