@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, cast
@@ -95,6 +95,7 @@ class Sampling:
         samples_per_prompt: group size
         seed: already mixed with the training step by the caller
         greedy: argmax instead of a draw; log-probs are then those of the unfiltered model
+        kept_sets: samples carry the tokens that top_k and top_p kept (not with greedy)
 
     Raises:
         ValueError: a field outside its range
@@ -109,6 +110,7 @@ class Sampling:
     samples_per_prompt: int = 1
     seed: int = 0
     greedy: bool = False
+    kept_sets: bool = False
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, rule: str) -> None:
@@ -173,6 +175,9 @@ class Sample:
         spans: tokens [begin, end) that each of its turns sampled, in order; empty: one turn, all
             tokens after the prompt
         last: whether the trajectory ends with this sample
+        kept_counts: [T] int32, number of tokens that token t was drawn from; -1: all of the
+            vocabulary, as where nothing was sampled. None: all of it everywhere
+        kept_ids: [sum of counts >= 0] int32, these tokens, token by token, rising in each
     """
 
     prompt_id: int
@@ -191,6 +196,8 @@ class Sample:
     turn: int = 0
     spans: tuple[tuple[int, int], ...] = ()
     last: bool = True
+    kept_counts: Tensor | None = None
+    kept_ids: Tensor | None = None
 
     @property
     def response(self) -> list[int]:
@@ -227,6 +234,7 @@ class Sample:
         )
         self._check_tokens()
         self._check_spans()
+        self._check_kept()
         self._check_routes()
         self._check_images()
         return self
@@ -253,6 +261,37 @@ class Sample:
         self._need(first == self.prompt_len, f"turn {self.turn} begins at {first}", "prompt_len")
         rule = "False on observed tokens"
         self._first(self.loss_mask & ~sampled, self.loss_mask, "loss_mask", rule)
+
+    def _check_kept(self) -> None:
+        counts, ids = self.kept_counts, self.kept_ids
+        if counts is None or ids is None:
+            self._need(counts is ids, "kept_counts or kept_ids alone", "both or none")
+            return
+        found = f"kept_counts {list(counts.shape)} {counts.dtype}, kept_ids {ids.dtype}"
+        good = counts.shape == self.tokens.shape and counts.dtype == ids.dtype == torch.int32
+        self._need(good, found, f"[{self.tokens.numel()}] torch.int32 and torch.int32")
+        self._first((counts < -1) | (counts == 0), counts, "kept_counts", "-1 or at least 1")
+        places = torch.arange(len(counts), device=counts.device)
+        self._first(
+            (counts > 0) & (places < self.prompt_len), counts, "kept_counts", "-1, a prompt"
+        )
+        self._first(
+            (counts < 0) & self.loss_mask, counts, "kept_counts", "a set where it is trained"
+        )
+        tokens = places.repeat_interleave(counts.clamp(min=0))  # of each kept id
+        self._need(
+            len(ids) == len(tokens), f"{len(ids)} kept_ids", f"{len(tokens)}, as kept_counts"
+        )
+        falls = (ids[1:] <= ids[:-1]) & (tokens[1:] == tokens[:-1])
+        for wrong, rule in ((ids < 0, "ids >= 0"), (falls, "rising ids")):
+            if bool(wrong.any()):
+                token = int(tokens[wrong.nonzero()[0, 0]])
+                shown = ids[tokens == token].tolist()
+                self._need(False, f"token {token} was drawn from {shown}", rule)
+        held = torch.zeros_like(self.loss_mask)
+        held[tokens[ids == self.tokens[tokens]]] = True
+        rule = "one of the kept_ids it was drawn from"
+        self._first((counts > 0) & ~held, self.tokens, "token id", rule)
 
     def _check_routes(self) -> None:
         last = self.route_mask.numel() - 1
@@ -310,3 +349,8 @@ class Sample:
 def route_dtype(num_experts: int) -> torch.dtype:
     """Narrowest unsigned type that holds expert ids 0..num_experts-1."""
     return dtype_of(route_id_dtype(num_experts))
+
+
+def kept_counts(sets: Sequence[Sized], prompt_len: int) -> Tensor:
+    """[T] int32, ``Sample.kept_counts`` of a prompt and a response drawn from ``sets``."""
+    return torch.tensor([-1] * prompt_len + [len(each) for each in sets], dtype=torch.int32)

@@ -45,6 +45,7 @@ CORE = {
             "loss/shaping",
             "loss/reductions",
             "loss/advantages",
+            *("loss/kept_sets", "pack/kept_parts"),
         ),
     ),
     "turns": ("rollout/turns",),

@@ -37,6 +37,14 @@ def test_route_dtype_is_the_narrowest_that_holds_every_expert():
         route_dtype(65537)
 
 
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def kept(counts: tuple[int, ...], ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return {"kept_counts": int32(*counts), "kept_ids": int32(*ids)}
+
+
 def sample() -> Sample:
     return Sample(
         prompt_id=7,
@@ -70,9 +78,23 @@ def sample() -> Sample:
         ({"layer_ids": (3, 1)}, r"layer_ids \(3, 1\)"),
         ({"route_mask": torch.ones(4, dtype=torch.bool)}, "route_mask True at token 3"),
         ({"finish_reason": "eos"}, "finish_reason 'eos'"),
+        ({"kept_ids": int32(7)}, "kept_counts or kept_ids alone"),
+        ({"kept_counts": int32(-1, -1, 1, 1), "kept_ids": torch.tensor([7, 1])}, "kept_counts"),
+        (kept((-1, 1, 1), (7, 1)), r"kept_counts \[3\]"),
+        (kept((-1, -1, 1, 0), (7,)), "token 3 has kept_counts 0"),
+        (kept((-1, -1, 1, -2), (7,)), "token 3 has kept_counts -2"),
+        (kept((-1, 1, 1, 1), (6, 7, 1)), "token 1 has kept_counts 1, expected -1, a prompt"),
+        (kept((-1, -1, 1, -1), (7,)), "token 3 has kept_counts -1, expected a set where"),
+        (kept((-1, -1, 2, 1), (7, 9)), "2 kept_ids, expected 3"),
+        (kept((-1, -1, 2, 2), (7, 9, -1, 1)), r"token 3 was drawn from \[-1, 1\]"),
+        (kept((-1, -1, 2, 2), (9, 7, 0, 1)), r"token 2 was drawn from \[9, 7\], expected rising"),
+        (kept((-1, -1, 2, 2), (7, 7, 0, 1)), r"token 2 was drawn from \[7, 7\], expected rising"),
+        (kept((-1, -1, 2, 2), (7, 9, 2, 3)), "token 3 has token id 1, expected one of the kept"),
     ],
 )
 def test_check_names_the_prompt_and_the_field(change: dict[str, Any], message: str):
     assert sample().check().response == [7, 1]
+    sets = kept((-1, -1, 3, 2), (2, 7, 9, 0, 1))
+    assert dataclasses.replace(sample(), **sets).check().response == [7, 1]
     with pytest.raises(ValueError, match=rf"prompt 7, sample 2\): {message}"):
         dataclasses.replace(sample(), **change).check()

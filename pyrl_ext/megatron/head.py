@@ -36,7 +36,8 @@ def score_tokens(
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Sums]:
     """Log-probs of the targets of ``micro`` at ``depth``, and entropies, [M] fp32 each.
 
-    With ``logprob.head: fused`` no logits outlive their chunk, but for the cache.
+    With ``logprob.head: fused`` no logits outlive their chunk, but for the cache. Where ``micro``
+    has kept sets, the next tokens are scored over them, those at MTP's depths over all tokens.
 
     Args:
         every_row: False: with ``fused``, only rows of loss tokens are scored, the others are NaN.
@@ -49,6 +50,7 @@ def score_tokens(
     Communicates: over ``group``, as `linear_logprob` or the output layer and
     `vocab_parallel_logprob`.
     """
+    kept = None if depth else micro.kept
     how, depths = plan.logprob, [micro.targets, *(inputs.targets for inputs in micro.mtp)]
     common: dict[str, Any] = {
         "temperature": plan.rollout.temperature,
@@ -61,6 +63,7 @@ def score_tokens(
                 *(logits, depths[depth], group),
                 inplace=True,  # nobody else reads them
                 with_entropy=True,
+                keep_mask=None if kept is None else kept.mask(group.rank(), logits),
                 **common,
             )
         weight = output_layer.weight if output_weight is None else output_weight
@@ -68,6 +71,7 @@ def score_tokens(
             "rows": None if every_row else micro.loss_rows[depth],
             "chunk_bytes": how.chunk_bytes,
             "sequence_parallel": output_layer.sequence_parallel,
+            "kept": kept,
             "main_grad": torch.is_grad_enabled() and hasattr(weight, "main_grad"),
         }
         of_head = (hidden_states.flatten(0, 1), weight, depths[depth])

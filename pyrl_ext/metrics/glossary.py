@@ -195,6 +195,11 @@ _METRICS = (
     Metric("rollout/samples_per_trajectory", "1", "Samples that a trajectory was cut into, mean."),
     Metric("rollout/reward_std", "reward", "Standard deviation of the rewards over all samples."),
     Metric(
+        "rollout/kept_tokens",
+        "tokens",
+        "Mean tokens that top-p and top-k left to draw a token from.",
+    ),
+    Metric(
         "rollout/flat_groups",
         "1",
         "Fraction of the generated groups whose samples have equal rewards, which give no "
@@ -302,6 +307,7 @@ _METRICS = (
     ),
     Metric("batch/moved_bytes/routes", "bytes", "The part of them that is routed experts."),
     Metric("batch/moved_bytes/images", "bytes", "The part of them that is patches of images."),
+    Metric("batch/moved_bytes/kept", "bytes", "The part of them that is kept sets."),
     Metric(
         "batch/shared_bytes",
         "bytes",

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyrl_ext.loss.kept_sets import KeptSets
 from pyrl_ext.samples import Sample, route_dtype
 
 _PER_ROW = (
@@ -44,6 +45,7 @@ class Batch:
         layer_ids: [L] 0-based global ids of the layers that have a router.
         route_mask: [T] bool, rows that have a route.
         patches: [P, W] uint8 of all images, sample by sample; None without images.
+        kept: [T] sets that the targets were drawn from; None: all of the vocabulary.
     """
 
     seqlens: tuple[int, ...]
@@ -57,6 +59,7 @@ class Batch:
     layer_ids: tuple[int, ...]
     route_mask: Tensor
     patches: Tensor | None = None
+    kept: KeptSets | None = None
 
     def __post_init__(self) -> None:
         num_rows = sum(self.seqlens)
@@ -77,6 +80,7 @@ class Batch:
         layer_ids: tuple[int, ...] | None = None,
         topk: int | None = None,
         patch_width: int | None = None,
+        kept_of: int | None = None,
     ) -> Batch:
         """Check the samples and lay them out as rows; nothing is repaired, wrong data is refused.
 
@@ -87,6 +91,8 @@ class Batch:
             layer_ids: [L] layers that must have routes; None takes those of the first sample.
             topk: experts of a token in a layer, K; None takes that of the first sample.
             patch_width: numbers of a patch of an image; None: nothing encodes images.
+            kept_of: size of the vocabulary of kept sets, which all samples must have; None: sets
+                are left out.
 
         Syncs: if the samples are on a device, their checks read them back.
 
@@ -104,6 +110,7 @@ class Batch:
             _check_patches(sample, patch_width)
             _check_routes_shape(sample, first.routes, layer_ids, topk)
             _check_routes_type(sample, num_experts)
+            _check_kept(sample, kept_of)
         routes, route_mask = _joined_routes(samples, num_experts)
         patches = [image.patches for sample in samples for image in sample.images]
         seqlens = tuple(s.tokens.numel() - 1 for s in samples)
@@ -120,6 +127,7 @@ class Batch:
             layer_ids=layer_ids or () if routes is not None else (),
             route_mask=route_mask,
             patches=torch.cat(patches) if patches else None,
+            kept=None if kept_of is None else KeptSets.joined([*map(_kept_of_targets, samples)]),
         )
 
     @cached_property
@@ -162,6 +170,23 @@ def _check_patches(sample: Sample, width: int | None) -> None:
         if image.patches.dtype != torch.uint8 or image.patches.shape[1:] != (width,):
             rule = f"[patches, {width}] torch.uint8, as the encoder reads them"
             _refuse(sample, f"patches {found}", rule, f", image {number}")
+
+
+def _check_kept(sample: Sample, vocab_size: int | None) -> None:
+    """Refuse a sample without the sets that its log-probs are taken over."""
+    if vocab_size is None:
+        return
+    if sample.kept_ids is None:
+        why = "those of top-p and top-k; engine and trainer would score different distributions"
+        _refuse(sample, "no kept sets", why)
+    elif bool((sample.kept_ids >= vocab_size).any()):
+        _refuse(sample, f"kept id {int(sample.kept_ids.max())}", f"ids below {vocab_size}")
+
+
+def _kept_of_targets(sample: Sample) -> KeptSets:
+    """Sets of the targets of a sample's rows; its first token, of the prompt, is no target."""
+    assert sample.kept_counts is not None and sample.kept_ids is not None
+    return KeptSets(sample.kept_counts[1:], sample.kept_ids)
 
 
 def _check_routes_shape(

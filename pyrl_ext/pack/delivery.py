@@ -11,12 +11,10 @@ for each part is on its way while earlier parts are computed.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,11 +25,11 @@ from torch import Tensor
 from pyrl_ext.dist.buckets import Bucket, aligned
 from pyrl_ext.dist.shared_memory import SharedBlock, map_block
 from pyrl_ext.dist.topology import Topology
-from pyrl_ext.pack.shard import Lengths
+from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.pack.kept_parts import KeptParts
+from pyrl_ext.pack.needs import KEPT_COUNTS, Columns, Field, Needs, bits
 
-Columns = Mapping[str, Tensor]
-KINDS = ("tokens", "logprobs", "routes", "images")
-_ROWS_AT_ONCE = 1 << 14  # the rows on their way from column to column stay small
+KINDS = ("tokens", "logprobs", "routes", "images", "kept")
 _DIGEST = "digest"  # the column of a message that tells which exchange and part it belongs to
 
 
@@ -50,7 +48,7 @@ class Moved:
     def metrics(self, topo: Topology) -> dict[str, float]:
         """``batch/moved_bytes`` of all ranks, by kind, and ``batch/shared_bytes``.
 
-        Communicates: an all-reduce of 5 numbers.
+        Communicates: an all-reduce of 6 numbers.
         """
         counts = torch.tensor([*self.network.values(), sum(self.shared.values())])
         if topo.world_size > 1:
@@ -58,114 +56,6 @@ class Moved:
         *network, shared = counts.tolist()
         kinds = {f"batch/moved_bytes/{k}": n for k, n in zip(KINDS, network, strict=True)}
         return {"batch/moved_bytes": sum(network), **kinds, "batch/shared_bytes": shared}
-
-
-class Field(NamedTuple):
-    """One column of rows.
-
-    Args:
-        kind:  one of KINDS.
-        dtype: of its numbers.
-        shape: of a row.
-        slots: what is needed of the first axis of the owner's rows; None: all.
-    """
-
-    kind: str
-    dtype: torch.dtype
-    shape: tuple[int, ...] = ()
-    slots: tuple[int, ...] | None = None
-
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, eq=False)
-class Items:
-    """Runs of rows in one ragged stream, each held by one rank, its owner.
-
-    Args:
-        lengths: of the items.
-        owners:  [S] int32, rank that holds each item.
-    """
-
-    lengths: Lengths
-    owners: np.ndarray
-
-    @cached_property
-    def _starts_at_owner(self) -> np.ndarray:
-        """[S] first row of each item among those of its owner."""
-        order = np.argsort(self.owners, kind="stable")
-        lengths, owners = self.lengths.seqlens[order].astype(np.int64), self.owners[order]
-        starts = np.cumsum(lengths) - lengths
-        found = np.empty_like(starts)
-        found[order] = starts - starts[np.searchsorted(owners, owners)]
-        return found
-
-    def rows_held_by(self, owner: int) -> int:
-        """Number of rows that ``owner`` holds."""
-        return int(self.lengths.seqlens[self.owners == owner].sum())
-
-    def owners_of(self, rows: np.ndarray) -> np.ndarray:
-        """[M] owner of each row."""
-        return self.owners[self.lengths.sample_of(rows)]
-
-    def at_owner(self, rows: np.ndarray) -> Tensor:
-        """[M] int64, place of each row among those of its owner."""
-        items = self.lengths.sample_of(rows)
-        return torch.from_numpy(rows - self.lengths.starts[items] + self._starts_at_owner[items])
-
-
-class Need(NamedTuple):
-    """The rows of one ragged stream that a rank needs.
-
-    Args:
-        items:  of the stream.
-        rows:   [N] int64, in the order in which the rank computes them.
-        cuts:   [P + 1] where each part begins in them, then N.
-        fields: column -> what it needs of it.
-    """
-
-    items: Items
-    rows: np.ndarray
-    cuts: np.ndarray
-    fields: Mapping[str, Field]
-
-    def by_part_and_owner(self) -> dict[tuple[int, int], np.ndarray]:
-        """(part, owner) -> places of its rows in ``rows``, ascending."""
-        if not len(self.rows):
-            return {}
-        parts = np.searchsorted(self.cuts, np.arange(len(self.rows)), side="right") - 1
-        owners = self.items.owners_of(self.rows)
-        order = np.lexsort((owners, parts))
-        parts, owners = parts[order], owners[order]
-        cuts = np.flatnonzero(np.diff(parts) | np.diff(owners)) + 1
-        found = zip(np.split(parts, cuts), np.split(owners, cuts), np.split(order, cuts))
-        return {(int(part[0]), int(owner[0])): at for part, owner, at in found}
-
-    def copy(self, columns: Columns, rows: np.ndarray, there: Columns, places: Tensor) -> None:
-        """Copy what is needed of ``rows``, whose owner holds ``columns``, to places in ``there``.
-
-        Args:
-            rows:   [M] int64, of the stream.
-            places: [M] int64.
-        """
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            some = slice(first, first + _ROWS_AT_ONCE)
-            at = self.items.at_owner(rows[some])
-            for name, wanted in self.fields.items():
-                found = _bits(columns[name]).index_select(0, at)
-                if wanted.slots is not None:
-                    found = found.index_select(1, torch.tensor(wanted.slots, dtype=torch.int64))
-                _bits(there[name]).index_copy_(0, places[some], found)
-
-    def add_bytes(self, rows: int, moved: dict[str, int]) -> None:
-        """Add the bytes of so many rows to ``moved``, by kind."""
-        for each in self.fields.values():
-            moved[each.kind] += rows * each.row_bytes
-
-
-Needs = Mapping[str, Need]  # by the name of the stream
 
 
 class Stored(NamedTuple):
@@ -218,6 +108,7 @@ class Delivery:
 
     Attributes:
         columns: name -> [N, ...]; undefined in parts that `wait` has not returned for.
+        kept:    kept sets of the rows, of parts that `wait` has returned for.
         moved:   bytes that other ranks send.
     """
 
@@ -240,6 +131,7 @@ class Delivery:
         self._coming: list[list[Message]] = [[] for _ in range(self._parts)]
         self._sent: list[tuple[int, Tensor, Any]] = []  # to whom
         self._arrived = 0
+        self.kept = KeptParts(needs["tokens"].cuts if "tokens" in needs else np.zeros(2, np.int64))
 
     def take(self, owner: int, columns: Columns, moved: dict[str, int] | None = None) -> None:
         """Store all it needs of the columns of ``owner``.
@@ -248,11 +140,15 @@ class Delivery:
             moved: bytes by kind; these are added.
         """
         for name, need in self.needs.items():
-            for (_, holder), at in self._places[name].items():
-                if holder == owner:
-                    need.copy(columns, need.rows[at], self.columns, torch.from_numpy(at))
-                    if moved is not None:
-                        need.add_bytes(len(at), moved)
+            for (part, holder), at in self._places[name].items():
+                if holder != owner:
+                    continue
+                need.copy(columns, need.rows[at], self.columns, torch.from_numpy(at))
+                sets = need.sets(columns, need.rows[at])
+                self.kept.add(part, at, sets)
+                if moved is not None:
+                    need.add_bytes(len(at), moved)
+                    moved["kept"] += 0 if sets is None else sets.nbytes
 
     # between the ranks of a host ------------------------------------------------------------------
 
@@ -323,6 +219,8 @@ class Delivery:
         for name, need in self.needs.items():
             rows.append((len(self._places[name].get((part, owner), ())), need.fields))
             need.add_bytes(rows[-1][0], self.moved.network)
+            if need.kept is not None:
+                rows.append((rows[-1][0], KEPT_COUNTS))
         stored = Stored.of(rows, digest=True)
         memory = torch.empty(stored.bytes, dtype=torch.uint8)
         with self._blaming(f"rank {owner}", f"part {part + 1} of {self._parts} of its rows"):
@@ -332,14 +230,26 @@ class Delivery:
         rows = {name: n.rows[n.cuts[part] : n.cuts[part + 1]] for name, n in needs.items()}
         if not any(map(len, rows.values())):
             return
-        stored = Stored.of(((len(rows[n]), need.fields) for n, need in needs.items()), digest=True)
+        sets = {name: need.sets(owned, rows[name]) for name, need in needs.items()}
+        parts: list[tuple[int, Mapping[str, Field]]] = []
+        for name, need in needs.items():
+            parts.append((len(rows[name]), need.fields))
+            if sets[name] is not None:
+                parts.append((len(rows[name]), KEPT_COUNTS))
+        stored = Stored.of(parts, digest=True)
         memory = torch.empty(stored.bytes, dtype=torch.uint8)
         message = stored.read(memory)
         message[_DIGEST].fill_(self._digest)
         for name, need in needs.items():
             need.copy(owned, rows[name], message, torch.arange(len(rows[name])))
+            if (found := sets[name]) is not None and len(found.counts):
+                message["kept_counts"].copy_(found.counts)
         with self._blaming(f"rank {to}", f"that it takes part {part + 1} of {self._parts}"):
             self._sent.append((to, memory, dist.isend(memory, to, tag=part)))
+            for each in sets.values():
+                if each is not None and len(each.ids):
+                    tag = self._parts + part
+                    self._sent.append((to, each.ids, dist.isend(each.ids, to, tag=tag)))
 
     def wait(self, part: int) -> None:
         """Return once the rows of ``part`` and of all parts before it are in `columns`.
@@ -371,9 +281,21 @@ class Delivery:
                 raise RuntimeError(f"it sent rows of exchange {sent:#x}, not {self._digest:#x}")
         for name, need in self.needs.items():
             at = self._places[name].get((part, owner))
+            if at is not None and need.kept is not None:
+                self.kept.add(part, at, self._sets(part, owner, columns["kept_counts"]))
             for column in need.fields if at is not None else ():
-                here, sent = _bits(self.columns[column]), _bits(columns[column])
+                here, sent = bits(self.columns[column]), bits(columns[column])
                 here.index_copy_(0, torch.from_numpy(at), sent)
+
+    def _sets(self, part: int, owner: int, counts: Tensor) -> KeptSets:
+        """Receive the ids of kept sets of rows that have arrived."""
+        ids = torch.empty(int(counts.clamp(min=0).sum()), dtype=torch.int32)
+        if len(ids):
+            with self._blaming(f"rank {owner}", f"kept sets of part {part + 1} of {self._parts}"):
+                dist.recv(ids, owner, tag=self._parts + part)
+        sets = KeptSets(counts.clone(), ids)
+        self.moved.network["kept"] += sets.nbytes
+        return sets
 
     @contextmanager
     def _blaming(self, who: str, what: str) -> Generator[None]:
@@ -384,8 +306,3 @@ class Delivery:
             raise RuntimeError(
                 f"shard_batch: rank {self.rank} has an error from {who}, expected {what}: {error}"
             ) from error
-
-
-def _bits(column: Tensor) -> Tensor:
-    """``column``; torch selects and copies no rows of uint16, so its bits as int16."""
-    return column.view(torch.int16) if column.dtype == torch.uint16 else column

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.dist.topology import Topology
+from pyrl_ext.loss.kept_sets import KeptSets
 from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.batch import Batch
-from pyrl_ext.pack.delivery import Delivery, Field, Items, Moved, Need, Needs, Stored
+from pyrl_ext.pack.delivery import Delivery, Moved, Stored
 from pyrl_ext.pack.encoder_work import PatchStream
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.needs import KEPT_COUNTS, KEPT_IDS, Field, Items, Need, Needs
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard, Lengths, Seat, SeatRows, joined
 from pyrl_ext.plan import Plan
@@ -54,7 +57,10 @@ def shard_batch(
     """
     schedule, hosts = joined(schedules), topo.hosts
     images = PatchStream.of(plan, index, schedule)
-    exchange = Exchange(index, schedule, seats_of(plan, index), plan.sizes.num_experts, images)
+    exchange = Exchange(
+        *(index, schedule, seats_of(plan, index), plan.sizes.num_experts, images),
+        plan.sizes.vocab_size if plan.trains_on_kept_sets else None,
+    )
     owned = {} if batch is None else columns_of(batch, exchange.depths)
     del batch
     rows, needs = exchange.of(topo.rank)
@@ -80,6 +86,7 @@ def shard_batch(
         loss_tokens,
         {images.name: images.images(seat.replica, columns)} if images else {},
         wait_for=lambda microbatch: delivery.wait(exchange.part_of(microbatch)),
+        kept_of=partial(exchange.kept_rows, delivery, rows) if exchange.kept(seat) else None,
     )
     return shard, delivery.moved
 
@@ -130,6 +137,8 @@ def columns_of(batch: Batch, depths: int) -> dict[str, Tensor]:
         columns |= {"routes": batch.routes, "route_mask": batch.route_mask}
     if batch.patches is not None:
         columns["patches"] = batch.patches
+    if batch.kept is not None:
+        columns |= {"kept_counts": batch.kept.counts, "kept_ids": batch.kept.ids}
     return columns
 
 
@@ -138,6 +147,7 @@ class Exchange:
 
     Args:
         images: the patches that an encoder reads; None: there is none.
+        vocab_size: of the vocabulary of kept sets; None: rows have none.
 
     Attributes:
         depths: MTP layers whose targets move.
@@ -151,13 +161,14 @@ class Exchange:
         seats: Sequence[Seat],
         num_experts: int,
         images: PatchStream | None = None,
+        vocab_size: int | None = None,
     ):
         self.index, self.schedule, self.seats, self.images = index, schedule, seats, images
         self.depths = index.loss_tokens.shape[1] - 1
         self.lengths = Lengths(index.seqlens, index.starts)
         self.items = Items(self.lengths, index.owners)
         self._routed = any(seat.layers for seat in seats)
-        self._route_dtype = route_dtype(num_experts)
+        self._route_dtype, self._vocab_size = route_dtype(num_experts), vocab_size
         parts = min(PARTS, len(schedule))
         self._first = np.arange(parts + 1) * len(schedule) // parts  # microbatch of each part
         self._found: dict[tuple[int, int, int | None], SeatRows] = {}
@@ -165,6 +176,11 @@ class Exchange:
     def part_of(self, microbatch: int) -> int:
         """The part in which the rows of a microbatch come."""
         return int(np.searchsorted(self._first, microbatch, side="right")) - 1
+
+    def kept_rows(self, delivery: Delivery, rows: SeatRows, microbatch: int) -> KeptSets:
+        """The kept sets of the ``rows`` of ``microbatch``, which were delivered."""
+        first, end = rows.first_token[microbatch : microbatch + 2]
+        return delivery.kept.rows(self.part_of(microbatch), int(first), int(end))
 
     def of(self, rank: int, owner: int | None = None) -> tuple[SeatRows, Needs]:
         """The rows that ``rank`` computes, and what it needs of each stream.
@@ -187,9 +203,18 @@ class Exchange:
             for name, (found, first) in streams.items()
             if fields[name]
         }
+        if kept := self.kept(seat):
+            needs["tokens"] = needs["tokens"]._replace(kept=kept)
         if self.images and seat.replica >= 0:
             needs["patches"] = self.images.need(seat.replica, self._first, owner)
         return rows, needs
+
+    def kept(self, seat: Seat) -> tuple[int, int] | None:
+        """[first, end) of the vocabulary, the shard of ``seat``; None: it needs no kept sets."""
+        if self._vocab_size is None or not seat.last_stage:
+            return None
+        columns = -(-self._vocab_size // seat.tp_size)
+        return seat.tp_rank * columns, (seat.tp_rank + 1) * columns
 
     def fields(self, seat: Seat) -> dict[str, dict[str, Field]]:
         """Stream -> column -> what ``seat`` needs of it."""
@@ -213,6 +238,9 @@ class Exchange:
         rows = self.items.rows_held_by(owner)
         everything = self.fields(Seat(layers=self.index.layer_ids if self._routed else ()))
         streams = [(rows, fields) for fields in everything.values()]
+        if self._vocab_size is not None:
+            ids = int(self.index.kept[self.index.owners == owner].sum())
+            streams += [(rows, KEPT_COUNTS), (ids, KEPT_IDS)]
         if self.images:
             streams.append((self.images.items.rows_held_by(owner), self.images.fields))
         return Stored.of(streams)

@@ -41,6 +41,7 @@ class BatchIndex:
         rewards:     [S] float64, of the trajectory.
         versions:    [S] int32, of the weights that generated the sample.
         unrouted:    [S] int32, rows without a route.
+        kept:        [S] int64, ids in the sets that top-p and top-k left; 0 without such sets.
         loss_tokens: [S, 1 + D] int32, rows under the loss mask; at depth d those whose target is d
             tokens further on, as the MTP layer at depth d predicts it.
         layer_ids:   [L] 0-based global ids of the layers that have routes; empty without routes.
@@ -58,6 +59,7 @@ class BatchIndex:
     rewards: np.ndarray
     versions: np.ndarray
     unrouted: np.ndarray
+    kept: np.ndarray
     loss_tokens: np.ndarray
     layer_ids: tuple[int, ...] = ()
     topk: int = 0
@@ -85,6 +87,7 @@ class BatchIndex:
             "rewards": [s.reward for s in samples],
             "versions": [s.weight_version for s in samples],
             "unrouted": [int((~s.route_mask[:-1]).sum()) for s in samples],
+            "kept": [0 if s.kept_ids is None else len(s.kept_ids) for s in samples],
             "loss_tokens": np.asarray(counts, np.int32).reshape(-1, 1 + depths),
         }
         return cls(
@@ -246,6 +249,8 @@ class BatchIndex:
             "rollout/truncated": int(self.truncated.sum()) / trajectories,
             "rollout/samples_per_trajectory": len(self) / trajectories,
         }
+        if self.kept.any():
+            stats["rollout/kept_tokens"] = float(self.kept.sum() / self.sampled.sum())
         if self.layer_ids:
             without = int(self.unrouted.sum())
             stats["route/fallback_rows"] = without
@@ -276,6 +281,7 @@ _COLUMNS = {
     "groups": np.dtype(np.int64),
     "rewards": np.dtype(np.float64),
     **dict.fromkeys(("owners", "places", "turns", "seqlens", "sampled"), np.dtype(np.int32)),
+    "kept": np.dtype(np.int64),
     **dict.fromkeys(("versions", "unrouted", "loss_tokens"), np.dtype(np.int32)),
     "truncated": np.dtype(np.bool_),
 }

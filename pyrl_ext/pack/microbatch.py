@@ -16,6 +16,7 @@ from torch import Tensor
 from pyrl_ext.dist.topology import Place
 from pyrl_ext.dist.upload import Upload
 from pyrl_ext.loss.inputs import LossInputs, Sequences
+from pyrl_ext.loss.kept_sets import KeptSets
 from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.positions import axial_positions
@@ -63,6 +64,8 @@ class Microbatch:
             stage that computes no loss.
         mtp:       one entry an MTP layer.
         loss_rows: [1 + D] by depth, int64 on the host: the local rows of loss tokens.
+        kept:      [M] sets that the next tokens were drawn from, in this rank's shard of the
+            vocabulary; None: from all of it.
     """
 
     place: Place
@@ -76,6 +79,7 @@ class Microbatch:
     inputs: LossInputs | None
     mtp: tuple[MTPInputs, ...] = ()
     loss_rows: tuple[Tensor, ...] = ()
+    kept: KeptSets | None = None
 
     @classmethod
     def of(
@@ -134,6 +138,7 @@ class Microbatch:
                 MTPInputs(targets[d - 1], targets[d], here[masks[d]]) for d in range(1, 1 + depths)
             ),
             loss_rows=tuple(on_host[mask].nonzero()[:, 0] for mask in masks),
+            kept=None if (sets := shard.kept(number)) is None else sets.select(local),
         )
 
 

@@ -14,6 +14,7 @@ from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.plan.model.alignment import alignment
 
 if TYPE_CHECKING:
+    from pyrl_ext.loss.kept_sets import KeptSets
     from pyrl_ext.pack.encoder_work import ShardImages
 
 
@@ -130,6 +131,8 @@ class BatchShard:
         loss_tokens: [minibatches][1 + D] loss tokens of all ranks by depth.
         images:      by the encoder's name.
         wait_for:    returns once the rows of a microbatch of the step are there.
+        kept_of:     returns the kept sets of the rows of a microbatch of the step, which are there;
+            None: log-probs are of all of the vocabulary, or this is not the last stage.
         first:       number in the step of the first microbatch.
     """
 
@@ -143,6 +146,7 @@ class BatchShard:
     loss_tokens: tuple[tuple[int, ...], ...]
     images: Mapping[str, ShardImages] = field(default_factory=dict[str, "ShardImages"])
     wait_for: Callable[[int], None] = lambda microbatch: None
+    kept_of: Callable[[int], KeptSets] | None = None
     first: int = 0
 
     def wait(self, microbatch: int) -> None:
@@ -151,6 +155,10 @@ class BatchShard:
         Raises: RuntimeError naming the rank that did not send them.
         """
         self.wait_for(self.first + microbatch)
+
+    def kept(self, microbatch: int) -> KeptSets | None:
+        """The kept sets of the rows of ``microbatch``, which are there; None: there are none."""
+        return None if self.kept_of is None else self.kept_of(self.first + microbatch)
 
     @property
     def columns(self) -> Mapping[str, Tensor]:

@@ -138,6 +138,13 @@ class Plan(Config):
         return self.rollout.engine is not None
 
     @property
+    def trains_on_kept_sets(self) -> bool:
+        """Whether log-probs are taken over the tokens that top-p and top-k kept."""
+        rollout = self.rollout
+        truncated = rollout.top_p < 1 or rollout.top_k > 0
+        return self.has_rollouts and truncated and not rollout.accept_truncated_sampling
+
+    @property
     def samples(self) -> int:
         """Samples of a step."""
         return self.batching.samples or self.batching.prompts * self.batching.samples_per_prompt

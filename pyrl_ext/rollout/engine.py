@@ -39,6 +39,7 @@ class Capabilities:
         top_p, top_k, greedy: it obeys these sampling fields
         weights: `load_weights` changes what it generates (False for recorded batches)
         images: it generates from prompts with images
+        kept_sets: samples carry the tokens that top-p and top-k kept, if `Sampling` asks for them
         turns: `Engine.answer` continues trajectories with what it computed of their contexts
     """
 
@@ -49,6 +50,7 @@ class Capabilities:
     greedy: bool = True
     weights: bool = True
     images: bool = False
+    kept_sets: bool = False
     turns: bool = False
 
 

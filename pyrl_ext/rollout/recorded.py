@@ -104,10 +104,11 @@ class RecordedEngine(Engine):
         if not files:
             raise ValueError(f"{path}: no *.safetensors in it, expected recorded rollout batches")
         self.files: dict[tuple[int, int], Path] = {}  # (weight version, prompt id) -> file
-        self.routes = True
+        self.routes = self.kept_sets = True
         for file in files:
             index = read_index(file)
             self.routes &= bool(index["layer_ids"])
+            self.kept_sets &= all("kept" in entry for entry in index["samples"])
             for key in {(e["weight_version"], e["prompt_id"]) for e in index["samples"]}:
                 if key in self.files:
                     raise ValueError(
@@ -120,7 +121,9 @@ class RecordedEngine(Engine):
     @property
     def capabilities(self) -> Capabilities:
         """Routes if every batch has them; whatever the recording engine sampled."""
-        return Capabilities(routes=self.routes, weights=False, images=True)
+        return Capabilities(
+            routes=self.routes, weights=False, images=True, kept_sets=self.kept_sets
+        )
 
     def load_weights(
         self,

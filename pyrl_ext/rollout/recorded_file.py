@@ -23,9 +23,11 @@ from pyrl_ext.samples import Image, Sample
 
 FORMAT = "pyrl_ext rollout 2"
 _WITH_IMAGES = "pyrl_ext rollout 3"  # the same, and images beside the samples
+_WITH_KEPT = "pyrl_ext rollout 4"  # with images or not, and the sets that top-p and top-k kept
+_FORMATS = (FORMAT, _WITH_IMAGES, _WITH_KEPT)
 _FORMAT_1 = "pyrl_ext rollout 1"  # read as well; its header has no checksum
 _HEADER_CRC = re.compile(rb'("header_crc32":")([0-9a-f]{8})(")')
-_RAGGED = ("tokens", "loss_mask", "rollout_logprobs", "route_mask", "routes")
+_RAGGED = ("tokens", "loss_mask", "rollout_logprobs", "route_mask", "routes", "kept_counts")
 _SCALARS = ("prompt_id", "index", "prompt_len", "weight_version", "finish_reason", "reward")
 
 
@@ -43,24 +45,31 @@ def save_samples(path: str | Path, samples: Sequence[Sample]) -> None:
             all images with as many numbers
 
     Raises:
-        ValueError: no sample, an inconsistent one, different router layers or sizes of patches
+        ValueError: no sample, an inconsistent one, different router layers or sizes of patches, or
+            kept sets in some samples only
         OSError: naming the file, when it cannot be written
     """
     if not samples:
         raise ValueError(f"save_samples({path}): 0 samples, expected at least one")
-    layers = samples[0].layer_ids
+    first, layers = samples[0], samples[0].layer_ids
     for sample in samples:
         sample.check()
-        if sample.layer_ids != layers or (sample.routes is None) != (samples[0].routes is None):
+        if sample.layer_ids != layers or (sample.routes is None) != (first.routes is None):
             raise ValueError(
                 f"save_samples({path}): prompt {sample.prompt_id}, sample {sample.index} has "
                 f"routes of layers {sample.layer_ids}, expected {layers} as the first one"
             )
-    names = _RAGGED if samples[0].routes is not None else _RAGGED[:-1]
+        if (sample.kept_ids is None) != (first.kept_ids is None):
+            raise ValueError(
+                f"save_samples({path}): prompt {sample.prompt_id}, sample {sample.index} differs "
+                "from the first one in having kept sets, expected them in all samples or in none"
+            )
+    names = [n for n in (*_RAGGED, "kept_ids") if getattr(first, n) is not None]
     tensors = {n: torch.cat([getattr(s, n) for s in samples]).contiguous() for n in names}
     entries = [
         {n: getattr(s, n) for n in _SCALARS}
         | {"size": s.tokens.numel(), "crc32": _crc({n: getattr(s, n) for n in names})}
+        | ({} if s.kept_ids is None else {"kept": len(s.kept_ids)})
         for s in samples
     ]
     index: dict[str, Any] = {"layer_ids": layers, "samples": entries}
@@ -70,6 +79,7 @@ def save_samples(path: str | Path, samples: Sequence[Sample]) -> None:
         ]
         tensors["patches"] = torch.cat([each.patches for each in pictures])
     form = _WITH_IMAGES if pictures else FORMAT
+    form = form if first.kept_ids is None else _WITH_KEPT
     metadata = {"format": form, "index": json.dumps(index), "header_crc32": "0" * 8}
     with replacing(Path(path)) as partial:
         try:
@@ -146,11 +156,14 @@ def _pictures(patches: Any, index: dict[str, Any]) -> list[Tensor]:
 def _samples(
     path: Path, index: dict[str, Any], tensors: dict[str, Tensor], pictures: list[Tensor]
 ) -> list[Sample]:
-    samples, start = [], 0
+    samples, start, kept = [], 0, 0
     sound = [_crc({"patches": p}) == index["pictures"][n]["crc32"] for n, p in enumerate(pictures)]
     for entry in index["samples"]:
         stop = start + entry["size"]
         part = {name: tensor[start:stop] for name, tensor in tensors.items()}
+        if "kept_ids" in tensors:
+            part["kept_ids"] = tensors["kept_ids"][kept : kept + entry["kept"]]
+            kept += entry["kept"]
         if _crc(part) != entry["crc32"]:
             raise ValueError(
                 f"{path}: {_sample(entry)} (tokens {start} to {stop - 1} of the file) differs from "
@@ -221,7 +234,7 @@ def _header_is_whole(raw: bytes, metadata: dict[str, Any]) -> bool:
     if metadata["format"] == _FORMAT_1:
         return metadata["index_crc32"] == str(zlib.crc32(metadata["index"].encode()))
     places = list(_HEADER_CRC.finditer(raw))
-    if metadata["format"] not in (FORMAT, _WITH_IMAGES) or len(places) != 1:
+    if metadata["format"] not in _FORMATS or len(places) != 1:
         return False
     zeroed = _HEADER_CRC.sub(rb"\g<1>00000000\3", raw)
     return places[0][2] == b"%08x" % zlib.crc32(zeroed)
@@ -231,7 +244,7 @@ class _Cut(Exception):
     """The file ends before its last tensor does."""
 
 
-def _rows_before(index: dict[str, Any], patches: int) -> int:
+def _rows_with_patches(index: dict[str, Any], patches: int) -> int:
     """Tokens of the samples before the first one that shows more than so many patches."""
     ends = [*itertools.accumulate(math.prod(each["grid"]) for each in index["pictures"])]
     rows = 0
@@ -240,6 +253,12 @@ def _rows_before(index: dict[str, Any], patches: int) -> int:
             break
         rows += entry["size"]
     return rows
+
+
+def _rows_with_ids(index: dict[str, Any], ids: int) -> int:
+    """Tokens of the samples before the first one that ends behind so many kept ids."""
+    ends = itertools.accumulate(entry["kept"] for entry in index["samples"])
+    return sum(e["size"] for e, end in zip(index["samples"], ends, strict=True) if end <= ids)
 
 
 def _check_length(held: int, tensors: dict[str, Any], index: dict[str, Any]) -> None:
@@ -251,7 +270,8 @@ def _check_length(held: int, tensors: dict[str, Any], index: dict[str, Any]) -> 
         if end > held and end > begin:
             total = info["shape"][0]
             whole = max(held - begin, 0) * total // (end - begin)
-            cut = min(cut, _rows_before(index, whole) if name == "patches" else whole)
+            before = {"patches": _rows_with_patches, "kept_ids": _rows_with_ids}
+            cut = min(cut, before[name](index, whole) if name in before else whole)
     for entry in index["samples"]:
         cut -= entry["size"]
         if cut < 0:

@@ -45,6 +45,13 @@ class Rollouts:
                 f"replay: the {plan.rollout.engine} engine returns no routes, expected one that "
                 "does. Use replay=off, or an engine and a model with routers"
             )
+        if plan.trains_on_kept_sets and not self.engine.capabilities.kept_sets:
+            raise ValueError(
+                f"rollout: the {plan.rollout.engine} engine returns no kept sets for top_p "
+                f"{plan.rollout.top_p:g} and top_k {plan.rollout.top_k}, expected one that does; "
+                "the trainer would score the full distribution. Use rollout.engine=hf, or set "
+                "rollout.accept_truncated_sampling=true"
+            )
         self.group = topo.world
 
     def close(self) -> None:

@@ -142,6 +142,7 @@ class Step(ABC):
             num_experts=plan.sizes.num_experts,
             layer_ids=plan.router_layers if plan.replay.enabled else None,  # None: needs no routes
             patch_width=tower.patch_width if tower and plan.modules else None,
+            kept_of=plan.sizes.vocab_size if plan.trains_on_kept_sets else None,
         )
 
     def score(

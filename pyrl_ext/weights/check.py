@@ -187,7 +187,7 @@ def mismatch_limit(plan: Plan) -> float | None:
         return None
     if rollout.max_mismatch is not None:
         return rollout.max_mismatch
-    if rollout.top_p < 1 or rollout.top_k:
+    if rollout.accept_truncated_sampling and (rollout.top_p < 1 or rollout.top_k):
         return None
     if {plan.model.dtype, plan.rollout_dtype} == {"float32"}:
         return FLOAT32_LIMIT

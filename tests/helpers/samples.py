@@ -1,5 +1,7 @@
 """Samples with everything that an engine returns, drawn from their prompt and index."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -42,3 +44,17 @@ def make_samples(groups: int = 4, size: int = 2, **kwargs) -> list[Sample]:
         for g in range(groups)
         for i in range(size)
     ]
+
+
+def with_kept(sample: Sample, vocab_size: int, largest: int = 6) -> Sample:
+    """The sample with sets of up to ``largest`` tokens that each of its response was drawn from."""
+    rng = np.random.default_rng((sample.prompt_id, sample.index, 7))
+    counts, ids = [-1] * sample.prompt_len, []
+    for token in sample.response:
+        others = rng.choice(vocab_size, rng.integers(0, largest), replace=False).tolist()
+        counts.append(len({token, *others}))
+        ids += sorted({token, *others})
+    as_int = {"dtype": torch.int32}
+    return replace(
+        sample, kept_counts=torch.tensor(counts, **as_int), kept_ids=torch.tensor(ids, **as_int)
+    )

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyrl_ext.loss.fused_head import linear_logprob, linear_logprob_loss, tiles
+from pyrl_ext.loss.kept_sets import KeptSets
 from tests.helpers.ranks import run_ranks
 
 T, H, VOCAB, VALID = 48, 16, 2400, 1800  # with four ranks the last one holds nothing but padding
@@ -31,7 +32,24 @@ def problem(dtype, seed=0):
     return hidden, weight, targets, temperature, coefficients
 
 
-def exact(dtype, rows=None):
+def sets_of(targets):
+    """Sets that tokens are drawn from: one to nine columns, or for every fifth all of them."""
+    g = torch.Generator().manual_seed(3)
+    sets = [
+        sorted({int(target), *torch.randint(0, VALID, (t % 9,), generator=g).tolist()})
+        for t, target in enumerate(targets)
+    ]
+    return [None if t % 5 == 4 else each for t, each in enumerate(sets)]
+
+
+def kept_of(targets):
+    sets = sets_of(targets)
+    counts = [-1 if each is None else len(each) for each in sets]
+    ids = [column for each in sets for column in each or ()]
+    return KeptSets(*(torch.tensor(each, dtype=torch.int32) for each in (counts, ids)))
+
+
+def exact(dtype, rows=None, kept=False):
     """Log-probs, entropies and gradients of their weighted sum over ``rows``, in float64."""
     hidden, weight, targets, temperature, coefficients = problem(dtype)
     leaves = hidden.double().requires_grad_(), weight.double().requires_grad_()
@@ -39,6 +57,13 @@ def exact(dtype, rows=None):
     log_p = logits.log_softmax(-1)
     logprob = log_p.gather(1, targets[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
+    if kept:  # token by token
+        logprob, entropy = logprob.clone(), entropy.clone()
+        for t, each in enumerate(sets_of(targets)):
+            if each is not None:
+                log_p = logits[t, each].log_softmax(-1)
+                logprob[t] = log_p[each.index(int(targets[t]))]
+                entropy[t] = -(log_p.exp() * log_p).sum()
     chosen = slice(None) if rows is None else rows
     total = (coefficients * torch.stack([logprob, entropy]))[:, chosen].sum()
     of_hidden, of_weight = torch.autograd.grad(total, leaves)
@@ -59,7 +84,7 @@ def shard_of(group, dtype, sequence_parallel):
     return hidden.requires_grad_(), weight.requires_grad_(), *rest
 
 
-def solve(group, dtype, mode="recompute", sequence_parallel=False, rows=None):
+def solve(group, dtype, mode="recompute", sequence_parallel=False, rows=None, kept=False):
     """The same as ``exact``, on this rank: d(hidden) of its rows, d(weight) of its columns."""
     hidden, weight, targets, temperature, coefficients = shard_of(group, dtype, sequence_parallel)
     coefficients = coefficients.to(torch.promote_types(dtype, torch.float32))
@@ -67,6 +92,7 @@ def solve(group, dtype, mode="recompute", sequence_parallel=False, rows=None):
         temperature=temperature, valid_vocab=VALID, rows=rows, chunk_bytes=CHUNK
     )
     settings["sequence_parallel"] = sequence_parallel
+    settings["kept"] = kept_of(targets) if kept else None
     if mode == "loss":
         found = torch.full((2, T), torch.nan, dtype=coefficients.dtype)
 
@@ -108,9 +134,18 @@ def assert_right(ours, expected, dtype, mode):
 @pytest.mark.parametrize("rows", [None, ROWS], ids=["all", "rows"])
 @pytest.mark.parametrize("mode", [*CACHES, "loss"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear_logprob_is_right_against_float64(dtype, mode, rows, tile, monkeypatch):
+@pytest.mark.parametrize("kept", [False, True], ids=["full", "kept"])
+def test_linear_logprob_is_right_against_float64(dtype, mode, rows, tile, kept, monkeypatch):
     monkeypatch.setattr(tiles, "CPU_TILE", tile)
-    assert_right(solve(None, dtype, mode, rows=rows), exact(dtype, rows), dtype, mode)
+    ours = solve(None, dtype, mode, rows=rows, kept=kept)
+    assert_right(ours, exact(dtype, rows, kept), dtype, mode)
+
+
+def test_linear_logprob_refuses_sets_of_other_tokens():
+    hidden, weight, targets, *_ = problem(torch.float32)
+    short = kept_of(targets).select(torch.arange(T - 1))
+    with pytest.raises(ValueError, match="47 kept sets, expected 48"):
+        linear_logprob(hidden, weight, targets, kept=short)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -123,14 +158,16 @@ def test_linear_logprob_loss_gives_the_same_bits(dtype):
 
 SIZES = (1, 2, 4)
 LAYOUTS: dict[str, tuple[tuple, dict[str, Any]]] = {
-    f"{mode}{', sequence' * sequence}{', rows' * some} {dtype}": (
+    f"{mode}{', sequence' * sequence}{', rows' * some}{', kept' * kept} {dtype}": (
         (dtype, mode),
-        dict(sequence_parallel=sequence, rows=ROWS if some else None),
+        dict(sequence_parallel=sequence, rows=ROWS if some else None, kept=kept),
     )
     for mode in ("recompute", "some cached", "loss")
     for sequence in (False, True)
     for some in (False, True)
     for dtype in (torch.float64, torch.bfloat16)
+    for kept in (False, True)
+    if dtype == torch.float64 or not kept
 }
 
 
@@ -175,7 +212,7 @@ def test_linear_logprob_does_not_depend_on_the_ranks(by_rank, size, name):
         assert all(torch.equal(other, of_hidden[0]) for other in of_hidden)
         of_hidden = of_hidden[:1]
     whole = [*ranks[0][:2], torch.cat(of_hidden), torch.cat([rank[3] for rank in ranks])]
-    assert_right(whole, exact(dtype, settings["rows"]), dtype, mode)
+    assert_right(whole, exact(dtype, settings["rows"], settings["kept"]), dtype, mode)
 
 
 # What autograd sees -------------------------------------------------------------------------------

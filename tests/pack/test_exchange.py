@@ -39,7 +39,7 @@ from pyrl_ext.trainer.step import Phase, Step
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.probe import local_rows
 from tests.helpers.ranks import fork_ranks, run_ranks
-from tests.helpers.samples import make_sample
+from tests.helpers.samples import make_sample, with_kept
 from tests.helpers.tiny import one_rank, tiny_plan
 
 LAYERS, DEPTHS = (1, 2, 3), 1
@@ -57,6 +57,9 @@ def sample(prompt: int, index: int) -> Sample:
 
 
 SAMPLES = [sample(prompt, index) for prompt in range(6) for index in range(2)]
+
+
+KEPT = [with_kept(each, 128) for each in SAMPLES]  # 128 tokens are in the tiny vocabulary
 
 
 def plan_of(layout: str, *more: str) -> Plan:
@@ -84,20 +87,22 @@ def schedules_of(plan: Plan, index: BatchIndex) -> list[Schedule]:
 def moved_to_ranks(group: dist.ProcessGroup) -> list[Any]:
     rank, found = group.rank(), []
     for layout in LAYOUTS:
-        plan = plan_of(layout)
+        plan = plan_of(layout, "rollout.top_k=6")
+        assert plan.trains_on_kept_sets and plan.sizes.vocab_size == 128
         for hosts in HOSTS:
             for owners in OWNERS:
                 topo = replace(
                     one_rank(plan), rank=rank, world_size=group.size(), hosts=tuple(hosts)
                 )
-                mine = [s for s in SAMPLES if owners[s.prompt_id % 4] == rank]
+                mine = [s for s in KEPT if owners[s.prompt_id % 4] == rank]
                 parts = gather_objects(BatchIndex.of(mine, rank, DEPTHS), group)
                 index = BatchIndex.joined(parts, range(6))
                 values = torch.arange(float(len(index)))[index.owned_by(rank)]
-                batch = Batch.of(mine, values) if mine else None
+                batch = Batch.of(mine, values, kept_of=128) if mine else None
                 schedules = schedules_of(plan, index)
                 shard, moved = shard_batch(batch, index, schedules, plan, topo)
                 check_rows(shard, schedules, plan, rank)
+                check_kept(shard, plan, rank)
                 found.append(
                     (
                         layout,
@@ -258,6 +263,35 @@ def check_rows(shard: BatchShard, schedules: list[Schedule], plan: Plan, rank: i
         assert torch.equal(torch.cat([part.columns[name] for part in parts]), column)
 
 
+def in_shard(row: int, plan: Plan, tp_rank: int) -> list[int] | None:
+    """The ids in the shard of a rank of the set that a row's target was drawn from."""
+    sample, at = [(s, t) for s in KEPT for t in range(1, len(s.tokens))][row]
+    assert sample.kept_counts is not None and sample.kept_ids is not None
+    if at < sample.prompt_len:
+        return None
+    begin = int(sample.kept_counts[sample.prompt_len : at].sum())
+    ids = sample.kept_ids[begin : begin + int(sample.kept_counts[at])].tolist()
+    columns = 128 // plan.parallel.tp
+    return [i for i in ids if i // columns == tp_rank]
+
+
+def check_kept(shard: BatchShard, plan: Plan, rank: int) -> None:
+    """The kept sets of every row of every microbatch, on the last stage alone."""
+    if not shard.seat.last_stage:
+        assert shard.kept(0) is None
+        return
+    tp_rank, number = ranks(plan.parallel)[rank].tp, 0
+    for part in map(shard.minibatch, range(len(shard.minibatches))):
+        for microbatch in range(len(part.schedule)):
+            first, end = shard.rows.first_token[number : number + 2]
+            wanted = [in_shard(row, plan, tp_rank) for row in shard.rows.tokens[first:end]]
+            sets = part.kept(microbatch)
+            assert sets is not None
+            assert sets.counts.tolist() == [-1 if w is None else len(w) for w in wanted]
+            assert sets.ids.tolist() == [i for w in wanted for i in w or ()]
+            number += 1
+
+
 def of_ids(ids: list[int]) -> list[Sample]:
     return [SAMPLES[i] for i in ids]
 
@@ -275,17 +309,24 @@ def counted(moved: Moved) -> tuple[int, int]:
 def wanted(
     shard: BatchShard, plan: Plan, rank: int, hosts: list[int], owners: list[int]
 ) -> tuple[int, int]:
-    """Bytes that the rows of other ranks hold: over the network, in shared memory."""
+    """Bytes that the rows of other ranks hold: over the network, in shared memory. A kept set takes
+    the ids in the rank's shard, and their number, where losses are computed."""
     per_token = 4 + (1 + DEPTHS) * 5 + (8 if shard.seat.last_stage else 0)
     per_router = len(shard.seat.layers) * 2 + 1 if shard.seat.layers else 0
     whole = Batch.of(SAMPLES, torch.zeros(len(SAMPLES)))
     prompts = np.repeat([s.prompt_id for s in SAMPLES], whole.seqlens)
     network = shared = 0
+    tp_rank = ranks(plan.parallel)[rank].tp
+
+    def kept(row: int) -> int:
+        return 4 + 4 * len(in_shard(row, plan, tp_rank) or ()) if shard.seat.last_stage else 0
+
     for rows, size in ((shard.rows.tokens, per_token), (shard.rows.routers, per_router)):
         for row in rows:
-            owner = owners[prompts[row] % 4]
-            network += size * (hosts[owner] != hosts[rank])
-            shared += size * (hosts[owner] == hosts[rank] and owner != rank)
+            owner, each = owners[prompts[row] % 4], size
+            each += kept(row) if rows is shard.rows.tokens else 0
+            network += each * (hosts[owner] != hosts[rank])
+            shared += each * (hosts[owner] == hosts[rank] and owner != rank)
     return network, shared
 
 

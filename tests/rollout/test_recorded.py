@@ -30,6 +30,7 @@ from tests.helpers.engines import (
     random_samples,
 )
 from tests.helpers.images import QWEN3_VL, SCALE, prompt_of
+from tests.helpers.samples import with_kept
 from tests.helpers.tiny import CONFIG, one_rank, tiny_plan
 
 
@@ -83,6 +84,28 @@ def with_images() -> list[Sample]:
     return [dataclasses.replace(s, images=images[s.prompt_id]) for s in random_samples()]
 
 
+def with_sets() -> list[Sample]:
+    """Sets that top-p and top-k kept, beside images."""
+    return [with_kept(each, 200) for each in with_images()]
+
+
+def test_save_samples_stores_kept_sets_in_four_bytes_a_token(tmp_path: Path):
+    path = tmp_path / "batch.safetensors"
+    save_samples(path, with_sets())
+    loaded = load_samples(path)
+    assert_same(loaded, with_sets())
+    with safe_open(path, framework="pt") as file:
+        ids = sum(len(s.kept_ids) for s in with_sets() if s.kept_ids is not None)
+        assert file.get_slice("kept_ids").get_shape() == [ids]
+        assert file.get_slice("kept_ids").get_dtype() == "I32"
+        assert file.metadata()["format"] == "pyrl_ext rollout 4"
+    assert RecordedEngine(path).capabilities.kept_sets
+    with pytest.raises(ValueError, match=r"prompt 0, sample 1 differs .* in having kept sets"):
+        save_samples(path, [loaded[0], with_images()[1]])
+    save_samples(path, with_images())
+    assert not RecordedEngine(path).capabilities.kept_sets
+
+
 def test_save_samples_stores_a_picture_once(tmp_path: Path):
     path = tmp_path / "batch.safetensors"
     save_samples(path, with_images())
@@ -99,7 +122,7 @@ def test_save_samples_stores_a_picture_once(tmp_path: Path):
         assert file.metadata()["format"] == "pyrl_ext rollout 2"
 
 
-@pytest.mark.parametrize("given", [random_samples, with_images])
+@pytest.mark.parametrize("given", [random_samples, with_images, with_sets])
 def test_load_samples_notices_every_changed_byte(tmp_path: Path, given: Callable[[], list[Sample]]):
     path = tmp_path / "batch.safetensors"
     save_samples(path, given())
@@ -153,7 +176,7 @@ def test_load_samples_reads_the_first_format(tmp_path: Path):
             assert_same(load_samples(path), random_samples())
 
 
-@pytest.mark.parametrize("given", [random_samples, with_images])
+@pytest.mark.parametrize("given", [random_samples, with_images, with_sets])
 def test_load_samples_notices_every_cut(tmp_path: Path, given: Callable[[], list[Sample]]):
     path = tmp_path / "batch.safetensors"
     save_samples(path, given())

@@ -317,6 +317,7 @@ def test_check_batch_averages_over_loss_tokens_alone(parts: Parts):
         (("rollout.dtype=bfloat16",), 0.1),
         (("model.dtype=bfloat16",), 0.1),
         (("model.dtype=bfloat16", "replay=off"), 0.5),
+        (("rollout.top_k=5", "rollout.top_p=0.9"), 1e-4),
         (("rollout.top_k=5", "rollout.accept_truncated_sampling=true"), None),
         (
             (

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from pyrl_ext.loss.fused_head.chunking import CallPlan, plan_call
 from pyrl_ext.loss.fused_head.collectives import HiddenGrad, distribution_of, hidden_chunks
 from pyrl_ext.loss.fused_head.tiles import CachedLogits, Head
+from pyrl_ext.loss.kept_sets import KeptSets
 
 LossOfChunk = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -41,6 +42,7 @@ def linear_logprob(
     cache_bytes: int = 0,
     sequence_parallel: bool = False,
     main_grad: bool = False,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``vocab_parallel_logprob(hidden @ weight.T, ...)`` with its entropy, chunk by chunk.
 
@@ -61,6 +63,7 @@ def linear_logprob(
         sequence_parallel: ``hidden`` is a shard of the tokens; it is gathered chunk by chunk.
         main_grad: every backward adds the gradient of ``weight`` to ``weight.main_grad`` (float32),
             as with megatron's gradient accumulation fusion.
+        kept:    [T] sets that the tokens were drawn from, at least in this rank's shard.
 
     Returns:
         (log-probs [T], entropies [T]) float32, float64 for float64. All ranks hold the same bits.
@@ -72,17 +75,14 @@ def linear_logprob(
         ValueError: as `vocab_parallel_logprob`; or ``rows`` or ``main_grad`` do not fit.
     """
     call = plan_call(
-        "linear_logprob",
-        hidden,
-        weight,
-        targets,
-        group,
+        *("linear_logprob", hidden, weight, targets, group),
         valid_vocab=valid_vocab,
         rows=rows,
         chunk_bytes=chunk_bytes,
         cache_bytes=cache_bytes,
         sequence_parallel=sequence_parallel,
         main_grad=main_grad,
+        kept=kept,
     )
     chosen, scale = call.targets_and_scale(targets, temperature, weight.dtype)
     logprob, entropy = _apply(_LinearLogprob, hidden.contiguous(), weight, chosen, scale, call)
@@ -102,6 +102,7 @@ def linear_logprob_loss(
     chunk_bytes: int = CHUNK_BYTES,
     sequence_parallel: bool = False,
     main_grad: bool = False,
+    kept: KeptSets | None = None,
 ) -> Tensor:
     """``sum over chunks of loss_fn(logprob, entropy, tokens)``, with gradients in the same pass.
 
@@ -113,7 +114,7 @@ def linear_logprob_loss(
             their losses, one number. Called once a chunk, on every rank; differentiated with
             respect to the log-probs and entropies only.
         hidden, weight, targets, group, temperature, valid_vocab, rows, chunk_bytes,
-            sequence_parallel, main_grad: as in :func:`linear_logprob`.
+            sequence_parallel, main_grad, kept: as in :func:`linear_logprob`.
 
     Returns:
         The sum, float32 (float64 for float64).
@@ -135,6 +136,7 @@ def linear_logprob_loss(
         chunk_bytes=chunk_bytes,
         sequence_parallel=sequence_parallel,
         main_grad=main_grad,
+        kept=kept,
     )
     chosen, scale = call.targets_and_scale(targets, temperature, weight.dtype)
     tokens = call.order
@@ -163,7 +165,7 @@ class _LinearLogprob(torch.autograd.Function):
             ctx.num_cached += budget >= 0
             part = chunk.part
             stats[:, part] = head.stats(
-                x, targets[part], scale[part], cached if budget >= 0 else None, narrow=True
+                x, targets[part], scale[part], part, cached if budget >= 0 else None, narrow=True
             )
         logprob, entropy, top, log_sum = distribution_of(stats, targets, scale, call)
         flat = [tensor for pair in cached for tensor in pair]
@@ -188,7 +190,7 @@ class _LinearLogprob(torch.autograd.Function):
         for i, (chunk, x) in enumerate(hidden_chunks(hidden, call)):
             of_chunk = [vector[chunk.part] for vector in vectors]
             cache = cached if i < ctx.num_cached else None
-            hidden_grad.add(chunk, head.gradients(x, of_chunk, total, cache))
+            hidden_grad.add(chunk, head.gradients(x, of_chunk, total, chunk.part, cache))
         weight_grad = None
         if wanted and ctx.main_grad is not None:
             weight_grad = _stand_in(weight)
@@ -215,13 +217,13 @@ class _LinearLogprobLoss(torch.autograd.Function):
         for chunk, x in hidden_chunks(hidden, call):
             cache: CachedLogits | None = [] if wanted else None
             target, rate, where = (each[chunk.part] for each in (targets, scale, tokens))
-            stats = head.stats(x, target, rate, cache)
+            stats = head.stats(x, target, rate, chunk.part, cache)
             logprob, entropy, top, log_sum = distribution_of(stats, target, rate, call)
             loss, *grads = _loss_and_gradients(loss_fn, logprob, entropy, where, wanted)
             loss_sum += loss
             if hidden_grad is not None:
                 vectors = [target, rate, top, log_sum, entropy, *grads]
-                hidden_grad.add(chunk, head.gradients(x, vectors, total, cache))
+                hidden_grad.add(chunk, head.gradients(x, vectors, total, chunk.part, cache))
         if hidden_grad is not None:
             ctx.save_for_backward(hidden_grad.wait(), total, weight)
             ctx.main_grad = _main_grad(weight, call)

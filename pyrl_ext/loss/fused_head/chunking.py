@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyrl_ext.dist.upload import to_device
 from pyrl_ext.loss.arguments import accum_dtype, check_targets, check_valid_vocab, logit_scale
+from pyrl_ext.loss.kept_sets import KeepMasks, KeptSets
 
 CPU_TOKENS = 512  # most tokens of a chunk on a CPU; more do not make a product faster
 
@@ -43,6 +44,7 @@ class CallPlan:
         valid_vocab: columns of all ranks that are no padding.
         main_grad: the gradient of the weight is added to ``weight.main_grad``.
         cache_bytes: of logits kept for the backward.
+        masks: of the tokens in chunk order; None: all of the vocabulary is kept.
     """
 
     where: str
@@ -53,6 +55,7 @@ class CallPlan:
     valid_vocab: int
     main_grad: bool
     cache_bytes: int
+    masks: KeepMasks | None = None
 
     @property
     def ranks(self) -> int:
@@ -87,11 +90,13 @@ def plan_call(
     cache_bytes: int = 0,
     sequence_parallel: bool = False,
     main_grad: bool = False,
+    kept: KeptSets | None = None,
 ) -> CallPlan:
     """Check shapes and dtypes, and cut the tokens into chunks. Arguments as in `linear_logprob`.
 
     Raises:
-        ValueError: shapes, dtypes, ``valid_vocab``, ``rows`` or ``weight.main_grad`` do not fit.
+        ValueError: shapes, dtypes, ``valid_vocab``, ``rows``, ``weight.main_grad`` or ``kept`` do
+            not fit.
     """
     ranks = 1 if group is None else group.size()
     shards = ranks if sequence_parallel else 1
@@ -102,20 +107,28 @@ def plan_call(
     # gradients are written over the logits, and copied where the products take another dtype
     sums = accum_dtype(weight.dtype)
     bytes_per_logit = sums.itemsize + (0 if weight.dtype == sums else weight.itemsize)
+    bytes_per_logit += kept is not None  # of the mask
     max_tokens = max(1, chunk_bytes // (bytes_per_logit * weight.shape[0]))
     if not hidden.is_cuda:
         max_tokens = min(max_tokens, CPU_TOKENS)
     computed = _computed(where, rows, len(targets)).view(shards, hidden.shape[0])
-    chunks, order = _chunks(computed, max_tokens, hidden.device)
+    chunks, on_host = _chunks(computed, max_tokens, hidden.device)
+    masks = None
+    if kept is not None:
+        if len(kept.counts) != len(targets):
+            raise ValueError(f"{where}: {len(kept.counts)} kept sets, expected {len(targets)}")
+        first = 0 if group is None else group.rank() * weight.shape[0]
+        masks = kept.select(on_host).masks(first, weight.shape[0], hidden.device)
     return CallPlan(
         where=where,
         chunks=chunks,
-        order=None if rows is None and shards == 1 else order,
+        order=None if rows is None and shards == 1 else to_device(on_host, hidden.device),
         group=group,
         shards=shards,
         valid_vocab=valid_vocab,
         main_grad=main_grad,
         cache_bytes=cache_bytes,
+        masks=masks,
     )
 
 
@@ -165,7 +178,7 @@ def _computed(where: str, rows: Tensor | None, tokens: int) -> Tensor:
 
 def _chunks(computed: Tensor, max_tokens: int, device: torch.device) -> tuple[list[Chunk], Tensor]:
     """Chunks of ``max_tokens`` (plus less than one row of the shards) of the tokens ``computed``
-    [shards, T / shards], and these tokens [N] in chunk order."""
+    [shards, T / shards], and these tokens [N] in chunk order, on the host."""
     shards, shard_size = computed.shape
     count = computed.sum(0)
     bins = (count.cumsum(0) - count) // max_tokens
@@ -181,4 +194,4 @@ def _chunks(computed: Tensor, max_tokens: int, device: torch.device) -> tuple[li
         is_whole = len(pick) == length * shards
         chunks.append(Chunk(rows, part, None if is_whole else to_device(pick, device)))
         row, token = rows.stop, part.stop
-    return chunks, to_device(torch.cat(order), device)
+    return chunks, torch.cat(order)

@@ -80,7 +80,7 @@ class Head:
 
     def __init__(self, weight: Tensor, call: CallPlan):
         columns = weight.shape[0]
-        self.weight = weight
+        self.weight, self.call = weight, call
         self.first, self.width = shard_columns(columns, call.valid_vocab, call.group)
         tokens = max((chunk.part.stop - chunk.part.start for chunk in call.chunks), default=1)
         self.tile = columns if weight.is_cuda else max(256, CPU_TILE // max(tokens, 1))
@@ -91,17 +91,23 @@ class Head:
             rows = self.weight[first : first + self.tile]
             yield first, min(self.width - first, len(rows)), operand(rows)
 
+    def _mask(self, part: slice, column: int, columns: int) -> Tensor | None:
+        masks = self.call.masks
+        return None if masks is None else masks.tile(part, column, columns)
+
     def stats(
         self,
         x: Tensor,
         targets: Tensor,
         scale: Tensor,
+        part: slice,
         cache: CachedLogits | None = None,
         narrow: bool = False,
     ) -> Tensor:
         """Statistics [4, c] of the tokens with hidden states ``x``.
 
         Args:
+            part: these tokens in chunk order.
             cache: the logits are appended to it.
             narrow: in bfloat16.
         """
@@ -109,7 +115,9 @@ class Head:
         with _products(self.weight.dtype):
             for first, width, rows in self._tiles():
                 logits = _mm(x, rows.t())
-                parts.append(token_logprob_stats(logits, targets, scale, self.first + first, width))
+                column = self.first + first
+                keep = self._mask(part, column, len(rows))
+                parts.append(token_logprob_stats(logits, targets, scale, column, width, keep))
                 if cache is not None:
                     cache.append(_narrowed(logits, parts[-1][0]) if narrow else (logits, 0.0))
         if not parts:  # this rank holds nothing but padding
@@ -125,12 +133,14 @@ class Head:
         x: Tensor,
         vectors: list[Tensor],
         weight_grad: Tensor | None,
+        part: slice,
         cache: CachedLogits | None = None,
     ) -> Tensor:
         """d(hidden) [c, H] of this shard; d(weight) is added to ``weight_grad``.
 
         Args:
             vectors: targets, scale, max, log_sum, entropy and the two gradients, [c] each.
+            part: these tokens in chunk order.
             cache: the logits, removed as they are used; None: they are computed again.
         """
         targets, scale, top, *others = vectors
@@ -144,7 +154,8 @@ class Head:
                 in_place = logits.dtype == scale.dtype
                 gradient = token_logprob_grad_ if in_place else token_logprob_grad
                 column = self.first + first
-                grad = gradient(logits, targets, scale, column, width, top - offset, *others)
+                keep = self._mask(part, column, len(rows))
+                grad = gradient(logits, targets, scale, column, width, top - offset, *others, keep)
                 grad = grad.to(rows.dtype)
                 del logits  # before those of the next tile are allocated
                 _add_mm(hidden_grad, grad, rows)

@@ -72,9 +72,10 @@ def logprobs_of_what_was_sampled(plan: Plan) -> Found:
 @rule("rollout.accept_truncated_sampling")
 def truncation_is_accepted(plan: Plan) -> Found:
     rollout = plan.rollout
-    if (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.accept_truncated_sampling:
+    if plan.trains_on_kept_sets and rollout.engine == "vllm":
         return (
-            f"false with top_p {rollout.top_p:g} and top_k {rollout.top_k}, expected top_p 1 and "
-            "top_k 0; the trainer scores the full distribution, so every ratio would be off. Set "
-            "it true to train on truncated samples anyway"
+            f"false with top_p {rollout.top_p:g}, top_k {rollout.top_k} and engine vllm, which "
+            "returns no kept sets here, expected top_p 1 and top_k 0; the trainer would score the "
+            "full distribution, so every ratio would be off. Use engine: hf, which returns them, "
+            "or set it true to train on truncated samples anyway"
         )

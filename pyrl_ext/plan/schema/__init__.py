@@ -153,7 +153,7 @@ class Rollout(Section):
     logprobs_mode: Literal["processed", "raw"] = "processed"
     """log-probabilities the engine reports: after or before temperature"""
     accept_truncated_sampling: bool = False
-    """allow top_p and top_k although the trainer scores the full distribution"""
+    """score the full distribution although top_p or top_k cut it, not the tokens that they kept"""
     path: File | None = None
     """recorded samples, relative to this YAML file (recorded)"""
     record: Text | None = None
@@ -164,7 +164,7 @@ class Rollout(Section):
     max_mismatch: Rate | None = None
     """stop the run if the mean absolute difference of the trainer's and the engine's log-probs is
     larger at any step; null: check the first step after each start only, against 1e-4 in float32,
-    else 0.1, or 0.5 if routers are not replayed (no check with top_p or top_k)"""
+    else 0.1, or 0.5 if routers are not replayed (none with accept_truncated_sampling)"""
 
 
 class Replay(Section):

@@ -84,7 +84,7 @@ class HFEngine(Engine):
     def capabilities(self) -> Capabilities:
         """Routes if the model has routers; processed log-probs; every kind of sampling."""
         images = self.images.scale is not None
-        return Capabilities(routes=bool(self.layer_ids), images=images, turns=True)
+        return Capabilities(routes=bool(self.layer_ids), images=images, kept_sets=True, turns=True)
 
     def load_weights(
         self,

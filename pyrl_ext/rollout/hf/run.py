@@ -14,7 +14,7 @@ from pyrl_ext.rollout.engine import TurnFeed, need_processor
 from pyrl_ext.rollout.hf.kv_slots import Key, Slots, key_of
 from pyrl_ext.rollout.hf.sampling import draw, stream_keys
 from pyrl_ext.rollout.hf.stop_strings import StopStrings
-from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn
+from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn, kept_counts
 
 if TYPE_CHECKING:
     from pyrl_ext.rollout.hf.engine import HFEngine
@@ -57,6 +57,7 @@ class Run:
         self.waiting: deque[Turn] = deque()
         self._busy: set[Key] = set()  # trajectories with a turn that waits or runs
         self._images: dict[int, tuple[Image, ...]] = {}
+        self._kept: dict[Key, list[Tensor]] = {}  # the sets that running turns are drawn from
         self.stop = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=engine.device)
         self.stops = StopStrings(engine.tokenizer, sampling.stop) if sampling.stop else None
         self.slots = Slots(
@@ -184,8 +185,10 @@ class Run:
         slots = self.slots
         span = slice(first, slots.running)
         places = torch.from_numpy(slots.length[span]).to(logits.device)
-        tokens, logprobs = draw(logits, slots.keys[span], places, self.sampling)
+        tokens, logprobs, kept = draw(logits, slots.keys[span], places, self.sampling)
         slots.append(first, tokens, logprobs)
+        if kept is not None:
+            self._keep(first, kept)
         stopped = torch.isin(tokens, self.stop).cpu().numpy()
         if self.stops is not None:
             stopped |= self.stops.complete(self._tails(span, self.stops.window))
@@ -196,6 +199,15 @@ class Run:
         finished = self._harvest(np.flatnonzero(done), stopped[done[span]])
         slots.retire(done, park=self.open)
         return finished
+
+    def _keep(self, first: int, kept: Tensor) -> None:
+        """Add the sets [rows, V] of a token of each of the rows first..running-1.
+
+        Syncs: reads their sizes.
+        """
+        ids = kept.nonzero()[:, 1].int().cpu()
+        for row, each in enumerate(ids.split(kept.sum(1).tolist()), first):
+            self._kept.setdefault(key_of(self.slots.turn[row]), []).append(each)
 
     def _tails(self, span: slice, window: int) -> list[list[int]]:
         """Up to `window` last tokens of the responses in these rows."""
@@ -232,6 +244,7 @@ class Run:
                 experts = routes[number, :size].clone()
                 experts[-1] = 0
                 experts = experts.view(engine.route_dtype)
+            sets = self._kept.pop(key_of(turn), None)
             sample = Sample(
                 prompt_id=turn.prompt.id,
                 index=turn.index,
@@ -246,6 +259,8 @@ class Run:
                 finish_reason="stop" if stopped[number] else "length",
                 images=self.images(turn.prompt),
                 turn=turn.number,
+                kept_counts=None if sets is None else kept_counts(sets, start),
+                kept_ids=None if sets is None else torch.cat(sets),
             )
             finished.append(sample)
             self._busy.discard(key_of(turn))

@@ -68,7 +68,7 @@ def processed_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def draw(
     logits: Tensor, keys: Tensor, positions: Tensor, sampling: Sampling
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draws one token a row by inverting the distribution function in float64.
 
     Args:
@@ -78,18 +78,20 @@ def draw(
         sampling: see `Sampling`
 
     Returns:
-        tokens [N] int64 and their log-probs [N] float32 (greedy: of the unfiltered model at
-        temperature 1)
+        tokens [N] int64; their log-probs [N] float32 (greedy: of the unfiltered model at
+        temperature 1); what could be drawn [N, V] bool, if ``sampling`` asks for it
     """
+    kept = None
     if sampling.greedy:
         logprobs = logits.float().log_softmax(-1)
         tokens = logprobs.argmax(-1, keepdim=True)
     else:
         logprobs = processed_logprobs(logits, sampling)
+        kept = logprobs > -torch.inf if sampling.kept_sets else None
         reached = logprobs.double().exp().cumsum(-1)
         point = uniforms(keys, positions)[:, None] * reached[:, -1:]
         # the first token whose distribution function exceeds the point: never one of probability 0
         tokens = torch.searchsorted(reached, point, right=True)
         # nan logits reach nothing; their nan log-prob is what the caller sees
         tokens.clamp_(max=logits.shape[-1] - 1)
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], kept

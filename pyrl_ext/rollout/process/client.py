@@ -285,7 +285,7 @@ class IdleEngine(Engine):
     @property
     def capabilities(self) -> Capabilities:
         """Weights change nothing here."""
-        return Capabilities(routes=self._routes, weights=False, images=self._images)
+        return Capabilities(routes=self._routes, weights=False, images=self._images, kept_sets=True)
 
     def load_weights(
         self,

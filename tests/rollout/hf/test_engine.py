@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.samples import Prompt, Sampling
 from tests.helpers.engines import (
     CONFIGS,
@@ -147,6 +149,26 @@ def test_generate_reports_logprobs_of_the_filtered_distribution(options: dict[st
     sampling = Sampling(5, samples_per_prompt=4, **options)
     for sample in engine_of(model, GLM).generate(prompts_of([4, 2], 128), sampling):
         assert_matches_plain(model, sample, sampling)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 12, "top_p": 0.7}])
+def test_generate_returns_the_tokens_that_were_kept(options: dict[str, Any]):
+    """Rows finish at other times than they begin, so sets move with their samples."""
+    model = random_model(GLM)
+    sampling = Sampling(9, samples_per_prompt=5, stop_ids=tuple(range(20)), **options)
+    asked = replace(sampling, kept_sets=True)
+    engine = engine_of(model, GLM, max_num_seqs=4)
+    plainly = engine.generate(prompts_of([4, 2, 7], 128), sampling)
+    drawn = engine.generate(prompts_of([4, 2, 7], 128), asked)
+    for sample, other in zip(drawn, plainly, strict=True):
+        assert sample.check().response == other.response and other.kept_ids is None
+        assert sample.kept_counts is not None and sample.kept_ids is not None
+        start, (logits, _) = sample.prompt_len, plain(model, sample.tokens)
+        kept = processed_logprobs(logits[start - 1 : -1], sampling) > -torch.inf
+        assert sample.kept_counts[start:].tolist() == kept.sum(1).tolist()
+        assert sample.kept_ids.tolist() == kept.nonzero()[:, 1].tolist()
+    greedy = replace(asked, greedy=True, samples_per_prompt=1)
+    assert all(s.kept_ids is None for s in engine.generate(prompts_of([4], 128), greedy))
 
 
 def test_generate_leaves_global_random_numbers_alone():

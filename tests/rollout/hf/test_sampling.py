@@ -46,7 +46,8 @@ def test_draw_follows_the_distribution_and_never_takes_a_cut_token():
     logits = torch.tensor([2.0, 1.0, 0.5, -1.0, -2.0, 0.0]).expand(60_000, -1)
     keys = stream_keys(7, torch.arange(60_000), torch.zeros(60_000, dtype=torch.int64))
     sampling = Sampling(1, temperature=0.8, top_p=0.9)
-    tokens, logprobs = draw(logits, keys, torch.full((60_000,), 4), sampling)
+    tokens, logprobs, kept = draw(logits, keys, torch.full((60_000,), 4), sampling)
+    assert kept is None
     expected = brute_force(logits[0].numpy(), 0.8, 0, 0.9)
     counts = np.bincount(tokens.numpy(), minlength=6) / 60_000
     assert (counts[expected == 0] == 0).all()
