@@ -23,6 +23,14 @@ def loss_tokens(batch: Batch, depth: int) -> np.ndarray:
     return np.array([int(part.sum()) for part in counted.split(list(batch.seqlens))])
 
 
+def kept_ids(batch: Batch) -> np.ndarray:
+    """[S] int64, ids in the kept sets of each sample."""
+    if batch.kept is None:
+        return np.zeros(len(batch.seqlens), np.int64)
+    parts = batch.kept.counts.clamp(min=0).split(list(batch.seqlens))
+    return np.array([int(part.sum()) for part in parts])
+
+
 def index_of(batch: Batch, owner: int = 0, depths: int = 0) -> BatchIndex:
     """The index of a batch that rank ``owner`` holds; every sample is a group."""
     samples = len(batch.seqlens)
@@ -39,6 +47,7 @@ def index_of(batch: Batch, owner: int = 0, depths: int = 0) -> BatchIndex:
         rewards=zeros.astype(float),
         versions=zeros,
         unrouted=np.array([int(part.sum()) for part in unrouted]),
+        kept=kept_ids(batch),
         loss_tokens=np.stack([loss_tokens(batch, d) for d in range(1 + depths)], 1),
         layer_ids=() if batch.routes is None else batch.layer_ids,
         topk=0 if batch.routes is None else batch.routes.shape[-1],

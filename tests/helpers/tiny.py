@@ -1,6 +1,7 @@
 """The tiny model's plan and batches of random rows: what the tests of the trainer start from."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.dist.topology import Topology
+from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.plan import Plan, compile_plan
 from tests.helpers.passes import WholeBatch
@@ -70,12 +73,15 @@ def random_routes(rows: int, generator: torch.Generator) -> Tensor:
     return scores.argsort(-1)[..., :TOPK].to(torch.uint8)
 
 
-def random_batch(samples: int = 21, seed: int = 0, unrouted: float = 0.1) -> WholeBatch:
-    """Sequences of 1 to 23 rows; a share ``unrouted`` of the rows has no route."""
+def random_batch(
+    samples: int = 21, seed: int = 0, unrouted: float = 0.1, kept: int = 0
+) -> WholeBatch:
+    """Sequences of 1 to 23 rows; a share ``unrouted`` of the rows has no route. Loss tokens were
+    drawn from sets of up to ``kept`` tokens, or with 0 from the vocabulary."""
     g = torch.Generator().manual_seed(seed)
     seqlens = tuple(torch.randint(1, 24, (samples,), generator=g).tolist())
     rows = sum(seqlens)
-    return WholeBatch(
+    batch = WholeBatch(
         seqlens=seqlens,
         tokens=torch.randint(3, 128, (rows,), generator=g),
         targets=torch.randint(3, 128, (rows,), generator=g),
@@ -87,3 +93,15 @@ def random_batch(samples: int = 21, seed: int = 0, unrouted: float = 0.1) -> Who
         layer_ids=LAYERS,
         route_mask=torch.rand(rows, generator=g) >= unrouted,
     )
+    return replace(batch, kept=random_sets(batch, kept, g)) if kept else batch
+
+
+def random_sets(batch: Batch, largest: int, generator: torch.Generator) -> KeptSets:
+    """Of each loss token one to ``largest`` tokens, itself among them; of other rows none."""
+    counts, ids = list[int](), list[int]()
+    for target, mask in zip(batch.targets.tolist(), batch.loss_mask.tolist(), strict=True):
+        size = int(torch.randint(0, largest, (), generator=generator))
+        each = {target, *torch.randint(3, 128, (size,), generator=generator).tolist()}
+        counts.append(len(each) if mask else -1)
+        ids += sorted(each) if mask else []
+    return KeptSets(*(torch.tensor(x, dtype=torch.int32) for x in (counts, ids)))

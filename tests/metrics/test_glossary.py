@@ -72,6 +72,7 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
         *(f"model.config={tmp_path / 'config.json'}", "model.mtp=true", f"run={tmp_path / 'run'}"),
         *(*QUICK, "steps=2", "evaluate.every=1", "checkpoint.every=1", "rollout.oversample=1.75"),
         *("objective.kl_coef=0.1", "objective.tis_cap=2", "objective.entropy_coef=0.01"),
+        "rollout.top_p=0.95",
         *("objective.mask_ratio=[0.1,9.0]", "objective.sequence_bounds=[0.1,9.0]"),
         *("objective.veto=1e-6", "objective.opsm=1.0", "objective.overlong_buffer=2"),
     )
