@@ -41,7 +41,7 @@ class BatchIndex:
         rewards:     [S] float64, of the trajectory.
         versions:    [S] int32, of the weights that generated the sample.
         unrouted:    [S] int32, rows without a route.
-        kept:        [S] int64, ids in the sets that top-p and top-k left; 0 without such sets.
+        kept:        [S] int32, ids in the sets that top-p and top-k left; 0 without such sets.
         loss_tokens: [S, 1 + D] int32, rows under the loss mask; at depth d those whose target is d
             tokens further on, as the MTP layer at depth d predicts it.
         layer_ids:   [L] 0-based global ids of the layers that have routes; empty without routes.
@@ -281,7 +281,6 @@ _COLUMNS = {
     "groups": np.dtype(np.int64),
     "rewards": np.dtype(np.float64),
     **dict.fromkeys(("owners", "places", "turns", "seqlens", "sampled"), np.dtype(np.int32)),
-    "kept": np.dtype(np.int64),
-    **dict.fromkeys(("versions", "unrouted", "loss_tokens"), np.dtype(np.int32)),
+    **dict.fromkeys(("versions", "unrouted", "kept", "loss_tokens"), np.dtype(np.int32)),
     "truncated": np.dtype(np.bool_),
 }

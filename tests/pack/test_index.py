@@ -105,7 +105,7 @@ def test_from_bytes_reads_what_to_bytes_wrote(groups):
 def test_digest_depends_on_every_number():
     index = BatchIndex.of(make_samples())
     columns = [name for name, column in vars(index).items() if isinstance(column, np.ndarray)]
-    assert len(columns) == 11
+    assert len(columns) == 12
     for name in columns:
         changed = getattr(index, name).copy()
         changed[3] = changed[3] == 0 if name == "truncated" else changed[3] + 1
