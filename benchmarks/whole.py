@@ -24,11 +24,11 @@ def loss_tokens(batch: Batch, depth: int) -> np.ndarray:
 
 
 def kept_ids(batch: Batch) -> np.ndarray:
-    """[S] int64, ids in the kept sets of each sample."""
+    """[S] int32, ids in the kept sets of each sample."""
     if batch.kept is None:
-        return np.zeros(len(batch.seqlens), np.int64)
+        return np.zeros(len(batch.seqlens), np.int32)
     parts = batch.kept.counts.clamp(min=0).split(list(batch.seqlens))
-    return np.array([int(part.sum()) for part in parts])
+    return np.array([int(part.sum()) for part in parts], np.int32)
 
 
 def index_of(batch: Batch, owner: int = 0, depths: int = 0) -> BatchIndex:

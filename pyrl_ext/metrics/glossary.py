@@ -194,11 +194,7 @@ _METRICS = (
     ),
     Metric("rollout/samples_per_trajectory", "1", "Samples that a trajectory was cut into, mean."),
     Metric("rollout/reward_std", "reward", "Standard deviation of the rewards over all samples."),
-    Metric(
-        "rollout/kept_tokens",
-        "tokens",
-        "Mean tokens that top-p and top-k left to draw a token from.",
-    ),
+    Metric("rollout/kept_tokens", "tokens", "Mean size of a set that top-p and top-k kept."),
     Metric(
         "rollout/flat_groups",
         "1",
@@ -295,11 +291,7 @@ _METRICS = (
         "bytes",
         "Rows of samples that all ranks together received from ranks of other hosts.",
     ),
-    Metric(
-        "batch/moved_bytes/tokens",
-        "bytes",
-        "The part of them that is tokens, targets and loss masks.",
-    ),
+    Metric("batch/moved_bytes/tokens", "bytes", "The part that is tokens, targets and masks."),
     Metric(
         "batch/moved_bytes/logprobs",
         "bytes",

@@ -97,7 +97,7 @@ def random_batch(
 
 
 def random_sets(batch: Batch, largest: int, generator: torch.Generator) -> KeptSets:
-    """Of each loss token one to ``largest`` tokens, itself among them; of other rows none."""
+    """One to ``largest`` tokens for each loss token, itself among them; none for other rows."""
     counts, ids = list[int](), list[int]()
     for target, mask in zip(batch.targets.tolist(), batch.loss_mask.tolist(), strict=True):
         size = int(torch.randint(0, largest, (), generator=generator))
