@@ -43,7 +43,7 @@ class FeatureGPT(GPTModel):
                     f"the chunk's {layers} layers"
                 )
             hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            first, deep = values.to(hidden.dtype).split([width, values.shape[1] - width], dim=1)
+            first, deep = values.split([width, values.shape[1] - width], dim=1)
             more["decoder_input"] = hidden.index_copy(0, rows, first[:, None])
             if deep.shape[1]:
                 more["extra_block_kwargs"] = {"context": deep, "context_mask": rows}

@@ -13,7 +13,7 @@ def axial_positions(rows: np.ndarray, lengths: Lengths, images: Images) -> np.nd
 
     A row of text has three equal positions. Those of an image count its frames, and its rows and
     columns of merged patches, all from the position that follows the text before; the text behind
-    follows the largest of them.
+    follows the largest of its rows and columns, however many frames there are.
 
     Args:
         rows:   [M] rows of the stream.
@@ -28,11 +28,11 @@ def axial_positions(rows: np.ndarray, lengths: Lengths, images: Images) -> np.nd
     starts = lengths.starts[images.samples] + images.rows
     merge = np.sqrt(images.patches // images.counts).astype(np.int64)
     height, width = images.grids[:, 1] // merge, images.grids[:, 2] // merge
-    largest = np.maximum(np.maximum(height, width), images.grids[:, 0])
+    largest = np.maximum(height, width)
     # of the images up to each: rows that they have more than positions
     more = np.concatenate([[0], np.cumsum(images.counts - largest)])
     first = np.searchsorted(images.samples, samples)
-    begun = np.maximum(np.searchsorted(starts, rows, side="right"), first)
+    begun = np.searchsorted(starts, rows, side="right")
     image = begun - 1
     inside = (begun > first) & (rows < (starts + images.counts)[image])
     found = np.stack([offset - more[begun - inside] + more[first]] * 3)

@@ -80,7 +80,7 @@ def test_FeatureGPT_refuses_features_of_more_layers_than_it_has():
         micro = microbatch(random_batch(5), [0, 1, 2, 3, 4], topo.place())
         packed = PackedSequences.of(micro)
         inputs = micro.tokens[None], packed.positions[None], None
-        for width in (plan.sizes.hidden_size * 6, 7):
+        for width in (plan.sizes.hidden_size * 6, plan.sizes.hidden_size * 2 + 7, 7, 0):
             with pytest.raises(ValueError, match=rf"features are {width} wide, expected 64 times"):
                 wide = [(ROWS, torch.zeros(len(ROWS), width))]
                 model(*inputs, packed_seq_params=packed, features=wide)

@@ -16,6 +16,7 @@ SAMPLES = [
     [(1, 8, 4), 1, (1, 4, 4), 1],
     [1],
     [4, (1, 2, 8)],
+    [2, (3, 4, 2), 3, (2, 2, 4), 1],
 ]
 
 
@@ -30,7 +31,7 @@ def test_axial_positions_are_those_of_transformers():
             if isinstance(part, int):
                 kinds += [0] * part
                 continue
-            count = part[1] * part[2] // 4
+            count = part[0] * part[1] * part[2] // 4
             found.append((sample, len(kinds), count, part))
             grids.append(part)
             kinds += [1] * count
