@@ -98,11 +98,14 @@ def test_route_brings_each_row_of_an_image_to_the_rank_that_embeds_it(step, way,
 
 @given(sizes=st.lists(st.integers(1, 1000), max_size=40), replicas=st.integers(1, 8))
 @settings(max_examples=200, deadline=None)
-def test_spread_gives_no_replica_more_than_its_share_and_one_image(sizes, replicas):
-    parts = spread(np.asarray(sizes, np.int64), replicas)
-    assert sorted(i for part in parts for i in part) == [*range(len(sizes))]
-    assert parts == spread(np.asarray(sizes, np.int64), replicas)
-    loads = [sum(sizes[i] for i in part) for part in parts]
+def test_spread_gives_the_largest_image_to_the_replica_with_least(sizes, replicas):
+    """The first of equal images, and of equal replicas: every rank finds the same."""
+    loads, want = [0] * replicas, [list[int]() for _ in range(replicas)]
+    for size, image in sorted((-size, image) for image, size in enumerate(sizes)):
+        replica = loads.index(min(loads))
+        want[replica].append(image)
+        loads[replica] -= size
+    assert spread(np.asarray(sizes, np.int64), replicas) == [sorted(part) for part in want]
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
@@ -134,6 +137,18 @@ def test_within_patches_splits_into_as_few_parts_as_hold_the_patches():
     assert len(within_patches(schedule, images, 2, 48, KEY)) == 1
     assert len(within_patches(schedule, images, 2, 32, KEY)) == 2
     assert len(within_patches(schedule, images, 1, 16, KEY)) == 6
+    unlike = Images(*images[:3], grids=grids * [1, 3, 1] ** (np.arange(6) == 1)[:, None])
+    assert len(within_patches(Schedule(2, schedule.microbatches[:1]), unlike, 1, 64, KEY)) == 2
+    idle = Schedule(2, (*schedule.microbatches, (Group(0, 1, ()), Group(1, 1, ()))))
+    assert len(within_patches(idle, images, 2, 32, KEY)) == 3
+
+
+def test_table_holds_the_numbers_of_images_of_a_long_step():
+    numbers = np.asarray([(0, 70_000, 6, 1, 4, 6), (100_000, 2**20, 2**14, 1, 256, 256)])
+    images = Images.of(numbers.reshape(-1))
+    assert images.table.dtype == np.int32 and (images.table == numbers).all()
+    assert (Images.of(images.table).grids == numbers[:, 3:]).all()
+    assert images.patches.tolist() == [24, 65536]
 
 
 def test_within_patches_names_a_sample_that_is_too_much_alone():
