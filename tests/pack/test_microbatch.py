@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.whole import index_of, microbatch, shard_at
 from pyrl_ext.dist.topology import Place
@@ -18,6 +19,7 @@ from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard, Seat
 from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import local_rows
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch
 
 PLACES = [
@@ -139,6 +141,56 @@ def test_of_gives_rows_of_images_positions_in_three_axes(place):
     assert torch.equal(micro.positions, torch.where(micro.rows >= 0, want, 0))
     assert torch.equal(plain.positions, Microbatch.of(shard, 0, place, axes=True).positions)
     assert plain.positions.shape == micro.rows.shape
+
+
+TOGETHER = (0, 3, 4)  # samples whose rows two ranks share
+
+
+def over_sequences(batch: WholeBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """A value of every row, and what it counts for in a loss."""
+    g = torch.Generator().manual_seed(5)
+    draw = torch.randn(2, len(batch.tokens), generator=g, dtype=torch.float64)
+    return draw[0], draw[1]
+
+
+def means_on_a_rank(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+    """(rows, mean of each row's sequence, gradient of their weighted squares) of a rank."""
+    batch, place = random_batch(6), Place(2, group.rank(), group)
+    shard = shard_at(batch, TOGETHER, place)
+    rows = shard.rows.tokens
+    tokens = np.bincount(shard.lengths.sample_of(np.flatnonzero(batch.loss_mask)), minlength=6)
+    shares = batch.loss_mask[rows] / tokens.clip(min=1)[shard.lengths.sample_of(rows)]
+    micro = Microbatch.of(shard.with_columns(shares=shares.double()), 0, place)
+    values, weights = (x[micro.rows.clamp(min=0)] for x in over_sequences(batch))
+    values.requires_grad_()
+    assert micro.inputs is not None and micro.inputs.sequences is not None
+    means = micro.inputs.sequences.mean(values)
+    (torch.where(micro.rows >= 0, weights, 0) * means**2).sum().backward()
+    assert values.grad is not None
+    return micro.rows, means.detach(), values.grad
+
+
+def test_of_gives_means_over_sequences_whose_rows_two_ranks_share():
+    """Means and their gradient, against a loop over whole samples in one process."""
+    batch = random_batch(6)
+    values, weights = over_sequences(batch)
+    values.requires_grad_()
+    means = torch.full_like(values.detach(), torch.nan)
+    total, stop = torch.zeros((), dtype=torch.float64), np.cumsum(batch.seqlens)
+    for i in TOGETHER:
+        rows = slice(int(stop[i] - batch.seqlens[i]), int(stop[i]))
+        mean = values[rows][batch.loss_mask[rows]].mean()
+        total, means[rows] = total + (weights[rows] * mean**2).sum(), mean.detach()
+    total.backward()
+    assert values.grad is not None
+    seen = list[int]()
+    for rows, got, grad in run_ranks(means_on_a_rank, 2):
+        real = rows >= 0
+        seen += rows[real].tolist()
+        torch.testing.assert_close(got[real], means[rows[real]])
+        torch.testing.assert_close(grad[real], values.grad[rows[real]])
+        assert not grad[~real].any()
+    assert sorted(seen) == means.isfinite().nonzero()[:, 0].tolist() and len(seen) > 20
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
