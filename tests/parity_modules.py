@@ -160,8 +160,14 @@ LAYOUTS = {
         *_layouts("pp2 -> pp2 vpp2\n1 -> pp3 layout:Ett|ttmm|L\nshared -> tp2 pp2", "glm mtp 2"),
         *_layouts(FAMILIES[4], *VL),
         *_layouts("dp2 -> dp2 ep2 overlapped distributed\npp2 -> pp2 vpp2", "kimi vl"),
+        *_layouts("shared -> pp2 dp2 ep2\nshared -> dp2 cp2 ep2\nshared -> tp2 cp2", "qwen", *VL),
+        *_layouts("shared -> pp2 vpp2 tp2\nshared frozen -> pp2 cp2", "qwen"),
+        *_layouts("shared -> dp2 cp2 ep2 dynamic:4 recompute:full distributed", "glm mtp"),
     ],
-    5: _layouts("dp3 -> dp2\n1 -> tp2 cp2\n1 -> pp2 vpp2 cp2 ep2\ndp3 -> tp2", "qwen", "glm"),
+    5: [
+        *_layouts("dp3 -> dp2\n1 -> tp2 cp2\n1 -> pp2 vpp2 cp2 ep2\ndp3 -> tp2", "qwen", "glm"),
+        *_layouts("1 -> dp2 cp2", "qwen", "glm", *VL),
+    ],
     6: _layouts("dp2 -> pp2 vpp2 dp2 ep2 dynamic:2\ntp2 pp2 -> pp2\ntp2 dp2 -> cp2", "qwen"),
     8: _layouts("dp2 tp2 -> pp2 dp2 ep2 distributed\npp2 + dp2 -> tp2 pp2", "qwen", "glm"),
 }
@@ -178,7 +184,7 @@ FEW = {
     ),
     4: (
         *("overlapped distributed, qwen", "1 + 1 frozen", "dynamic:2, glm mtp", "pp2 -> pp2, qwen"),
-        *("dp2 -> dp2 ep2, qwen vl", "pp2 -> cp2, kimi vl"),
+        *("dp2 -> dp2 ep2, qwen vl", "pp2 -> cp2, kimi vl", "shared -> pp2 dp2 ep2, qwen vl"),
     ),
 }
 
