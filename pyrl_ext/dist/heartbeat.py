@@ -106,7 +106,8 @@ class Heartbeat:
 
     def __init__(self, topo: Topology):
         self.rank, self.world_size = topo.rank, topo.world_size
-        self._whose = f"{topo.module}'s " if topo.has_modules else ""
+        names = (topo.module, *topo.beside) if topo.has_modules else ()
+        self._whose = f"{' and '.join(names)}'s " if names else ""
         self.step: int | None = None
         self._phase: str | None = None
         self.cause: str | None = None
@@ -133,8 +134,8 @@ class Heartbeat:
 
     @property
     def place(self) -> str:
-        """The phase and step of this rank, as in ``update of step 7``; with its module where there
-        are several, as in ``vision's update of step 7``."""
+        """The phase and step of this rank, as in ``update of step 7``; with its modules where
+        the run has several, as in ``vision's update of step 7``."""
         if self.step is None:
             return f"{self._whose}start-up"
         inside = "" if self._phase in (None, "step") else f"{self._phase} of "

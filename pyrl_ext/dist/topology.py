@@ -97,8 +97,8 @@ class Topology:
 
     @property
     def has_modules(self) -> bool:
-        """Whether other ranks run other modules."""
-        return len(self.grid.ranks) < self.world_size
+        """Whether the run has several modules, on this rank or on others."""
+        return len(self.grids) > 1
 
     @property
     def first(self) -> int:

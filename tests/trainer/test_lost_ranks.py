@@ -24,10 +24,13 @@ from tests.helpers.ranks import fork_ranks
 from tests.helpers.vision import image_batch, kimi_plan
 
 WORLD, ENCODER = 3, 2  # the language model's two stages come first
+OWN, SHARED = "own", "shared"  # with SHARED two ranks, each of both modules
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 
 
-def on_rank(rank: int, world_size: int, port: int, folder: Path, lost: int, by: int) -> None:
+def on_rank(
+    rank: int, world_size: int, port: int, folder: Path, ranks: Any, lost: int, by: int
+) -> None:
     """Two passes of an update; in the second ``lost`` gets a signal in its second microbatch."""
     os.dup2(os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY), 2)
     os.environ["WORLD_SIZE"] = str(world_size)
@@ -35,14 +38,15 @@ def on_rank(rank: int, world_size: int, port: int, folder: Path, lost: int, by: 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    pp2 = "parallel.pp=2", "parallel.num_layers_in_first_pipeline_stage=1"
-    plan = kimi_plan(folder, *pp2, "optimizer.overlap_grad_reduce=true")
-    keys = {"vision": Module(train=True, patches_per_microbatch=1 << 20)}
+    sizes = ["parallel.pp=2", "parallel.num_layers_in_first_pipeline_stage=1"]
+    sizes = sizes if ranks == OWN else ["parallel.dp=2"]
+    plan = kimi_plan(folder, *sizes, "optimizer.overlap_grad_reduce=true")
+    keys = {"vision": Module(train=True, ranks=ranks, patches_per_microbatch=1 << 20)}
     plan = plan.model_copy(update={"modules": keys})
     with topology.start(plan) as topo:
         policy, batch = Policy.build(plan, topo), image_batch()
         schedule, loss = Scheduler(plan).schedule(batch.seqlens), build_loss(plan.objective)
-        assert len(schedule) > 2
+        assert len(schedule) > 1
         shard = towers.image_shard(plan, topo, batch, schedule)
         policy.accumulate(shard, loss)
         dist.barrier()
@@ -51,7 +55,7 @@ def on_rank(rank: int, world_size: int, port: int, folder: Path, lost: int, by: 
             with clock("time/update"):
                 dist.barrier()
                 if rank == lost:
-                    (module,) = policy.modules.values()
+                    *_, module = policy.modules.values()
                     ends_in_its_second_forward(unwrap(module.chunks[0]), folder, by)
                 policy.accumulate(shard, loss)
                 dist.barrier()
@@ -70,27 +74,31 @@ def ends_in_its_second_forward(model: Any, folder: Path, by: int) -> None:
     model.forward = lost
 
 
-def place(rank: int) -> str:
-    return f"{'vision' if rank == ENCODER else 'llm'}'s update of step 5"
+def place(rank: int, ranks: str = OWN) -> str:
+    modules = "llm and vision" if ranks == SHARED else "vision" if rank == ENCODER else "llm"
+    return f"{modules}'s update of step 5"
 
 
-@pytest.mark.parametrize("lost", [0, ENCODER])
-def test_a_rank_of_either_module_that_is_killed_ends_all(tmp_path, lost):
-    with fork_ranks(on_rank, WORLD, tmp_path, lost, KILLED) as processes:
+@pytest.mark.parametrize(("ranks", "lost"), [(OWN, 0), (OWN, ENCODER), (SHARED, 1)])
+def test_a_rank_of_either_module_or_of_both_that_is_killed_ends_all(tmp_path, ranks, lost):
+    """The one of both modules is killed while it encodes, the other waits for its rows."""
+    world = WORLD if ranks == OWN else 2
+    with fork_ranks(on_rank, world, tmp_path, ranks, lost, KILLED) as processes:
         for process in processes:
             process.join(DEADLINE)
         codes = [process.exitcode for process in processes]
-        assert codes == [-KILLED if rank == lost else 1 for rank in range(WORLD)]
-        for rank in {*range(WORLD)} - {lost}:
+        assert codes == [-KILLED if rank == lost else 1 for rank in range(world)]
+        for rank in {*range(world)} - {lost}:
             text = (tmp_path / f"{rank}.txt").read_text()
             assert f"rank {lost} (" in text, text
-            assert f"pid {processes[lost].pid}), last heard in {place(lost)}\n" in text, text
-            assert f"\n  rank {rank} ended in {place(rank)}" in text, text
+            at, here = place(lost, ranks), place(rank, ranks)
+            assert f"pid {processes[lost].pid}), last heard in {at}\n" in text, text
+            assert f"\n  rank {rank} ended in {here}" in text, text
 
 
 def test_an_encoder_that_hangs_ends_all_with_the_stacks_of_those_that_wait(tmp_path):
     """Stopped, it is named for its silence; when it goes on, it learns why all have ended."""
-    with fork_ranks(on_rank, WORLD, tmp_path, ENCODER, STOPPED) as processes:
+    with fork_ranks(on_rank, WORLD, tmp_path, OWN, ENCODER, STOPPED) as processes:
         for process in processes[:ENCODER]:
             process.join(DEADLINE)
         os.kill(processes[ENCODER].pid, signal.SIGCONT)
