@@ -220,6 +220,8 @@ class Module:
         """
         tensors = list(self.named_parameters().values())
         if part != "weights":
+            if self.optimizer is None:  # not trained: it has neither
+                return 0
             shared = {t.untyped_storage().data_ptr() for t in tensors}
             tensors = [b.grad_data for b in buffers(self.chunks)]
             if part == "optimizer":  # in fp32 it steps the weights themselves

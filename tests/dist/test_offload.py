@@ -13,12 +13,13 @@ from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.plan import Plan
+from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.train import train
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.pictures import write_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, random_batch, tiny_plan
 
@@ -138,6 +139,31 @@ def test_train_is_the_same_with_an_offloaded_trainer(tmp_path: Path):
     assert rows["all"][0]["memory/offloaded"] > 2 * weights  # no moments yet
     assert rows["all"][1]["memory/offloaded"] > 4 * weights
     assert {"time/offload", "time/onload"} < rows["all"][0].keys()
+
+
+def run_of(path: Path, moves: str, *overrides: str) -> bool:
+    """`train` on pictures; moves: ``rollout.offload_trainer``."""
+    plan = compile_plan(path, [*overrides, "modules.vision.ranks=shared", "evaluate.every=0"])
+    rollout = plan.rollout.model_copy(update={"offload_trainer": moves})
+    plan = plan.model_copy(update={"rollout": rollout})
+    with topology.start(plan) as topo, heartbeats(topo) as heartbeat:
+        return train(plan, topo, heartbeat)
+
+
+def test_train_with_a_frozen_encoder_is_the_same_offloaded_and_after_ctrl_c(tmp_path: Path):
+    """An encoder without gradients and optimizer on the rank of the language model."""
+    path, frozen = write_run(tmp_path), "modules.vision.train=false"
+    assert run_of(path, "none", frozen, f"run={tmp_path}/whole")
+    parted = f"run={tmp_path}/parted", "data.reward=tests.helpers.pictures:even_after_ctrl_c"
+    assert not run_of(path, "all", frozen, *parted)
+    assert [p.name for p in (tmp_path / "parted/checkpoints").iterdir()] == ["step-1"]
+    assert run_of(path, "all", frozen, *parted)
+    whole, again = (read_rows(tmp_path / run / "metrics.jsonl") for run in ("whole", "parted"))
+    assert [row["step"] for row in again] == [0, 1]
+    for one, two in zip(whole, again, strict=True):
+        assert two["memory/offloaded"] > 0 and one["grad_norm"] > 0
+        for name in ("reward", "loss", "grad_norm", "policy/entropy", "policy/ref_kl"):
+            assert two[name] == one[name], (name, one["step"])
 
 
 def test_sleep_leaves_an_engine_that_wants_weights():

@@ -1,6 +1,8 @@
 """A run of a small model on prompts with pictures: its files and its YAML."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,17 @@ SIZES = ((8, 8), (48, 48), (), (24, 16, 48, 40), (64, 48), (16, 16), (), (40, 56
 def even(prompt: Prompt, text: str, tokens: list[int]) -> float:
     """Share of even tokens."""
     return sum(token % 2 == 0 for token in tokens) / max(1, len(tokens))
+
+
+ASKED: list[int] = []  # processes that got one
+
+
+def even_after_ctrl_c(prompt: Prompt, text: str, tokens: list[int]) -> float:
+    """`even`, in a process that gets a Ctrl-C at its first reward."""
+    if not ASKED:
+        ASKED.append(os.getpid())
+        os.kill(ASKED[0], signal.SIGINT)
+    return even(prompt, text, tokens)
 
 
 def write_run(folder: Path) -> Path:
