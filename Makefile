@@ -10,7 +10,7 @@ FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_lo
             layout replay_probs
 KERNEL_TESTS := tests/ops tests/loss/test_vocab_parallel.py
 
-.PHONY: help venv build browser demo demo-vl pictures test test-fast mutants parity parity-large faults two-hosts scale check bench \
+.PHONY: help venv build browser demo demo-vl pictures test test-fast mutants parity parity-large pipeline-fill faults two-hosts scale check bench \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm clean
 
 help:  ## this list
@@ -106,6 +106,10 @@ parity-large: build  ## every layout of 1, 2, 3, 4, 6 and 8 ranks; 12 GiB of mem
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --ranks 1 2 3 4 6 8
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_modules --ranks 2 3 4 5 6 8
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_objectives --ranks 1 2 4 8
+
+# timed against a bar: on a busy machine it misses
+pipeline-fill: build  ## an encoder and a language model whose stages sleep: how full their pipeline is
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.pipeline_fill
 
 faults: build  ## ranks that are killed, hang or fail under torchrun; two hosts and a pulled cable
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/dist/test_faults.py
