@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_block import (
@@ -71,8 +70,8 @@ class VisionTower(MegatronModule):
         super().__init__(config)
         self.tower, self.kind, self.input = tower, kind, None
         self.pre_process, self.post_process = topo.is_first_stage, topo.is_last_stage
-        self.pg_collection, self.model_type = topo.groups, ModelType.encoder_or_decoder
-        self.share_embeddings_and_output_weights, self.vp_stage = False, None
+        self.pg_collection, self.vp_stage = topo.groups, None
+        self.share_embeddings_and_output_weights = False
         if self.pre_process:
             self.embedding = Embedding(config, tower, kind)
         layer: Any = get_gpt_layer_local_spec(normalization="LayerNorm")

@@ -92,7 +92,6 @@ class Tower(MegatronModule):
 
     def __init__(self, config: Any, width: int, topo: Topology):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.transformer.enums import ModelType
         from megatron.core.transformer.transformer_block import (
             TransformerBlock,
             TransformerBlockSubmodules,
@@ -102,7 +101,6 @@ class Tower(MegatronModule):
 
         super().__init__(config=config)
         self.first, self.last = topo.is_first_stage, topo.is_last_stage
-        self.model_type = ModelType.encoder_or_decoder
         self.pg_collection = topo.groups
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")
         parts: Any = layer.submodules
