@@ -31,6 +31,7 @@ from tests.helpers.deadline import DEADLINE
 from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import Probe
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import random_sets
 from tests.helpers.vision import KIMI_VL, QWEN_VL
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -85,6 +86,13 @@ MODELS = {
     "glm mtp": Model("tiny", {"num_nextn_predict_layers": 1}, (BIAS, *MTP)),
     "glm mtp 2": Model(
         "tiny", {"num_nextn_predict_layers": 2}, (BIAS, *MTP, "objective.mtp_detach=false"), True
+    ),
+    # tokens drawn from sets that top-k left, of which the trainer scores them
+    "glm mtp kept": Model(
+        "tiny", {"num_nextn_predict_layers": 1}, (BIAS, *MTP, "rollout.top_k=20")
+    ),
+    "qwen kept": Model(
+        "tiny_qwen3", overrides=("rollout.top_p=0.9", "rollout.top_k=20", "logprob.head=logits")
     ),
     # ids of two bytes
     "glm 384": Model("tiny", MANY_EXPERTS, (BIAS,)),
@@ -160,6 +168,8 @@ LAYOUTS = {
         *_layouts("pp2 embedding loss\npp2 first:4\npp2 vpp3", *MIXED),
         *_layouts("dp2\ntp2\ncp2\npp2\npp2 vpp2\ncp2 recompute:full", "glm mtp"),
         *_layouts("tp2\ncp2\npp2 recompute:full\ndp2 ep2", "glm mtp 2"),
+        *_layouts("tp2\ncp2\npp2 vpp2\ndp2 dynamic:2", "glm mtp kept"),
+        *_layouts("tp2\ncp2\npp2", "qwen kept"),
         *_layouts("tp2", "glm 384", "glm 384 off"),
         *_layouts("dp2 dynamic:2", *BOTH, "glm mtp"),
         *_layouts("dp2 ep2 dynamic:2 recompute:full", *BOTH),
@@ -229,7 +239,7 @@ def _batch(
     rows, sizes = sum(seqlens), plan.sizes
     scores = torch.rand(rows, len(layers), sizes.num_experts, generator=g)
     tokens = torch.randint(3, sizes.vocab_size, (rows + 1,), generator=g)
-    return WholeBatch(
+    batch = WholeBatch(
         seqlens=tuple(seqlens),
         tokens=tokens[:-1],
         targets=tokens[1:],
@@ -241,6 +251,7 @@ def _batch(
         layer_ids=layers,
         route_mask=torch.rand(rows, generator=g) >= 0.1,
     )
+    return batch.with_(kept=random_sets(batch, 20, g)) if plan.trains_on_kept_sets else batch
 
 
 @dataclass
