@@ -45,7 +45,7 @@ CORE = {
             "loss/shaping",
             "loss/reductions",
             "loss/advantages",
-            *("loss/kept_sets", "pack/kept_parts"),
+            *("loss/kept_sets", "pack/kept_parts", "rollout/vllm/kept_sets"),
         ),
     ),
     "turns": ("rollout/turns",),

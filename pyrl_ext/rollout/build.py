@@ -109,6 +109,7 @@ def _vllm(plan: Plan) -> Engine:
         max_tokens=tokens,
         max_num_seqs=plan.rollout.max_num_seqs,
         gpu_memory_utilization=plan.rollout.gpu_memory_utilization,
+        kept_sets=plan.trains_on_kept_sets,
         sleeps=plan.engine_sleeps,
         tokenizer=plan.tokenizer_path if reader else _stops_with(plan),
         scale=reader.scale if reader else None,

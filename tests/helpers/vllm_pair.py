@@ -35,6 +35,7 @@ class Pair:
         config: Path,
         engine_routes: bool | None = None,
         scale: Scale | None = None,
+        kept_sets: bool | None = None,
         **options: Any,
     ):
         self.config, self.hf = config, HFEngine(config, scale=scale)
@@ -45,6 +46,7 @@ class Pair:
             max_tokens=256,
             max_num_seqs=16,
             engine_routes=engine_routes,
+            kept_sets=not engine_routes if kept_sets is None else kept_sets,
             tokenizer=CONFIGS / "tiny" if scale is None else config,
             scale=scale,
             options={"max_num_batched_tokens": 64} | options,  # longer prompts come in parts
@@ -109,6 +111,19 @@ class Pair:
             assert same.all(), f"{int((~same).sum())} routes differ"
             routed += int(has.sum())
         return worst, routed
+
+
+def check_sets(pair: Pair, samples: list[Sample], sampling: Sampling) -> int:
+    """Tokens in the kept sets of samples, which are those of transformers' distribution."""
+    total = 0
+    for sample in samples:
+        assert sample.kept_counts is not None and sample.kept_ids is not None
+        start, logits = sample.prompt_len, pair.forward(sample)[0]
+        kept = processed_logprobs(logits[start - 1 : -1], sampling) > -torch.inf
+        assert sample.kept_counts[start:].tolist() == kept.sum(1).tolist()
+        assert sample.kept_ids.tolist() == kept.nonzero()[:, 1].tolist()
+        total += len(sample.kept_ids)
+    return total
 
 
 def prompts(*lengths: int) -> list[Prompt]:

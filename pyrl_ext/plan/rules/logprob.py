@@ -72,10 +72,10 @@ def logprobs_of_what_was_sampled(plan: Plan) -> Found:
 @rule("rollout.accept_truncated_sampling")
 def truncation_is_accepted(plan: Plan) -> Found:
     rollout = plan.rollout
-    if plan.trains_on_kept_sets and rollout.engine == "vllm":
+    on_gpu = rollout.engine == "vllm" and plan.device == "cuda"
+    if plan.trains_on_kept_sets and on_gpu and not rollout.top_k:
         return (
-            f"false with top_p {rollout.top_p:g}, top_k {rollout.top_k} and engine vllm, which "
-            "returns no kept sets here, expected top_p 1 and top_k 0; the trainer would score the "
-            "full distribution, so every ratio would be off. Use engine: hf, which returns them, "
-            "or set it true to train on truncated samples anyway"
+            f"false with engine vllm, top_p {rollout.top_p:g} and top_k 0, expected a top_k, as "
+            "vLLM returns kept sets of bounded size only; without them the trainer would score "
+            "the full distribution, and every ratio would be off. Set rollout.top_k, or set it true"
         )

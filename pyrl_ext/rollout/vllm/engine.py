@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import islice, product
 from pathlib import Path
@@ -23,6 +24,7 @@ from pyrl_ext.rollout.engine import (
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.images import PromptImages, Scale
+from pyrl_ext.rollout.vllm.kept_sets import returned_sets, sample_fields
 from pyrl_ext.rollout.vllm.start import start, unwritten, world_of
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, route_dtype
 
@@ -51,6 +53,8 @@ class VLLMEngine(Engine):
         cache_bytes: of the key/value cache, on a CPU
         engine_routes: let vLLM report routes itself; None: on GPUs only. On a CPU that needs
             Triton's interpreter, 100 times slower than our worker
+        kept_sets: samples carry the tokens that top-p and top-k kept. On a GPU sampling then needs
+            a top-k, and log-probs of greedy samples are 0
         sleeps: on a GPU, allow `sleep` to free memory; vLLM has to know from the start
         scale: of the image processor; None: prompts have no images
         options: further arguments of vLLM's engine
@@ -70,6 +74,7 @@ class VLLMEngine(Engine):
         gpu_memory_utilization: float = 0.6,
         cache_bytes: int = 1 << 28,
         engine_routes: bool | None = None,
+        kept_sets: bool = False,
         sleeps: bool = False,
         tokenizer: str | Path | None = None,
         scale: Scale | None = None,
@@ -90,8 +95,10 @@ class VLLMEngine(Engine):
         own = not self.on_cpu if engine_routes is None else engine_routes
         self._sleeps, self._asleep = sleeps, set[str]()
         self._captures = bool(self.layer_ids) and not own
+        self._kept, self._returns_sets = kept_sets, kept_sets and own
         arguments = {
             "enable_return_routed_experts": bool(self.layer_ids) and own,
+            "return_sampling_mask": self._returns_sets,
             "enable_prefix_caching": own,  # our worker sees what is computed, not what is cached
             "model": str(config),
             "hf_overrides": unwritten(given),
@@ -110,11 +117,17 @@ class VLLMEngine(Engine):
         if not own:
             layers = self.layer_ids if self._captures else ()
             self._engine.collective_rpc("watch_steps", args=(layers, num_experts))
+            if kept_sets:
+                self._engine.collective_rpc("watch_sets")
 
     @property
     def capabilities(self) -> Capabilities:
         """Routes if the model has routers; processed log-probs; every kind of sampling."""
-        return Capabilities(routes=bool(self.layer_ids), images=self.images.scale is not None)
+        return Capabilities(
+            routes=bool(self.layer_ids),
+            images=self.images.scale is not None,
+            kept_sets=self._kept,
+        )
 
     def load_weights(
         self,
@@ -240,7 +253,7 @@ class VLLMEngine(Engine):
         finally:  # also when the caller closes the stream, and after Ctrl-C
             if left:
                 self._engine.abort_request(list(left))
-            if self._captures:
+            if self._captures or self._kept:
                 self._engine.collective_rpc("forget_routes")
 
     def _requests(
@@ -256,7 +269,7 @@ class VLLMEngine(Engine):
             if prompt.id not in images:
                 images[prompt.id] = tuple(each.load() for each in prompt.images)
                 given = self.images.input(prompt.tokens, images[prompt.id])
-            yield name, given, _params(sampling, prompt, index)
+            yield name, given, _params(sampling, prompt, index, self._returns_sets)
 
     def _admit(self, waiting: Iterator[tuple[str, EngineInput, SamplingParams]]) -> bool:
         """Gives vLLM requests until it has twice as many as it runs at once: a scaled image takes
@@ -315,7 +328,13 @@ class VLLMEngine(Engine):
             weight_version=self.version or 0,
             finish_reason=output.finish_reason,
             images=images,
+            **sample_fields(self._sets(name, output), start),
         ).check()
+
+    def _sets(self, name: str, output: CompletionOutput) -> list[Tensor]:
+        if self._returns_sets:
+            return returned_sets(output)
+        return self._engine.collective_rpc("take_sets", args=(name,))[0] if self._kept else []
 
     def _reported(self, ids: np.ndarray | None, tokens: int) -> tuple[Tensor | None, Tensor]:
         """Routes [T, L, K] of the layers that have a router, as vLLM reports them, and the mask [T]
@@ -329,9 +348,11 @@ class VLLMEngine(Engine):
         return routes, routed
 
 
-def _params(sampling: Sampling, prompt: Prompt, index: int) -> SamplingParams:
+def _params(sampling: Sampling, prompt: Prompt, index: int, sets: bool) -> SamplingParams:
     from vllm import SamplingParams
 
+    if sampling.greedy and sets:  # vLLM returns sets of sampled tokens only
+        sampling = replace(sampling, greedy=False, temperature=1.0, top_p=1.0, top_k=1)
     seed = (sampling.seed * 1_000_003 + prompt.id) * 1_009 + index
     return SamplingParams(
         temperature=0.0 if sampling.greedy else sampling.temperature,

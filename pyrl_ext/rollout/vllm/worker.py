@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.rollout.vllm import cpu
+from pyrl_ext.rollout.vllm.kept_sets import KeptSets
 from pyrl_ext.rollout.vllm.loading import Loading
 from pyrl_ext.samples import route_dtype
 
@@ -19,7 +20,7 @@ if cpu.installed():
     cpu.patch()
 
 
-class WorkerExtension(Loading):
+class WorkerExtension(Loading, KeptSets):
     """`worker_extension_cls` of vLLM: its methods are called by name through `collective_rpc`.
 
     It also makes chunked prefill work for requests with a seed, which vLLM 0.32 cannot do on a CPU.
@@ -72,8 +73,8 @@ class WorkerExtension(Loading):
         return routes, routed
 
     def forget_routes(self) -> None:
-        """Drop the routes of aborted requests, which nobody takes."""
-        self._kept = {}
+        """Drop the routes and kept sets of aborted requests, which nobody takes."""
+        self._kept, self._sets = {}, {}
 
     def _execute_with_generators(
         self, scheduled: SchedulerOutput, *args: object, **kwargs: object

@@ -30,7 +30,7 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process.client import ProcessEngine
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
 from pyrl_ext.samples import Sampling
-from tests.helpers.vllm_pair import CONFIGS, Pair, prompts, random_weights
+from tests.helpers.vllm_pair import CONFIGS, Pair, check_sets, prompts, random_weights
 
 MODELS = ("tiny", "tiny_qwen3")  # latent attention with sigmoid routers; grouped queries, softmax
 
@@ -53,8 +53,12 @@ def test_generate_has_the_logprobs_and_routes_of_transformers(pair: Pair):
 @pytest.mark.parametrize("more", [{"top_p": 0.6}, {"top_k": 5}, {"top_p": 0.8, "top_k": 20}])
 def test_generate_reports_logprobs_of_the_filtered_distribution(pair: Pair, more: dict[str, Any]):
     sampling = Sampling(max_new_tokens=12, samples_per_prompt=3, temperature=1.3, **more)
-    worst, _ = pair.check(pair.vllm.generate(prompts(4, 9), sampling), sampling)
-    assert worst < 2e-5
+    samples = pair.vllm.generate(prompts(4, 9, 150), sampling)  # the last one comes in parts
+    assert pair.check(samples, sampling)[0] < 2e-5
+    assert check_sets(pair, samples, sampling) > 9 * 12
+    next(pair.vllm.stream(prompts(4, 9), sampling))  # aborts the others
+    samples = pair.vllm.generate(prompts(4, 9), sampling)
+    assert check_sets(pair, samples, sampling) > 6 * 12
 
 
 def test_generate_does_not_depend_on_the_batch_of_a_sample(pair: Pair):
@@ -359,7 +363,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from pyrl_ext.samples import Sampling
-from tests.helpers.vllm_pair import CONFIGS, Pair, prompts
+from tests.helpers.vllm_pair import CONFIGS, Pair, check_sets, prompts
 
 pair = Pair(CONFIGS / sys.argv[2], True, block_size=32, num_gpu_blocks_override=10)
 cached = []
@@ -388,6 +392,15 @@ stop = Sampling(max_new_tokens=6, samples_per_prompt=2, stop=tuple("0123456789")
 samples = pair.vllm.generate(prompts(5, 40), stop)
 assert pair.check(samples, stop)[0] < 1e-5
 assert any(s.finish_reason == "stop" for s in samples), "no stop string was met"
+pair.vllm.close()
+pair = Pair(CONFIGS / sys.argv[2], True, block_size=32, kept_sets=True)
+for more in ({"top_k": 5}, {"top_p": 0.8, "top_k": 20}):
+    sampling = Sampling(max_new_tokens=4, samples_per_prompt=2, **more)
+    samples = pair.vllm.generate(prompts(5, 70), sampling)
+    assert pair.check(samples, sampling)[0] < 1e-5
+    assert check_sets(pair, samples, sampling) > 4 * 4
+(greedy,) = pair.vllm.generate(prompts(5), Sampling(max_new_tokens=4, greedy=True))
+assert greedy.response == pair.forward(greedy)[0][4:-1].argmax(-1).tolist()
 pair.vllm.close()
 """
 
