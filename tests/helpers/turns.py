@@ -26,7 +26,7 @@ class ScriptedFeed:
         script: see `Script`; the next turn's budget is the first one's
         max_tokens: longest context and response together
         trajectories: that wait or run at once; None: as many as there are
-        late: a script's answers come once the engine has nothing else to do
+        late: answers come once the engine has nothing else to do, in this process
         delay: until a script's answer comes [s]
     """
 

@@ -20,23 +20,6 @@ if TYPE_CHECKING:
     from pyrl_ext.rollout.hf.engine import HFEngine
 
 
-class AllAtOnce:
-    """The turns of a stream, as a feed: one of each sample, none later."""
-
-    def __init__(self, prompts: Sequence[Prompt], sampling: Sampling):
-        budget, group = sampling.max_new_tokens, range(sampling.samples_per_prompt)
-        self._turns: list[Turn] | None = [Turn(p, i, 0, budget) for p in prompts for i in group]
-        self.trajectories = len(self._turns)
-        self.max_tokens = max((len(p.tokens) for p in prompts), default=0) + budget
-
-    def take(self, wait: bool) -> list[Turn] | None:
-        turns, self._turns = self._turns, None
-        return turns
-
-    def fileno(self) -> int:
-        raise NotImplementedError("AllAtOnce.fileno: there is never anything to wait for")
-
-
 class Run:
     """One call of `answer` or `stream`: which turns wait, which run, and which may be continued.
 
@@ -77,6 +60,11 @@ class Run:
     def goes_on(self) -> bool:
         """Takes the turns that came, and waits for some if nothing else is to be done; whether
         there is any turn to answer, or one may come."""
+        if (self.engine.version, self.engine.loads) != (self.version, self._loads):
+            raise RuntimeError(
+                f"HFEngine.{self.call}: version {self.version} of the weights was replaced while a "
+                "stream of it was open, expected the stream closed before"
+            )
         turns = None
         if self.open:
             turns = self.feed.take(wait=not self.waiting and not self.slots.running)
@@ -87,11 +75,6 @@ class Run:
                 self._check(turn)
                 checked = turn.prompt
             self._add(turn)
-        if (self.engine.version, self.engine.loads) != (self.version, self._loads):
-            raise RuntimeError(
-                f"HFEngine.{self.call}: version {self.version} of the weights was replaced while a "
-                "stream of it was open, expected the stream closed before"
-            )
         return bool(self.open or self.waiting or self.slots.running)
 
     def _add(self, turn: Turn) -> None:

@@ -13,17 +13,18 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
+from select import POLLOUT, poll
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from pyrl_ext.dist.heartbeat import INTERVAL, SILENT, MissedBeats
-from pyrl_ext.rollout.engine import Capabilities, Engine
+from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed
 from pyrl_ext.rollout.process.channel import Kind, recv, send
 from pyrl_ext.rollout.process.sender import Readable, ReaderLost, Sender
-from pyrl_ext.rollout.process.server import BEATS, Build, Call, Failure, Result, Stop, unpack
-from pyrl_ext.samples import Prompt, Sample, Sampling
+from pyrl_ext.rollout.process.server import BEATS, Build, Call, Failure, Result, Stop, Turns, unpack
+from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn
 
 PATIENCE = 10.0  # for the process to end by itself [s]
 LOG_LINES = 20  # last lines of its log that an error shows
@@ -145,10 +146,62 @@ class ProcessEngine(Engine):
                 sample = unpack(message)
                 yield replace(sample, images=images[sample.prompt_id])
         finally:
-            if self._pending and not self._hangs and self.process.poll() is None:
-                with suppress(OSError):
-                    send(self._connection, Stop())
-                self._result("stream")
+            self._stop("stream")
+
+    def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
+        """Forwards the turns of ``feed``, which stays in this process, and the samples of them.
+
+        Images are decoded in this process, once a prompt. If the stream is closed early, the engine
+        stops before its next forward.
+
+        Raises: what the engine and the feed raise; RuntimeError when its process dies or hangs;
+            DataError for an image that cannot be decoded.
+        """
+        images: dict[int, tuple[Image, ...]] = {}
+        limits = {"trajectories": feed.trajectories, "max_tokens": feed.max_tokens}
+        self._begin("answer", limits, sampling)
+        try:
+            is_open = self._forward(feed, images)
+            while True:
+                try:
+                    self._wait([feed.fileno()] if is_open else [], "answer")
+                except _MessageWaits:
+                    message = self._recv("answer")
+                    if not isinstance(message, bytes):
+                        return
+                    sample = unpack(message)
+                    yield replace(sample, images=images[sample.prompt_id])
+                # also after a sample: what it leads to may take no time
+                is_open = is_open and self._forward(feed, images)
+        finally:
+            self._stop("answer")
+
+    def _forward(self, feed: TurnFeed, images: dict[int, tuple[Image, ...]]) -> bool:
+        """Sends the turns that came; whether more may come."""
+        turns, sent = feed.take(wait=False), list[Turn]()
+        for turn in turns or ():
+            prompt, new = turn.prompt, ()
+            if prompt.id not in images:
+                images[prompt.id] = new = tuple(each.load() for each in prompt.images)
+            sent.append(replace(turn, prompt=Prompt(prompt.id, prompt.tokens, images=new)))
+        if sent or turns is None:
+            try:
+                send(self._connection, Turns(None if turns is None else sent))
+            except OSError:
+                raise self._died("answer") from None
+        return turns is not None
+
+    def _stop(self, call: str) -> None:
+        """Ends a stream that was closed early."""
+        if not self._pending or self.process.poll() is not None:
+            return
+        room = poll()  # of the pipe to a process that hangs, which may go on later
+        room.register(self._connection, POLLOUT)
+        if not self._hangs or room.poll(0):
+            with suppress(OSError):
+                send(self._connection, Stop())
+        if not self._hangs:
+            self._result(call)
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
         """Digests of the weights that the engine took, computed there."""
@@ -304,6 +357,14 @@ class IdleEngine(Engine):
         if prompts:
             raise ValueError(
                 f"IdleEngine.stream: {len(prompts)} prompts, expected none on this rank"
+            )
+        yield from ()
+
+    def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
+        """Yields nothing. Raises: ValueError when there are trajectories."""
+        if feed.trajectories:
+            raise ValueError(
+                f"IdleEngine.answer: {feed.trajectories} trajectories, expected none on this rank"
             )
         yield from ()
 

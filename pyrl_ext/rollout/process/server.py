@@ -10,6 +10,7 @@ import itertools
 import mmap
 import os
 import pickle
+import queue
 import signal
 import struct
 import sys
@@ -17,10 +18,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import closing
-from dataclasses import fields
+from contextlib import closing, suppress
+from dataclasses import fields, replace
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ import torch
 from pyrl_ext.dist.heartbeat import INTERVAL
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.process.channel import recv, send
-from pyrl_ext.samples import Sample
+from pyrl_ext.samples import PromptImage, Sample, Turn
 
 BEATS = struct.Struct("Q")  # count of heartbeats, in memory that both processes map
 _PR_SET_PDEATHSIG = 1
@@ -50,8 +51,17 @@ class Call(NamedTuple):
     arguments: tuple[object, ...]
 
 
+class Turns(NamedTuple):
+    """Further turns of an answer; None: none will come any more. It gets no reply.
+
+    Of a prompt's images, its first turn alone has the patches.
+    """
+
+    turns: list[Turn] | None
+
+
 class Stop(NamedTuple):
-    """The request to end a stream. It gets no reply."""
+    """The request to end a stream or an answer. It gets no reply."""
 
 
 class Failure(NamedTuple):
@@ -94,6 +104,69 @@ def unpack(packed: bytes) -> Sample:
     )
 
 
+class _Inbox(queue.SimpleQueue[Any]):
+    """Requests as they come, read beside the engine: both ends may send more than a pipe holds."""
+
+    def __init__(self, connection: Connection):
+        super().__init__()
+        self.stopped = threading.Event()
+        threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: Connection) -> None:
+        while True:
+            try:
+                message = recv(connection, Call, Turns, Stop)
+            except Exception as error:
+                self.put(error)
+                if isinstance(error, (EOFError, OSError)):
+                    return
+            else:
+                if isinstance(message, Call):
+                    self.stopped.clear()
+                elif isinstance(message, Stop):
+                    self.stopped.set()
+                self.put(message)
+
+    def next[T](self, *kinds: type[T]) -> T:
+        """The next request. Raises: EOFError or OSError when the trainer is gone."""
+        message = self.get()
+        if isinstance(message, Exception):
+            raise message
+        assert isinstance(message, kinds), f"{type(message).__name__}, expected one of {kinds}"
+        return message
+
+
+class _Stopped(Exception):
+    """The trainer closed its answer."""
+
+
+class _Feed:
+    """The turns that a trainer forwards."""
+
+    def __init__(self, inbox: _Inbox, trajectories: int, max_tokens: int):
+        self._inbox, self._open = inbox, True
+        self.trajectories, self.max_tokens = trajectories, max_tokens
+        self._images: dict[int, tuple[PromptImage, ...]] = {}
+
+    def take(self, wait: bool) -> list[Turn] | None:
+        found: list[Turn] = []
+        while self._open and ((wait and not found) or not self._inbox.empty()):
+            message = self._inbox.next(Turns, Stop)
+            if isinstance(message, Stop):
+                raise _Stopped
+            self._open = message.turns is not None
+            found += map(self._with_images, message.turns or ())
+        return found if found or self._open else None
+
+    def fileno(self) -> int:
+        raise NotImplementedError("fileno: an engine in this process waits in take")
+
+    def _with_images(self, turn: Turn) -> Turn:
+        prompt = turn.prompt
+        images = self._images.setdefault(prompt.id, prompt.images)
+        return replace(turn, prompt=replace(prompt, images=images)) if images else turn
+
+
 def serve(connection: Connection) -> None:
     """Build the engine that the first message names, then serve calls until the socket closes."""
     try:
@@ -104,30 +177,38 @@ def serve(connection: Connection) -> None:
         return
     with closing(engine):
         send(connection, Result(engine.capabilities))
+        inbox = _Inbox(connection)
         while True:
             try:
-                request = recv(connection, Call, Stop)
-            except EOFError:
+                request = inbox.next(Call, Turns, Stop)
+            except (EOFError, OSError):
                 return
-            if isinstance(request, Stop):  # for a stream that had ended already
+            if not isinstance(request, Call):  # for a stream that had ended already
                 continue
             try:
-                value = getattr(engine, request.method)(*request.arguments)
-                if request.method == "stream":
-                    value = _send_all(connection, value)
-                reply = Result(value)
+                reply = Result(_call(engine, request, connection, inbox))
             except Exception as error:
                 reply = Failure.of(error)
             send(connection, reply)
 
 
-def _send_all(connection: Connection, stream: Generator[Sample, None, None]) -> None:
+def _call(engine: Engine, request: Call, connection: Connection, inbox: _Inbox) -> object:
+    arguments = request.arguments
+    if request.method == "answer":
+        limits, sampling = arguments
+        arguments = _Feed(inbox, **cast(dict[str, int], limits)), sampling
+    value = getattr(engine, request.method)(*arguments)
+    if request.method in ("stream", "answer"):
+        return _send_all(connection, value, inbox)
+    return value
+
+
+def _send_all(connection: Connection, stream: Generator[Sample, None, None], inbox: _Inbox) -> None:
     """Sends samples as they finish, until the trainer sends `Stop`."""
-    with closing(stream) as samples:
+    with suppress(_Stopped), closing(stream) as samples:
         for sample in samples:
             send(connection, pack(sample))
-            if connection.poll():
-                recv(connection, Stop)
+            if inbox.stopped.is_set():
                 return
 
 

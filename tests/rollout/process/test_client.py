@@ -3,6 +3,7 @@ or a publish may end."""
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 from collections.abc import Iterator
@@ -36,8 +37,9 @@ from tests.helpers.engines import (
 )
 from tests.helpers.images import QWEN3_VL, SCALE, prompt_of
 from tests.helpers.ranks import run_ranks
-from tests.helpers.sleeper import Sleeper
+from tests.helpers.sleeper import Echo, Sleeper
 from tests.helpers.tiny import tiny_plan
+from tests.helpers.turns import ScriptedFeed, answers, by_turn, first_turns, ragged
 
 SMALL = 20_000  # bytes of a bucket; one tensor is larger, all are sixty times that
 WEIGHTS = list(checkpoint(random_model(GLM)).items())
@@ -94,7 +96,11 @@ def test_generate_sees_the_images_of_prompts(tmp_path: Path):
     with closing(ProcessEngine(of_images, (), transport="shm", log=tmp_path / "log")) as engine:
         assert engine.capabilities.images
         there = engine.generate(asked, sampling)
-    assert_same(there, here)
+        turns = ScriptedFeed(first_turns(asked, 2, 4), ragged(2, 60))
+        found = by_turn(answers(engine, turns, sampling))
+        assert_same([s for s in found.values() if not s.turn], there)
+        there += found.values()
+    assert_same(there[:6], here)
     for sample in there:
         (prompt,) = (p for p in asked if p.id == sample.prompt_id)
         assert [*map(id, sample.images)] == [*map(id, prompt.images)]
@@ -137,6 +143,90 @@ def test_stream_that_is_closed_early_leaves_a_usable_engine(engine: ProcessEngin
         stream.close()
         assert all(isinstance(sample, Sample) for sample in found)
     assert_same(engine.generate(PROMPTS, sampling), whole)
+
+
+# turns -------------------------------------------------------------------------------------------
+
+TURNS = Sampling(6, 1.3, stop_ids=(*range(20, 28),), seed=5)
+
+
+def feed_of(turns: int = 3, **more: Any) -> ScriptedFeed:
+    return ScriptedFeed(first_turns(PROMPTS, 2, 6), ragged(turns, GLM["vocab_size"]), **more)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[int, int, int], Sample]:
+    here = HFEngine(GLM)
+    here.load_weights(WEIGHTS, 3)
+    return by_turn(answers(here, feed_of(), TURNS))
+
+
+@pytest.mark.parametrize("more", [{}, {"delay": 0.1}], ids=str)
+def test_answer_equals_an_engine_in_this_process(
+    engines: dict[str, ProcessEngine], expected: dict[tuple[int, int, int], Sample], more: Any
+):
+    """Observations come at once, or when the engine has waited for them."""
+    feed = feed_of(**more)
+    found = by_turn(answers(loaded(engines["shm"]), feed, TURNS))
+    assert [*found] == [*expected]
+    for key, sample in found.items():
+        torch.testing.assert_close(
+            sample.rollout_logprobs, expected[key].rollout_logprobs, atol=1e-5, rtol=0
+        )
+        logprobs = expected[key].rollout_logprobs
+        assert_same([dataclasses.replace(sample, rollout_logprobs=logprobs)], [expected[key]])
+
+
+@pytest.mark.parametrize("replies", [True, False], ids=["running", "waiting"])
+@pytest.mark.parametrize("taken", [1, 9, 10])
+def test_answer_that_is_closed_early_leaves_a_usable_engine(
+    engines: dict[str, ProcessEngine], taken: int, replies: bool
+):
+    """Also when the engine has answered all ten turns and waits for more."""
+    engine = loaded(engines["shm"])
+    feed = feed_of()
+    stream = engine.answer(feed, TURNS)
+    for _ in range(taken):
+        sample = next(stream)
+        if replies:
+            feed.reply(sample)
+    stream.close()
+    assert len(engine.generate(PROMPTS, Sampling(4))) == len(PROMPTS)
+
+
+def test_answer_raises_the_errors_of_the_process_and_of_the_feed(
+    engines: dict[str, ProcessEngine],
+):
+    engine = loaded(engines["shm"])
+
+    def script(sample: Sample) -> list[int]:
+        if sample.prompt_id == PROMPTS[1].id:
+            raise FloatingPointError("the environment is broken")
+        return [*sample.tokens.tolist(), 999]
+
+    for prompt, kind, message in (
+        (PROMPTS[0], ValueError, r"answer\(turn 1 of sample 0 of prompt 10\): token id 999"),
+        (PROMPTS[1], FloatingPointError, "the environment is broken"),
+    ):
+        with pytest.raises(kind, match=message):
+            list(answers(engine, ScriptedFeed(first_turns([prompt], 1, 6), script), TURNS))
+        assert len(engine.generate(PROMPTS, Sampling(4))) == len(PROMPTS)
+
+
+def test_answer_passes_contexts_that_no_pipe_holds(tmp_path: Path):
+    """Both ends send at the same time, more than the other reads at once."""
+    size, group = 100_000, 6
+
+    def script(sample: Sample) -> list[int] | None:
+        assert sample.tokens[-1] == sample.index
+        return None if sample.turn == 3 else sample.tokens.tolist()
+
+    prompt = Prompt(1, tuple(range(size)))
+    feed = ScriptedFeed(first_turns([prompt], group, 1), script, max_tokens=2 * size)
+    with closing(ProcessEngine(Echo, (), transport="shm", log=tmp_path / "log")) as engine:
+        found = by_turn(answers(engine, feed, Sampling(1)))
+    assert len(found) == 4 * group
+    assert all(s.prompt_len == size + turn for (*_, turn), s in found.items())
 
 
 # publishes that fail -----------------------------------------------------------------------------
@@ -199,6 +289,14 @@ def test_generate_tells_a_process_that_hangs_from_one_that_is_busy(
         engine.generate([], Sampling(1))
     engine.process.send_signal(signal.SIGCONT)
     assert engine.generate([], Sampling(1)) == []
+    never = ScriptedFeed(first_turns(PROMPTS, 1, 1), lambda _: None)
+    silent = threading.Timer(3, engine.process.send_signal, (signal.SIGSTOP,))
+    silent.start()
+    with pytest.raises(RuntimeError, match=r"answer: .* sent no heartbeat for 2 s"):
+        list(engine.answer(never, Sampling(1)))
+    assert silent.finished.is_set(), "waiting for turns is no silence"
+    engine.process.send_signal(signal.SIGCONT)
+    assert engine.generate([], Sampling(1)) == []
     engine.process.send_signal(signal.SIGSTOP)
     with pytest.raises(RuntimeError, match="sent no heartbeat for 2 s"):
         engine.generate([], Sampling(1))
@@ -213,6 +311,8 @@ def test_generate_names_a_process_that_was_killed(tmp_path: Path):
     threading.Timer(0.2, engine.process.kill).start()
     with pytest.raises(RuntimeError, match=r"stream: .* was ended by SIGKILL") as caught:
         engine.generate(PROMPTS, Sampling(1, seed=9))
+    with pytest.raises(RuntimeError, match=r"answer: .* was ended by SIGKILL"):
+        list(engine.answer(ScriptedFeed([], lambda _: None), Sampling(1)))
     last = str(caught.value).splitlines()
     assert f"{engine.log} ends with:" in last[0]
     assert last[1:] == [f"  line {i}" for i in range(80, 100)]
