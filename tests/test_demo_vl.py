@@ -85,6 +85,7 @@ GOOD = png(Image.fromarray(NOISE))
 BAD = {
     "gone.png": (None, "no such file, expected an image file"),
     "corrupt.png": (b"\x89PNG corrupt", "expected an image (PNG, JPEG, WEBP, BMP, GIF)"),
+    "cut.png": (GOOD[:1500], "expected an image that can be decoded"),
     "bomb.png": (png(Image.new("1", (2**13 + 1, 2**13))), "8193 x 8192 pixels, expected at most"),
     "thin.png": (png(Image.new("RGB", (2, 402))), "2 x 402 pixels"),
 }
@@ -116,18 +117,18 @@ def test_main_names_the_record_of_a_bad_picture_before_a_model_is_built(
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_main_names_the_record_of_a_picture_that_is_cut_off(
+def test_main_names_the_record_of_a_picture_that_is_corrupt_inside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Pixels are decoded in the step that asks about them; steps before it are kept."""
-    (tmp_path / "cut.png").write_bytes(GOOD[:1500])
-    asked = ask(tmp_path, *["good.png"] * 4, "cut.png")
+    (tmp_path / "bad.png").write_bytes(GOOD[:1500] + bytes(100) + GOOD[1600:])
+    asked = ask(tmp_path, *["good.png"] * 4, "bad.png")
     order = ("data.shuffle=false", "evaluate.every=0", "steps=2")
     assert run(tmp_path / "run", *asked, *order) == 1
     error = capsys.readouterr().err
-    assert f"{tmp_path}/asked.jsonl:5: image {tmp_path}/cut.png: " in error
+    assert f"{tmp_path}/asked.jsonl:5: image {tmp_path}/bad.png: " in error
     assert "expected an image that can be decoded" in error and "Traceback" not in error
-    (tmp_path / "cut.png").write_bytes(GOOD)
+    (tmp_path / "bad.png").write_bytes(GOOD)
     assert run(tmp_path / "run", *asked, *order) == 0
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1]
 

@@ -1,7 +1,8 @@
 """Images of records: opened within bounds, cut into patches by the model's own processor.
 
-A file is looked at before training (its kind, its size, and so the rows it takes); it is decoded
-when a step needs it. Patches stay in the processor's 8 bits: the encoder scales them.
+A file is looked at before training: its kind, its size and so the rows it takes, and whether its
+end is there. It is decoded when a step needs it. Patches stay in the processor's 8 bits: the
+encoder scales them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from pyrl_ext.samples import Image
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MAX_BYTES = 64 * 2**20  # of a file
 MAX_PIXELS = 2**26  # 64 megapixels: 192 MiB once decoded, however small the file
+ENDS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "GIF": b";"}  # of a whole file
+SIZES = {"WEBP": (4, 8), "BMP": (2, 0)}  # of a whole file: place in the header, bytes not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,8 @@ class ImageReader:
         source = self._source(given)
         with _opened(source) as image:
             width, height = image.size
+            if not _has_its_end(source, image.format or ""):
+                _decoded(image)  # it may be whole all the same
         try:
             patches = self._processor.get_number_of_image_patches(height, width)
         except ValueError as error:  # sides too unlike
@@ -172,10 +177,7 @@ class ImageReader:
     def _patches(self, source: Path | bytes) -> tuple[tuple[int, int, int], Tensor]:
         """(patches in time, height and width; [P, width] uint8)."""
         with _opened(source) as file:
-            try:
-                image = file.convert("RGB")
-            except (OSError, SyntaxError, ValueError) as error:
-                raise Broken(f"{error}", "an image that can be decoded") from None
+            image = _decoded(file)
         found = self._processor(image, do_rescale=False, do_normalize=False, return_tensors="pt")
         (grid,) = found["image_grid_thw"].tolist()
         patches = found["pixel_values"].flatten(1)
@@ -211,6 +213,25 @@ def _load(folder: str | Path) -> Any:
             f"image processor {folder}: does not scale to [0, 1] and normalize, expected both"
         )
     return loaded
+
+
+def _decoded(file: PIL.Image) -> PIL.Image:
+    try:
+        return file.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise Broken(f"{error}", "an image that can be decoded") from None
+
+
+def _has_its_end(source: Path | bytes, kind: str) -> bool:
+    """Whether the last bytes, or the size in the header, are those of a whole file."""
+    with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
+        head, size = file.read(16), file.seek(0, io.SEEK_END)
+        file.seek(max(0, size - 32))
+        tail = file.read().rstrip(b"\0")
+    if kind in SIZES:
+        at, more = SIZES[kind]
+        return int.from_bytes(head[at : at + 4], "little") + more <= size
+    return tail.endswith(ENDS[kind])
 
 
 def _opened(source: Path | bytes) -> PIL.Image:

@@ -122,8 +122,11 @@ def bomb() -> bytes:
     return as_bytes(PIL.new("1", (2**13 + 1, 2**13)))
 
 
-def cut_off() -> bytes:
-    return as_bytes(noise(64, 64))[:2000]
+def corrupt() -> bytes:
+    """A file with a header and an end, and other bytes between them."""
+    data = bytearray(as_bytes(noise(64, 64)))
+    data[2000:2100] = bytes(100)
+    return bytes(data)
 
 
 def animated() -> bytes:
@@ -157,6 +160,26 @@ def test_place_refuses(given: Callable[[], Any], message: str, tmp_path: Path):
     assert "image 0: " in str(raised.value) and message in str(raised.value)
 
 
+@pytest.mark.parametrize("kind", images.FORMATS)
+@pytest.mark.parametrize("as_file", [True, False])
+def test_place_refuses_a_file_that_is_cut_off_behind_its_header(
+    kind: str, as_file: bool, tmp_path: Path
+):
+    """One that has more behind its end is taken."""
+    whole = as_bytes(noise(64, 64), kind)
+
+    def rows_of(data: bytes) -> int:
+        (tmp_path / "a").write_bytes(data)
+        given = ["a" if as_file else data]
+        return ImageReader(VL, tmp_path, PAD).place([PAD], given)[1][0].rows
+
+    for end in (len(whole) // 2, len(whole) - 200):
+        with pytest.raises(Broken, match=r"image 0: .*, expected an image"):
+            rows_of(whole[:end])
+    for data in (whole, whole + bytes(3), whole + b"more"):
+        assert rows_of(data) == 64
+
+
 def test_place_refuses_a_file_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(images, "MAX_BYTES", 100)
     saved(noise(16, 16), tmp_path / "a.png")
@@ -164,12 +187,12 @@ def test_place_refuses_a_file_that_is_too_large(tmp_path: Path, monkeypatch: pyt
         ImageReader(VL, tmp_path, PAD).place([PAD], ["a.png"])
 
 
-def test_load_names_the_file_that_is_cut_off_or_has_changed(tmp_path: Path):
+def test_load_names_the_file_that_is_corrupt_or_has_changed(tmp_path: Path):
     reader = ImageReader(VL, tmp_path, PAD)
-    (tmp_path / "cut.png").write_bytes(cut_off())
+    (tmp_path / "bad.png").write_bytes(corrupt())
     saved(noise(8, 8), tmp_path / "other.png")
-    _, (broken, changed) = reader.place([PAD, PAD], ["cut.png", "other.png"])
-    with pytest.raises(DataError, match=r"image .*cut\.png: .*, expected an image that can be"):
+    _, (broken, changed) = reader.place([PAD, PAD], ["bad.png", "other.png"])
+    with pytest.raises(DataError, match=r"image .*bad\.png: .*, expected an image that can be"):
         broken.load()
     saved(noise(16, 16), tmp_path / "other.png")
     with pytest.raises(DataError, match=r"other\.png: 4 rows now, expected 1, as when"):
@@ -177,12 +200,12 @@ def test_load_names_the_file_that_is_cut_off_or_has_changed(tmp_path: Path):
 
 
 def test_load_names_the_record_of_a_picture_that_cannot_be_decoded(tokenizer: Any, tmp_path: Path):
-    (tmp_path / "cut.png").write_bytes(cut_off())
-    url = f"data:image/png;base64,{base64.b64encode(cut_off()).decode()}"
-    records = asked(picture("cut.png")), asked(picture(url))
+    (tmp_path / "bad.png").write_bytes(corrupt())
+    url = f"data:image/png;base64,{base64.b64encode(corrupt()).decode()}"
+    records = asked(picture("bad.png")), asked(picture(url))
     of_file, of_bytes = load(written(tmp_path / "x.jsonl", *records), tokenizer, most=99)
     with pytest.raises(
-        DataError, match=r"x\.jsonl:1: image .*cut\.png: .*expected an image that can"
+        DataError, match=r"x\.jsonl:1: image .*bad\.png: .*expected an image that can"
     ):
         of_file.images[0].load()
     with pytest.raises(
@@ -269,7 +292,9 @@ def test_sft_source_names_the_record_of_an_image_that_changed(tokenizer: Any, tm
         open_records(path), Encoder(tokenizer, 128, 64, reader=ImageReader(VL, tmp_path, PAD))
     )
     assert source.check().tokens == 8
-    file.write_bytes(file.read_bytes()[:-40])
+    data = bytearray(file.read_bytes())
+    data[100:140] = bytes(40)
+    file.write_bytes(data)
     with pytest.raises(DataError, match=r"x\.jsonl:1: image .*a\.png: "):
         source.take(0, 1)
 
