@@ -10,6 +10,7 @@ import torch
 from pyrl_ext.loss.inputs import AdvantageFn
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.rollout.turns.trajectory import samples_of
 from pyrl_ext.samples import Sample
 from tests.helpers.passes import WholeBatch
 
@@ -28,9 +29,9 @@ def turns_of(length: int) -> list[tuple[int, int]]:
     return spans
 
 
-def parts_of(form: str, turns: int) -> list[range]:
-    """The turns of each sample of a trajectory; merged: a fork in its middle."""
-    middle = (turns + 1) // 2
+def parts_of(form: str, turns: int, fork: bool) -> list[range]:
+    """The turns of each sample of a trajectory; merged: with ``fork`` cut in its middle."""
+    middle = (turns + 1) // 2 if fork else turns
     return {
         "concatenated": [range(turns)],
         "stepwise": [range(turn, turn + 1) for turn in range(turns)],
@@ -43,43 +44,53 @@ def cut(
 ) -> tuple[list[Sample], torch.Tensor]:
     """The rows of each sample of ``batch`` as the samples of one trajectory, and which they are.
 
+    The routes of a concatenated one are those of the batch, as if one forward had reported them;
+    merged ones get them from their turns.
+
     Returns: the samples; [T] int64, the row of ``batch`` of each of their rows.
     """
     found, rows = list[Sample](), list[torch.Tensor]()
-    for number, (first, end) in enumerate(zip(batch.starts, batch.starts[1:], strict=False)):
-        tokens = torch.cat([batch.tokens[first:end], batch.targets[end - 1 : end]])
-        spans = turns_of(len(tokens))
-        for part in parts_of(form, len(spans)):
+    for number, reward in enumerate(rewards):
+        first, end = batch.starts[number : number + 2]
+        spans = turns_of(int(end - first) + 1)
+        for part in parts_of(form, len(spans), number % 2 == 1):
             held = [spans[turn] for turn in part]
-            stop = len(tokens) if part.stop == len(spans) else held[-1][1]
-            inside = torch.zeros(stop, dtype=torch.bool)
-            for begin, close in held:
-                inside[begin:close] = True
-            inside[1:] &= batch.loss_mask[first : first + stop - 1]
-            scores = torch.cat([torch.zeros(1), batch.rollout_logprobs[first : first + stop - 1]])
-            rows.append(torch.arange(first, first + stop - 1))
-            assert batch.routes is not None
-            routes = batch.routes[rows[-1]]
-            found.append(
-                Sample(
-                    prompt_id=groups[number],
-                    index=number,
-                    tokens=tokens[:stop],
-                    prompt_len=held[0][0],
-                    loss_mask=inside,
-                    rollout_logprobs=torch.where(inside, scores, 0),
-                    routes=torch.cat([routes, routes[-1:]]),
-                    layer_ids=batch.layer_ids,
-                    route_mask=torch.cat([batch.route_mask[rows[-1]], torch.zeros(1) > 0]),
-                    weight_version=0,
-                    finish_reason="stop",
-                    reward=rewards[number],
-                    turn=part.start,
-                    spans=tuple(held),
-                    last=part.stop == len(spans),
-                )
-            )
+            if form == "concatenated":
+                sample = sample_of(batch, number, held)
+            else:
+                turns = [sample_of(batch, number, [span]) for span in held]
+                (sample,), changed = samples_of(turns, merge=True, routes="first")
+                assert changed == 0
+            last = part.stop == len(spans)
+            ids = {"prompt_id": groups[number], "index": number, "reward": reward}
+            found.append(replace(sample, turn=part.start, last=last, **ids))
+            rows.append(torch.arange(first, first + sample.tokens.numel() - 1))
     return found, torch.cat(rows)
+
+
+def sample_of(batch: WholeBatch, number: int, spans: list[tuple[int, int]]) -> Sample:
+    """What sample ``number`` of ``batch`` has up to the last of ``spans``, which were sampled."""
+    first, stop, none = int(batch.starts[number]), spans[-1][1], torch.zeros(1)
+    rows = slice(first, first + stop - 1)
+    sampled = torch.zeros(stop, dtype=torch.bool)
+    for begin, end in spans:
+        sampled[begin:end] = True
+    mask = sampled & torch.cat([none > 0, batch.loss_mask[rows]])
+    assert batch.routes is not None
+    return Sample(
+        prompt_id=0,
+        index=0,
+        tokens=torch.cat([batch.tokens[rows], batch.targets[rows][-1:]]),
+        prompt_len=spans[0][0],
+        loss_mask=mask,
+        rollout_logprobs=torch.cat([none, batch.rollout_logprobs[rows]]).where(mask, 0),
+        routes=torch.cat([batch.routes[rows], batch.routes[rows][-1:]]),
+        layer_ids=batch.layer_ids,
+        route_mask=torch.cat([batch.route_mask[rows], none > 0]),
+        weight_version=0,
+        finish_reason="stop",
+        spans=tuple(spans),
+    )
 
 
 def batch_of(
