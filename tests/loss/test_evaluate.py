@@ -124,6 +124,38 @@ def test_evaluate_equals_published_numbers(section, ratios, advantages, losses):
     assert value == pytest.approx(sum(losses) / 3, rel=1e-6)
 
 
+def test_evaluate_equals_published_clamps():
+    """CISPO's weights are slopes: d loss / d logp = -clip(r) A / tokens."""
+    ratios, want = [1, 1.14, 1.56, 0.4], [1, 1.14, 1.28, 0.8]
+    _, gradient, metrics = evaluate(
+        {"loss": "cispo", "clip_low": 0.2, "clip_high": 0.28},
+        logprobs=[math.log(r) - 5 for r in ratios],
+        old_logprobs=[-5.0] * 4,
+        rollout_logprobs=[-5.0] * 4,
+        advantages=[-1.0],
+        loss_mask=[True] * 4,
+        lengths=[4],
+    )
+    assert (4 * gradient).tolist() == pytest.approx(want)
+    assert metrics["policy/clip_fraction"] == 0.5
+
+
+def test_evaluate_counts_loss_tokens_that_opsm_drops():
+    """Sample 0 fell and has a negative advantage, sample 1 has a positive one: of six loss tokens
+    three are dropped, whatever the masked ones are."""
+    _, gradient, metrics = evaluate(
+        {"opsm": 0.1},
+        logprobs=[-3.0] * 8,
+        old_logprobs=[-1.0] * 8,
+        rollout_logprobs=[-1.0] * 8,
+        advantages=[-1.0, 1.0],
+        loss_mask=[True, True, True, False] * 2,
+        lengths=[4, 4],
+    )
+    assert metrics["policy/opsm_fraction"] == pytest.approx(0.5)
+    assert (gradient != 0).tolist() == [False] * 4 + [True] * 3 + [False]
+
+
 def test_evaluate_equals_published_reductions():
     """Losses [[1, 2, 30], [4, 50, 6]] under the mask [[1, 1, 0], [1, 0, 1]]."""
     losses, mask = [1, 2, 30, 4, 50, 6], [True, True, False, True, False, True]

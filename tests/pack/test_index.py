@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.loss.registry import build_advantage
+from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.plan.schema.objective import ADVANTAGES, Objective
@@ -296,6 +297,32 @@ def test_advantages_of_a_fan_out_equal_published_numbers():
 
     assert index.advantages(own).tolist() == [1, 1, 1, 0]
     assert seen == [([1, 0], [10, 10], [3, 3])]
+
+
+def test_advantages_over_an_observation_equal_published_numbers():
+    """Returns of the reward 1 at the end of two turns, with two observed tokens between them."""
+    sampled = torch.tensor([False, True, True, False, False, True, True])
+    bare = make_sample(10, 0, 1, 6)
+    whole = replace(bare, loss_mask=sampled, spans=((1, 3), (5, 7)), reward=1.0)
+    whole = replace(whole, rollout_logprobs=whole.rollout_logprobs.where(sampled, 0))
+
+    def rows(samples: list[Sample]) -> list[list[float]]:
+        values = BatchIndex.of(samples).advantages(lambda rewards, *_: rewards)
+        batch = Batch.of(samples, values)
+        found = (batch.advantages * batch.loss_mask).split(list(batch.seqlens))
+        return [part.tolist() for part in found]
+
+    assert rows([whole]) == [[1, 1, 0, 0, 1, 1]]
+    spans = whole.spans
+    turns = [
+        replace(make_sample(10, 0, begin, end - begin), turn=i, last=i == 1, reward=1.0)
+        for i, (begin, end) in enumerate(spans)
+    ]
+    assert rows(turns) == [[1, 1], [0, 0, 0, 0, 1, 1]]
+    index = BatchIndex.of([*turns, replace(make_sample(10, 1, 1, 2), reward=0.0)])
+    plus = index.advantages(build_advantage(Objective(advantage="reinforce_pp"))).tolist()
+    mean, std = 4 / 6, np.std([1, 1, 1, 1, 0, 0], ddof=1) + 1e-6
+    assert plus == pytest.approx([(1 - mean) / std] * 2 + [-mean / std], rel=1e-5)
 
 
 def test_advantages_refuses_two_rewards_in_a_trajectory():
