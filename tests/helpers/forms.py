@@ -69,7 +69,7 @@ def cut(
 
 
 def sample_of(batch: WholeBatch, number: int, spans: list[tuple[int, int]]) -> Sample:
-    """What sample ``number`` of ``batch`` has up to the last of ``spans``, which were sampled."""
+    """Sample ``number`` of ``batch`` up to the last of ``spans``, in which it was sampled."""
     first, stop, none = int(batch.starts[number]), spans[-1][1], torch.zeros(1)
     rows = slice(first, first + stop - 1)
     sampled = torch.zeros(stop, dtype=torch.bool)
