@@ -47,6 +47,11 @@ def notes(plan: Plan) -> tuple[str, ...]:
             f"objective.dynamic_sampling {plan.objective.dynamic_sampling}: groups with equal "
             "rewards are generated and not trained on; estimated times are without them"
         )
+    if plan.trains_on_kept_sets and not plan.rollout.top_k:
+        found.append(
+            f"rollout.top_p {plan.rollout.top_p:g} without a top_k: the sets that are kept, 4 "
+            "bytes a token, may be as large as the vocabulary; estimated bytes are without them"
+        )
     found += _images(plan)
     if plan.data.prompts and plan.data.eval_prompts is None:
         found.append("data.eval_prompts is null: every eighth of data.prompts is held out instead")

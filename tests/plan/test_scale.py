@@ -105,6 +105,18 @@ def test_World_knows_the_parts_of_an_exchange():
     assert EXCHANGE_PARTS == exchange.PARTS
 
 
+def test_World_counts_the_ids_of_a_kept_set_by_its_shard():
+    split, samples = ("parallel.tp=2", "parallel.pp=2"), (Sample(3, 9), Sample(3, 5))
+    plan, kept = plan_of("tiny", *split), plan_of("tiny", *split, "rollout.top_k=50")
+    full, cut = World(plan, samples), World(kept, samples)
+    assert cut.row_bytes(0) == full.row_bytes(0)
+    assert cut.row_bytes(1) == full.row_bytes(1) + 4 + 4 * 25
+    assert cut.generated_bytes - full.generated_bytes == pytest.approx(full.rows / 4 * 204)
+    note = "without a top_k: the sets that are kept"
+    open_ended = plan_of("tiny", "rollout.top_p=0.9")
+    assert note in " ".join(open_ended.notes) and note not in " ".join(kept.notes)
+
+
 def test_World_counts_the_bytes_of_a_batch_row_by_row():
     """Two hosts of 8 ranks, tp 2 x pp 2: a loop over the rows and fields of the fullest rank."""
     plan = plan_of("tiny", "parallel.tp=2", "parallel.pp=2", "parallel.dp=2", "parallel.ep=2")

@@ -26,7 +26,8 @@ WORLDS = (8, 64, 512, 4096)
 TOKEN, TARGET = 4, 4 + 1
 LOSS = {"log-prob of the engine": 4, "advantage": 4}
 ROUTE_MASK = 1
-INDEX_BYTES, MTP_BYTES = 45, 4
+KEPT_ID = 4  # of a kept set, and its size
+INDEX_BYTES, MTP_BYTES = 53, 4
 """The numbers of one sample that all ranks know; with every MTP layer."""
 EXCHANGE_PARTS = 4
 """Messages of an owner to a rank, at most: `pack.exchange.PARTS`."""
@@ -125,7 +126,15 @@ class World:
         """Rows that this rank's engine generated, with the routes of all layers."""
         engines = self.ranks / self.plan.rollout.tp
         routed = ROUTE_MASK + self.route_bytes(len(self.plan.router_layers))
-        return self.rows / engines * (self.token_bytes + sum(LOSS.values()) + routed)
+        loss = sum(LOSS.values()) + self.kept_bytes(1)
+        return self.rows / engines * (self.token_bytes + loss + routed)
+
+    def kept_bytes(self, tp: int) -> float:
+        """A row's kept set, its size and ``top_k`` ids of which a shard has an equal part; a plan
+        without ``top_k`` has a note."""
+        if not self.plan.trains_on_kept_sets:
+            return 0.0
+        return KEPT_ID + KEPT_ID * self.plan.rollout.top_k / tp
 
     @property
     def token_bytes(self) -> int:
@@ -137,7 +146,8 @@ class World:
         routers, chunks = set(self.plan.router_layers), self.plan.stages[stage]
         layers = sum(layer in routers for chunk in chunks for layer in chunk.layers)
         routed = ROUTE_MASK + self.route_bytes(layers) if layers and self.replays else 0
-        loss = sum(LOSS.values()) * (stage == self.plan.parallel.pp - 1)
+        loss = sum(LOSS.values()) + self.kept_bytes(self.plan.parallel.tp)
+        loss *= stage == self.plan.parallel.pp - 1
         return self.token_bytes + loss + routed / self.plan.parallel.tp
 
     @property
