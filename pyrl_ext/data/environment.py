@@ -18,7 +18,7 @@ from pyrl_ext.data.chat import Tokenizer, check_known, check_size
 from pyrl_ext.data.files import Broken
 from pyrl_ext.data.rewards import finite
 from pyrl_ext.dist.user_code import describe, load_callable, shown
-from pyrl_ext.plan.schema.turns import ENVIRONMENTS
+from pyrl_ext.plan.schema.turns import ENVIRONMENTS, REASONS
 from pyrl_ext.samples import Prompt
 
 _SHOWN = 200  # characters of a value in a message
@@ -71,32 +71,16 @@ class Environment(Protocol):
         ...
 
 
-REASONS = {
-    "error": "the environment raised an error",
-    "timeout": "a call exceeded turns.timeout",
-    "blocked": "the event loop was blocked, by this environment or another",
-    "settings": "the environment changed a setting of the process",
-    "result": "a call returned something of a wrong type",
-    "reward": "a reward was not a finite number",
-    "empty": "an observation was empty though the trajectory was not done",
-    "tokens": "an observation held tokens that the model does not know",
-    "observation": "an observation was longer than turns.max_observation_tokens",
-    "room": "the first context left no room for a response",
-    "turns": "the trajectory was not done after turns.max_turns",
-    "fork": "the context was rewritten with form concatenated",
-}
-"""Why a trajectory is dropped, by the word that metrics use."""
-
-
 class Dropped(Exception):
     """A trajectory cannot be trained on.
 
     Args:
-        reason: one of `REASONS`
+        reason: one of `plan.schema.turns.REASONS`
         message: which call, with the value found and the rule
     """
 
     def __init__(self, reason: str, message: str):
+        assert reason in REASONS
         super().__init__(message)
         self.reason = reason
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pyrl_ext.data.chat import Tokenizer
+from pyrl_ext.data.environment import load_environment
 from pyrl_ext.data.files import open_records
 from pyrl_ext.data.images import ImageReader, Scale
 from pyrl_ext.data.pictures import Pictures
@@ -32,6 +34,9 @@ class Source:
         decode:   token ids -> text.
         stop_ids: tokens that end a response.
         timeout:  of one call of the reward [s]; None: unlimited.
+        tokenizer: of the model.
+        environment: makes the environment of a trajectory, which gives its reward; None: `reward`
+            does.
     """
 
     prompts: Task | Pictures | PromptSource
@@ -39,6 +44,8 @@ class Source:
     decode: Callable[[list[int]], str]
     stop_ids: tuple[int, ...]
     timeout: float | None = None
+    tokenizer: Tokenizer | None = None
+    environment: Callable[[], Any] | None = None
 
     def scorer(self, prompts: Sequence[Prompt]) -> Callable[[list[Sample]], list[Sample]]:
         """A function that returns samples of ``prompts`` with their rewards."""
@@ -107,8 +114,13 @@ def build_source(plan: Plan) -> Source:
     if plan.data.task is not None:
         task = _task(plan, plan.data.task, tokenizer, stop_ids[0])
         return Source(task, task.reward, tokenizer.decode, stop_ids)
-    assert plan.prompts_path is not None and plan.data.reward is not None  # a rule says so
-    reward = load_function("data.reward", plan.data.reward, 3)
+    assert plan.prompts_path is not None  # a rule says so
+    environment, reward = None, no_reward
+    if plan.turns.environment is not None:
+        given = {"tokenizer": tokenizer, "stop_ids": stop_ids}
+        environment = load_environment(plan.turns.environment, plan.turns.options, **given)
+    elif plan.data.reward is not None:
+        reward = load_function("data.reward", plan.data.reward, 3)
     limits = plan.data.max_prompt_tokens, getattr(reward, "answer_rule", None)
     prompts = load_prompts(
         plan.prompts_path, tokenizer, *limits, image_reader(plan, plan.prompts_path)
@@ -117,7 +129,13 @@ def build_source(plan: Plan) -> Source:
     if path is not None:
         held_out = load_prompts(path, tokenizer, *limits, image_reader(plan, path))
     source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
-    return Source(source, reward, tokenizer.decode, stop_ids, plan.data.reward_timeout)
+    timeout = plan.data.reward_timeout
+    return Source(source, reward, tokenizer.decode, stop_ids, timeout, tokenizer, environment)
+
+
+def no_reward(prompt: Prompt, text: str, tokens: list[int]) -> float:
+    """Stands where an environment gives the reward."""
+    raise RuntimeError(f"no_reward(prompt {prompt.id}): expected the environment to reward it")
 
 
 def _task(plan: Plan, name: str, tokenizer: Tokenizer, eos_id: int) -> Task | Pictures:

@@ -82,7 +82,7 @@ class BatchIndex:
             "places": [s.index for s in samples],
             "turns": [s.turn for s in samples],
             "seqlens": [s.tokens.numel() - 1 for s in samples],
-            "sampled": [_sampled(s) for s in samples],
+            "sampled": [sampled_tokens(s) for s in samples],
             "truncated": [s.last and s.finish_reason == "length" for s in samples],
             "rewards": [s.reward for s in samples],
             "versions": [s.weight_version for s in samples],
@@ -258,7 +258,7 @@ class BatchIndex:
         return stats
 
 
-def _sampled(sample: Sample) -> int:
+def sampled_tokens(sample: Sample) -> int:
     """Tokens of a sample that the policy sampled."""
     spans = sample.spans or ((sample.prompt_len, sample.tokens.numel()),)
     return sum(end - begin for begin, end in spans)

@@ -32,7 +32,7 @@ FREE_ON_RESUME = (
     *("logprob", "kernels", "data.reward_timeout", "cp_cost"),
     *("rollout.gpus", "rollout.gpu_memory_utilization", "rollout.sleep", "rollout.offload_trainer"),
     *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
-    "rollout.transport",
+    *("rollout.transport", "turns.timeout", "turns.min_share"),
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "fetched")
@@ -168,6 +168,8 @@ class Plan(Config):
     def longest(self) -> int:
         """Rows of the longest sample: its last token is never an input."""
         generated = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        if self.turns.environment is not None:
+            generated = self.turns.max_tokens
         return (generated if self.has_rollouts else self.data.max_tokens) - 1
 
     @property

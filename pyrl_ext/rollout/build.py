@@ -81,7 +81,7 @@ def build_in_this_process(plan: Plan, device: torch.device) -> Engine:
         from pyrl_ext.rollout.recorded import RecordedEngine
 
         assert plan.recorded_path is not None  # a rule says so
-        return RecordedEngine(plan.recorded_path)
+        return RecordedEngine(plan.recorded_path, whole=plan.turns.environment is None)
     if plan.rollout.engine == "vllm":
         return _vllm(plan)
     raise NotImplementedError(
@@ -97,7 +97,6 @@ def _stops_with(plan: Plan) -> str | None:
 def _vllm(plan: Plan) -> Engine:
     from pyrl_ext.rollout.vllm.engine import VLLMEngine
 
-    tokens = plan.data.max_prompt_tokens + plan.rollout.max_new_tokens
     reader = image_reader(plan)
     return VLLMEngine(
         Path(plan.config_path).parent,
@@ -106,7 +105,7 @@ def _vllm(plan: Plan) -> Engine:
         dtype=plan.rollout_dtype,
         tp=plan.rollout.tp,
         ranks=plan.parallel.world_size if plan.modules else None,
-        max_tokens=tokens,
+        max_tokens=plan.longest + 1,
         max_num_seqs=plan.rollout.max_num_seqs,
         gpu_memory_utilization=plan.rollout.gpu_memory_utilization,
         kept_sets=plan.trains_on_kept_sets,

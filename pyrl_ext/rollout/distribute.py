@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from pyrl_ext.dist.agree import agree, gather_bytes
-from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.dist.agree import agree, gather_bytes, gather_objects
+from pyrl_ext.pack.index import BatchIndex, sampled_tokens
 from pyrl_ext.rollout.engine import Engine, in_order
+from pyrl_ext.rollout.groups import Ask, Counts, Event, Groups, Score, need_share, sampled
 from pyrl_ext.samples import Prompt, Sample, Sampling
-
-Score = Callable[[list[Sample]], list[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +25,19 @@ class RolloutRequest:
         prompts: with distinct ids
         sampling: how responses are drawn
         keep: number of groups that are returned, at most one per prompt
+        ask: how trajectories come from an engine
+        min_share: trajectories that must be left, as a share of those that ended
     """
 
     prompts: Sequence[Prompt]
     sampling: Sampling
     keep: int
+    ask: Ask = sampled
+    min_share: float = 0.0
+
+    def events(self, engine: Engine, counts: Counts) -> Generator[Event]:
+        """The trajectories of an engine as they end."""
+        return self.ask(engine, self.prompts, self.sampling, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +47,14 @@ class Rollout:
     Args:
         index: of all samples, prompt by prompt, the same on every rank
         samples: that this rank owns, in the order of the index
-        discarded: response tokens of groups that did not complete in time, over all ranks
+        counts: numbers over all ranks; ``discarded`` are the response tokens of groups that did
+            not complete in time
         dropped: samples of this rank that are in no index, to be recorded; see `dynamic.fill`
     """
 
     index: BatchIndex
     samples: list[Sample]
-    discarded: int
+    counts: Counts = field(default_factory=Counts)
     dropped: list[Sample] = field(default_factory=list[Sample])
 
 
@@ -77,34 +84,40 @@ def generate_on_ranks(
         depths: MTP layers whose loss tokens the index counts
 
     Raises:
-        RuntimeError: on every rank if one rank failed, naming it and its error, or if ranks got
-            different prompts or sampling
+        RuntimeError: on every rank if one rank failed, naming it and its error, if ranks got
+            different prompts or sampling, or if too few trajectories are left
 
     Communicates:
-        group, all-gather of a line of text, and then of about 50 bytes a sample
+        group, all-gather of a line of text, and then of about 50 bytes a sample; with an
+        environment also of about 20 numbers
     """
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     held = list(range(ranks) if engine_of_rank is None else engine_of_rank)
     engines, number = len({*held} - {None}), held[rank]
     quota = 0 if number is None else len(range(number, request.keep, engines))
-    asked = RolloutRequest(
-        request.prompts[number::engines] if quota else (), request.sampling, quota
-    )
+    asked = replace(request, prompts=request.prompts[number::engines] if quota else (), keep=quota)
     try:
         label = "rollout" if engines == 1 else f"rollout, engine {number} of {engines}"
-        samples, lost = _complete_groups(engine, asked, score, show, label)
+        samples, counts = _complete_groups(engine, asked, score, show, label)
         error = None
     except Exception as caught:  # every rank has to know, or the others wait forever
-        samples, lost, error = [], 0, caught
+        samples, counts, error = [], Counts(), caught
     agree("generate_on_ranks", error, _digest(request), "prompts or sampling", group)
     if number is None or held.index(number) != rank:  # another rank of its engine owns them
-        samples, lost = [], 0
+        samples, counts = [], Counts()
     samples = in_order(samples, request.prompts)
+    lost = int(counts.pop("discarded", 0))
     mine = lost.to_bytes(8, "little") + BatchIndex.of(samples, rank, depths).to_bytes()
     shares = gather_bytes(mine, group)
     parts = [BatchIndex.from_bytes(share[8:]) for share in shares]
+    whole = Counts()
+    whole["discarded"] = sum(int.from_bytes(share[:8], "little") for share in shares)
+    if request.ask is not sampled:
+        for each in gather_objects(dict(counts), group):
+            whole.add(each)
+        need_share(whole, request.min_share)
     index = BatchIndex.joined(parts, [p.id for p in request.prompts])
-    return Rollout(index, samples, sum(int.from_bytes(share[:8], "little") for share in shares))
+    return Rollout(index, samples, whole)
 
 
 def _digest(request: RolloutRequest) -> int:
@@ -118,28 +131,22 @@ def _complete_groups(
     score: Score | None,
     show: Callable[[str], None] | None,
     label: str,
-) -> tuple[list[Sample], int]:
-    """The first groups to complete, and the number of response tokens in all other samples."""
-    size = request.sampling.samples_per_prompt
-    begun: defaultdict[int, list[Sample]] = defaultdict(list)
-    kept: list[Sample] = []
-    finished, tokens, start = 0, 0, time.monotonic()
-    with closing(engine.stream(request.prompts, request.sampling)) as stream:
-        for sample in stream:
-            begun[sample.prompt_id].append(sample)
-            finished, tokens = finished + 1, tokens + len(sample.tokens) - sample.prompt_len
-            if len(begun[sample.prompt_id]) == size:
-                group = begun.pop(sample.prompt_id)
-                kept += score(group) if score is not None else group
+) -> tuple[list[Sample], Counts]:
+    """The first groups to complete, and counts; ``discarded`` are the response tokens of all
+    other samples."""
+    size, counts, start = request.sampling.samples_per_prompt, Counts(), time.monotonic()
+    groups = Groups(size, request.keep, score)
+    with closing(request.events(engine, counts)) as events:
+        for event in events:
+            groups.add(event)
             if show is not None:
-                speed = tokens / max(time.monotonic() - start, 1e-9)
-                groups = f"{len(kept) // size} of {request.keep} groups"
-                show(f"{label}: {finished} samples, {groups}, {speed:,.0f} tokens/s")
-            if len(kept) == request.keep * size:
+                show(f"{label}: {groups.progress(time.monotonic() - start)}")
+            if groups.complete == request.keep:
                 break
-    if len(kept) != request.keep * size:
+    if groups.complete != request.keep:
         raise RuntimeError(
-            f"generate_on_ranks: the engine returned {len(kept) // size} groups of {size} samples, "
-            f"expected {request.keep}"
+            f"generate_on_ranks: the engine returned {groups.complete} groups of {groups.size} "
+            f"samples, expected {request.keep}"
         )
-    return kept, tokens - sum(len(sample.tokens) - sample.prompt_len for sample in kept)
+    counts["discarded"] = groups.tokens - sum(map(sampled_tokens, groups.kept))
+    return groups.kept, counts

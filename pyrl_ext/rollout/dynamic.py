@@ -10,6 +10,7 @@ import numpy as np
 
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.rollout.groups import Counts
 
 # (round from 0, prompts to ask for, groups kept so far) -> the samples of those prompts
 Ask = Callable[[int, int, int], Rollout]
@@ -91,4 +92,7 @@ def _joined(drawn: list[Rollout], kept: set[int], flat: int) -> tuple[Rollout, d
     }
     mine = [s for s in samples if s.prompt_id in kept]
     dropped = [s for s in samples if s.prompt_id not in kept]
-    return Rollout(index, mine, sum(each.discarded for each in drawn), dropped), metrics
+    counts = Counts()
+    for each in drawn:
+        counts.add(each.counts)
+    return Rollout(index, mine, counts, dropped), metrics

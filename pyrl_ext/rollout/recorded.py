@@ -93,13 +93,15 @@ class RecordedEngine(Engine):
 
     Args:
         path: a file of `save_samples`, or a folder of such files (*.safetensors)
+        whole: every group has all its samples, one a trajectory; else several turns were recorded,
+            and trajectories that were dropped are missing
 
     Raises:
         ValueError: nothing there, or a damaged index
     """
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, path: str | Path, whole: bool = True):
+        self.path, self.whole = Path(path), whole
         files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
         if not files:
             raise ValueError(f"{path}: no *.safetensors in it, expected recorded rollout batches")
@@ -152,6 +154,8 @@ class RecordedEngine(Engine):
                 "RecordedEngine.stream: no weight version, expected load_weights first"
             )
         keys = [(self.version, p.id) for p in prompts]
+        if not self.whole:  # all trajectories of a prompt may be missing, but not of all prompts
+            keys = [key for key in keys if key in self.files] or keys
         if missing := [prompt for _, prompt in (k for k in keys if k not in self.files)]:
             known = sorted({version for version, _ in self.files})
             raise ValueError(
@@ -164,7 +168,9 @@ class RecordedEngine(Engine):
                 if sample.weight_version == self.version and sample.prompt_id in groups:
                     groups[sample.prompt_id].append(sample)
         for prompt in prompts:
-            self._check(groups[prompt.id], prompt, sampling.samples_per_prompt)
+            if self.whole:
+                self._check_whole(groups[prompt.id], prompt, sampling.samples_per_prompt)
+            self._check(groups[prompt.id], prompt)
         for prompt in prompts:
             yield from groups[prompt.id]
 
@@ -175,15 +181,17 @@ class RecordedEngine(Engine):
     def close(self) -> None:
         """Nothing to close."""
 
-    def _check(self, group: list[Sample], prompt: Prompt, size: int) -> None:
+    def _check_whole(self, group: list[Sample], prompt: Prompt, size: int) -> None:
         if [s.index for s in group] != list(range(size)):
             raise ValueError(
                 f"{self.path}: prompt {prompt.id} has samples {_short([s.index for s in group])}, "
                 f"expected 0 to {size - 1} (samples_per_prompt {size})"
             )
+
+    def _check(self, group: list[Sample], prompt: Prompt) -> None:
         for sample in group:
             known = tuple(sample.tokens[: sample.prompt_len].tolist())
-            if known != prompt.tokens:
+            if self.whole and known != prompt.tokens:  # an environment may add to it or rewrite it
                 raise ValueError(
                     f"{self.path}: prompt {prompt.id}, sample {sample.index} was recorded for the "
                     f"tokens {_short(known)}, expected {_short(prompt.tokens)}"

@@ -28,6 +28,7 @@ _FORMATS = (FORMAT, _WITH_IMAGES, _WITH_KEPT)
 _FORMAT_1 = "pyrl_ext rollout 1"  # read as well; its header has no checksum
 _HEADER_CRC = re.compile(rb'("header_crc32":")([0-9a-f]{8})(")')
 _RAGGED = ("tokens", "loss_mask", "rollout_logprobs", "route_mask", "routes", "kept_counts")
+_TURNS = ("turn", "spans", "last")  # of samples that hold several turns, or not all of them
 _SCALARS = ("prompt_id", "index", "prompt_len", "weight_version", "finish_reason", "reward")
 
 
@@ -67,7 +68,7 @@ def save_samples(path: str | Path, samples: Sequence[Sample]) -> None:
     names = [n for n in (*_RAGGED, "kept_ids") if getattr(first, n) is not None]
     tensors = {n: torch.cat([getattr(s, n) for s in samples]).contiguous() for n in names}
     entries = [
-        {n: getattr(s, n) for n in _SCALARS}
+        {n: getattr(s, n) for n in (*_SCALARS, *(_TURNS if s.spans else ()))}
         | {"size": s.tokens.numel(), "crc32": _crc({n: getattr(s, n) for n in names})}
         | ({} if s.kept_ids is None else {"kept": len(s.kept_ids)})
         for s in samples
@@ -184,6 +185,9 @@ def _samples(
             "layer_ids": tuple(index["layer_ids"]),
         }
         fields |= {name: entry[name] for name in _SCALARS}
+        if "spans" in entry:
+            fields |= {name: entry[name] for name in _TURNS}
+            fields["spans"] = tuple((begin, end) for begin, end in entry["spans"])
         fields |= {name: tensor.clone() for name, tensor in part.items()}
         samples.append(Sample(**fields).check())
         start = stop

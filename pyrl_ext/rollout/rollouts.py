@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-
-import torch
 
 from pyrl_ext.data.source import Source
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.build import build_engine, sampling_of
-from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, Score, generate_on_ranks
+from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.dynamic import fill, stream_step
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.samples import Prompt, Sample, Sampling
+from pyrl_ext.rollout.groups import without_overlong
+from pyrl_ext.rollout.turns.events import Environments, turn_metrics
+from pyrl_ext.samples import Prompt, Sampling
 
 
 class Rollouts:
@@ -39,6 +40,7 @@ class Rollouts:
     ):
         self.plan, self.source, self.show = plan, source, show
         self.dropped: dict[str, float] = {}
+        self.environments = None if plan.turns.environment is None else Environments(plan, source)
         self.engine: Engine = build_engine(plan, topo.device, topo.rank)
         if plan.replay.enabled and not self.engine.capabilities.routes:
             raise ValueError(
@@ -52,6 +54,8 @@ class Rollouts:
                 "the trainer would score the full distribution. Use rollout.engine=hf, or set "
                 "rollout.accept_truncated_sampling=true"
             )
+        if self.environments is not None:
+            self.environments.need_turns(self.engine, topo.rank)
         self.group = topo.world
 
     def close(self) -> None:
@@ -71,13 +75,15 @@ class Rollouts:
             hold = plan.rollout.record is not None
             short = plan.objective.dynamic_sampling_short
             rollout, self.dropped = fill(ask, keep, rounds, short, hold)
+            self.dropped |= turn_metrics(rollout.counts)
             return rollout
         prompts = self.source.prompts.take(step, plan.prompts_asked)
         rollout = self._generate(prompts, sampling, keep, self.show)
+        self.dropped = turn_metrics(rollout.counts)
         if len(prompts) > keep:
-            self.dropped = {
+            self.dropped |= {
                 "rollout/aborted_groups": len(prompts) - keep,
-                "rollout/aborted_tokens": rollout.discarded,
+                "rollout/aborted_tokens": rollout.counts["discarded"],
             }
         return rollout
 
@@ -93,13 +99,18 @@ class Rollouts:
             show = partial(_after, so_far, show)
         return self._generate(prompts, sampling, asked, show)
 
-    def held_out_reward(self) -> float:
-        """Mean reward of one greedy response to each held-out prompt."""
+    def held_out(self) -> dict[str, float]:
+        """Metrics of one greedy trajectory for each held-out prompt."""
         prompts = self.source.prompts.held_out(self.plan.evaluate.prompts)
         sampling = sampling_of(self.plan, self.source, 0)
         sampling = replace(sampling, greedy=True, samples_per_prompt=1)
-        index = self._generate(prompts, sampling, len(prompts), self.show).index
-        return float(index.rewards[index.firsts].mean())
+        rollout = self._generate(prompts, sampling, len(prompts), self.show, 0.0)
+        index = rollout.index
+        left = len(index.firsts)
+        metrics = {"eval_reward": float(index.rewards[index.firsts].mean())} if left else {}
+        if self.environments is not None:
+            metrics["eval_dropped"] = 1 - left / len(prompts)
+        return metrics
 
     def _generate(
         self,
@@ -107,6 +118,7 @@ class Rollouts:
         sampling: Sampling,
         keep: int,
         show: Callable[[str], None] | None,
+        min_share: float | None = None,
     ) -> Rollout:
         """The samples of ``keep`` complete groups."""
         if any(p.images for p in prompts) and not self.engine.capabilities.images:
@@ -114,34 +126,25 @@ class Rollouts:
                 f"data.prompts: prompts with images, expected text: the {self.plan.rollout.engine} "
                 "engine was built without an image processor"
             )
-        scorer = self.source.scorer(list(prompts))
+        scorer, environments = self.source.scorer(list(prompts)), self.environments
+        request, guard = RolloutRequest(prompts, sampling, keep), nullcontext()
+        if environments is not None:
+            share = self.plan.turns.min_share if min_share is None else min_share
+            request, scorer = replace(request, ask=environments.ask, min_share=share), list
+            guard = environments.guard()
         if self.plan.objective.overlong_filter:
-            scorer = partial(_without_overlong, scorer)
-        return generate_on_ranks(
-            self.engine,
-            RolloutRequest(prompts, sampling, keep),
-            scorer,
-            self.group,
-            self.plan.engine_of_rank,
-            show,
-            depths=self.plan.num_mtp_layers,
-        )
+            scorer = partial(without_overlong, scorer)
+        with guard:
+            return generate_on_ranks(
+                self.engine,
+                request,
+                scorer,
+                self.group,
+                self.plan.engine_of_rank,
+                show,
+                depths=self.plan.num_mtp_layers,
+            )
 
 
 def _after(before: str, show: Callable[[str], None], text: str) -> None:
     show(before + text)
-
-
-def _without_overlong(score: Score, samples: list[Sample]) -> list[Sample]:
-    """The scored samples, without loss tokens in trajectories that ran out of room."""
-    cut = {s.index for s in samples if s.last and s.finish_reason == "length"}
-    return [
-        replace(
-            sample,
-            loss_mask=torch.zeros_like(sample.loss_mask),
-            rollout_logprobs=torch.zeros_like(sample.rollout_logprobs),
-        )
-        if sample.index in cut
-        else sample
-        for sample in score(samples)
-    ]

@@ -86,7 +86,7 @@ class SftStep(Step):
         agree("SftStep", error, zlib.crc32(repr(order).encode()), "steps", self.topo.world)
         mine = BatchIndex.of(samples, self.topo.rank, self.plan.num_mtp_layers)
         parts = map(BatchIndex.from_bytes, gather_bytes(mine.to_bytes(), self.topo.world))
-        return Rollout(BatchIndex.joined([*parts], order), samples, 0)
+        return Rollout(BatchIndex.joined([*parts], order), samples)
 
 
 def _no_advantage(rewards: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:

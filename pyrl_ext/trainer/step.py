@@ -230,7 +230,7 @@ class RolloutStep(Step):
     def evaluate(self, phase: Phase) -> Metrics:
         """Mean reward on the held-out prompts."""
         with phase("time/eval"):
-            return {"eval_reward": self.rollouts.held_out_reward()}
+            return self.rollouts.held_out()
 
     def onload(self, phase: Phase) -> Metrics:
         """Put the engine to sleep and bring the trainer back onto the device."""

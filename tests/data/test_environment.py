@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from pyrl_ext.data.environment import (
-    REASONS,
     Dropped,
     Reader,
     StepResult,
     load_environment,
     read_step,
 )
+from pyrl_ext.plan.schema.turns import REASONS
 from tests.helpers.conversations import TOKENIZER
 
 READER = Reader(TOKENIZER, 128, 8)
@@ -102,7 +102,7 @@ def test_load_environment_gives_options_and_what_the_class_asks_for():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("guesses", {}, "turns.environment: 'guesses', expected one of guess, tools, messages, or"),
+        ("guesses", {}, "turns.environment: 'guesses', expected one of guess, or"),
         ("no_module:X", {}, "turns.environment: 'no_module:X': no module 'no_module'"),
         ("tests.helpers.environments:X", {}, "no 'X' in tests.helpers.environments"),
         ("tests.helpers.environments:HOSTILE", {}, "a dict, expected a function"),

@@ -51,16 +51,20 @@ def hold(
     prompts: int = 2,
     size: int = 2,
     notes: list[str] | None = None,
+    kept_sets: bool = False,
     **turns: Any,
 ) -> tuple[dict[tuple[int, int], Conversation], Feed]:
     """All conversations of ``prompts``, by (prompt id, index), and their feed."""
     mixed = (lambda: Mixed(make)) if isinstance(make, Mapping) else make
     asked = [Prompt(i, (30 + i % 5, 40)) for i in range(prompts)]
-    feed = Feed(asked, size, manner(mixed, **turns), notes.append if notes is not None else None)
+    told = [] if notes is None else notes
+    feed = Feed(asked, size, manner(mixed, **turns), lambda kind, text: told.append(text))
     engine = engine or ScriptedEngine(three_then_stop)
-    sampling = Sampling(max_new_tokens=4, stop_ids=(EOS,), samples_per_prompt=size)
-    found = {(c.prompt.id, c.index): c for c in converse(engine, feed, sampling)}
-    return found, feed
+    sampling = Sampling(
+        max_new_tokens=4, stop_ids=(EOS,), samples_per_prompt=size, kept_sets=kept_sets
+    )
+    over = [each for _, some in converse(engine, feed, sampling) for each in some]
+    return {(each.prompt.id, each.index): each for each in over}, feed
 
 
 def trained(conversation: Conversation) -> list[Sample]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed
-from pyrl_ext.samples import Prompt, Sample, Sampling, Turn
+from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, kept_counts
 
 LAYERS = (1, 2)
 
@@ -100,7 +100,17 @@ class ScriptedEngine(Engine):
             route_mask=routed,
             weight_version=self.version,
             finish_reason="stop" if new[-1] in sampling.stop_ids else "length",
+            **self._kept(known, new) if sampling.kept_sets else {},
         )
+
+    def _kept(self, known: list[int], new: list[int]) -> dict[str, Tensor]:
+        """Each token was drawn from itself and, at even places, from the next id as well."""
+        places = range(len(known), len(known) + len(new))
+        sets = [[t, t + 1] if place % 2 == 0 else [t] for t, place in zip(new, places)]
+        return {
+            "kept_counts": kept_counts(sets, len(known)),
+            "kept_ids": torch.tensor([t for each in sets for t in each], dtype=torch.int32),
+        }
 
     def _route(self, token: int, place: int) -> list[int]:
         first = crc32(b"%d/%d" % (token, place)) % 4

@@ -12,6 +12,7 @@ from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.metrics import report
 from pyrl_ext.metrics.glossary import GLOSSARY, RENAMED, check_names, lookup, page
 from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.plan.schema.turns import REASONS
 from pyrl_ext.train import train
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
@@ -64,7 +65,7 @@ def test_lookup_knows_the_names_of_earlier_versions():
 
 
 def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
-    """Two steps of a run with everything switched on that logs a metric, and one of fine-tuning."""
+    """Two steps of runs with all that logs a metric, of fine-tuning and with an environment."""
     config = json.loads((CONFIG.parent / "tiny/config.json").read_text())
     config |= {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -84,8 +85,13 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
         *("log.progress=false", f"run={tmp_path / 'sft'}"),
         config=CONFIG.with_name("tiny_sft.yaml"),
     )
-    logged = set()
-    for each in (plan, sft):
+    turns = tiny_plan(
+        *("steps=2", "batching.prompts=2", "batching.samples_per_prompt=2", "evaluate.every=1"),
+        *("log.progress=false", f"run={tmp_path / 'turns'}"),
+        config=CONFIG.with_name("tiny_turns.yaml"),
+    )
+    logged = {f"turns/dropped/{reason}" for reason in REASONS}  # only those that happen are logged
+    for each in (plan, sft, turns):
         with topology.start(each) as topo, heartbeats(topo) as heartbeat:
             assert train(each, topo, heartbeat)
         logged |= {name for row in read_rows(Path(each.run) / "metrics.jsonl") for name in row}

@@ -192,7 +192,7 @@ def refuses_other_numbers(group: dist.ProcessGroup) -> None:
         same, changed = (joined(step.scheduler.minibatches(i)) for i in (index, other))
         assert same.microbatches == changed.microbatches
         with pytest.raises(RuntimeError, match=r"ranks \[2\] got other samples or schedules"):
-            step.batch_of(Rollout(other, mine, 0), lambda name: nullcontext())
+            step.batch_of(Rollout(other, mine), lambda name: nullcontext())
     plan, topo, batch, index = rank_of_four(rank, range(4))
     other = replace(index, rewards=index.rewards + (rank == 2))
     shard, _ = shard_batch(batch, other, schedules_of(plan, index), plan, topo)

@@ -83,7 +83,7 @@ def test_generate_on_ranks_runs_in_one_process():
     got = generate_on_ranks(Seeded(step=5), asked(range(5)), scored, show=lines.append)
     assert_same(got.samples, expected(*range(5)))
     assert got.index.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert got.discarded == 0 and len(lines) == 10
+    assert got.counts["discarded"] == 0 and len(lines) == 10
     assert lines[-1].startswith("rollout: 10 samples, 5 of 5 groups, ")
     with pytest.raises(ValueError, match="out of paper"):
         generate_on_ranks(Seeded(True), asked(range(5)))
@@ -106,7 +106,7 @@ def test_generate_on_ranks_keeps_the_groups_that_are_complete_first(keep: int):
     assert judged == [[(i, 0), (i, 1)] for i in order[:keep]]
     kept = sum(len(s.tokens) - s.prompt_len for s in got)
     whole = list(islice(Seeded(step=5).stream(asked(ids).prompts, PAIRS), engine.given))
-    assert rollout.discarded == sum(len(s.tokens) - s.prompt_len for s in whole) - kept
+    assert rollout.counts["discarded"] == sum(len(s.tokens) - s.prompt_len for s in whole) - kept
     assert engine.open == 0 and (engine.given < 14 or keep == 7)
 
 
@@ -172,7 +172,7 @@ def own_quotas(group: dist.ProcessGroup) -> None:
         time.sleep(0.2 * (rank == slow))
         got = generate_on_ranks(engine, asked(range(10), 7), scored, group)
         assert_same(whole(got, group), expected(*sorted(kept)))
-        assert got.discarded > 0 and engine.open == 0
+        assert got.counts["discarded"] > 0 and engine.open == 0
     # two have no quota
     got = generate_on_ranks(Seeded(step=5), asked(range(4), 1), scored, group)
     assert_same(whole(got, group), expected(0))

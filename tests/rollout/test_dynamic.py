@@ -49,7 +49,7 @@ class Stream:
         self.asked.append(asked)
         self.found.append(found)
         samples = [s for group in self.groups[first : first + asked] for s in group]
-        return Rollout(BatchIndex.of(samples), samples, 0)
+        return Rollout(BatchIndex.of(samples), samples)
 
 
 def varied(groups: list[list[Sample]]) -> list[int]:

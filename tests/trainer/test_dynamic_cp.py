@@ -162,7 +162,7 @@ def rollout_of(samples: list[Sample], owners: list[int], rank: int) -> Rollout:
     parts = [[s for s, o in zip(samples, owners, strict=True) if o == r] for r in range(2)]
     index = [BatchIndex.of(part, owner) for owner, part in enumerate(parts)]
     groups = list(dict.fromkeys(s.prompt_id for s in samples))
-    return Rollout(BatchIndex.joined(index, groups), parts[rank], 0)
+    return Rollout(BatchIndex.joined(index, groups), parts[rank])
 
 
 def sample(prompt: int, prompt_len: int, response_len: int) -> Sample:

@@ -41,7 +41,7 @@ def first_sample(rollout: Rollout, rank: int) -> Rollout:
         if isinstance(getattr(rollout.index, f.name), np.ndarray)
     }
     index = replace(rollout.index, **columns)
-    return Rollout(index, rollout.samples[:1] if index.owners[0] == rank else [], 0)
+    return Rollout(index, rollout.samples[:1] if index.owners[0] == rank else [])
 
 
 def ratios(*overrides: str) -> list[torch.Tensor]:

@@ -54,7 +54,8 @@ def step_samples(plan: Plan) -> tuple[Sample, ...]:
     if records := _records(plan):
         return _of_records(records, batching.samples or 1, plan.data.max_tokens)
     if plan.has_rollouts:
-        longest = plan.data.max_prompt_tokens, plan.rollout.max_new_tokens
+        prompt = plan.data.max_prompt_tokens
+        longest = prompt, plan.longest + 1 - prompt  # answers and observations
     else:  # half of a record is given, half is trained on
         longest = (plan.data.max_tokens // 2, -(-plan.data.max_tokens // 2))
     means = estimate.prompt_tokens, estimate.response_tokens

@@ -18,7 +18,7 @@ PARTS = [name for name in fields_of("objective") if name not in _ANY_LOSS]
 # Keys that only runs with rollouts read, and those that only runs without them read; a section
 # stands for all its keys.
 WITH_ROLLOUTS = _keys(
-    "rollout replay evaluate.prompts batching.prompts batching.samples_per_prompt "
+    "rollout turns replay evaluate.prompts batching.prompts batching.samples_per_prompt "
     "data.task data.task_options data.prompts data.reward data.reward_timeout data.eval_prompts "
     "data.max_prompt_tokens"
 ) + tuple(("objective", name) for name in PARTS)

@@ -19,7 +19,8 @@ def one_source_of_prompts(plan: Plan) -> Found:
 @rule("data.reward")
 def prompts_need_a_reward(plan: Plan) -> Found:
     data = plan.data
-    if data.task is None and data.prompts is not None and data.reward is None:
+    given = data.reward is not None or plan.turns.environment is not None
+    if data.task is None and data.prompts is not None and not given:
         return (
             "null with data.prompts, expected module:function; only built-in tasks bring a reward"
         )

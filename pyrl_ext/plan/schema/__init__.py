@@ -24,8 +24,9 @@ from pyrl_ext.plan.language.fields import (
 from pyrl_ext.plan.model.cp_cost import CpCost
 from pyrl_ext.plan.schema.layout import Module, Parallel
 from pyrl_ext.plan.schema.objective import Name, Objective
+from pyrl_ext.plan.schema.turns import Turns
 
-__all__ = ["Config", "Module", "Objective", "Parallel"]
+__all__ = ["Config", "Module", "Objective", "Parallel", "Turns"]
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 File = Annotated[Text, RelativePath()]
@@ -317,6 +318,7 @@ class Config(Section):
     logprob: Logprob = Logprob()
     kernels: Kernels = Kernels()
     rollout: Rollout = Rollout()
+    turns: Turns = Turns()
     replay: Replay = Replay()
     objective: Objective = Objective()
     optimizer: Optimizer

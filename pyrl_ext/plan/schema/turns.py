@@ -8,12 +8,24 @@ from pydantic import Field
 
 from pyrl_ext.plan.language.fields import Count, Positive, Rate, Section, Text
 
-ENVIRONMENTS = {
-    "guess": "pyrl_ext.data.guess:Guess",
-    "tools": "pyrl_ext.data.tool_use:Tools",
-    "messages": "pyrl_ext.data.message_adapter:Messages",
-}
+ENVIRONMENTS = {"guess": "pyrl_ext.data.guess:Guess"}
 """Built-in environment -> its class."""
+
+REASONS = {
+    "error": "the environment raised an error",
+    "timeout": "a call exceeded turns.timeout",
+    "blocked": "the event loop was blocked, by this environment or another",
+    "settings": "the environment changed a setting of the process",
+    "result": "a call returned something of a wrong type",
+    "reward": "a reward was not a finite number",
+    "empty": "an observation was empty though the trajectory was not done",
+    "tokens": "an observation held tokens that the model does not know",
+    "observation": "an observation was longer than turns.max_observation_tokens",
+    "room": "the first context left no room for a response",
+    "turns": "the trajectory was not done after turns.max_turns",
+    "fork": "the context was rewritten with form concatenated",
+}
+"""Why a trajectory is dropped, by the word that metrics use."""
 
 
 class Turns(Section):

@@ -243,7 +243,25 @@ def _source(plan: Plan) -> list[tuple[str, str]]:
     if not plan.has_rollouts:
         return [("step", f"{plan.samples} records of {plan.data.path}, without rollouts")]
     step = f"{plan.samples} samples in groups of {plan.batching.samples_per_prompt}"
-    return [("engine", _engine(plan)), ("routes", _routes(plan)), ("rollout step", step)]
+    known = [("engine", _engine(plan)), ("routes", _routes(plan))]
+    return [*known, *_turns(plan), ("rollout step", step)]
+
+
+def _turns(plan: Plan) -> list[tuple[str, str]]:
+    """The environment and its budgets, where there is one."""
+    turns = plan.turns
+    if turns.environment is None:
+        return []
+    form = "one sample a trajectory"
+    if turns.form == "stepwise":
+        form = "one sample a turn" + ", those that continue each other merged" * turns.merge
+    return [
+        ("environment", f"{turns.environment}: at most {turns.max_turns} turns of "
+                        f"{plan.rollout.max_new_tokens} tokens, observations of "
+                        f"{turns.max_observation_tokens}, {turns.max_tokens:,} tokens in all"),
+        ("", f"{form}; {turns.timeout:g} s a call; a step needs {turns.min_share:.0%} of its "
+             "trajectories"),
+    ]  # fmt: skip
 
 
 def _engine(plan: Plan) -> str:

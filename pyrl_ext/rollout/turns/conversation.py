@@ -141,7 +141,7 @@ class Conversation:
         result, turns = read_step(value), self.manner.turns
         self._reward += result.reward
         if result.done:
-            return self._end(self.turns[-1].finish_reason)
+            return self._end("stop")
         if len(self.turns) == turns.max_turns:
             rule = "expected done within turns.max_turns"
             raise Dropped("turns", f"not done after {len(self.turns)} turns, {rule}")

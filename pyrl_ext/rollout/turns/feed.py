@@ -22,7 +22,7 @@ class Feed:
 
     Args:
         prompts: each begins ``size`` trajectories
-        note: takes a line of text about the first trajectory that is dropped for a reason
+        note: takes what is counted and a line of text, about the first of each kind
 
     Attributes:
         counts: numbers of the trajectories that are over, to be added up over ranks
@@ -34,7 +34,7 @@ class Feed:
         prompts: Sequence[Prompt],
         size: int,
         manner: Manner,
-        note: Callable[[str], None] | None = None,
+        note: Callable[[str, str], None] | None = None,
     ):
         self.trajectories, self.max_tokens = len(prompts) * size, manner.turns.max_tokens
         self.counts: defaultdict[str, float] = defaultdict(float)
@@ -78,6 +78,9 @@ class Feed:
     def over(self) -> list[Conversation]:
         """The trajectories that are over since the last call."""
         over, self._over = self._over, []
+        for conversation in over:
+            if conversation.samples is not None:
+                check_trajectory(conversation.samples)
         return over
 
     def close(self) -> None:
@@ -86,7 +89,7 @@ class Feed:
             self._returned(call)
         self._calls.close()
         self.counts["retries"] = self._calls.retried
-        self.counts["waited"] = self.waited
+        self.counts["max_waited"] = self.waited
 
     def _closing(self) -> Generator[Call]:
         while not self._open and self._calls.under_way:
@@ -119,27 +122,23 @@ class Feed:
             self._count_drop(f"dropped/{dropped.reason}", f"{dropped}; the trajectory is dropped")
             return
         counts["turns"] += turns
-        counts["max"] = max(counts["max"], turns)
+        counts["max_turns"] = max(counts["max_turns"], turns)
         counts["forks"] += conversation.forks
         counts["changed_rows"] += conversation.changed
 
     def _count_drop(self, name: str, message: str) -> None:
         if not self.counts[name] and self._note is not None:
-            self._note(message)
+            self._note(name, message)
         self.counts[name] += 1
 
 
-def converse(engine: Engine, feed: Feed, sampling: Sampling) -> Generator[Conversation]:
-    """The trajectories of ``feed`` as they end; the engine samples their turns."""
+def converse(
+    engine: Engine, feed: Feed, sampling: Sampling
+) -> Generator[tuple[Sample | None, list[Conversation]]]:
+    """Each turn as the engine sampled it, and the trajectories of ``feed`` that are over then; the
+    last turn is None."""
     with closing(feed), closing(engine.answer(feed, sampling)) as stream:
         for sample in stream:
             feed.answered(sample)
-            yield from _checked(feed)
-        yield from _checked(feed)
-
-
-def _checked(feed: Feed) -> Generator[Conversation]:
-    for conversation in feed.over():
-        if conversation.samples is not None:
-            check_trajectory(conversation.samples)
-        yield conversation
+            yield sample, feed.over()
+        yield None, feed.over()

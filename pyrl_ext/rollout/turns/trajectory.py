@@ -55,6 +55,7 @@ def _merged(turns: list[Sample], number: int, policy: str) -> tuple[Sample, int]
         logprobs[begin:end] = turn.rollout_logprobs[begin:]
         spans.append((begin, end))
     routes, route_mask, changed = _routes(turns, policy)
+    kept_counts, kept_ids = _kept(turns)
     merged = replace(
         whole,
         prompt_len=first.prompt_len,
@@ -62,6 +63,8 @@ def _merged(turns: list[Sample], number: int, policy: str) -> tuple[Sample, int]
         rollout_logprobs=logprobs,
         routes=routes,
         route_mask=route_mask,
+        kept_counts=kept_counts,
+        kept_ids=kept_ids,
         images=first.images,
         turn=number,
         spans=tuple(spans),
@@ -92,3 +95,15 @@ def _routes(turns: list[Sample], policy: str) -> tuple[Tensor | None, Tensor, in
         routes[rows] = turn.routes[rows]
         mask[:size] |= found
     return routes, mask, changed
+
+
+def _kept(turns: list[Sample]) -> tuple[Tensor | None, Tensor | None]:
+    """Numbers and ids of the tokens that sampling kept; rows of no turn are not drawn."""
+    if turns[-1].kept_counts is None:
+        return None, None
+    counts, ids = torch.full_like(turns[-1].kept_counts, -1), list[Tensor]()
+    for turn in turns:
+        assert turn.kept_counts is not None and turn.kept_ids is not None  # for all or for none
+        counts[turn.prompt_len : turn.tokens.numel()] = turn.kept_counts[turn.prompt_len :]
+        ids.append(turn.kept_ids)
+    return counts, torch.cat(ids)

@@ -63,14 +63,12 @@ def test_converse_keeps_what_was_sampled_and_appends_observations_as_tokens():
         assert torch.allclose(sample.rollout_logprobs, logprobs)
         assert (sample.prompt_len, sample.turn, sample.last) == (2, 0, True)
         assert sample.reward == 0.25 + 0.5 + 0.75
-        assert sample.finish_reason == (
-            "length" if conversation.turns[-1].response[-1] != EOS else "stop"
-        )
+        assert sample.finish_reason == "stop"
     told = sorted((tokens, text) for each in made for tokens, text in each.given)
     engine = [turn.response for c in found.values() for turn in c.turns]
     stopped = [t[:-1] if t[-1] == EOS else t for t in engine]
     assert told == sorted(zip(engine, map(TOKENIZER.decode, stopped)))
-    assert feed.counts["turns"] == 18 and feed.counts["max"] == 3
+    assert feed.counts["turns"] == 18 and feed.counts["max_turns"] == 3
 
 
 @pytest.mark.parametrize("form", ["concatenated", "stepwise"])
@@ -147,7 +145,7 @@ def test_converse_ends_a_trajectory_whose_context_is_full(room: int):
     assert sample.tokens.tolist() == whole[: sample.tokens.numel()]
     assert sample.tokens.numel() <= room
     full = sample.tokens.numel() < len(whole)
-    assert sample.finish_reason == "length" if full else True
+    assert sample.finish_reason == ("length" if full else "stop")
     assert sample.reward == sum(n / 4 for n in range(1, len(conversation.turns) + 1))
     if full:  # another turn would not have had a token
         assert conversation.turns[-1].response[-1] != EOS or sample.tokens.numel() + 3 >= room
@@ -174,6 +172,18 @@ def test_converse_masks_rows_that_no_turn_reports_and_fills_those_that_another_d
     found, _ = hold(lambda: Counting(), engine, prompts=1, size=1)
     (sample,) = trained(found[0, 0])
     assert (~sample.route_mask).nonzero()[:, 0].tolist() == [1, sample.tokens.numel() - 1]
+
+
+def test_converse_joins_the_sets_that_turns_were_drawn_from():
+    found, _ = hold(lambda: Counting(), prompts=1, size=1, kept_sets=True)
+    (sample,) = trained(found[0, 0])
+    assert sample.kept_counts is not None and sample.kept_ids is not None
+    counts, ids = [], []
+    for place, (token, drawn) in enumerate(rows(0, 0, 3)):
+        some = [token, token + 1][: 2 - place % 2] if drawn else []
+        counts.append(len(some) or -1)
+        ids += some
+    assert (sample.kept_counts.tolist(), sample.kept_ids.tolist()) == (counts, ids)
 
 
 @pytest.mark.parametrize("together", [1, 3, 100])

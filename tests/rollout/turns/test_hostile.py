@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pyrl_ext.data.environment import REASONS
+from pyrl_ext.plan.schema.turns import REASONS
 from tests.helpers.conversations import hold, reason
 from tests.helpers.environments import (
     HOSTILE,

@@ -1,0 +1,42 @@
+"""One metric: its unit, its formula, and the values that are alarming."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    Args:
+        name: as in metrics.jsonl; ``<id>`` stands for a number.
+        unit: of the value; "1" is a ratio or a fraction.
+        definition: one sentence with the formula.
+        band: (warn, alarm) levels, rising if large values are bad, falling if small ones are;
+            None if no value is bad in itself.
+        source: where the formula or the band comes from; empty if it is our own.
+        phase: of a phase's time, whether it goes into the model (any trainer spends it) or into our
+            own code; empty for everything else.
+    """
+
+    name: str
+    unit: str
+    definition: str
+    band: tuple[float, float] | None = None
+    source: str = ""
+    phase: Literal["", "model", "ours"] = ""
+
+    def level(self, value: float) -> str:
+        """ "ok", "warn" or "alarm"; a number that is not finite is an alarm, band or not."""
+        if not math.isfinite(value):
+            return "alarm"
+        if self.band is None:
+            return "ok"
+        warn, alarm = self.band
+        sign = 1 if alarm > warn else -1
+        return (
+            "alarm" if sign * (value - alarm) > 0 else "warn" if sign * (value - warn) > 0 else "ok"
+        )

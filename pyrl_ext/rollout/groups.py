@@ -1,0 +1,122 @@
+"""Groups of trajectories as they end, and what is counted of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from pyrl_ext.pack.index import sampled_tokens
+from pyrl_ext.plan.schema.turns import REASONS
+from pyrl_ext.rollout.engine import Engine
+from pyrl_ext.samples import Prompt, Sample, Sampling
+
+Score = Callable[[list[Sample]], list[Sample]]
+
+
+class Event(NamedTuple):
+    """Something that an engine did for a trajectory.
+
+    Args:
+        prompt_id: of the trajectory
+        tokens: sampled since the event before
+        samples: of the trajectory if it is over, none if it is dropped; None: it goes on
+    """
+
+    prompt_id: int
+    tokens: int
+    samples: list[Sample] | None
+
+
+class Counts(defaultdict[str, float]):
+    """Numbers of a rollout by name, which add up over ranks; those that begin with "max" do not."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+
+    def add(self, others: Mapping[str, float]) -> None:
+        """Add the numbers of another rank."""
+        for name, value in others.items():
+            self[name] = max(self[name], value) if name[:3] == "max" else self[name] + value
+
+
+def sampled(
+    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, counts: Counts
+) -> Generator[Event]:
+    """The trajectories of `Engine.stream`."""
+    parts: list[Sample] = []
+    with closing(engine.stream(prompts, sampling)) as stream:
+        for sample in stream:
+            parts.append(sample)
+            if sample.last:
+                yield Event(sample.prompt_id, sum(map(sampled_tokens, parts)), parts)
+                parts = []
+
+
+Ask = Callable[[Engine, Sequence[Prompt], Sampling, Counts], Generator[Event]]
+
+
+def need_share(counts: Mapping[str, float], least: float) -> None:
+    """Raises RuntimeError, with the number for each reason, if too few trajectories are left."""
+    dropped = {n.removeprefix("dropped/"): v for n, v in counts.items() if n[:8] == "dropped/"}
+    begun, lost = counts.get("begun", 0), sum(dropped.values())
+    if begun and begun - lost < least * begun:
+        shown = ", ".join(f"{REASONS[why]} ({number:.0f})" for why, number in dropped.items())
+        raise RuntimeError(
+            f"generate_on_ranks: {begun - lost:.0f} of {begun:.0f} trajectories are left, expected "
+            f"at least turns.min_share {least:g} of them; for the others: {shown}. The first of "
+            "each kind is named above"
+        )
+
+
+class Groups:
+    """Groups as their trajectories end, until ``keep`` of them are complete."""
+
+    def __init__(self, size: int, keep: int, score: Score | None):
+        self.size, self.keep, self.score = size, keep, score
+        self.begun: defaultdict[int, list[list[Sample]]] = defaultdict(list)
+        self.kept: list[Sample] = []
+        self.complete = self.finished = self.dropped = self.tokens = 0
+
+    def add(self, event: Event) -> None:
+        """Take an event."""
+        self.tokens += event.tokens
+        if event.samples is None:
+            return
+        self.finished, self.dropped = self.finished + 1, self.dropped + (not event.samples)
+        self.begun[event.prompt_id].append(event.samples)
+        if len(self.begun[event.prompt_id]) == self.size:
+            self.close(event.prompt_id)
+
+    def close(self, prompt_id: int) -> None:
+        """Score the group of a prompt."""
+        group = [sample for trajectory in self.begun.pop(prompt_id) for sample in trajectory]
+        self.kept += self.score(group) if self.score is not None and group else group
+        self.complete += 1
+
+    def progress(self, seconds: float) -> str:
+        """A line of text."""
+        done = f"{self.finished} samples"
+        if self.dropped:
+            done = f"{self.finished} trajectories, {self.dropped} of them dropped"
+        groups = f"{self.complete} of {self.keep} groups"
+        return f"{done}, {groups}, {self.tokens / max(seconds, 1e-9):,.0f} tokens/s"
+
+
+def without_overlong(score: Score, samples: list[Sample]) -> list[Sample]:
+    """The scored samples, without loss tokens in trajectories that ran out of room."""
+    cut = {s.index for s in samples if s.last and s.finish_reason == "length"}
+    return [
+        replace(
+            sample,
+            loss_mask=torch.zeros_like(sample.loss_mask),
+            rollout_logprobs=torch.zeros_like(sample.rollout_logprobs),
+        )
+        if sample.index in cut
+        else sample
+        for sample in score(samples)
+    ]
