@@ -30,6 +30,15 @@ PLANS = (
 )
 
 
+TIMEOUT = timedelta(minutes=17)
+# megatron's other names of groups: it splits data-parallel ranks in ways that are not used here
+OTHERS = {
+    "dp_cp": ("intra_dp_cp", "dp_cp_gtp_remat"),
+    "expt_dp": ("intra_expt_dp", "expt_dp_gtp_remat"),
+    "tp_ep_pp": ("tp_ep_pp_with_egtp_remat",),
+}
+
+
 def summed(topo: topology.Topology) -> dict[str, tuple[list[int], float]]:
     """Name of each group -> (its ranks, the sum of them as it adds up)."""
     groups = vars(topo.groups) | {f"cp {size}": g for size, g in topo.cp_groups.items()}
@@ -43,12 +52,15 @@ def summed(topo: topology.Topology) -> dict[str, tuple[list[int], float]]:
 
 
 def build_topology(number: int, *overrides: str) -> Any:
-    with counted() as traffic, topology.start(tiny_plan(*overrides)) as topo:
+    with counted() as traffic, topology.start(tiny_plan(*overrides), TIMEOUT) as topo:
         in_edge = topo.make_group("edge", [0, 3]) is not None if number % 2 else False
         later = topo.make_group("all", range(4))
         dist.all_reduce(torch.ones(1), group=later)
         different = len({id(g) for g in vars(topo.groups).values() if g is not None})
         mine = topo.grid.groups_of(topo.rank)
+        for name, kind in (("TENSOR_MODEL", "tp"), ("DATA", "dp"), ("PIPELINE_MODEL", "pp")):
+            assert getattr(parallel_state, f"_{name}_PARALLEL_GROUP") is getattr(topo.groups, kind)
+        assert later._get_backend(topo.device).options._timeout == TIMEOUT
         return mine, summed(topo), traffic.new_groups, different, in_edge
 
 
@@ -56,11 +68,12 @@ def build_topologies(world: dist.ProcessGroup) -> list[Any]:
     """Several in one process, and a group of some of the ranks, so that not all are in equally
     many when they make the next."""
     os.environ["WORLD_SIZE"] = str(world.size())
-    before, results = sockets(), []
+    before, results, named = sockets(), [], dist.distributed_c10d._process_group_name
     for number, overrides in enumerate(PLANS):
         results.append(build_topology(number, *overrides))
         gc.collect()
         assert sockets() == before, "groups of earlier topologies are open"
+        assert dist.distributed_c10d._process_group_name is named
     return results
 
 
@@ -69,10 +82,12 @@ def test_start_makes_each_ranks_groups_alone_and_destroys_them():
         for mine, found, made, different, in_edge in results:
             for name, ranks in mine.items():
                 assert found[name] == (list(ranks), sum(ranks)), (rank, name)
-            assert found["intra_dp_cp"] == found["dp_cp"]
+            for kind, others in OTHERS.items():
+                assert all(found[other] == found[kind] for other in others)
             assert not in_edge or rank in (0, 3)
-            # dense and expert kinds, one for embeddings where this rank has some
-            embedded = "embd" in found
+            # dense and expert kinds, one for embeddings, which are not tied, on first stages
+            embedded = rank == mine["pp"][0]
+            assert ("embd" in found) == embedded
             assert different == len(mine) + embedded
             sizes = sorted(len(ranks) for ranks in mine.values())
             dynamic = [len(found[n][0]) for n in found if n.startswith("cp ") and n != "cp 1"]
@@ -89,6 +104,7 @@ def build_without(world: dist.ProcessGroup, config: Path, plain: Path) -> dict[s
         plan = tiny_plan(*overrides)
         with topology.start(plan) as topo:
             kept = getattr(parallel_state, name)
+            assert kept is not None, name
             setattr(parallel_state, name, None)
             try:
                 use(Policy.build(plan, topo))

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrl_ext.pack.encoder_work import EncoderWork
+from pyrl_ext.pack.encoder_work import EncoderWork, PatchStream, ShardImages
 from pyrl_ext.pack.images import Images, spread, within_patches
 from pyrl_ext.pack.schedule import CostModel, Group, Schedule, plan_dynamic_cp, plan_microbatches
 from pyrl_ext.pack.shard import Lengths, Seat
@@ -94,6 +95,56 @@ def test_route_brings_each_row_of_an_image_to_the_rank_that_embeds_it(step, way,
                 assert found == want
                 arrived += found.values()
     assert sorted(arrived) == sorted(of_image.values())
+
+
+def check_patches(
+    held: ShardImages, whole: EncoderWork, replica: int, numbers: range, pixels: torch.Tensor
+) -> None:
+    """``held`` has microbatches ``numbers`` of ``whole``, by a loop over images."""
+    images, first = whole.images, np.cumsum([0, *whole.images.patches]).tolist()
+    for at, number in reversed([*enumerate(numbers)]):
+        patches, grids, rows = held.microbatch(at, replica)
+        assert patches is not None
+        ids = whole.ids(number, replica).tolist()
+        if not ids:  # an image of zeros, of which no row counts
+            assert patches.shape == (4, 3) and not patches.any()
+            assert (grids, rows) == ([(1, 2, 2)], 0)
+            continue
+        want = [first[i] + n for i in ids for n in range(int(images.patches[i]))]
+        assert torch.equal(patches, pixels[want])
+        assert grids == [tuple(images.grids[i]) for i in ids]
+        assert rows == images.counts[ids].sum()
+
+
+@given(
+    step=steps(), way=st.sampled_from(["1 1 1 0", "3 1 1 0", "2 2 2 0"]), replicas=st.integers(1, 3)
+)
+@settings(max_examples=100, deadline=None)
+def test_PatchStream_has_the_patches_of_a_replica_in_the_order_of_its_microbatches(
+    step, way, replicas
+):
+    images, lengths = step
+    schedule, _ = schedule_of(lengths, way)
+    whole = EncoderWork(images, schedule, lengths, replicas)
+    owners = (images.samples % 3).astype(np.int32)
+    stream = PatchStream("vision", whole, owners, 3, 2)
+    pixels, num = torch.randn(int(images.patches.sum()), 3), len(schedule)
+    of_row = np.repeat(owners, images.patches)
+    for replica in range(replicas):
+        need = stream.need(replica, np.arange(num + 1))
+        assert need.cuts[0] == 0 and need.cuts[-1] == len(need.rows)
+        held = stream.images(replica, {"patches": pixels[need.rows]})
+        assert held.firsts.tolist() == need.cuts.tolist()
+        check_patches(held, whole, replica, range(num), pixels)
+        for owner in range(3):
+            part = stream.need(replica, np.asarray([0, num]), owner)
+            mine = of_row[need.rows] == owner
+            assert part.rows.tolist() == need.rows[mine].tolist()
+            assert part.cuts.tolist() == [0, mine.sum()]
+        middle = held.between(num // 3, num - num // 4)
+        check_patches(middle, whole, replica, range(num // 3, num - num // 4), pixels)
+    patches, grids, rows = stream.images(-1, {}).microbatch(0, 0)  # on a later stage
+    assert patches is None and grids and rows == len(whole.rows(0, 0))
 
 
 @given(sizes=st.lists(st.integers(1, 1000), max_size=40), replicas=st.integers(1, 8))

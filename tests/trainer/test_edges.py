@@ -1,7 +1,7 @@
 """Edges: rows and gradients of encoders and readers on different ranks are those of one process,
 and exactly the bytes of the rows move."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,8 +19,12 @@ from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.pack.shard import Lengths, Seat, layout_of
 from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
 from pyrl_ext.plan.schema import Parallel
-from pyrl_ext.trainer.edges import Edge, Outlet, give
+from pyrl_ext.plan.schema.layout import Module as ModuleKeys
+from pyrl_ext.plan.schema.layout import ModuleParallel
+from pyrl_ext.trainer.edges import Edge, Outlet, build_edges, give
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import one_rank
+from tests.helpers.vision import kimi_plan
 
 H, PIXELS, WORLD = 6, 5, 4
 SEQLENS = [9, 4, 12, 7, 3, 8, 5, 10]
@@ -179,7 +183,9 @@ class Rank:
             if loss is not None and loss.requires_grad:
                 loss.backward()
         for edge in self.edges.values():
+            sendings = [sending for sending, _ in edge._pending]
             edge.finish()
+            assert all(each.is_completed() for each in sendings) and not edge._pending
         sent = {way: sum(e.sent[way] for e in self.edges.values()) for way in ("there", "back")}
         return {n: w.grad for n, w in held.items() if w.grad is not None}, sent
 
@@ -254,6 +260,48 @@ def test_edges_move_the_bytes_of_the_rows_and_no_more(results, name):
     sent = [sum(each[name][1][way] for each in results) for way in ("there", "back")]
     bytes_once = ROWS * case.width * case.dtype.itemsize
     assert sent == [len(case.joined) * bytes_once, len(case.joined) * bytes_once * case.trained]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_build_edges_joins_last_stages_to_the_seats_of_the_first(tmp_path, train):
+    """As a rank with both ends sees it, in bf16 and with padding for fp8."""
+    sizes = ("parallel.dp=2", "parallel.cp=2", "parallel.tp=2", "parallel.ep=2", "parallel.etp=1")
+    plan = kimi_plan(tmp_path, *sizes, "model.dtype=bfloat16")
+    model = plan.model.model_copy(update={"fp8": "blockwise"})
+    keys = ModuleKeys(
+        train=train, patches_per_microbatch=64, parallel=ModuleParallel(dp=2, pp=2, tp=2)
+    )
+    plan = plan.model_copy(update={"modules": {"vision": keys}, "model": model})
+    asked: list[tuple[str, Any]] = []
+
+    def make_group(role: str, ranks: Any) -> Any:
+        asked.append((role, [*ranks]))
+        return role
+
+    topo = replace(one_rank(plan), make_group=make_group)
+    edge = build_edges(plan, topo, trainable=True)["vision", 0]
+    grid = plan.grids["vision"]
+    assert [(grid.place(r).dp, grid.place(r).tp, grid.place(r).pp) for r in edge.sources] == [
+        (0, 0, 1),
+        (1, 0, 1),
+    ]
+    wanted = [
+        (Seat(2 * d + c, t, 2, fp8=True), plan.grids["llm"].rank_of(dp=d, cp=c, tp=t))
+        for d in range(2)
+        for c in range(2)
+        for t in range(2)
+    ]
+    assert sorted((seat, rank) for rank, seat in edge.readers.items()) == sorted(wanted)
+    ranks = [*range(8), *edge.sources]
+    assert asked == [("vision 0 there", ranks), ("vision 0 back", ranks)]
+    assert (edge.there, edge.back) == ("vision 0 there", "vision 0 back")
+    assert (edge.width, edge.dtype, edge.trained) == (
+        plan.sizes.hidden_size,
+        torch.bfloat16,
+        train,
+    )
+    frozen = build_edges(plan, topo, trainable=False)
+    assert not frozen["vision", 0].trained
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])

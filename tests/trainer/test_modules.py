@@ -138,6 +138,10 @@ def on_ranks(world: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
         found["weights"] = weights(policy)
     with topology.start(SHARED.plan) as topo:
         policy = build(SHARED, topo)
+        found["groups"] = [
+            {id(group) for group in vars(place.groups).values() if group is not None}
+            for place in (topo, *topo.beside.values())
+        ]
         policy.load(folder / "step-2")
         policy.save(folder / "step-3")
         norms, held = train(policy, 1), weights(policy)
@@ -218,6 +222,13 @@ def test_two_modules_on_a_rank_step_as_one_and_share_a_checkpoint_with_other_lay
         assert each["shared"][0] == pytest.approx(norms[2:] * 2, rel=2e-5)
     for number in (0, 1):
         check([each["shared"][1][number] for each in results], want, first)
+
+
+def test_modules_on_one_rank_have_groups_for_themselves(results):
+    for rank, each in enumerate(results):
+        kinds = each["groups"]
+        assert len(kinds) == (2 if rank < 2 else 1)
+        assert len(set().union(*kinds)) == sum(map(len, kinds))
 
 
 def test_heartbeat_names_the_module_of_a_rank(results):
