@@ -23,6 +23,8 @@ REPOSITORY = Path(__file__).parents[1]
 COPIED = ("pyrl_ext", "tests", "configs", "benchmarks", "data", "docs", "pyproject.toml")
 POLICY, CHECKPOINT = "pyrl_ext/trainer/policy.py", "pyrl_ext/megatron/checkpoint.py"
 ROUTED, HOOK = "pyrl_ext/replay/routed_experts.py", "pyrl_ext/replay/router_hook.py"
+MICROBATCH = "tests/pack/test_microbatch.py"
+SHARED_MEANS = f"{MICROBATCH}::test_of_gives_means_over_sequences_whose_rows_two_ranks_share"
 INDEX, STEP_TIME = "pyrl_ext/pack/index.py", "pyrl_ext/plan/forecast/step_time.py"
 
 
@@ -222,6 +224,42 @@ MUTANTS = [
         [("plan.seed * 1_000_003 + step", "plan.seed * 1_000_003")],
         [
             "tests/rollout/test_build.py::test_sampling_of_has_random_streams_of_its_own_in_every_step",
+        ],
+    ),
+    Mutant(
+        "the gradient of a mean over a sequence leaves the rows of other ranks out",
+        "pyrl_ext/loss/inputs.py",
+        [("return _all_reduced(grads[0], ctx.group), None", "return grads[0], None")],
+        [SHARED_MEANS],
+    ),
+    Mutant(
+        "a mean over a sequence takes the rows of all sequences",
+        "pyrl_ext/pack/microbatch.py",
+        [("torch.from_numpy(np.searchsorted(", "torch.from_numpy(0 * np.searchsorted(")],
+        [SHARED_MEANS],
+    ),
+    Mutant(
+        "images go to the replicas of an encoder in turn, whatever their size",
+        "pyrl_ext/pack/images.py",
+        [("(load + int(sizes[image]), replica)", "(load + 1, replica)")],
+        [
+            "tests/pack/test_images.py::test_spread_gives_the_largest_image_to_the_replica_with_least"
+        ],
+    ),
+    Mutant(
+        "an encoder reads the patches of earlier microbatches too",
+        "pyrl_ext/pack/encoder_work.py",
+        [("else self.patches[first:last]", "else self.patches[:last]")],
+        [
+            "tests/pack/test_images.py::test_PatchStream_has_the_patches_of_a_replica_in_the_order_of_its_microbatches",
+        ],
+    ),
+    Mutant(
+        "gradients are sent to an encoder that is not trained",
+        "pyrl_ext/trainer/edges.py",
+        [("and plan.modules[grid.name].train\n", "and True\n")],
+        [
+            "tests/trainer/test_edges.py::test_build_edges_joins_last_stages_to_the_seats_of_the_first",
         ],
     ),
 ]
