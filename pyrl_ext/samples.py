@@ -286,7 +286,7 @@ class Sample:
         for wrong, rule in ((ids < 0, "ids >= 0"), (falls, "rising ids")):
             if bool(wrong.any()):
                 token = int(tokens[wrong.nonzero()[0, 0]])
-                shown = ids[tokens == token].tolist()
+                shown = cast(list[int], ids[tokens == token].tolist())  # pyright: ignore
                 self._need(False, f"token {token} was drawn from {shown}", rule)
         held = torch.zeros_like(self.loss_mask)
         held[tokens[ids == self.tokens[tokens]]] = True

@@ -54,7 +54,8 @@ def with_kept(sample: Sample, vocab_size: int, largest: int = 6) -> Sample:
         others = rng.choice(vocab_size, rng.integers(0, largest), replace=False).tolist()
         counts.append(len({token, *others}))
         ids += sorted({token, *others})
-    as_int = {"dtype": torch.int32}
     return replace(
-        sample, kept_counts=torch.tensor(counts, **as_int), kept_ids=torch.tensor(ids, **as_int)
+        sample,
+        kept_counts=torch.tensor(counts, dtype=torch.int32),
+        kept_ids=torch.tensor(ids, dtype=torch.int32),
     )

@@ -39,6 +39,8 @@ RUNS = {
         ("tied", (CHUNKS,)),
         ("tied", ("model.recompute=full",)),
         ("glm mtp 2", (CHUNKS, INSIDE)),
+        ("glm mtp kept", (CHUNKS, CACHE)),
+        ("glm mtp kept", (CHUNKS, INSIDE)),
     ],
     2: [
         ("glm mtp 2", (CHUNKS, "parallel.tp=2")),
@@ -48,6 +50,7 @@ RUNS = {
         ("qwen", ("parallel.pp=2", "parallel.vpp=2")),
         ("qwen", (CHUNKS, INSIDE, "parallel.pp=2", "parallel.vpp=2")),  # one is padding alone
         ("tied", (CHUNKS, INSIDE, "parallel.tp=2")),
+        ("glm mtp kept", (CHUNKS, INSIDE, "parallel.tp=2")),
         ("glm mtp 2", ("parallel.dp=2", *OVERLAPPED)),
     ],
 }
@@ -113,6 +116,34 @@ def test_score_tokens_equals_scores_from_logits(tmp_path, world_size):
         bound = 1e-3 if CACHE in overrides else BOUNDS["grad"]  # logits kept in bfloat16: 2^-9
         assert max(off["grads"].values()) < bound, off
         assert ("lm_head.weight" in off["grads"]) == (model != "tied")
+
+
+def test_score_tokens_takes_logprobs_over_kept_sets_but_those_of_mtp(folder):
+    """Row by row from the logits, in float64; MTP layers have the loss that they have without."""
+    plan, logits = compiled("glm mtp kept", folder, (LOGITS, "rollout.temperature=0.7")), []
+    batch = parity.batches(plan, mtp_routes=False)[0]
+    assert batch.kept is not None and (batch.kept.counts < 0).any()
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        layer = unwrap(policy.llm.chunks[0]).get_submodule("output_layer")
+        layer.register_forward_hook(
+            lambda _m, _i, out: logits.append(out[0].flatten(0, 1).double())
+        )
+        schedule = plan_microbatches(batch.seqlens, 1, 1 << 20)
+        scores = passes.scores(policy, batch, schedule)
+    layout = microbatch(batch, schedule.microbatches[0][0].samples, Place())
+    row_of = {int(row): at for at, row in enumerate(layout.rows) if row >= 0}
+    sets = batch.kept.ids.split(batch.kept.counts.clamp(min=0).tolist())
+    for row, (ids, target) in enumerate(zip(sets, batch.targets.tolist(), strict=True)):
+        kept = ids.tolist() or list(range(plan.sizes.vocab_size))
+        log_p = (logits[0][row_of[row], kept] / 0.7).log_softmax(-1)
+        assert scores.logprobs[row] == pytest.approx(float(log_p[kept.index(target)]), abs=1e-6)
+        assert scores.entropy[row] == pytest.approx(float(-(log_p.exp() * log_p).sum()), abs=1e-6)
+    with_sets, without = (
+        one_pass(compiled(model, folder, (CHUNKS,)))[1] for model in ("glm mtp kept", "glm mtp")
+    )
+    assert with_sets["mtp_loss"] == without["mtp_loss"]
+    assert abs(with_sets["policy/entropy"] - without["policy/entropy"]) > 1
 
 
 def test_score_tokens_in_bfloat16_errs_no_more_than_rounded_logits(tmp_path):

@@ -53,7 +53,7 @@ def returned_sets(output: CompletionOutput) -> list[Tensor]:
     return [torch.tensor(ids, dtype=torch.int32) for ids in (found.token_ids if found else ())]
 
 
-def sample_fields(sets: list[Tensor], prompt_len: int) -> dict[str, Tensor]:
+def sample_fields(sets: list[Tensor], prompt_len: int) -> dict[str, Any]:
     """The fields of a `Sample` whose response was drawn from ``sets``; without sets none."""
     if not sets:
         return {}
