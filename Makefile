@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 SEED   ?= 0
 RUN    ?= runs/tiny-$(SEED)
 RUN_VL ?= runs/tiny_vl-$(SEED)
+RUN_TURNS ?= runs/tiny_turns-$(SEED)
 STEPS  ?= 240
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs
 KERNEL_TESTS := tests/ops tests/loss/test_vocab_parallel.py
 
-.PHONY: help venv build browser demo demo-vl pictures test test-fast mutants parity parity-large pipeline-fill faults two-hosts scale check bench \
+.PHONY: help venv build browser demo demo-vl demo-turns pictures test test-fast mutants parity parity-large pipeline-fill faults two-hosts scale check bench \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm clean
 
 help:  ## this list
@@ -44,6 +45,9 @@ demo-vl: build  ## a model that sees learns to count squares: in one process, th
 	  -m pyrl_ext.train configs/tiny_vl.yaml modules.vision.ranks=own modules.vision.parallel.dp=2 \
 	  seed=$(SEED) run=$(RUN_VL)-own steps=$(STEPS)
 	$(BIN)/python -m tests.same_rewards $(RUN_VL) $(RUN_VL)-own --steps 5
+
+demo-turns: build  ## trajectories of several turns: guess a number from "higher" and "lower"
+	$(BIN)/python -m pyrl_ext.train configs/tiny_turns.yaml seed=$(SEED) run=$(RUN_TURNS) steps=$(STEPS)
 
 pictures: build browser  ## configs/plan.png, and how the measured pictures of the docs are made
 	$(BIN)/python -m tests.pictures
@@ -129,6 +133,7 @@ check: build  ## formatter, linter, types
 bench: build  ## kernels: what they compile to, then each against a copy and its peers on the CPU
 	$(BIN)/python -m benchmarks.binaries
 	$(BIN)/python -m benchmarks.profile_step
+	$(BIN)/python -m benchmarks.turns
 	$(BIN)/python -m benchmarks.run $(FAMILIES) --threads 1 $(BENCH)
 
 gpu: build  ## needs a GPU: the kernels' tests, compute-sanitizer where there is one, benchmarks
