@@ -282,6 +282,20 @@ def test_step_time_of_a_shared_encoder_lengthens_the_pipeline_by_its_stage():
         assert few["update", name].seconds > costs_of()["update", name].seconds
 
 
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("ranks", [(), SHARED], ids=["own", "shared"])
+def test_step_time_moves_every_row_of_an_image_there_and_its_gradient_back(
+    ranks: tuple[str, ...], train: bool
+):
+    costs = costs_of(*ranks, "estimate.images=3", f"modules.vision.train={train}".lower())
+    # 512 samples of 3 images of 2304 / 4 rows; an embedding and three features of 2048, in bf16
+    whole = 512 * 3 * (2304 // 4) * 4 * 2048 * 2
+    each = whole / 8 if not ranks else whole / 16 * 15 / 16
+    assert costs["old_logprobs", "rows of images"].amount == pytest.approx(each)
+    update = costs["update", "rows of images"]
+    assert update.amount == pytest.approx(each * (2 if train else 1)) and update.seconds > 0
+
+
 def test_plan_command_shows_a_shared_encoder(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert main([str(QWEN3_VL), *SHARED, "--html", str(tmp_path / "a.html")]) == 0
     shown, page = capsys.readouterr().out, (tmp_path / "a.html").read_text()
@@ -295,7 +309,8 @@ def test_step_time_of_text_alone_is_that_without_encoders(ranks: tuple[str, ...]
     plan = plan_of(*ranks, "estimate.images=0")
     costs, bare = (step_time(each) for each in (plan, plan.model_copy(update={"modules": {}})))
     assert costs is not None and bare is not None
-    assert not [c for c in costs.costs if "vision" in c.name] and costs.seconds("old_logprobs") > 0
+    ours = [c for c in costs.costs if "vision" in c.name or "images" in c.name]
+    assert not ours and costs.seconds("old_logprobs") > 0
     assert costs.seconds("old_logprobs") == bare.seconds("old_logprobs")
     assert costs.model_flops == bare.model_flops
     more = {c.name for c in costs.costs if c.phase == "update"} ^ {

@@ -81,6 +81,26 @@ def test_scale_makes_as_many_groups_however_many_ranks_there_are():
     assert set(row.values) - {None} == {15} and row.growth == "no"
 
 
+@pytest.mark.parametrize("ranks", ["own", "shared"])
+def test_World_grows_an_encoder_beside_the_language_model(ranks: str):
+    """Its ranks are no engines; rank 0 shares two groups with all ranks at either end of the edge,
+    and one with those that a module's weights go out to."""
+    dp = 8 if ranks == "own" else 1
+    words = (f"modules.vision.ranks={ranks}", f"modules.vision.parallel.dp={dp}")
+    plan = compile_plan(REPOSITORY / "configs/qwen3_vl_30b.yaml", words)
+    assert plan.parallel.world_size == 32
+    world = World.of(plan, 128, False, [Sample(3, 5)] * 1024)
+    assert world is not None and world.llm_ranks == 128
+    assert world.ranks == (128 + 32 if ranks == "own" else 128)
+    bare = World.of(plan.model_copy(update={"modules": {}}), 128, False, [Sample(3, 5)] * 1024)
+    assert bare is not None and bare.generated_bytes == world.generated_bytes
+    grids = world.plan.grids
+    readers = [r for r in grids["llm"].ranks if grids["llm"].place(r).pp == 0]
+    edge = len({*readers, *(r for r in grids["vision"].ranks)})
+    outward = [1 + 32, 1 + 128] if ranks == "own" else [1 + 64]  # stage 1 lacks the tower
+    assert world.groups == [*bare.groups, edge, edge, *outward]
+
+
 def test_World_counts_the_groups_of_dynamic_context_parallelism():
     plan = compile_plan(REPOSITORY / "configs/glm47_long.yaml")
     assert (plan.parallel.cp, plan.parallel.dynamic_cp) == (2, 8)

@@ -1,18 +1,20 @@
 """Growth with the number of ranks: host memory, traffic, the store and start-up, by count.
 
-The layout keeps its tp, pp, cp, ep and etp, and dp grows. Samples have the lengths of
-`workload.step_samples`. `tests/dist/test_scale.py` compares the counts with ranks that run.
+The layout keeps its tp, pp, cp, ep and etp, and dp grows; so does that of encoders with ranks for
+themselves. Samples have the lengths of `workload.step_samples`. `tests/dist/test_scale.py` compares
+the counts with ranks that run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from pyrl_ext.plan.forecast.counts import parameters
+from pyrl_ext.plan.forecast.encoder import encoder_parameters
 from pyrl_ext.plan.forecast.parameters import copies, rank_parameters, stage_parameters
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import Sample, step_samples
@@ -73,11 +75,12 @@ class World:
 
     @classmethod
     def of(cls, plan: Plan, ranks: int, grows: bool, samples: Sequence[Sample]) -> World | None:
-        """`plan` on `ranks` ranks; None: its layout does not fit them.
+        """`plan` with `ranks` ranks of the language model, and its encoders' beside them; None: the
+        layout does not fit them.
 
         Args:
             plan: as given
-            ranks: of the world
+            ranks: of the language model; encoders with ranks for themselves grow in proportion
             grows: the batch is in proportion to dp; otherwise it stays as it is
             samples: of a step of `plan`
         """
@@ -86,12 +89,27 @@ class World:
         if odd or ranks % (given.pp * given.ep * given.etp_size):
             return None
         parallel = given.model_copy(update={"dp": dp})
-        moved = plan.model_copy(update={"parallel": parallel})
+        modules = {
+            name: each.model_copy(
+                update={"parallel": each.parallel.model_copy(update={"dp": more})}
+            )
+            for name, each in plan.modules.items()
+            for more in [math.ceil(each.parallel.dp * dp / given.dp)]
+            if each.ranks == "own"
+        }
+        update = {"parallel": parallel, "modules": plan.modules | modules}
+        moved = plan.model_copy(update=update)
         return cls(moved, tuple(samples), dp / given.dp if grows else 1.0)
 
     @property
     def ranks(self) -> int:
+        """Of all modules."""
         return self.plan.world_size
+
+    @property
+    def llm_ranks(self) -> int:
+        """Of the language model, which hold engines."""
+        return self.plan.parallel.world_size
 
     @property
     def grid(self) -> int:
@@ -124,7 +142,7 @@ class World:
     @property
     def generated_bytes(self) -> float:
         """Rows that this rank's engine generated, with the routes of all layers."""
-        engines = self.ranks / self.plan.rollout.tp
+        engines = self.llm_ranks / self.plan.rollout.tp
         routed = ROUTE_MASK + self.route_bytes(len(self.plan.router_layers))
         loss = sum(LOSS.values()) + self.kept_bytes(1)
         return self.rows / engines * (self.token_bytes + loss + routed)
@@ -186,7 +204,7 @@ class World:
         """The numbers of every rank's samples, and their size; all ranks send as much as the one
         with most samples, which generates whole groups."""
         group = self.plan.batching.samples_per_prompt or 1
-        most = group * math.ceil(self.number / group / self.ranks)
+        most = group * math.ceil(self.number / group / self.llm_ranks)
         each = self.index_bytes / self.number * most
         return self.ranks * (8 + self.index_head_bytes + each)
 
@@ -232,7 +250,7 @@ class World:
         """The part of the whole model that a rank does not hold itself."""
         if not self.plan.has_rollouts:
             return 0
-        total = parameters(self.plan.sizes).total
+        total = parameters(self.plan.sizes).total + encoder_parameters(self.plan)
         held = max(rank_parameters(self.plan, stage).total for stage in stage_parameters(self.plan))
         return DTYPE_BYTES[self.plan.model.dtype] * (total - min(held, total))
 
@@ -265,7 +283,21 @@ class World:
         )
         kinds = [len(ranks) for ranks in plan.grids["llm"].groups_of(0).values()]
         cp = plan.parallel.cp
-        return [*kinds, embedded, *cp_sizes(self.grid, cp, plan.parallel.dynamic_cp or cp)[1:]]
+        larger = cp_sizes(self.grid, cp, plan.parallel.dynamic_cp or cp)[1:]
+        return [*kinds, embedded, *larger, *self._groups_between_modules]
+
+    @property
+    def _groups_between_modules(self) -> Iterator[int]:
+        """Of the first rank: an edge from each encoder, with a group each way, and what takes a
+        module's weights outward."""
+        grids = self.plan.grids.values()
+        readers = self.grid * self.plan.parallel.tp
+        for encoder in (grid for grid in grids if grid.name != "llm"):
+            own = self.plan.modules[encoder.name].ranks == "own"
+            yield from [readers + encoder.parallel.dp * own] * 2
+        for grid in grids:
+            if outside := self.ranks - len(grid.ranks):
+                yield 1 + outside
 
     @property
     def group_entries(self) -> float:

@@ -96,7 +96,9 @@ def step_time(plan: Plan) -> StepTime | None:
     if gpu is None:
         return None
     run = Passes(plan, gpu)
-    scored = pass_costs(run, step_rounds(plan), ["score"]) if plan.has_rollouts else ()
+    scored = ()
+    if plan.has_rollouts:
+        scored = (*pass_costs(run, step_rounds(plan), ["score"]), *_image_rows(plan, gpu, 1))
     costs = (
         *_phase("publish", _publish(plan, gpu)),
         *_phase("rollout", rollout_costs(plan, gpu)),
@@ -213,10 +215,26 @@ def _minibatch(run: Passes, rounds: tuple[Round, ...]) -> Iterator[Spent]:
     largest = held.index(max(held))
     computed = pass_costs(run, rounds, ["forward", "backward"])
     yield from computed
+    yield from _image_rows(plan, gpu, plan.batching.minibatches, back=True)
     yield from _activations(plan, gpu, rounds)
     last = sum(each.seconds for each in computed) * 2 / 3 / len(rounds)
     yield from _gradients(plan, gpu, largest, last)
     yield from _optimizer(plan, gpu, largest)
+
+
+def _image_rows(plan: Plan, gpu: Gpu, parts: int, back: bool = False) -> Iterator[Spent]:
+    """Rows of images from the encoders' replicas to the shards that embed them: one of `parts` of a
+    step's, and with `back` their gradients, if the encoder is trained."""
+    for each in encoders(plan):
+        replicas, readers = each.parallel.dp, plan.parallel.dp * plan.parallel.cp * plan.parallel.tp
+        rows = each.step_patches / each.tower.merge**2 / replicas / parts
+        away = 1 - 1 / readers if each.shared else 1  # the rest stays on its rank
+        ways = 2 if back and each.module.train else 1
+        moved = rows * each.row_width * DTYPE_BYTES[plan.model.dtype] * ways * away
+        rate, why = reached(
+            "ring", group_rate(gpu, plan.hardware.gpus_per_node, plan.world_size, 1), "byte"
+        )
+        yield Spent.at("rows of images", moved, "byte", rate, f"from a replica; {why}")
 
 
 def _encoders_at(plan: Plan, stage: int) -> list[Encoder]:

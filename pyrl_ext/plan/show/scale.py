@@ -27,7 +27,11 @@ def title_of(plan: Plan) -> str:
     """The batch and the layout."""
     parallel = plan.parallel
     layout = f"tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}, ep {parallel.ep}; dp grows"
-    return f"{plan.samples} samples a step on any number of ranks ({layout})"
+    sizes = {name: len(grid.ranks) for name, grid in plan.grids.items()}
+    own = [name for name, module in plan.modules.items() if module.ranks == "own"]
+    beside = "".join(f"; {sizes[name]} of {name} beside every {sizes['llm']}" for name in own)
+    of = " of the language model" if own else ""
+    return f"{plan.samples} samples a step on any number of ranks{of} ({layout}{beside})"
 
 
 def cells(row: Row) -> list[str]:
