@@ -6,7 +6,8 @@ counted, and, where counting costs time, one more is timed. Nothing is written. 
 weights, gradients, optimizer, reference, engine weights: bytes of these tensors (without the
 padding of gradient buffers).
 routes: bytes of the largest microbatch's, and of the whole batch on the host.
-activations: most bytes that autograd held for backward passes at a time, each storage once.
+activations: most bytes that autograd held for backward passes at a time, each storage once; on
+ranks of two modules, of both.
 phases: on a GPU the most that torch's allocator had given out, as `torch.cuda` counts it. On a CPU
 what the tensors above hold as the phase starts, and the most that operators had made on top of it
 (what a kernel takes inside is not seen).
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +45,7 @@ from pyrl_ext.plan import Plan
 from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
 from pyrl_ext.trainer.build import build_step
+from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.trainer.step import Phase
@@ -180,7 +183,9 @@ class Bench:
         """Item -> bytes that are held all the time."""
         found = tensors_of(self.policy)
         if self.reference is not None:
-            found["reference"] = _parameters(self.reference)
+            for name, module in self.reference.modules.items():
+                of = "" if module is self.reference.module else f" of {name}"
+                found[f"reference{of}"] = _parameters(module)
         model = getattr(self.step.engine, "model", None)
         if isinstance(model, torch.nn.Module):
             found["engine weights"] = list(model.parameters())
@@ -188,15 +193,17 @@ class Bench:
 
     def largest(self, shard: BatchShard) -> tuple[int, int]:
         """The microbatch with the most rows on this rank, and their number; the padding of an empty
-        microbatch does not count."""
+        microbatch does not count. An encoder's own rank has none."""
         seat = shard.seat
+        if seat.grid_rank < 0:
+            return 0, 0
         groups = [shard.schedule.group_of(m, seat.grid_rank) for m in range(len(shard.schedule))]
         rows = [layout_of(g, shard.lengths, seat).num_local if g.samples else 0 for g in groups]
         return rows.index(max(rows)), max(rows)
 
     def routes(self, shard: BatchShard, number: int) -> int:
         """Bytes of a microbatch's routes, as they come to the device and as routers take them."""
-        replay = self.policy.module.replay
+        replay = self.policy.llm.replay
         prefetch = MicrobatchPrefetcher(shard, self.topo, replay, self.plan.replay.train)
         _, ready = next(islice(prefetch.microbatches(0), number, None))
         if (routes := ready.routes) is None:
@@ -207,20 +214,26 @@ class Bench:
 
 def tensors_of(policy: Policy) -> dict[str, list[Tensor]]:
     """Item -> its tensors; those of the optimizer are there after its first step."""
-    weights = _parameters(policy)
-    held = {_storage(x)[0] for x in weights}
-    state = [
-        x
-        for x in state_tensors(policy.module.optimizer)
-        # in float32 the weights are what is stepped; a count of steps is no tensor of parameters
-        if _storage(x)[0] not in held and x.dim()
-    ]
-    gradients = [x.main_grad for chunk in policy.module.chunks for x in chunk.parameters()]
-    return {"weights": weights, "gradients": gradients, "optimizer": state}
+    found: dict[str, list[Tensor]] = {}
+    for name, module in policy.modules.items():
+        of = "" if module is policy.module else f" of {name}"
+        weights = found[f"weights{of}"] = _parameters(module)
+        if module.optimizer is None:
+            continue
+        held = {_storage(x)[0] for x in weights}
+        parameters = [x for chunk in module.chunks for x in chunk.parameters()]
+        found[f"gradients{of}"] = [x.main_grad for x in parameters]
+        found[f"optimizer{of}"] = [
+            x
+            for x in state_tensors(module.optimizer)
+            # in float32 the weights are stepped; a count of steps is no tensor of parameters
+            if _storage(x)[0] not in held and x.dim()
+        ]
+    return found
 
 
-def _parameters(policy: Policy) -> list[Tensor]:
-    return [x.detach() for chunk in policy.module.chunks for x in chunk.parameters()]
+def _parameters(module: Module) -> list[Tensor]:
+    return [x.detach() for chunk in module.chunks for x in chunk.parameters()]
 
 
 # Measuring --------------------------------------------------------------------------------------
@@ -255,8 +268,15 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
         found.items["routes of the batch"] = shard.stored["routes"].nbytes
         if plan.replay.train:
             found.items["routes"] = bench.routes(shard, number)
+    for name, images in shard.images.items():
+        if images.patches is not None:
+            found.items["patches of the batch"] = images.patches.nbytes
+            most = max(1, int(np.diff(images.firsts).max()))
+            keys = plan.modules[name].model_copy(update={"patches_per_microbatch": most})
+            plan = plan.model_copy(update={"modules": plan.modules | {name: keys}})
     found.seconds = clock.take()
-    return found, stage_memory(plan, found.load)[topo.pp_rank]
+    stages = [each for each in stage_memory(plan, found.load) if each.module == topo.module]
+    return found, stages[topo.pp_rank]
 
 
 @contextmanager
@@ -278,6 +298,13 @@ def _peak(bench: Bench, phases: dict[str, int], name: str) -> Iterator[None]:
     note(before + live.peak)
 
 
+def predicted_item(memory: StageMemory, name: str) -> int:
+    """Bytes that an item of `Measured.items` is to be compared with."""
+    names = {item.name for item in memory.items}
+    both = [n for n in names if name == "activations" and n.startswith("activations of ")]
+    return sum(map(memory.bytes_of, (name, *both)))
+
+
 def predicted_phase(plan: Plan, memory: StageMemory, phase: str) -> int:
     """Bytes that `Measured.phases` is to be compared with."""
     if plan.device == "cpu":
@@ -293,12 +320,17 @@ def report(plan: Plan, topo: Topology, found: Measured, memory: StageMemory) -> 
     exact = {item.name: item.exact for item in memory.items}
     return {
         "rank": topo.rank,
-        "stage": topo.pp_rank,
+        "stage": memory.stage,
+        "module": memory.module,
         "device": str(topo.device),
         "rows": found.load.rows,
         "tokens": found.load.tokens,
         "items": {
-            name: {"predicted": memory.bytes_of(name), "measured": size, "exact": exact[name]}
+            name: {
+                "predicted": predicted_item(memory, name),
+                "measured": size,
+                "exact": exact.get(name, False),
+            }
             for name, size in found.items.items()
         },
         "phases": {
@@ -321,8 +353,9 @@ def show(result: dict[str, Any]) -> None:
 
     console = Console()
     console.print(
-        f"rank {result['rank']} (stage {result['stage']}) on {result['device']}: largest "
-        f"microbatch {result['rows']} rows, rollout batch {result['tokens']} rows"
+        f"rank {result['rank']} ({result['module']}, stage {result['stage']}) on "
+        f"{result['device']}: largest microbatch {result['rows']} rows, "
+        f"rollout batch {result['tokens']} rows"
     )
     for title, kind in (("item", "items"), ("most held in phase", "phases")):
         table = Table(box=None, pad_edge=False)
@@ -342,10 +375,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     options, plan = parse_plan(parser, arguments)
     if plan is None:
-        return 2
-    if plan.modules:
-        names = ", ".join(plan.modules)
-        print(f"measure: modules {names}, expected none; patches are not counted", file=sys.stderr)
         return 2
     if plan.threads:
         torch.set_num_threads(plan.threads)

@@ -324,5 +324,3 @@ def test_measure_main_prints_json_and_tables(capsys: pytest.CaptureFixture[str])
     assert main([str(CONFIG), "parallel.dp=2"]) == 1
     assert "2 processes" in capsys.readouterr().err
     assert main([str(GLM47.with_name("glm47_long.yaml")), "optimizer.offload=1.0"]) == 2
-    assert main([str(GLM47.with_name("qwen3_vl_30b.yaml"))]) == 2
-    assert "measure: modules vision, expected none" in capsys.readouterr().err

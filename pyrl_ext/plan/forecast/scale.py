@@ -103,12 +103,12 @@ class World:
 
     @property
     def ranks(self) -> int:
-        """Of all modules."""
+        """Ranks of all modules."""
         return self.plan.world_size
 
     @property
     def llm_ranks(self) -> int:
-        """Of the language model, which hold engines."""
+        """Ranks of the language model, which hold engines."""
         return self.plan.parallel.world_size
 
     @property
@@ -288,8 +288,8 @@ class World:
 
     @property
     def _groups_between_modules(self) -> Iterator[int]:
-        """Of the first rank: an edge from each encoder, with a group each way, and what takes a
-        module's weights outward."""
+        """Those of the first rank: an edge from each encoder, with a group each way, and what takes
+        a module's weights outward."""
         grids = self.plan.grids.values()
         readers = self.grid * self.plan.parallel.tp
         for encoder in (grid for grid in grids if grid.name != "llm"):
