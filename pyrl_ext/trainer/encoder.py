@@ -52,17 +52,19 @@ def encode(module: Module, shard: BatchShard, edges: Edges, more: int, forward_o
         return output, hand_on
 
     num_microbatches = len(images.work.schedule)
-    forward_backward_pipelining_without_interleaving(
-        forward_step_func=step,
-        data_iterator=iter(range(num_microbatches)),
-        model=chunk,
-        num_microbatches=num_microbatches,
-        seq_length=0,  # ignored: variable_seq_lengths
-        micro_batch_size=1,
-        forward_only=forward_only,
-        p2p_communicator=RunsAhead(topo.groups.pp, module.config, more),
-        pg_collection=topo.groups,
-    )
+    # what a stage receives asks for a gradient, also in a frozen encoder: its graph would be kept
+    with torch.set_grad_enabled(not forward_only):
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=step,
+            data_iterator=iter(range(num_microbatches)),
+            model=chunk,
+            num_microbatches=num_microbatches,
+            seq_length=0,  # ignored: variable_seq_lengths
+            micro_batch_size=1,
+            forward_only=forward_only,
+            p2p_communicator=RunsAhead(topo.groups.pp, module.config, more),
+            pg_collection=topo.groups,
+        )
 
 
 def forward(
