@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Collection, Generator, Iterable, Sequence
 from importlib.util import find_spec
-from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,23 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyrl_ext.rollout.all_at_once import AllAtOnce
 from pyrl_ext.rollout.engine import (
     Capabilities,
     Engine,
+    TurnFeed,
     incomplete,
-    need_processor,
     need_weights,
 )
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.images import PromptImages, Scale
 from pyrl_ext.rollout.vllm.kept_sets import returned_sets, sample_fields
+from pyrl_ext.rollout.vllm.requests import Requests
 from pyrl_ext.rollout.vllm.start import start, unwritten, world_of
-from pyrl_ext.samples import Image, Prompt, Sample, Sampling, route_dtype
+from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn, route_dtype
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput, RequestOutput, SamplingParams
-    from vllm.inputs import EngineInput
+    from vllm import CompletionOutput, RequestOutput
 
 
 class VLLMEngine(Engine):
@@ -96,10 +96,11 @@ class VLLMEngine(Engine):
         self._sleeps, self._asleep = sleeps, set[str]()
         self._captures = bool(self.layer_ids) and not own
         self._kept, self._returns_sets = kept_sets, kept_sets and own
+        self._own, self._loads = own, 0
         arguments = {
             "enable_return_routed_experts": bool(self.layer_ids) and own,
             "return_sampling_mask": self._returns_sets,
-            "enable_prefix_caching": own,  # our worker sees what is computed, not what is cached
+            "enable_prefix_caching": True,
             "model": str(config),
             "hf_overrides": unwritten(given),
             "tokenizer": None if tokenizer is None else str(tokenizer),
@@ -127,6 +128,7 @@ class VLLMEngine(Engine):
             routes=bool(self.layer_ids),
             images=self.images.scale is not None,
             kept_sets=self._kept,
+            turns=True,
         )
 
     def load_weights(
@@ -153,7 +155,7 @@ class VLLMEngine(Engine):
         """
         if only is not None and self.version is None:
             raise incomplete("VLLMEngine", only, self._refusal)
-        self.version = None
+        self.version, self._loads = None, self._loads + 1
         self._refusal = f"loading version {version} failed and left the weights incomplete"
         self._wake("weights")
         for errors in self._engine.collective_rpc("take_weights", args=(named, only)):
@@ -224,81 +226,91 @@ class VLLMEngine(Engine):
             ValueError: stop strings without a tokenizer, images without an image processor, or an
                 image that cannot be decoded
         """
-        self._check(prompts, sampling)
+        yield from self._run(AllAtOnce(prompts, sampling), sampling, "stream")
+
+    def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
+        """Samples every turn of ``feed``; each yields one sample, whose prompt is its context.
+
+        Whole blocks of the context that earlier turns left in the prefix cache are not computed
+        again. On a CPU, where our worker sees the routes of what is computed, only turns of one
+        trajectory share blocks, so that the first has all its routes; those of later turns have no
+        route for cached tokens.
+
+        Args:
+            feed: asked for turns between forwards
+            sampling: ``samples_per_prompt`` and ``max_new_tokens`` are the feed's
+
+        Raises:
+            RuntimeError, ValueError: as `stream`
+        """
+        yield from self._run(feed, sampling, "answer")
+
+    def _run(self, feed: TurnFeed, sampling: Sampling, call: str) -> Generator[Sample, None, None]:
+        self._check(f"VLLMEngine.{call}", sampling)
         self._wake("kv_cache")
-        group = range(sampling.samples_per_prompt)
-        wanted = {str(n): each for n, each in enumerate(product(prompts, group))}
-        left, version = dict.fromkeys(wanted), self.version
-        images: dict[int, tuple[Image, ...]] = {}
-        waiting = self._requests(wanted, sampling, images)
+        left: dict[str, Turn] = {}
+        waiting: deque[str] = deque()
+        begun, is_open, loads, version = 0, True, self._loads, self.version
+        requests = self._requests(sampling, is_answer=call == "answer")
         try:
-            while self._admit(waiting):
-                if self.version != version:
+            while left or is_open:
+                if self._loads != loads:
                     raise RuntimeError(
-                        f"VLLMEngine.stream: version {version} of the weights was replaced while a "
+                        f"VLLMEngine.{call}: version {version} of the weights was replaced while a "
                         "stream of it was open, expected the stream closed before"
                     )
+                new = feed.take(wait=not left) if is_open else None
+                is_open = new is not None
+                for turn in new or ():
+                    name, begun = str(begun), begun + 1
+                    left[name] = turn
+                    waiting.append(name)
+                requests.admit(waiting, left)
+                if not self._engine.has_unfinished_requests():
+                    if left:
+                        raise RuntimeError(
+                            f"VLLMEngine.{call}: vLLM ended without {len(left)} of {begun} "
+                            "samples, expected all of them"
+                        )
+                    continue
                 with torch.compiler.set_stance("force_eager" if self.on_cpu else "default"):
                     outputs = cast("list[RequestOutput]", self._engine.step())
                 done = {each.request_id: each.outputs[0] for each in outputs if each.finished}
                 for name, output in done.items():
-                    del left[name]
-                    prompt, index = wanted[name]
-                    yield self._sample(prompt, index, name, output, images[prompt.id])
-            if left:
-                raise RuntimeError(
-                    f"VLLMEngine.stream: vLLM ended without {len(left)} of {len(wanted)} samples, "
-                    "expected all of them"
-                )
+                    turn = left.pop(name)
+                    yield self._sample(turn, name, output, requests.decoded[turn.prompt.id])
         finally:  # also when the caller closes the stream, and after Ctrl-C
             if left:
                 self._engine.abort_request(list(left))
             if self._captures or self._kept:
                 self._engine.collective_rpc("forget_routes")
 
-    def _requests(
-        self,
-        wanted: Mapping[str, tuple[Prompt, int]],
-        sampling: Sampling,
-        images: dict[int, tuple[Image, ...]],
-    ) -> Iterator[tuple[str, EngineInput, SamplingParams]]:
-        """The requests of ``wanted``, prompt by prompt; ``images`` takes those of each prompt,
-        which are decoded once, when its first request is asked for."""
-        given: Any = None
-        for name, (prompt, index) in wanted.items():
-            if prompt.id not in images:
-                images[prompt.id] = tuple(each.load() for each in prompt.images)
-                given = self.images.input(prompt.tokens, images[prompt.id])
-            yield name, given, _params(sampling, prompt, index, self._returns_sets)
+    def _requests(self, sampling: Sampling, is_answer: bool) -> Requests:
+        return Requests(
+            self._engine,
+            self.images,
+            sampling,
+            most=2 * self.max_num_seqs,
+            salt=str(self._loads),
+            apart=is_answer and self._captures,
+            # our worker sees the routes of what is computed, not of what is cached
+            reads_cache=is_answer or self._own,
+            returns_sets=self._returns_sets,
+        )
 
-    def _admit(self, waiting: Iterator[tuple[str, EngineInput, SamplingParams]]) -> bool:
-        """Gives vLLM requests until it has twice as many as it runs at once: a scaled image takes
-        four times the memory of its patches. Returns whether it has any."""
-        engine = self._engine
-        for request in islice(
-            waiting, 2 * self.max_num_seqs - engine.get_num_unfinished_requests()
-        ):
-            engine.add_request(*request)
-        return engine.has_unfinished_requests()
-
-    def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        need_weights("VLLMEngine.stream", self.version, self._refusal)
+    def _check(self, call: str, sampling: Sampling) -> None:
+        need_weights(call, self.version, self._refusal)
         if self._engine.has_unfinished_requests():
-            raise RuntimeError("VLLMEngine.stream: a stream is open, expected it closed before")
-        need_tokenizer("VLLMEngine.stream", sampling, self.tokenizer)
-        need_processor("VLLMEngine.stream", prompts, self.images.scale)
+            raise RuntimeError(f"{call}: a stream is open, expected it closed before")
+        need_tokenizer(call, sampling, self.tokenizer)
 
     def _sample(
-        self,
-        prompt: Prompt,
-        index: int,
-        name: str,
-        output: CompletionOutput,
-        images: tuple[Image, ...],
+        self, turn: Turn, name: str, output: CompletionOutput, images: tuple[Image, ...]
     ) -> Sample:
+        prompt = turn.prompt
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(
-                f"VLLMEngine.stream(prompt {prompt.id}, sample {index}): vLLM ended it with "
+                f"VLLMEngine.stream(prompt {prompt.id}, sample {turn.index}): vLLM ended it with "
                 f"{output.finish_reason!r}, expected stop or length"
             )
         start, tokens = len(prompt.tokens), [*prompt.tokens, *output.token_ids]
@@ -317,7 +329,7 @@ class VLLMEngine(Engine):
             routes, routed = self._reported(output.routed_experts, len(tokens))
         return Sample(
             prompt_id=prompt.id,
-            index=index,
+            index=turn.index,
             tokens=torch.tensor(tokens),
             prompt_len=start,
             loss_mask=mask,
@@ -328,6 +340,7 @@ class VLLMEngine(Engine):
             weight_version=self.version or 0,
             finish_reason=output.finish_reason,
             images=images,
+            turn=turn.number,
             **sample_fields(self._sets(name, output), start),
         ).check()
 
@@ -346,25 +359,3 @@ class VLLMEngine(Engine):
         routes = torch.zeros(tokens, *given.shape[1:], dtype=route_dtype(self.num_experts))
         routes[: len(given)], routed[: len(given)] = given, True
         return routes, routed
-
-
-def _params(sampling: Sampling, prompt: Prompt, index: int, sets: bool) -> SamplingParams:
-    from vllm import SamplingParams
-
-    if sampling.greedy and sets:  # vLLM returns sets of sampled tokens only
-        sampling = replace(sampling, greedy=False, temperature=1.0, top_p=1.0, top_k=1)
-    seed = (sampling.seed * 1_000_003 + prompt.id) * 1_009 + index
-    return SamplingParams(
-        temperature=0.0 if sampling.greedy else sampling.temperature,
-        top_p=1.0 if sampling.greedy else sampling.top_p,
-        top_k=-1 if sampling.greedy else sampling.top_k or -1,
-        max_tokens=sampling.max_new_tokens,
-        stop_token_ids=list(sampling.stop_ids),
-        ignore_eos=True,  # the config may name stop tokens that the plan does not have
-        stop=list(sampling.stop),
-        include_stop_str_in_output=True,
-        skip_special_tokens=False,  # they may be part of a stop string
-        detokenize=bool(sampling.stop),
-        seed=seed % 2**63,
-        logprobs=0,
-    )

@@ -29,7 +29,8 @@ from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process.client import ProcessEngine
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
-from pyrl_ext.samples import Sampling
+from pyrl_ext.samples import Prompt, Sampling, Turn
+from tests.helpers.turns import ScriptedFeed, answers, by_turn, first_turns, ragged
 from tests.helpers.vllm_pair import CONFIGS, Pair, check_sets, prompts, random_weights
 
 MODELS = ("tiny", "tiny_qwen3")  # latent attention with sigmoid routers; grouped queries, softmax
@@ -282,6 +283,66 @@ def test_stream_yields_samples_as_they_finish(pair: Pair):
     assert len(lengths) == 16 and lengths == sorted(lengths) and len(set(lengths)) > 3
 
 
+def feed_of(*lengths: int, turns: int = 4, **more: Any) -> ScriptedFeed:
+    """Two trajectories a prompt, with answers of at most eight tokens."""
+    script = ragged(turns, 128)
+    return ScriptedFeed(first_turns(prompts(*lengths), 2, 8), script, max_tokens=256, **more)
+
+
+def test_answer_has_the_logprobs_and_routes_of_transformers(pair: Pair):
+    """Contexts of which a block of 128 tokens is in the cache, whose routes an earlier turn has."""
+    sampling = Sampling(8, samples_per_prompt=2, seed=4, stop_ids=tuple(range(10)))
+    first = pair.vllm.generate(prompts(3, 130, 150), sampling)
+    samples = by_turn(answers(pair.vllm, feed_of(3, 130, 150), sampling))
+    assert len(samples) == 24 and pair.check([*samples.values()], sampling, whole=False)[0] < 1e-5
+    for sample in first:
+        assert torch.equal(samples[sample.prompt_id, sample.index, 0].tokens, sample.tokens)
+    for prompt, index in {key[:2] for key in samples}:
+        turns = [samples[prompt, index, turn] for turn in range(4)]
+        routed = torch.zeros(256, dtype=torch.bool)
+        for sample in turns:
+            cached = 128 if prompt and sample.turn else 0
+            assert not sample.route_mask[:cached].any() and sample.route_mask[cached:-1].all()
+            routed[: len(sample.tokens)] |= sample.route_mask
+        assert routed[: len(turns[-1].tokens) - 1].all()
+    assert len({tuple(s.response) for s in samples.values()}) > 20
+    again = pair.vllm.generate(prompts(3, 130, 150), sampling)  # a stream reads no cache
+    assert pair.check(again, sampling)[0] < 1e-5
+
+
+def test_answer_never_reads_keys_of_earlier_weights(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """A publish in the middle of trajectories, between and within answers; also when the cache is
+    not cleared, as vLLM refuses to while requests run."""
+    sampling = Sampling(8, seed=4)
+    for version, clears in ((1, True), (0, False)):
+        if not clears:
+            monkeypatch.setattr(pair.vllm._engine, "reset_prefix_cache", lambda: False)
+        before = by_turn(answers(pair.vllm, feed_of(130, 150, turns=1), sampling))
+        open_one = pair.vllm.answer(feed_of(150), sampling)
+        next(open_one)
+        pair.load(version)
+        with pytest.raises(RuntimeError, match=r"answer: version \d of the weights was"):
+            list(open_one)
+        later = [
+            Turn(Prompt(s.prompt_id, (*s.tokens.tolist(), 5, 6)), s.index, 1, 8)
+            for s in before.values()
+        ]
+        feed = ScriptedFeed(later, lambda _: None, max_tokens=256)
+        samples = [*answers(pair.vllm, feed, sampling)]
+        assert pair.check(samples, sampling)[0] < 1e-5
+        assert {(s.turn, s.weight_version) for s in samples} == {(1, version)}
+
+
+def test_answer_that_is_closed_leaves_nothing_in_vllm(pair: Pair):
+    feed = feed_of(3, 130)
+    stream = pair.vllm.answer(feed, Sampling(8))
+    feed.reply(next(stream))
+    stream.close()
+    assert not pair.vllm._engine.has_unfinished_requests()
+    assert pair.vllm.capabilities.turns
+    assert len([*answers(pair.vllm, feed_of(3, 130), Sampling(8))]) == 16
+
+
 def test_generate_computes_requests_again_that_lost_their_cache(pair: Pair):
     """Nine blocks of 32 keys and values for twelve samples that need two to four each."""
     small = Pair(pair.config, block_size=32, num_gpu_blocks_override=10)
@@ -343,26 +404,12 @@ def test_generate_equals_transformers_for_other_families(config: dict[str, Any],
     pair.vllm.close()
 
 
-def test_generate_marks_tokens_that_our_worker_did_not_see_as_unrouted():
-    """With prefix caching switched on, cached blocks are not computed: their tokens are marked."""
-    pair = Pair(CONFIGS / "tiny_qwen3", enable_prefix_caching=True, block_size=32)
-    sampling = Sampling(max_new_tokens=6, samples_per_prompt=3)
-    for attempt in range(2):
-        samples = pair.vllm.generate(prompts(90, 3), sampling)
-        assert pair.check(samples, sampling, whole=False)[0] < 1e-5
-        for sample in samples:
-            known = torch.arange(len(sample.tokens)) < len(sample.tokens) - 1
-            if attempt and sample.prompt_id == 0:
-                known[:64] = False  # two whole blocks; the third one is not full
-            assert attempt == 0 or torch.equal(sample.route_mask, known)
-    pair.vllm.close()
-
-
 OWN_ROUTES = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from pyrl_ext.samples import Sampling
+from tests.helpers.turns import ScriptedFeed, answers, first_turns, ragged
 from tests.helpers.vllm_pair import CONFIGS, Pair, check_sets, prompts
 
 pair = Pair(CONFIGS / sys.argv[2], True, block_size=32, num_gpu_blocks_override=10)
@@ -380,6 +427,10 @@ for attempt in range(2):  # the second time prompts are in the prefix cache
     worst, routed = pair.check(pair.vllm.generate(prompts(5, 90), sampling), sampling)
     print("worst", worst, "routed", routed, "cached", cached)
     assert worst < 1e-5 and (not attempt or cached[-1] == 64)
+turns = ScriptedFeed(first_turns(prompts(40), 2, 3), ragged(3, 128), max_tokens=256)
+turns = [*answers(pair.vllm, turns, sampling)]
+assert pair.check(turns, sampling)[0] < 1e-5, "of cached tokens too"
+assert len(turns) == 6 and max(cached) >= 32
 left = pair.vllm.stream(prompts(5, 90), sampling)
 next(left)
 left.close()
