@@ -14,13 +14,7 @@ from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.rollout.all_at_once import AllAtOnce
-from pyrl_ext.rollout.engine import (
-    Capabilities,
-    Engine,
-    TurnFeed,
-    incomplete,
-    need_weights,
-)
+from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, incomplete, need_weights
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.hf.images import PromptImages, Scale
 from pyrl_ext.rollout.hf.kv_slots import Slots

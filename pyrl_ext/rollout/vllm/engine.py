@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,13 +15,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.rollout.all_at_once import AllAtOnce
-from pyrl_ext.rollout.engine import (
-    Capabilities,
-    Engine,
-    TurnFeed,
-    incomplete,
-    need_weights,
-)
+from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, incomplete, need_weights
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.images import PromptImages, Scale
@@ -246,12 +241,20 @@ class VLLMEngine(Engine):
         yield from self._run(feed, sampling, "answer")
 
     def _run(self, feed: TurnFeed, sampling: Sampling, call: str) -> Generator[Sample, None, None]:
-        self._check(f"VLLMEngine.{call}", sampling)
+        need_weights(f"VLLMEngine.{call}", self.version, self._refusal)
+        if self._engine.has_unfinished_requests():
+            raise RuntimeError(f"VLLMEngine.{call}: a stream is open, expected it closed before")
+        need_tokenizer(f"VLLMEngine.{call}", sampling, self.tokenizer)
         self._wake("kv_cache")
         left: dict[str, Turn] = {}
         waiting: deque[str] = deque()
         begun, is_open, loads, version = 0, True, self._loads, self.version
-        requests = self._requests(sampling, is_answer=call == "answer")
+        if sampling.greedy and self._returns_sets:  # vLLM returns sets of sampled tokens only
+            sampling = replace(sampling, greedy=False, temperature=1.0, top_p=1.0, top_k=1)
+        # our worker sees the routes of what is computed, not of what is cached
+        apart, reads = (call == "answer" and self._captures), (call == "answer" or self._own)
+        most, salt = 2 * self.max_num_seqs, str(self._loads)
+        requests = Requests(self._engine, self.images, sampling, most, salt, apart, reads)
         try:
             while left or is_open:
                 if self._loads != loads:
@@ -261,10 +264,9 @@ class VLLMEngine(Engine):
                     )
                 new = feed.take(wait=not left) if is_open else None
                 is_open = new is not None
-                for turn in new or ():
-                    name, begun = str(begun), begun + 1
-                    left[name] = turn
-                    waiting.append(name)
+                named = {str(n): turn for n, turn in enumerate(new or (), begun)}
+                left, begun = left | named, begun + len(named)
+                waiting.extend(named)
                 requests.admit(waiting, left)
                 if not self._engine.has_unfinished_requests():
                     if left:
@@ -284,25 +286,6 @@ class VLLMEngine(Engine):
                 self._engine.abort_request(list(left))
             if self._captures or self._kept:
                 self._engine.collective_rpc("forget_routes")
-
-    def _requests(self, sampling: Sampling, is_answer: bool) -> Requests:
-        return Requests(
-            self._engine,
-            self.images,
-            sampling,
-            most=2 * self.max_num_seqs,
-            salt=str(self._loads),
-            apart=is_answer and self._captures,
-            # our worker sees the routes of what is computed, not of what is cached
-            reads_cache=is_answer or self._own,
-            returns_sets=self._returns_sets,
-        )
-
-    def _check(self, call: str, sampling: Sampling) -> None:
-        need_weights(call, self.version, self._refusal)
-        if self._engine.has_unfinished_requests():
-            raise RuntimeError(f"{call}: a stream is open, expected it closed before")
-        need_tokenizer(call, sampling, self.tokenizer)
 
     def _sample(
         self, turn: Turn, name: str, output: CompletionOutput, images: tuple[Image, ...]

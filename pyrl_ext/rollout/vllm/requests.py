@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pyrl_ext.ops.splitmix64 import GOLDEN
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.inputs import EngineInput
 
 
+@dataclass
 class Requests:
     """Makes a request of every turn of a stream.
 
@@ -28,31 +29,20 @@ class Requests:
         salt: names the weights; no block of the prefix cache is found under another one
         apart: no trajectory finds the blocks of another one
         reads_cache: what is in the prefix cache is not computed again
-        returns_sets: it reports the sets that top-p and top-k kept
 
     Attributes:
         decoded: the images of each prompt, decoded when its first request is made
     """
 
-    def __init__(
-        self,
-        engine: LLMEngine,
-        images: PromptImages,
-        sampling: Sampling,
-        *,
-        most: int,
-        salt: str,
-        apart: bool,
-        reads_cache: bool,
-        returns_sets: bool,
-    ):
-        self.engine, self.images, self.most = engine, images, most
-        self.salt, self.apart, self.reads_cache = salt, apart, reads_cache
-        if sampling.greedy and returns_sets:  # vLLM returns sets of sampled tokens only
-            sampling = replace(sampling, greedy=False, temperature=1.0, top_p=1.0, top_k=1)
-        self.sampling = sampling
-        self.decoded: dict[int, tuple[Image, ...]] = {}
-        self._last: tuple[Prompt, Any] | None = None
+    engine: LLMEngine
+    images: PromptImages
+    sampling: Sampling
+    most: int
+    salt: str
+    apart: bool
+    reads_cache: bool
+    decoded: dict[int, tuple[Image, ...]] = field(default_factory=dict)
+    _last: tuple[Prompt, Any] | None = None
 
     def admit(self, waiting: deque[str], turns: Mapping[str, Turn]) -> None:
         """Gives vLLM those that wait until it holds enough: a scaled image takes four times the
