@@ -88,10 +88,10 @@ class VLLMEngine(Engine):
         self.images = PromptImages(scale)
         self._refusal = "no weights were loaded yet"
         own = not self.on_cpu if engine_routes is None else engine_routes
+        self._own, self._loads = own, 0
         self._sleeps, self._asleep = sleeps, set[str]()
         self._captures = bool(self.layer_ids) and not own
         self._kept, self._returns_sets = kept_sets, kept_sets and own
-        self._own, self._loads = own, 0
         arguments = {
             "enable_return_routed_experts": bool(self.layer_ids) and own,
             "return_sampling_mask": self._returns_sets,
@@ -119,12 +119,8 @@ class VLLMEngine(Engine):
     @property
     def capabilities(self) -> Capabilities:
         """Routes if the model has routers; processed log-probs; every kind of sampling."""
-        return Capabilities(
-            routes=bool(self.layer_ids),
-            images=self.images.scale is not None,
-            kept_sets=self._kept,
-            turns=True,
-        )
+        routes, images = bool(self.layer_ids), self.images.scale is not None
+        return Capabilities(routes=routes, images=images, kept_sets=self._kept, turns=True)
 
     def load_weights(
         self,
@@ -241,46 +237,44 @@ class VLLMEngine(Engine):
         yield from self._run(feed, sampling, "answer")
 
     def _run(self, feed: TurnFeed, sampling: Sampling, call: str) -> Generator[Sample, None, None]:
-        need_weights(f"VLLMEngine.{call}", self.version, self._refusal)
+        where = f"VLLMEngine.{call}"
+        need_weights(where, self.version, self._refusal)
         if self._engine.has_unfinished_requests():
-            raise RuntimeError(f"VLLMEngine.{call}: a stream is open, expected it closed before")
-        need_tokenizer(f"VLLMEngine.{call}", sampling, self.tokenizer)
+            raise RuntimeError(f"{where}: a stream is open, expected it closed before")
+        need_tokenizer(where, sampling, self.tokenizer)
         self._wake("kv_cache")
-        left: dict[str, Turn] = {}
-        waiting: deque[str] = deque()
+        left, waiting = dict[str, Turn](), deque[str]()
         begun, is_open, loads, version = 0, True, self._loads, self.version
         if sampling.greedy and self._returns_sets:  # vLLM returns sets of sampled tokens only
             sampling = replace(sampling, greedy=False, temperature=1.0, top_p=1.0, top_k=1)
         # our worker sees the routes of what is computed, not of what is cached
         apart, reads = (call == "answer" and self._captures), (call == "answer" or self._own)
         most, salt = 2 * self.max_num_seqs, str(self._loads)
-        requests = Requests(self._engine, self.images, sampling, most, salt, apart, reads)
+        asked = Requests(self._engine, self.images, sampling, most, salt, apart, reads)
         try:
             while left or is_open:
                 if self._loads != loads:
                     raise RuntimeError(
-                        f"VLLMEngine.{call}: version {version} of the weights was replaced while a "
-                        "stream of it was open, expected the stream closed before"
+                        f"{where}: version {version} of the weights was replaced while a stream of "
+                        "it was open, expected the stream closed before"
                     )
                 new = feed.take(wait=not left) if is_open else None
                 is_open = new is not None
                 named = {str(n): turn for n, turn in enumerate(new or (), begun)}
                 left, begun = left | named, begun + len(named)
                 waiting.extend(named)
-                requests.admit(waiting, left)
-                if not self._engine.has_unfinished_requests():
-                    if left:
-                        raise RuntimeError(
-                            f"VLLMEngine.{call}: vLLM ended without {len(left)} of {begun} "
-                            "samples, expected all of them"
-                        )
+                asked.admit(waiting, left)
+                if not left:
                     continue
+                if not self._engine.has_unfinished_requests():
+                    raise RuntimeError(
+                        f"{where}: vLLM ended without {len(left)} of {begun} samples, expected all"
+                    )
                 with torch.compiler.set_stance("force_eager" if self.on_cpu else "default"):
                     outputs = cast("list[RequestOutput]", self._engine.step())
-                done = {each.request_id: each.outputs[0] for each in outputs if each.finished}
-                for name, output in done.items():
-                    turn = left.pop(name)
-                    yield self._sample(turn, name, output, requests.decoded[turn.prompt.id])
+                for each in [output for output in outputs if output.finished]:
+                    turn, name = left.pop(each.request_id), each.request_id
+                    yield self._sample(turn, name, each.outputs[0], asked.decoded[turn.prompt.id])
         finally:  # also when the caller closes the stream, and after Ctrl-C
             if left:
                 self._engine.abort_request(list(left))
@@ -299,12 +293,8 @@ class VLLMEngine(Engine):
         start, tokens = len(prompt.tokens), [*prompt.tokens, *output.token_ids]
         mask = torch.arange(len(tokens)) >= start
         logprobs = torch.zeros(len(tokens))
-        logprobs[start:] = torch.tensor(
-            [
-                (found or {})[t].logprob
-                for t, found in zip(output.token_ids, output.logprobs or (), strict=True)
-            ]
-        )
+        found = zip(output.token_ids, output.logprobs or (), strict=True)
+        logprobs[start:] = torch.tensor([(each or {})[token].logprob for token, each in found])
         if self._captures:
             asked = name, len(tokens)
             routes, routed = self._engine.collective_rpc("take_routes", args=asked)[0]

@@ -53,10 +53,10 @@ class Requests:
 
     def _input(self, turn: Turn) -> EngineInput:
         prompt = turn.prompt
-        if self._last is None or self._last[0] is not prompt:
+        if prompt.id not in self.decoded:
             need_processor("VLLMEngine.stream", [prompt], self.images.scale)
-            if prompt.id not in self.decoded:
-                self.decoded[prompt.id] = tuple(each.load() for each in prompt.images)
+            self.decoded[prompt.id] = tuple(each.load() for each in prompt.images)
+        if self._last is None or self._last[0] is not prompt:
             self._last = prompt, self.images.input(prompt.tokens, self.decoded[prompt.id])
         salt = f"{self.salt} {prompt.id} {turn.index}" if self.apart else self.salt
         return self._last[1] | {"cache_salt": salt}
