@@ -94,7 +94,8 @@ def load_environment(name: str, options: Mapping[str, Any], **given: Any) -> Cal
         given: passed to the class if it has a parameter of that name
 
     Raises:
-        ValueError: no such environment, it does not import, or does not take the options
+        ValueError: no such environment, it does not import, or does not take the options; a
+            built-in one cannot use an option or the chat template
     """
     path = ENVIRONMENTS.get(name, name)
     if not all(path.partition(":")):
@@ -116,6 +117,8 @@ def load_environment(name: str, options: Mapping[str, Any], **given: Any) -> Cal
             f"turns.options: {shown(dict(options), _SHOWN)}: {describe(error)}, expected arguments "
             f"of {name}"
         ) from error
+    if name in ENVIRONMENTS:
+        factory(**options, **takes)  # it refuses options and chat templates that it cannot use
     return lambda: factory(**options, **takes)
 
 

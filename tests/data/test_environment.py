@@ -102,14 +102,15 @@ def test_load_environment_gives_options_and_what_the_class_asks_for():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("guesses", {}, "turns.environment: 'guesses', expected one of guess, or"),
+        ("guesses", {}, "turns.environment: 'guesses', expected one of guess, tools, messages, or"),
         ("no_module:X", {}, "turns.environment: 'no_module:X': no module 'no_module'"),
         ("tests.helpers.environments:X", {}, "no 'X' in tests.helpers.environments"),
         ("tests.helpers.environments:HOSTILE", {}, "a dict, expected a function"),
         ("tests.helpers.scripted:ScriptedEngine", {}, "has no start and no step, expected a class"),
+        ("tools", {"tools": ["no_module:x"]}, "turns.options.tools: 'no_module:x': no module"),
         ("tests.helpers.environments:Good", {"size": 1}, "turns.options: {'size': 1}: TypeError"),
     ],
 )
 def test_load_environment_refuses(name: str, options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
-        load_environment(name, options)
+        load_environment(name, options, tokenizer=TOKENIZER, stop_ids=(1,))

@@ -8,7 +8,11 @@ from pydantic import Field
 
 from pyrl_ext.plan.language.fields import Count, Positive, Rate, Section, Text
 
-ENVIRONMENTS = {"guess": "pyrl_ext.data.guess:Guess"}
+ENVIRONMENTS = {
+    "guess": "pyrl_ext.data.guess:Guess",
+    "tools": "pyrl_ext.data.chat_turns:Tools",
+    "messages": "pyrl_ext.data.chat_turns:Messages",
+}
 """Built-in environment -> its class."""
 
 REASONS = {

@@ -1,0 +1,202 @@
+"""Conversations of messages as environments: the chat template is applied by what it adds.
+
+A conversation is rendered once, when it begins. Later messages are appended as the tokens that the
+template adds behind an assistant's turn, so that what was sampled stays as it was sampled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from pyrl_ext.data.chat import Tokenizer
+from pyrl_ext.data.environment import Context, StepResult
+from pyrl_ext.data.rewards import exact_match
+from pyrl_ext.dist.user_code import describe, load_callable
+from pyrl_ext.samples import Prompt
+
+Message = dict[str, Any]
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
+_MARK = "x"  # the assistant's answer in conversations that are rendered to see what follows it
+
+
+class ChatTurns:
+    """A chat template, taken apart at the assistant's turns.
+
+    Args:
+        tokenizer: with a chat template
+        stop_ids: tokens that end a turn
+        tools: schemas that the template shows at the beginning
+        role: of the messages that will follow an assistant's turn
+
+    Raises:
+        ValueError: the template renders what comes before a message differently once it follows
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        role: str = "user",
+    ):
+        self.tokenizer, self.stop_ids, self.tools = tokenizer, stop_ids, list(tools)
+        self._begin: list[Message] = [
+            {"role": "user", "content": _MARK},
+            {"role": "assistant", "content": _MARK},
+        ]
+        opening = self._text(self._begin[:1], True)
+        self._known = self._text(self._begin, False)
+        if not self._known.startswith(opening + _MARK):
+            self._refuse("assistant", opening + _MARK, self._known)
+        self._end = self._ids(self._known[len(opening + _MARK) :])
+        self.after([{"role": role, "content": _MARK}], True)
+
+    def opening(self, messages: list[Message]) -> list[int]:
+        """Tokens of a conversation, up to where the assistant begins."""
+        return self._ids(self._text(messages, True))
+
+    def after(self, messages: list[Message], stopped: bool) -> list[int]:
+        """Tokens of the messages behind an assistant's turn, up to where it begins its next.
+
+        Args:
+            stopped: the turn ended with a stop token; else the template's end of a turn is added
+        """
+        whole = self._text([*self._begin, *messages], True)
+        if not whole.startswith(self._known):
+            self._refuse(str(messages[0].get("role")), self._known, whole)
+        end = (
+            self._end[1:]
+            if stopped and self._end[:1] in ([i] for i in self.stop_ids)
+            else self._end
+        )
+        return [*end, *self._ids(whole[len(self._known) :])]
+
+    def _text(self, messages: list[Message], generate: bool) -> str:
+        options: dict[str, Any] = {"tools": self.tools} if self.tools else {}
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generate, **options
+        )
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _refuse(self, role: str, before: str, whole: str) -> None:
+        raise ValueError(
+            f"chat template: a conversation with a message of role {role} begins with "
+            f"{whole[: len(before)]!r}, expected {before!r}, as without it; every such turn would "
+            "be a fork. Use a template that keeps earlier turns as they are"
+        )
+
+
+class Messages:
+    """An environment that takes and gives messages of the form {"role": ..., "content": ...}.
+
+    Args:
+        environment: module:Class with reset() -> messages, or reset(prompt); and step(message) ->
+            (messages, reward, done)
+        options: its keyword arguments
+        tokenizer, stop_ids: of the run
+    """
+
+    def __init__(
+        self,
+        environment: str,
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int],
+        options: Mapping[str, Any] | None = None,
+    ):
+        self.inner: Any = load_callable("turns.options.environment", environment)(**(options or {}))
+        self.chat = ChatTurns(tokenizer, stop_ids)
+
+    def start(self, prompt: Prompt) -> Context:
+        """The rendered messages of ``reset``; the prompt's tokens are not shown."""
+        takes = inspect.signature(self.inner.reset).parameters
+        return Context(self.chat.opening(self.inner.reset(prompt) if takes else self.inner.reset()))
+
+    def step(self, tokens: list[int], text: str) -> StepResult:
+        """Pass on the assistant's message, and append what is answered."""
+        messages, reward, done = self.inner.step({"role": "assistant", "content": text})
+        stopped = tokens[-1] in self.chat.stop_ids
+        return StepResult(None if done else self.chat.after(messages, stopped), reward, done)
+
+
+class Tools:
+    """Python functions that the policy may call before it answers.
+
+    A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; its result comes back as
+    a message of role tool, an error as its text. A response without a call is the answer, which
+    the reward scores; responses with calls earn nothing.
+
+    Args:
+        tools: functions as module:function; their type hints and docstrings become schemas
+        reward: module:function of (prompt, text, tokens); null: 1 if the answer is the prompt's
+        tokenizer, stop_ids: of the run
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[str],
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int],
+        reward: str | None = None,
+    ):
+        found = [load_callable("turns.options.tools", name) for name in tools]
+        self.tools = {function.__name__: function for function in found}
+        self.reward = load_callable("turns.options.reward", reward) if reward else exact_match
+        self.chat = ChatTurns(tokenizer, stop_ids, [schema(each) for each in found], "tool")
+
+    def start(self, prompt: Prompt) -> Context:
+        """The prompt's text as the user's message, with the tools as the template shows them."""
+        self.prompt = prompt
+        return Context(self.chat.opening([{"role": "user", "content": prompt.text}]))
+
+    def step(self, tokens: list[int], text: str) -> StepResult:
+        """Run the calls of a response, or score it as the answer."""
+        calls = _CALL.findall(text)
+        if not calls:
+            return StepResult(None, self.reward(self.prompt, text, tokens), True)
+        results = [{"role": "tool", "content": self._call(call)} for call in calls]
+        return StepResult(self.chat.after(results, tokens[-1] in self.chat.stop_ids))
+
+    def _call(self, text: str) -> str:
+        try:
+            call = json.loads(text)
+            name, arguments = call["name"], call.get("arguments", {})
+            if name not in self.tools:
+                return f"error: no tool {name!r}, expected one of {', '.join(self.tools)}"
+            return str(self.tools[name](**arguments))
+        except Exception as error:  # of the policy's text or of the tool: it reads which
+            return f"error: {describe(error)}"
+
+
+def schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a function, from its type hints and the first line of its docstring.
+
+    Raises:
+        ValueError: a parameter without a type that JSON has
+    """
+    hints, properties, required = get_type_hints(function), dict[str, Any](), list[str]()
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind = hints.get(name)
+        if get_origin(kind) is Literal:
+            properties[name] = {"type": "string", "enum": list(get_args(kind))}
+        elif (kind := get_origin(kind) or kind) in _TYPES:
+            properties[name] = {"type": _TYPES[kind]}
+        else:
+            types = ", ".join(each.__name__ for each in _TYPES)
+            raise ValueError(
+                f"turns.options.tools: {function.__name__}({name}): type {kind}, expected one of "
+                f"{types}, or Literal texts"
+            )
+        if parameter.default is inspect.Parameter.empty:
+            required.append(name)
+    about = (inspect.getdoc(function) or "").partition("\n")[0]
+    parameters = {"type": "object", "properties": properties, "required": required}
+    described = {"name": function.__name__, "description": about, "parameters": parameters}
+    return {"type": "function", "function": described}

@@ -1,0 +1,141 @@
+"""Environments of messages: what the template adds is appended, and equals the whole rendered."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any, Literal
+
+import pytest
+
+from pyrl_ext.data.chat_turns import ChatTurns, Messages, Tools, schema
+from pyrl_ext.data.environment import Context
+from pyrl_ext.samples import Prompt
+from tests.helpers.conversations import EOS, TOKENIZER
+
+TEMPLATE = (
+    "{% if tools %}[{% for t in tools %}{{ t.function.name }}{% endfor %}]{% endif %}"
+    "{% for m in messages %}{{ '<|' + ('user' if m.role == 'tool' else m.role) + '|>' }}"
+    "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# drops what assistants said before the last message of the user
+FORGETS = TEMPLATE.replace(
+    "{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' }}"
+)
+
+
+def with_template(template: str) -> Any:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def add(first: int, second: int = 1) -> int:
+    """Add two numbers.
+
+    More about it.
+    """
+    return first + second
+
+
+def fails(text: Literal["a", "b"]) -> str:
+    """Fail."""
+    raise OSError(f"no {text}")
+
+
+class Echo:
+    """Asks to repeat, twice; rewards each answer that is ok."""
+
+    left = 2
+
+    def reset(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say ok"}]
+
+    def step(self, message: dict[str, str]) -> Any:
+        self.left -= 1
+        assert message["role"] == "assistant"
+        reward = float(message["content"] == "ok")
+        return [{"role": "user", "content": "again"}], reward, self.left == 0
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_messages_append_what_the_whole_conversation_renders(template: str | None):
+    tokenizer = with_template(template or TOKENIZER.get_chat_template())
+    environment = Messages("tests.data.test_chat_turns:Echo", tokenizer, (EOS,))
+    first = environment.start(Prompt(0, (5,)))
+    assert isinstance(first, Context)
+    result = environment.step([*encode("ok"), EOS], "ok")
+    known = [*first.tokens, *encode("ok"), EOS, *result.observation]
+    said = {"role": "assistant", "content": "ok"}
+    messages = [*Echo().reset(), said, {"role": "user", "content": "again"}]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert known == encode(whole)
+    assert result[1:3] == (1.0, False) and environment.step([9], "no")[:3] == (None, 0.0, True)
+
+
+def test_after_closes_a_turn_that_was_cut():
+    chat = ChatTurns(with_template(TEMPLATE), (EOS,))
+    message = [{"role": "user", "content": "go"}]
+    assert chat.after(message, False) == [EOS, *chat.after(message, True)]
+    assert chat.after(message, True) == encode("\n<|user|>go\n<|assistant|>")
+
+
+def test_chat_turns_refuse_a_template_that_forgets():
+    with pytest.raises(ValueError, match=r"a message of role user begins with .* expected .* fork"):
+        ChatTurns(with_template(FORGETS), (EOS,))
+
+
+def tools(*names: str, **options: Any) -> Tools:
+    paths = [f"tests.data.test_chat_turns:{name}" for name in names]
+    return Tools(paths, with_template(TEMPLATE), (EOS,), **options)
+
+
+def test_tools_are_shown_called_and_answered():
+    environment = tools("add", "fails")
+    first = environment.start(Prompt(0, (5,), answer="5", text="2+3?"))
+    assert list(first.tokens) == encode("[addfails]<|user|>2+3?\n<|assistant|>")
+    call = '<tool_call>{"name": "add", "arguments": {"first": 2, "second": 3}}</tool_call>'
+    result = environment.step([*encode(call), EOS], call)
+    assert result.observation == encode("\n<|user|>5\n<|assistant|>")
+    assert (result.reward, result.done) == (0.0, False)
+    assert environment.step([30, EOS], "5") == (None, 1.0, True, None)
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        ('{"name": "sub"}', "error: no tool 'sub', expected one of add, fails"),
+        ('{"name": "fails", "arguments": {"text": "a"}}', "error: OSError: no a"),
+        ('{"name": "add", "arguments": {"x": 1}}', "error: TypeError: add() got an unexpected"),
+        ("{", "error: JSONDecodeError: "),
+    ],
+)
+def test_tools_tell_the_policy_what_was_wrong(call: str, answer: str):
+    environment = tools("add", "fails")
+    environment.start(Prompt(0, (5,), text="?"))
+    text = f"<tool_call>{call}</tool_call>"
+    observation = environment.step([EOS], text).observation
+    assert answer in TOKENIZER.decode(list(observation))
+
+
+def test_schema_follows_type_hints():
+    assert schema(add)["function"] == {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"first": {"type": "integer"}, "second": {"type": "integer"}},
+            "required": ["first"],
+        },
+    }
+    assert schema(fails)["function"]["parameters"]["properties"]["text"]["enum"] == ["a", "b"]
+
+    def bad(x: complex) -> None: ...
+
+    with pytest.raises(ValueError, match=re.escape("bad(x): type <class 'complex'>, expected")):
+        schema(bad)
