@@ -13,9 +13,34 @@ from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.rollout.turns.trajectory import samples_of
 from pyrl_ext.samples import Sample
 from tests.helpers.passes import WholeBatch
+from tests.helpers.samples import EXPERTS, LAYERS, TOPK
 
 FORMS = ("concatenated", "stepwise", "merged")
 PROMPT = 2  # tokens of every prompt
+
+
+def drawn(lengths: Sequence[int]) -> WholeBatch:
+    """Random samples of so many rows: numbers, no model."""
+    rows, g = sum(lengths), torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 90, (rows + 1,), generator=g)
+
+    def logprobs() -> torch.Tensor:
+        return -torch.rand(rows, generator=g)
+
+    return WholeBatch(
+        seqlens=tuple(lengths),
+        tokens=tokens[:-1],
+        targets=tokens[1:],
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        loss_mask=torch.rand(rows, generator=g) > 0.2,
+        rollout_logprobs=logprobs(),
+        advantages=torch.zeros(rows),
+        routes=torch.rand(rows, len(LAYERS), EXPERTS, generator=g).argsort(-1)[..., :TOPK].byte(),
+        layer_ids=LAYERS,
+        route_mask=torch.rand(rows, generator=g) > 0.2,
+        old_logprobs=logprobs(),
+        ref_logprobs=logprobs(),
+    )
 
 
 def turns_of(length: int) -> list[tuple[int, int]]:

@@ -16,8 +16,7 @@ from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.plan.schema.objective import ADVANTAGES, Objective
 from pyrl_ext.samples import Image, Sample
 from tests.helpers import forms
-from tests.helpers.passes import WholeBatch
-from tests.helpers.samples import EXPERTS, LAYERS, TOPK, make_sample, make_samples
+from tests.helpers.samples import LAYERS, TOPK, make_sample, make_samples
 
 GRPO = build_advantage(Objective())
 
@@ -347,21 +346,7 @@ def test_split_cuts_by_prompts_whatever_the_turns_are():
 
 def test_merged_turns_have_the_rows_of_one_forward():
     """Two turns report the routes of a row that begins the second: filled, and counted once."""
-    lengths, layers = (12, 30, 9), (1, 2, 5)
-    rows, g = sum(lengths), torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, 90, (rows + 1,), generator=g)
-    batch = WholeBatch(
-        seqlens=lengths,
-        tokens=tokens[:-1],
-        targets=tokens[1:],
-        positions=torch.cat([torch.arange(n) for n in lengths]),
-        loss_mask=torch.rand(rows, generator=g) > 0.2,
-        rollout_logprobs=-torch.rand(rows, generator=g),
-        advantages=torch.zeros(rows),
-        routes=torch.rand(rows, 3, EXPERTS, generator=g).argsort(-1)[..., :TOPK].byte(),
-        layer_ids=layers,
-        route_mask=torch.rand(rows, generator=g) > 0.2,
-    )
+    batch = forms.drawn((12, 30, 9))
     given = [10, 10, 11], [0.0, 1.0, 1.0]
     (whole, _), (merged, _) = (forms.cut(batch, *given, f) for f in ("concatenated", "merged"))
     for one, other in ((whole[0], merged[0]), (whole[2], merged[3])):

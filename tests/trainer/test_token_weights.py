@@ -1,12 +1,23 @@
 """Weights of a scored batch in a step of a run: against sums over its samples one by one."""
 
+from itertools import product
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from benchmarks.whole import shard_at
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
+from pyrl_ext.dist.topology import Place
+from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.loss.shaping import overlong
+from pyrl_ext.plan.schema.objective import Objective
 from pyrl_ext.trainer.step import RolloutStep
+from pyrl_ext.trainer.token_weights import weigh_tokens
+from tests.helpers import forms
 from tests.helpers.tiny import QUICK, tiny_plan
 
 ROOM, BUFFER = 6, 3
@@ -59,3 +70,46 @@ def test_a_step_shapes_rewards_and_leaves_cut_responses_out():
         share = sum(1 / index.loss_tokens[i, 0] for i in ids if not cut[i])
         assert ones == pytest.approx(tokens / live * share, rel=1e-5)
         first += count
+
+
+def test_weigh_tokens_gives_a_token_one_weight_however_its_trajectory_is_cut():
+    """Reductions, corrections and the KL in the reward; a trajectory is whole in each of them."""
+    section = {
+        **{"reduction_constant": 11, "tis": "sequence", "tis_cap": 3.0, "mask_ratio": [0.5, 2.0]},
+        **{"sequence_bounds": [0.85, 1.15], "veto": 0.55, "kl_coef": 0.3, "kl_in": "reward"},
+        **{"overlong_buffer": 4, "normalize_std": False},
+    }
+    batch, groups = forms.drawn((12, 30, 9, 24, 5, 17)), [0, 0, 0, 1, 1, 1]
+    bare, place = tiny_plan("rollout.max_new_tokens=8"), Place()
+    found, metrics = dict[tuple[str, str], dict[str, Tensor]](), dict[tuple[str, str], Any]()
+    with topology.start(bare) as topo:
+        for form, reduction in product(forms.FORMS, ("sequence", "sequence_sum", "prompt")):
+            objective = Objective.model_validate(section | {"reduction": reduction})
+            plan = bare.model_copy(update={"objective": objective})
+            advantage = build_advantage(objective)
+            samples, rows = forms.cut(batch, groups, [1.0, 0.0, 0.5, 1.0, 0.0, 0.0], form)
+            whole, index = forms.batch_of(batch, samples, rows, advantage)
+            shard = shard_at(whole, range(len(samples)), place)
+            at = torch.from_numpy(shard.rows.tokens)
+            assert whole.old_logprobs is not None and whole.ref_logprobs is not None
+            shard = shard.with_columns(
+                old_logprobs=whole.old_logprobs[at], ref_logprobs=whole.ref_logprobs[at]
+            )
+            shard, metrics[form, reduction] = weigh_tokens(shard, index, plan, topo, advantage)
+            mask = shard.columns["loss_mask_0"]
+            found[form, reduction] = {
+                name: torch.full((len(batch.tokens),), torch.nan).index_copy(
+                    0, rows[at][mask], shard.columns[name].float()[mask]
+                )
+                for name in ("weights", "corrections", "advantages")
+            }
+    for (form, reduction), columns in found.items():
+        for name, column in columns.items():
+            want = found["concatenated", reduction][name]
+            case = f"{form} {reduction} {name}"
+            torch.testing.assert_close(column, want, equal_nan=True, msg=case)
+            distinct = len(column[~column.isnan()].unique())
+            assert distinct > 1 or name == "weights", case
+        for name, value in metrics["concatenated", reduction].items():
+            assert metrics[form, reduction][name] == pytest.approx(value, abs=1e-6), name
+            assert value != 0, name
