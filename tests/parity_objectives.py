@@ -119,10 +119,10 @@ def results(policy: Policy, number: int) -> dict[str, tuple[dict, dict]]:
     found = {name: result(policy, batch, index, o, number) for name, o in known.items()}
     if policy.topo.pp_size > 1:
         return found
-    lengths, *given = zip(*TRAJECTORIES, strict=True)
+    lengths, groups, rewards = zip(*TRAJECTORIES, strict=True)
     whole, alone = batch_of(policy.plan, lengths), policy.topo.world_size == number == 1
     for form in forms.FORMS if alone else forms.FORMS[1:]:
-        samples, rows = forms.cut(whole, *given, form)
+        samples, rows = forms.cut(whole, groups, rewards, form)
         for name in OF_TURNS:
             parts = forms.batch_of(whole, samples, rows, build_advantage(known[name]))
             found[f"{name}, {form}"] = result(policy, *parts, known[name], number)

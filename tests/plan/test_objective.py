@@ -7,6 +7,7 @@ import pytest
 
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.schema.objective import Objective, presets, with_preset
+from pyrl_ext.plan.schema.turns import Turns
 from pyrl_ext.plan.show.formula import formula
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -125,3 +126,9 @@ def test_formula_names_every_part():
     assert formula(Objective(loss="sft"), 1) == ["loss = mean over tokens of -logp"]
     for name in presets():
         assert len(formula(Objective.model_validate(with_preset({"preset": name})), 8)) >= 2
+
+
+def test_formula_of_turns_has_what_a_trajectory_may_sample():
+    turns = Turns(environment="guess", max_turns=3, max_tokens=64)
+    assert Turns().most_sampled(8) == 8 and turns.most_sampled(8) == 24
+    assert turns.most_sampled(40) == 64

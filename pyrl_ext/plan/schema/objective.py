@@ -45,7 +45,8 @@ class Objective(Section):
     """mean over tokens; over sequences of their token means; over sequences of their sums over
     reduction_constant; over prompts of their token means"""
     reduction_constant: Positive | None = None
-    """divides the sum of a sequence (sequence_sum); null: rollout.max_new_tokens [tokens]"""
+    """divides the sum of a sequence (sequence_sum); null: the most that a trajectory may sample,
+    rollout.max_new_tokens, with turns that of all of them [tokens]"""
     kl_coef: NonNegative = 0.0
     """weight of the KL to the initial policy; above 0 keeps a copy of its weights"""
     kl: Literal["k1", "k2", "k3"] = "k3"
@@ -76,9 +77,10 @@ class Objective(Section):
     """tokens with a negative advantage are dropped where their sequence's mean log-prob fell by
     more than this since the batch was scored [nats]; null: none"""
     overlong_buffer: Count = 0
-    """last tokens of rollout.max_new_tokens in which a response loses reward; 0: none [tokens]"""
+    """last tokens of the most that a trajectory may sample, in which it loses reward; 0: none
+    [tokens]"""
     overlong_penalty: NonNegative = 1.0
-    """lost by a response of rollout.max_new_tokens (with overlong_buffer) [reward]"""
+    """lost by a trajectory that samples the most that it may (with overlong_buffer) [reward]"""
     overlong_filter: bool = False
     """responses that ran out of room have no loss tokens; their rewards count in their group"""
     dynamic_sampling: Count = 0

@@ -64,3 +64,7 @@ class Turns(Section):
     def merges(self) -> bool:
         """Whether a turn that continues the turn before is a part of its sample."""
         return self.form == "concatenated" or self.merge
+
+    def most_sampled(self, each: int) -> int:
+        """Tokens that the policy may sample in a trajectory whose turns may have ``each``."""
+        return each if self.environment is None else min(self.max_turns * each, self.max_tokens)

@@ -26,6 +26,7 @@ from pyrl_ext.plan.language.kind import REQUIRED
 from pyrl_ext.plan.language.resolve import unit_of
 from pyrl_ext.plan.language.yaml_tree import Source
 from pyrl_ext.plan.schema.objective import Objective
+from pyrl_ext.plan.schema.turns import Turns
 from pyrl_ext.plan.show.formula import formula
 from pyrl_ext.plan.show.rule_reads import rules_of_fields
 
@@ -79,8 +80,9 @@ def _explain_section(section: Key, source: Source | None, console: Console) -> N
     console.print(table)
     if section == ("objective",) and source:
         objective = Objective.model_validate(source.tree.get("objective", {}))
-        rollout = source.tree.get("rollout") or {}
-        for line in formula(objective, rollout.get("max_new_tokens") or 0):
+        turns = Turns.model_validate(source.tree.get("turns") or {})
+        each = (source.tree.get("rollout") or {}).get("max_new_tokens") or 0
+        for line in formula(objective, turns.most_sampled(each)):
             console.print(escape(line))
 
 
