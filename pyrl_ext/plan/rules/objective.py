@@ -88,3 +88,18 @@ def groups_to_replace_are_known(plan: Plan) -> Found:
             f"{rounds} with advantage reinforce_pp, expected 0; its baseline is that of the batch, "
             "so groups with equal rewards do train"
         )
+
+
+@rule("turns.merge")
+def ratios_of_sequences_have_whole_samples(plan: Plan) -> Found:
+    objective = plan.objective
+    if plan.turns.environment is None or plan.turns.merges:
+        return
+    for part, by_sequence in (
+        (f"ratio {objective.ratio}", objective.ratio != "token"),
+        ("loss gmpo", objective.loss == "gmpo"),
+        (f"opsm {objective.opsm}", objective.opsm is not None),
+    ):
+        if by_sequence:
+            why = "what it calls a sequence would be one turn"
+            yield f"false with objective.{part}, expected true; {why}"

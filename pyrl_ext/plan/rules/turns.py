@@ -79,18 +79,3 @@ def one_rank_talks_to_an_engine(plan: Plan) -> Found:
             "inprocess, expected tp 1 or another transport; the ranks of an engine would get "
             "turns at different times"
         )
-
-
-@rule("turns.merge")
-def ratios_of_sequences_have_whole_samples(plan: Plan) -> Found:
-    objective = plan.objective
-    if plan.turns.environment is None or plan.turns.merges:
-        return
-    for part, by_sequence in (
-        (f"ratio {objective.ratio}", objective.ratio != "token"),
-        ("loss gmpo", objective.loss == "gmpo"),
-        (f"opsm {objective.opsm}", objective.opsm is not None),
-    ):
-        if by_sequence:
-            why = "what it calls a sequence would be one turn"
-            yield f"false with objective.{part}, expected true; {why}"
