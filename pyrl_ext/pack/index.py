@@ -186,12 +186,10 @@ class BatchIndex:
         own = self.rewards[self.firsts][self.trajectories]
         wrong = np.flatnonzero(~np.isfinite(self.rewards) | (self.rewards != own))
         if len(wrong):
-            reward, other = self.rewards[wrong[0]], own[wrong[0]]
+            reward, other, where = self.rewards[wrong[0]], own[wrong[0]], self._named(wrong[0])
             rule = f"{other} as in another part of its trajectory"
             rule = rule if np.isfinite(reward) else "a finite number; score it first"
-            raise ValueError(
-                f"BatchIndex: {self._named(int(wrong[0]))}: reward {reward}, expected {rule}"
-            )
+            raise ValueError(f"BatchIndex: {where}: reward {reward}, expected {rule}")
 
     def _named(self, sample: int) -> str:
         where = f"prompt {self.groups[sample]}, sample {self.places[sample]}"

@@ -173,6 +173,11 @@ class Plan(Config):
         return (generated if self.has_rollouts else self.data.max_tokens) - 1
 
     @property
+    def most_sampled(self) -> int:
+        """Tokens that the policy may sample in a trajectory."""
+        return self.turns.most_sampled(self.rollout.max_new_tokens)
+
+    @property
     def max_rows(self) -> int:
         """Rows of the longest sample, padded."""
         return -(-self.longest // self.row_alignment) * self.row_alignment

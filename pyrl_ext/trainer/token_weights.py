@@ -73,16 +73,14 @@ def weigh_tokens(
 def shaped(index: BatchIndex, plan: Plan) -> BatchIndex:
     """The numbers of the samples with rewards that are shaped by what each trajectory sampled."""
     objective, lengths = plan.objective, index.per_trajectory(index.sampled)
-    room = plan.turns.most_sampled(plan.rollout.max_new_tokens)
-    how = room, objective.overlong_buffer, objective.overlong_penalty
+    how = plan.most_sampled, objective.overlong_buffer, objective.overlong_penalty
     return replace(index, rewards=index.rewards + overlong(lengths, *how)[index.trajectories])
 
 
 def _reduction(shard: BatchShard, index: BatchIndex, plan: Plan) -> np.ndarray:
     """[S] float32, the weight of the tokens of each sample in its minibatch."""
     objective = plan.objective
-    room = plan.turns.most_sampled(plan.rollout.max_new_tokens)
-    constant = objective.reduction_constant or room
+    constant = objective.reduction_constant or plan.most_sampled
     tokens, groups = index.per_trajectory(index.loss_tokens[:, 0]), index.groups[index.firsts]
     weights = np.zeros(len(tokens), np.float32)
     for number in range(len(shard.minibatches)):

@@ -140,7 +140,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _formula(plan: Plan) -> list[str]:
-    return formula(plan.objective, plan.turns.most_sampled(plan.rollout.max_new_tokens))
+    return formula(plan.objective, plan.most_sampled)
 
 
 def values(plan: Plan) -> list[Value]:
