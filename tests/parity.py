@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations_with_replacement
 from pathlib import Path
 
@@ -251,7 +251,7 @@ def _batch(
         layer_ids=layers,
         route_mask=torch.rand(rows, generator=g) >= 0.1,
     )
-    return batch.with_(kept=random_sets(batch, 20, g)) if plan.trains_on_kept_sets else batch
+    return replace(batch, kept=random_sets(batch, 20, g)) if plan.trains_on_kept_sets else batch
 
 
 @dataclass
