@@ -23,9 +23,10 @@ if find_spec("vllm") is None:
 from pyrl_ext.data.files import DataError
 from pyrl_ext.data.images import ImageReader
 from pyrl_ext.metrics.sinks import read_rows
-from pyrl_ext.samples import Prompt, Sampling
+from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers import images
 from tests.helpers.pictures import write_run
+from tests.helpers.turns import ScriptedFeed, answers, first_turns
 from tests.helpers.vllm_pair import CONFIGS, Pair, random_weights
 
 VL = CONFIGS / "tiny_vl"
@@ -142,17 +143,22 @@ def test_stream_refuses_an_image_that_cannot_be_decoded(pair: Pair, tmp_path: Pa
     pair.vllm.images.scale = READER.scale
 
 
-def test_generate_shares_a_prefix_with_the_same_picture_only():
+def test_answer_shares_a_prefix_with_the_same_picture_only():
     """Prompts of equal tokens, whose first blocks are in the prefix cache for one picture."""
-    pair = Pair(VL, scale=READER.scale, enable_prefix_caching=True, block_size=32)
-    sampling = sampling_of(4, samples_per_prompt=2)
+    pair = Pair(VL, scale=READER.scale, block_size=32)
+    sampling = sampling_of(4)
+
+    def answered(prompt: Prompt) -> list[Sample]:
+        feed = ScriptedFeed(first_turns([prompt], 2, 4), lambda _: None, max_tokens=256)
+        return [*answers(pair.vllm, feed, sampling)]
+
     for seed in (0, 1, 0):  # pictures: the third prompt is in the cache
         prompt = prompt_of(3, (16, 16), text=9, seed=seed)
-        samples = pair.vllm.generate([prompt], sampling)
+        samples = answered(prompt)
         assert pair.check(samples, sampling, whole=False)[0] < 1e-5
     assert not samples[0].route_mask[:64].any(), "nothing came from the prefix cache"
     pair.load(1)
-    samples = pair.vllm.generate([prompt], sampling)
+    samples = answered(prompt)
     assert pair.check(samples, sampling, whole=False)[0] < 1e-5
     assert samples[0].route_mask[:-1].all()
     pair.vllm.close()
