@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -271,7 +270,10 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
     for name, images in shard.images.items():
         if images.patches is not None:
             found.items["patches of the batch"] = images.patches.nbytes
-            most = max(1, int(np.diff(images.firsts).max()))
+        if place := topo.of(name):
+            work, sizes = images.work, images.work.images.patches
+            each = [sizes[work.ids(m, place.dp_rank)].sum() for m in range(len(work.schedule))]
+            most = max(1, int(max(each)))
             keys = plan.modules[name].model_copy(update={"patches_per_microbatch": most})
             plan = plan.model_copy(update={"modules": plan.modules | {name: keys}})
     found.seconds = clock.take()
@@ -300,9 +302,8 @@ def _peak(bench: Bench, phases: dict[str, int], name: str) -> Iterator[None]:
 
 def predicted_item(memory: StageMemory, name: str) -> int:
     """Bytes that an item of `Measured.items` is to be compared with."""
-    names = {item.name for item in memory.items}
-    both = [n for n in names if name == "activations" and n.startswith("activations of ")]
-    return sum(map(memory.bytes_of, (name, *both)))
+    names = [i.name for i in memory.items if name == "activations" and f"{name} of " in i.name]
+    return sum(map(memory.bytes_of, (name, *names)))
 
 
 def predicted_phase(plan: Plan, memory: StageMemory, phase: str) -> int:
@@ -353,9 +354,8 @@ def show(result: dict[str, Any]) -> None:
 
     console = Console()
     console.print(
-        f"rank {result['rank']} ({result['module']}, stage {result['stage']}) on "
-        f"{result['device']}: largest microbatch {result['rows']} rows, "
-        f"rollout batch {result['tokens']} rows"
+        f"rank {result['rank']} ({result['module']}, stage {result['stage']}) on {result['device']}"
+        f": largest microbatch {result['rows']} rows, rollout batch {result['tokens']} rows"
     )
     for title, kind in (("item", "items"), ("most held in phase", "phases")):
         table = Table(box=None, pad_edge=False)
