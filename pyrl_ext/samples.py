@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol, cast
 
@@ -170,6 +170,7 @@ class Sample:
         finish_reason: "stop" (a stop token was sampled or a stop string is complete) or
             "length" (the budget ran out)
         reward: nan until it is computed
+        components: of the reward by name, where the reward function names any
         images: of the prompt, in the order of their tokens; samples of a group share them
         turn: number of the first turn that the sample holds
         spans: tokens [begin, end) that each of its turns sampled, in order; empty: one turn, all
@@ -192,6 +193,7 @@ class Sample:
     weight_version: int
     finish_reason: str
     reward: float = math.nan
+    components: Mapping[str, float] = field(default_factory=dict[str, float])
     images: tuple[Image, ...] = ()
     turn: int = 0
     spans: tuple[tuple[int, int], ...] = ()

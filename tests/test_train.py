@@ -153,6 +153,16 @@ def test_train_with_replay_brings_a_bf16_engine_and_trainer_together(tmp_path):
         assert 0 < on[name] < off[name], name
 
 
+def test_train_goes_on_where_no_response_is_trained_on(tmp_path, capsys):
+    """All responses are cut off at two tokens and filtered, but for those that stop at once."""
+    cut = ("rollout.max_new_tokens=2", "objective.overlong_filter=true", "evaluate.every=1")
+    assert run(tmp_path, *cut, "steps=2", "batching.prompts=2", "batching.minibatches=2") == 0
+    rows = numbers(tmp_path)
+    skipped = [row["policy/skipped_updates"] for row in rows[:2]]
+    assert sum(skipped) > 0
+    assert capsys.readouterr().out.count("has no loss tokens, no update") == sum(skipped)
+
+
 def test_train_reports_the_norm_without_clipping(tmp_path):
     assert run(tmp_path, "optimizer.clip_grad=0", "steps=1", "evaluate.every=0") == 0
     assert numbers(tmp_path)[0]["grad_norm"] > 0
@@ -247,6 +257,23 @@ def test_main_says_how_to_start_the_right_number_of_processes(tmp_path, capsys):
 
 FILE = ("data.task=null", "data.task_options={}", "data.prompts=data/arithmetic.jsonl")
 REWARD = "data.reward=pyrl_ext.data.rewards:number_match"
+
+
+def in_parts(prompt, text, tokens):
+    return {"length": len(tokens) / 10, "digits": float(text.isdigit())}
+
+
+def test_train_logs_and_records_components_of_the_reward(tmp_path):
+    own = "data.reward=tests.test_train:in_parts"
+    assert run(tmp_path, *FILE, own, "steps=1", "evaluate.every=0", "rollout.record=kept") == 0
+    (row,) = numbers(tmp_path)
+    samples = load_samples(tmp_path / "kept/step-000000.safetensors")
+    for name in ("length", "digits"):
+        kept = [sample.components[name] for sample in samples]
+        assert row[f"reward/{name}"] == pytest.approx(sum(kept) / len(kept))
+    assert all(s.components["length"] == len(s.response) / 10 for s in samples)
+    assert all(s.reward == sum(s.components.values()) for s in samples)
+    assert row["reward"] == pytest.approx(row["reward/length"] + row["reward/digits"])
 
 
 def test_train_takes_the_shipped_prompt_file(tmp_path):

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from pyrl_ext.data.time_limit import TimeLimit, TimeUp
 from pyrl_ext.dist.user_code import SettingsChanged, UserExit, describe, shown
 from pyrl_ext.samples import Prompt, Sample
 
-Reward = Callable[[Prompt, str, list[int]], float]
+Reward = Callable[[Prompt, str, list[int]], float | Mapping[str, float]]
+
+WHOLE = "reward"  # of a mapping: the reward itself, where it is not the sum of the components
+TAKEN = ("kl", "overlong")  # metrics below reward/ that are no components
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _SHOWN = 200  # characters of a completion or a returned value
 
 
@@ -84,15 +88,16 @@ def score(
     Args:
         samples: of these prompts, in any order
         prompts: with distinct ids
-        reward: fn(prompt, text, tokens) -> float; text is the decoded response without a stop
-            token at its end (a stop string is part of it), tokens are all its ids
+        reward: fn(prompt, text, tokens) -> float, or its components by name; text is the decoded
+            response without a stop token at its end (a stop string is part of it), tokens are all
+            its ids
         decode: token ids -> text
         stop_ids: tokens that end a response
         timeout: of one call [s]; None: unlimited
 
     Raises:
         RuntimeError: the reward function raised, exceeded ``timeout`` or returned something other
-            than a finite number; names the function, the prompt, the sample and the completion
+            than finite numbers; names the function, the prompt, the sample and the completion
     """
     by_id = {prompt.id: prompt for prompt in prompts}
     scored = []
@@ -100,12 +105,16 @@ def score(
         for sample in samples:
             tokens = sample.response
             text = decode(tokens[:-1] if tokens[-1] in stop_ids else tokens)
-            value = _one(sample, by_id[sample.prompt_id], reward, text, limit)
-            scored.append(replace(sample, reward=value))
+            value, parts = _one(sample, by_id[sample.prompt_id], reward, text, limit)
+            scored.append(replace(sample, reward=value, components=parts))
     return scored
 
 
-def _one(sample: Sample, prompt: Prompt, reward: Reward, text: str, limit: TimeLimit) -> float:
+def _one(
+    sample: Sample, prompt: Prompt, reward: Reward, text: str, limit: TimeLimit
+) -> tuple[float, dict[str, float]]:
+    """The reward of a sample, and its components."""
+
     def where() -> str:
         completion = repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
         name = getattr(reward, "__qualname__", repr(reward))
@@ -128,9 +137,35 @@ def _one(sample: Sample, prompt: Prompt, reward: Reward, text: str, limit: TimeL
         raise
     except BaseException as error:  # a function may raise SystemExit or its own kind
         raise RuntimeError(f"{where()}: raised {describe(error)}, expected a number") from error
-    number = finite(value)
-    if number is None:
-        raise RuntimeError(f"{where()}: returned {shown(value, _SHOWN)}, expected a finite number")
+    try:
+        return _read(value)
+    except ValueError as error:
+        raise RuntimeError(f"{where()}: returned {error}") from error
+
+
+def _read(value: object) -> tuple[float, dict[str, float]]:
+    """(reward, components) of what a reward function returned: a number without components, or the
+    sum of a mapping's, or its entry `WHOLE` beside them.
+
+    Raises: ValueError saying what is no finite number, or no name.
+    """
+    if not isinstance(value, Mapping):
+        return _number(value, shown(value, _SHOWN)), {}
+    given = dict(cast(Mapping[object, object], value))
+    for name in given:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in TAKEN:
+            rule = f"a name of letters, digits and _.- that is not {' or '.join(TAKEN)}"
+            raise ValueError(f"a component {shown(name, _SHOWN)}, expected {rule}")
+    parts = {str(n): _number(x, f"{shown(x, _SHOWN)} as {n}") for n, x in given.items()}
+    if not parts:
+        raise ValueError("no components, expected at least one")
+    whole = parts.pop(WHOLE) if WHOLE in parts else sum(parts.values())
+    return _number(whole, f"components with the sum {whole}"), dict(sorted(parts.items()))
+
+
+def _number(value: object, what: str) -> float:
+    if (number := finite(value)) is None:
+        raise ValueError(f"{what}, expected a finite number")
     return number
 
 

@@ -89,7 +89,8 @@ def reinforce_pp(given: Trajectories, baseline: bool = False, eps: float = EPS) 
     """``(x - mean) / (std + eps)`` over all loss tokens of the batch, where x is the reward.
 
     Args:
-        baseline: x is the reward less the mean of its group.
+        baseline: x is the reward less the mean of its group; a trajectory that is alone in its
+            group gets 0.
 
     Source: REINFORCE++, https://arxiv.org/abs/2501.03262, without a discount.
     """
@@ -97,7 +98,8 @@ def reinforce_pp(given: Trajectories, baseline: bool = False, eps: float = EPS) 
     tokens = given.tokens.sum().clamp(min=1)
     centred = values - (given.tokens * values).sum() / tokens
     variance = (given.tokens * centred.square()).sum() / (tokens - 1).clamp(min=1)
-    return centred / (variance.sqrt() + eps)
+    found = centred / (variance.sqrt() + eps)
+    return torch.where(given.size > 1, found, 0) if baseline else found
 
 
 def maxrl(given: Trajectories, eps: float = EPS) -> Tensor:

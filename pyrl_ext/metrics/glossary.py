@@ -5,7 +5,7 @@
 Notation: d = old_logprob - rollout_logprob of a token and r = exp(d), where old is the trainer's
 policy before the update. Means run over the tokens under the loss mask: for ``mismatch/`` those of
 the whole rollout batch, for ``policy/`` and ``loss`` those of each minibatch, averaged over the
-minibatches of the step. ``<id>`` in a name stands for a number.
+minibatches of the step. ``<id>`` in a name stands for a number, ``<name>`` for that of a component.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from pyrl_ext.metrics.costs import COSTS
 from pyrl_ext.metrics.metric import Metric
 from pyrl_ext.metrics.turn_metrics import TURN_METRICS
 
@@ -28,6 +29,11 @@ _METRICS = (
         "reward/overlong",
         "reward",
         "Mean over trajectories of what objective.overlong_buffer added to the reward, at most 0.",
+    ),
+    Metric(
+        "reward/<name>",
+        "reward",
+        "Mean over trajectories of a component that the reward function names.",
     ),
     Metric("reward/kl", "nat", "Mean over trajectories of the KL that was taken off the reward."),
     Metric(
@@ -130,6 +136,13 @@ _METRICS = (
         "Fraction of tokens with a log-ratio beyond +-20, which was clamped before exp.",
         (0, 1e-3),
     ),
+    Metric(
+        "policy/skipped_updates",
+        "updates",
+        "Minibatches without any loss token, which update nothing; other metrics of the update are "
+        "means over the rest.",
+        (0, 0.5),
+    ),
     # routing: the engine's experts against the trainer's own choice
     Metric(
         "route/agree_topk",
@@ -174,6 +187,11 @@ _METRICS = (
         (0.8, 0.99),
     ),
     Metric(
+        "rollout/single_groups",
+        "groups",
+        "Groups of one trajectory, whose advantage is 0 wherever it compares with the group.",
+    ),
+    Metric(
         "rollout/refills",
         "rounds",
         "Rounds of further prompts that objective.dynamic_sampling took to replace such groups.",
@@ -206,101 +224,7 @@ _METRICS = (
     Metric("data/longest", "tokens", "Tokens of the step's longest record."),
     Metric("data/truncated", "1", "Fraction of the step's records that were cut to max_tokens."),
     Metric("data/padding", "1", "Fraction of the rows that all ranks compute that is padding."),
-    # time
-    Metric(
-        "time/data",
-        "s",
-        "Wall time of reading and encoding the step's records.",
-        phase="ours",
-    ),
-    Metric("time/rollout", "s", "Wall time of generating and scoring samples.", phase="model"),
-    Metric(
-        "time/old_logprobs",
-        "s",
-        "Wall time of log-probs under the policy before the update.",
-        phase="model",
-    ),
-    Metric(
-        "time/ref_logprobs",
-        "s",
-        "Wall time of log-probs under the reference policy.",
-        phase="model",
-    ),
-    Metric(
-        "time/update",
-        "s",
-        "Wall time of forward, backward and optimizer over all minibatches.",
-        phase="model",
-    ),
-    Metric(
-        "time/replay",
-        "s",
-        "Host time that routes, forcing and agreement counts add to the phases above.",
-    ),
-    Metric(
-        "time/exchange",
-        "s",
-        "Wall time of checking samples and of waiting for the rows of other ranks, in passes too.",
-        phase="ours",
-    ),
-    Metric(
-        "time/publish", "s", "Wall time of sending the weights to the rollout engine.", phase="ours"
-    ),
-    Metric(
-        "time/offload",
-        "s",
-        "Part of time/publish: offloading gradients, optimizer state and weights to the host.",
-    ),
-    Metric(
-        "time/onload",
-        "s",
-        "Wall time of putting the engine to sleep and onloading the trainer.",
-        phase="ours",
-    ),
-    Metric(
-        "batch/moved_bytes",
-        "bytes",
-        "Rows of samples that all ranks together received from ranks of other hosts.",
-    ),
-    Metric("batch/moved_bytes/tokens", "bytes", "The part that is tokens, targets and masks."),
-    Metric(
-        "batch/moved_bytes/logprobs",
-        "bytes",
-        "The part of them that is log-probs and advantages.",
-    ),
-    Metric("batch/moved_bytes/routes", "bytes", "The part of them that is routed experts."),
-    Metric("batch/moved_bytes/images", "bytes", "The part of them that is patches of images."),
-    Metric("batch/moved_bytes/kept", "bytes", "The part of them that is kept sets."),
-    Metric(
-        "batch/shared_bytes",
-        "bytes",
-        "Rows of samples that all ranks together read in the memory of other ranks of their host.",
-    ),
-    Metric(
-        "memory/offloaded", "bytes", "Device memory that rank 0's trainer freed for the rollout."
-    ),
-    Metric(
-        "memory/engine_slept",
-        "bytes",
-        "Device memory that rank 0's engine freed when it went to sleep.",
-    ),
-    Metric(
-        "publish/checked",
-        "tensors",
-        "Tensors whose digest in the engine was compared with the trainer's and equal.",
-    ),
-    Metric("time/eval", "s", "Wall time of the held-out evaluation.", phase="model"),
-    Metric("time/checkpoint", "s", "Wall time of saving a checkpoint.", phase="ours"),
-    Metric(
-        "time/step",
-        "s",
-        "Wall time of the step: all phases above except the checkpoint, and what is between.",
-    ),
-    Metric(
-        "tokens_per_s",
-        "tokens/s",
-        "Model inputs of the batch (the tokens of its samples without the last ones) / time/step.",
-    ),
+    *COSTS,
 )
 
 GLOSSARY: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
@@ -315,10 +239,11 @@ RENAMED = {  # names in the metrics.jsonl of earlier versions
 def lookup(name: str) -> Metric | None:
     """The metric called ``name``, today or in an earlier version; None if there is none.
 
-    Numbers in the name match ``<id>``.
+    Numbers in the name match ``<id>``, names of reward components ``<name>``.
     """
     name = RENAMED.get(name, name)
-    return GLOSSARY.get(name) or GLOSSARY.get(re.sub(r"_\d+$", "_<id>", name))
+    general = re.sub(r"^reward/.*", "reward/<name>", re.sub(r"_\d+$", "_<id>", name))
+    return GLOSSARY.get(name) or GLOSSARY.get(general)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -345,7 +270,7 @@ _HEAD = (
     "",
     "What a run logs to `metrics.jsonl`: the unit, the formula, and the levels at which a value is",
     "worth a look (warn) or wrong (alarm). Written by `python -m pyrl_ext.metrics.glossary`.",
-    "`<id>` stands for a number.",
+    "`<id>` stands for a number, `<name>` for the name of a component.",
     "",
     "In the formulas d = old_logprob - rollout_logprob of a token and r = exp(d), where old is the",
     "trainer's policy before the update. Means run over the tokens under the loss mask: of the",

@@ -12,7 +12,7 @@ class Metric:
     """One metric.
 
     Args:
-        name: as in metrics.jsonl; ``<id>`` stands for a number.
+        name: as in metrics.jsonl; ``<id>`` and ``<name>`` stand for a number and a name.
         unit: of the value; "1" is a ratio or a fraction.
         definition: one sentence with the formula.
         band: (warn, alarm) levels, rising if large values are bad, falling if small ones are;

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -46,6 +46,7 @@ class BatchIndex:
             tokens further on, as the MTP layer at depth d predicts it.
         layer_ids:   [L] 0-based global ids of the layers that have routes; empty without routes.
         topk:        experts of a route, K; 0 without routes.
+        components:  by name, [S] float64, of the rewards.
         images:      of all samples, sample by sample.
     """
 
@@ -63,6 +64,7 @@ class BatchIndex:
     loss_tokens: np.ndarray
     layer_ids: tuple[int, ...] = ()
     topk: int = 0
+    components: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     images: Images = field(default_factory=lambda: Images.of(np.empty(0)))
 
     @classmethod
@@ -71,6 +73,8 @@ class BatchIndex:
 
         Args:
             depths: MTP layers whose loss tokens are counted, D.
+
+        Raises: ValueError when the rewards of samples have components of other names.
         """
 
         routed = next((s for s in samples if s.routes is not None), None)
@@ -94,6 +98,7 @@ class BatchIndex:
             **{name: np.asarray(columns[name], dtype) for name, dtype in _COLUMNS.items()},
             layer_ids=() if routed is None else routed.layer_ids,
             topk=0 if routed is None or routed.routes is None else routed.routes.shape[-1],
+            components=_components(samples),
             images=Images.of(np.asarray(images)),
         )
 
@@ -101,13 +106,17 @@ class BatchIndex:
     def joined(cls, parts: Sequence[BatchIndex], groups: Sequence[int]) -> BatchIndex:
         """The samples of ``groups`` out of all parts, in their order, by places and turns.
 
-        Raises: ValueError when the parts have routes of different layers.
+        Raises: ValueError when the parts have routes of different layers, or rewards of different
+            components.
         """
         shapes = {(p.layer_ids, p.topk) for p in parts if len(p)}
         if len(shapes) > 1:
             shown = " and ".join(f"{k} experts of layers {list(ids)}" for ids, k in sorted(shapes))
             raise ValueError(f"BatchIndex: samples have routes with {shown}, expected the same")
         layer_ids, topk = next(iter(shapes), ((), 0))
+        full = [p for p in parts if len(p)]
+        for part in full:
+            _same_components(part.components, full[0].components, part.groups[0], part.places[0])
         place_of = {group: place for place, group in enumerate(groups)}
         whole = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
         of_group = np.asarray([place_of.get(int(g), -1) for g in whole["groups"]], np.int64)
@@ -115,7 +124,11 @@ class BatchIndex:
         order = order[of_group[order] >= 0]
         columns = {name: column[order] for name, column in whole.items()}
         images = _joined([p.images for p in parts], [*map(len, parts)], order)
-        return cls(**columns, layer_ids=layer_ids, topk=topk, images=images)
+        named = {
+            name: np.concatenate([p.components[name] for p in full])[order]
+            for name in (full[0].components if full else ())
+        }
+        return cls(**columns, layer_ids=layer_ids, topk=topk, components=named, images=images)
 
     def __len__(self) -> int:
         return len(self.seqlens)
@@ -147,31 +160,42 @@ class BatchIndex:
         return zlib.crc32(self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """The numbers as `from_bytes` reads them: sizes and layers, each column, then images."""
-        sizes = len(self), self.loss_tokens.shape[1], self.topk, len(self.layer_ids)
+        """The numbers as `from_bytes` reads them: sizes, layers and names of components, each
+        column, then images."""
+        names = ",".join(self.components).encode()
+        sizes = len(self), self.loss_tokens.shape[1], self.topk, len(self.layer_ids), len(names)
         head = (
             np.asarray(sizes, np.int32).tobytes() + np.asarray(self.layer_ids, np.int16).tobytes()
         )
-        columns = (getattr(self, name).astype(dtype) for name, dtype in _COLUMNS.items())
-        return head + b"".join(column.tobytes() for column in (*columns, self.images.table))
+        columns = [getattr(self, name).astype(dtype) for name, dtype in _COLUMNS.items()]
+        columns += [*self.components.values(), self.images.table]
+        return head + names + b"".join(column.tobytes() for column in columns)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BatchIndex:
         """The index that `to_bytes` wrote."""
-        samples, depths, topk, layers = np.frombuffer(data, np.int32, 4).tolist()
-        layer_ids = np.frombuffer(data, np.int16, layers, 4 * 4)
-        columns, at = dict[str, np.ndarray](), 4 * 4 + 2 * int(layers)
+        samples, depths, topk, layers, named = np.frombuffer(data, np.int32, 5).tolist()
+        layer_ids = np.frombuffer(data, np.int16, layers, 5 * 4)
+        columns, at = dict[str, np.ndarray](), 5 * 4 + 2 * int(layers)
+        names = data[at : at + named].decode().split(",") if named else []
+        at += named
         for name, dtype in _COLUMNS.items():
             shape = (samples, depths) if name == "loss_tokens" else (samples,)
             columns[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
             at += columns[name].nbytes
+        components = dict[str, np.ndarray]()
+        for name in names:
+            components[name] = np.frombuffer(data, np.float64, samples, at)
+            at += components[name].nbytes
         images = Images.of(np.frombuffer(data, np.int32, offset=at))
-        return cls(**columns, layer_ids=tuple(layer_ids.tolist()), topk=topk, images=images)
+        layers = tuple(layer_ids.tolist())
+        return cls(**columns, layer_ids=layers, topk=topk, components=components, images=images)
 
     @property
     def nbytes(self) -> int:
         """Bytes that ranks exchange to know it."""
-        return sum(getattr(self, name).nbytes for name in _COLUMNS) + self.images.table.nbytes
+        columns: list[np.ndarray] = [getattr(self, name) for name in _COLUMNS]
+        return sum(x.nbytes for x in (*columns, *self.components.values(), self.images.table))
 
     def owned_by(self, rank: int) -> np.ndarray:
         """Ids of the samples that ``rank`` holds, ascending."""
@@ -238,9 +262,11 @@ class BatchIndex:
         """Metrics of the rollout, under their glossary names."""
         rewards, trajectories = self._rewards.double(), max(1, len(self.firsts))
         spread = [np.ptp(self.rewards[self.groups == g]) for g in np.unique(self.groups)]
+        members = np.unique(self.groups[self.firsts], return_counts=True)[1]
         stats = {
             "reward": float(rewards.mean()),
             "rollout/reward_std": float(rewards.std(correction=0)),
+            "rollout/single_groups": int(np.sum(members == 1)),
             "rollout/flat_groups": float(np.mean([s == 0 for s in spread])),
             "rollout/tokens": int(self.starts[-1]) + len(self),
             "rollout/response_len": int(self.sampled.sum()) / trajectories,
@@ -249,6 +275,8 @@ class BatchIndex:
         }
         if self.kept.any():
             stats["rollout/kept_tokens"] = float(self.kept.sum() / self.sampled.sum())
+        for name, values in self.components.items():
+            stats[f"reward/{name}"] = float(values[self.firsts].mean())
         if self.layer_ids:
             without = int(self.unrouted.sum())
             stats["route/fallback_rows"] = without
@@ -260,6 +288,25 @@ def sampled_tokens(sample: Sample) -> int:
     """Tokens of a sample that the policy sampled."""
     spans = sample.spans or ((sample.prompt_len, sample.tokens.numel()),)
     return sum(end - begin for begin, end in spans)
+
+
+def _components(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Name -> [S] float64, the components of the samples' rewards."""
+    for sample in samples:
+        first = samples[0].components
+        _same_components(sample.components, first, sample.prompt_id, sample.index)
+    names = samples[0].components if samples else ()
+    return {name: np.asarray([s.components[name] for s in samples], np.float64) for name in names}
+
+
+def _same_components(found: Iterable[str], first: Iterable[str], prompt: int, place: int) -> None:
+    """Refuse a sample whose reward has other components than that of the first one."""
+    if set(found) != set(first):
+        raise ValueError(
+            f"BatchIndex: Sample(prompt {prompt}, sample {place}): reward with components "
+            f"{sorted(found)}, expected {sorted(first)} as in other samples of the step; return "
+            "0.0 for one that does not apply"
+        )
 
 
 def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) -> Images:

@@ -99,15 +99,15 @@ def generate_on_ranks(
     try:
         label = "rollout" if engines == 1 else f"rollout, engine {number} of {engines}"
         samples, counts = _complete_groups(engine, asked, score, show, label)
+        if number is None or held.index(number) != rank:  # another rank of its engine owns them
+            samples, counts = [], Counts()
+        samples = in_order(samples, request.prompts)
+        lost = int(counts.pop("discarded", 0))
+        mine = lost.to_bytes(8, "little") + BatchIndex.of(samples, rank, depths).to_bytes()
         error = None
     except Exception as caught:  # every rank has to know, or the others wait forever
-        samples, counts, error = [], Counts(), caught
+        samples, counts, mine, error = [], Counts(), b"", caught
     agree("generate_on_ranks", error, _digest(request), "prompts or sampling", group)
-    if number is None or held.index(number) != rank:  # another rank of its engine owns them
-        samples, counts = [], Counts()
-    samples = in_order(samples, request.prompts)
-    lost = int(counts.pop("discarded", 0))
-    mine = lost.to_bytes(8, "little") + BatchIndex.of(samples, rank, depths).to_bytes()
     shares = gather_bytes(mine, group)
     parts = [BatchIndex.from_bytes(share[8:]) for share in shares]
     whole = Counts()

@@ -73,6 +73,9 @@ def save_samples(path: str | Path, samples: Sequence[Sample]) -> None:
         | ({} if s.kept_ids is None else {"kept": len(s.kept_ids)})
         for s in samples
     ]
+    for sample, entry in zip(samples, entries, strict=True):
+        if sample.components:
+            entry["components"] = dict(sample.components)
     index: dict[str, Any] = {"layer_ids": layers, "samples": entries}
     if pictures := _add_images(path, samples, entries):
         index["pictures"] = [
@@ -182,6 +185,7 @@ def _samples(
         fields: dict[str, Any] = {
             "routes": None,
             "images": tuple(images),
+            "components": entry.get("components", {}),
             "layer_ids": tuple(index["layer_ids"]),
         }
         fields |= {name: entry[name] for name in _SCALARS}

@@ -156,13 +156,22 @@ class Step(ABC):
         return shard, None
 
     def update(self, shard: BatchShard, phase: Phase) -> Metrics:
-        """One optimizer step a minibatch; returns the mean of their metrics."""
+        """One optimizer step a minibatch; returns the mean of their metrics.
+
+        A minibatch without loss tokens on any rank (`objective.overlong_filter`) is no update:
+        weights, optimizer and learning rate stay as they are, and a line on the terminal says so.
+        """
+        rows, number = list[Metrics](), len(shard.minibatches)
         with phase("time/update"):
-            rows = [
-                self.policy.update(shard.minibatch(number), self.loss)
-                for number in range(len(shard.minibatches))
-            ]
-        return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+            for place, (tokens, *_) in enumerate(shard.loss_tokens):
+                if tokens:
+                    rows.append(self.policy.update(shard.minibatch(place), self.loss))
+                elif self.topo.is_main:
+                    step, which = self.policy.step, f"minibatch {place + 1} of {number}"
+                    print(f"step {step}: {which} has no loss tokens, no update", flush=True)
+            shard.wait(len(shard.schedule) - 1)  # also rows of minibatches that nothing read
+        means = {name: sum(row[name] for row in rows) / len(rows) for name in (rows or [{}])[0]}
+        return means | {"policy/skipped_updates": number - len(rows)}
 
     @abstractmethod
     def metrics(self, index: BatchIndex, shard: BatchShard, old: Scores | None) -> Metrics:
@@ -305,10 +314,10 @@ class RolloutStep(Step):
 
 def compare(shard: BatchShard, old: Scores, topo: Topology) -> Metrics:
     """How far trainer and engine differ in log-probs and in routes of the same tokens."""
-    none = torch.empty(0)
+    none, tokens = torch.empty(0), sum(counts[0] for counts in shard.loss_tokens)
     rollout = shard.columns.get("rollout_logprobs", none)
     mask = shard.columns["loss_mask_0"] if shard.seat.last_stage else none.bool()
-    metrics = mismatch(old.logprobs, rollout, mask, topo)
+    metrics = mismatch(old.logprobs, rollout, mask, topo) if tokens else {}
     if old.agreement:
         share, exact, count = (sum(x) for x in zip(*old.agreement.values(), strict=True))
         metrics |= {"route/agree_topk": share / count, "route/exact_set": exact / count}

@@ -227,7 +227,7 @@ def check_batch(
     gap, counted = _gaps(shard, logprobs)
     # prompt rows would dilute the mean over all rows
     total, number = sum_over_ranks(torch.stack([gap.sum(), counted]), topo)
-    mean = float(total / number)
+    mean = float(total / number.clamp(min=1))
     if mean <= limit:
         return
     found = gather_objects((_largest(shard, logprobs, gap), find_mismatches()), topo.world)

@@ -91,6 +91,45 @@ def test_score_takes_any_number(value: Any):
     assert type(scored.reward) is float and scored.reward == value
 
 
+@pytest.mark.parametrize(
+    ("value", "reward", "parts"),
+    [
+        ({"right": 1, "format": -0.25}, 0.75, {"format": -0.25, "right": 1.0}),
+        ({"right": 1.0, "reward": 0.5, "length": 7}, 0.5, {"length": 7.0, "right": 1.0}),
+        ({"reward": np.float32(2.0)}, 2.0, {}),
+    ],
+)
+def test_score_adds_up_components_unless_the_reward_is_given(value: Any, reward: float, parts: Any):
+    [scored] = score([sample(3, 2, "a", "stop")], [Prompt(3, (5,))], lambda *_: value, decode, (1,))
+    assert (scored.reward, scored.components) == (reward, parts)
+    assert [*scored.components] == sorted(parts)  # the same order on every rank
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"right": 1.0, "format": math.nan}, "nan as format, expected a finite number"),
+        ({"right": "1"}, "'1' as right, expected a finite number"),
+        ({"reward": math.inf, "a": 1.0}, "inf as reward, expected a finite number"),
+        ({"a": 1e308, "b": 1e308}, "components with the sum inf, expected a finite number"),
+        ({}, "no components, expected at least one"),
+        (
+            {"kl": 1.0},
+            "a component 'kl', expected a name of letters, digits and _.- that is not kl",
+        ),
+        ({"a,b": 1.0}, "a component 'a,b', expected a name of letters"),
+        ({7: 1.0}, "a component 7, expected a name of letters"),
+    ],
+)
+def test_score_refuses_components_by_name(value: Any, message: str):
+    def odd(prompt: Prompt, text: str, tokens: list[int]) -> Any:
+        return value
+
+    where = r"odd\(prompt 3, sample 2, completion 'ab'\): returned "
+    with pytest.raises(RuntimeError, match=where + message):
+        score([sample(3, 2, "ab", "stop")], [Prompt(3, (5,))], odd, decode, (1,))
+
+
 def test_score_reports_what_a_reward_function_raises():
     def fragile(prompt: Prompt, text: str, tokens: list[int]) -> float:
         return {"a": 1.0}[text]

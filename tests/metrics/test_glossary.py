@@ -19,7 +19,7 @@ from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 ROOT = Path(__file__).parents[2]
 # logged only by an engine that shares the trainer's GPU, and with objective.kl_in: reward
 ELSEWHERE = {
-    *("memory/engine_slept", "reward/kl"),
+    *("memory/engine_slept", "reward/kl", "reward/<name>"),
     # beside rollout.oversample a rule refuses what logs them: tests/rollout/test_dynamic.py
     *("rollout/refills", "rollout/dropped_groups", "rollout/dropped_tokens", "rollout/reward_all"),
 }

@@ -90,7 +90,7 @@ def test_from_bytes_reads_what_to_bytes_wrote(groups):
     index = BatchIndex.of(make_samples(groups), owner=3, depths=2)
     index = replace(index, groups=index.groups + (1 << 40))
     written = index.to_bytes()
-    assert len(written) == 16 + 2 * len(index.layer_ids) + index.nbytes
+    assert len(written) == 20 + 2 * len(index.layer_ids) + index.nbytes
     read = BatchIndex.from_bytes(written)
     for name, column in vars(index).items():
         got = getattr(read, name)
@@ -169,6 +169,44 @@ def test_joined_refuses_routes_of_other_layers():
     parts = BatchIndex.of([make_sample(10, 0, 2, 3)]), BatchIndex.of([other], owner=1)
     with pytest.raises(ValueError, match=r"4 experts of layers \[1, 2, 4\] and 4 experts of"):
         BatchIndex.joined(parts, [10, 11])
+
+
+def with_components(samples: list[Sample]) -> list[Sample]:
+    return [
+        replace(s, components={"format": 0.5 * s.index, "right": s.prompt_id + 0.25})
+        for s in samples
+    ]
+
+
+def test_components_stay_with_their_samples_over_bytes_and_joins():
+    samples = with_components(make_samples(groups=4, size=3))
+    parts = [BatchIndex.of(samples[i::3], owner=i) for i in range(3)]
+    parts = [BatchIndex.from_bytes(part.to_bytes()) for part in (*parts, BatchIndex.of([]))]
+    index = BatchIndex.joined(parts, [13, 10, 12])  # not group 11
+    assert [*index.components] == ["format", "right"]
+    assert index.components["right"].tolist() == [g + 0.25 for g in index.groups]
+    assert index.components["format"].tolist() == [0.5 * i for i in index.places]
+    stats = index.stats()
+    assert stats["reward/right"] == pytest.approx((13 + 10 + 12) / 3 + 0.25)
+    assert stats["reward/format"] == 0.5 and index.digest != parts[0].digest
+    changed = {**index.components, "right": index.components["right"] + 1}
+    assert replace(index, components=changed).digest != index.digest
+    images = BatchIndex.from_bytes(index.to_bytes()).images
+    assert len(images.samples) == 0
+
+
+def test_components_of_other_names_are_refused_by_their_sample():
+    samples = with_components(make_samples(groups=4, size=3))
+    odd = [*samples[:5], replace(samples[5], components={"right": 1.0}), *samples[6:]]
+    message = (
+        r"Sample\(prompt 11, sample 2\): reward with components \['right'\], "
+        r"expected \['format', 'right'\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        BatchIndex.of(odd)
+    parts = [BatchIndex.of(samples[:5]), BatchIndex.of(odd[5:6]), BatchIndex.of(samples[6:])]
+    with pytest.raises(ValueError, match=message):
+        BatchIndex.joined(parts, [10, 11, 12, 13])
 
 
 def test_advantages_gets_rewards_and_groups_of_all_samples():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Generator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -158,6 +159,25 @@ def over_ranks(group: dist.ProcessGroup) -> None:
         generate_on_ranks(engine, asked(range(7), 5 if rank == 1 else 6), None, group)
     assert_same(generate_on_ranks(engine, everything, scored, group).samples, got.samples)
     own_quotas(group)
+    components(group)
+
+
+def components(group: dist.ProcessGroup) -> None:
+    """Every rank knows all components, and fails where a sample of one rank lacks one."""
+
+    def in_parts(samples: list[Sample], lacks: int = -1) -> list[Sample]:
+        parts = [{"even": 1.0 - s.prompt_id % 2, "place": float(s.index)} for s in samples]
+        for sample, each in zip(samples, parts, strict=True):
+            if (sample.prompt_id, sample.index) == (lacks, 1):
+                del each["even"]
+        pairs = zip(scored(samples), parts, strict=True)
+        return [dataclasses.replace(s, components=each) for s, each in pairs]
+
+    stats = generate_on_ranks(Seeded(), asked(range(7)), in_parts, group).index.stats()
+    assert stats["reward/even"] == pytest.approx(4 / 7) and stats["reward/place"] == 0.5
+    for lacks in (4, 5):  # in a share of two groups, and of two
+        with pytest.raises(RuntimeError, match=rf"prompt {lacks}, sample 1\): reward with comp"):
+            generate_on_ranks(Seeded(), asked(range(7)), partial(in_parts, lacks=lacks), group)
 
 
 def own_quotas(group: dist.ProcessGroup) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -68,9 +69,57 @@ def ratios(*overrides: str) -> list[torch.Tensor]:
         return found
 
 
-def on_rank(group: dist.ProcessGroup) -> tuple[dict[str, str], float, list[list[torch.Tensor]]]:
+def without_loss_tokens(rollout: Rollout, groups: int) -> Rollout:
+    """The same samples; those of the first ``groups`` groups have nothing to train on."""
+    index = rollout.index
+    first = [*dict.fromkeys(index.groups.tolist())][:groups]
+    tokens = np.where(np.isin(index.groups, first)[:, None], 0, index.loss_tokens)
+    samples = [
+        replace(s, loss_mask=s.loss_mask & False, rollout_logprobs=s.rollout_logprobs * 0)
+        if s.prompt_id in first
+        else s
+        for s in rollout.samples
+    ]
+    return Rollout(replace(index, loss_tokens=tokens), samples, 0)
+
+
+class Skipped(NamedTuple):
+    """A step whose first ``groups`` of four groups, in two minibatches, have no loss tokens.
+
+    Args:
+        metrics: of the update, and of the step.
+        updates: that the policy counts.
+        moved:   whether any weight changed.
+    """
+
+    metrics: dict[str, float]
+    updates: int
+    moved: bool
+
+
+def skips() -> list[Skipped]:
+    """Without loss tokens in no group, in the first minibatch, and in both."""
+    plan, clock, found = tiny_plan(*QUICK, "parallel.dp=2"), Clock(), list[Skipped]()
+    with topology.start(plan) as topo:
+        step = RolloutStep.build(plan, topo)
+        for groups in (0, 2, 4):
+            step.publish(len(found), clock)
+            before = {n: x.clone() for n, x in step.policy.weights()}
+            known = step.policy.updates
+            rollout = without_loss_tokens(step.take(0, clock), groups)
+            shard, old = step.score(step.batch_of(rollout, clock), rollout.index, clock, check=True)
+            metrics = step.update(shard, clock) | step.metrics(rollout.index, shard, old)
+            moved = any(not torch.equal(x, before[n]) for n, x in step.policy.weights())
+            found.append(Skipped(metrics, step.policy.updates - known, moved))
+        step.close()
+    return found
+
+
+def on_rank(
+    group: dist.ProcessGroup,
+) -> tuple[dict[str, str], float, list[list[torch.Tensor]], list[Skipped]]:
     """The message for each kind of wrong lengths; the loss of one sample on two ranks; log-ratios
-    with each kind of head."""
+    with each kind of head; steps with minibatches without loss tokens."""
     plan, clock = tiny_plan(*SMALL, *LAYOUT, config=CONFIG), Clock()
     with topology.start(plan) as topo:
         step = SftStep.build(plan, topo)
@@ -88,7 +137,7 @@ def on_rank(group: dist.ProcessGroup) -> tuple[dict[str, str], float, list[list[
         few = step.batch_of(first_sample(rollout, topo.rank), clock, minibatches=1)
         alone = step.policy.accumulate(few.minibatch(0), step.loss)["loss"]
     small = ("batching.tokens_per_microbatch=32", "data.max_prompt_tokens=16")
-    return told, alone, [ratios(*small), ratios(*small, "logprob.head=logits")]
+    return told, alone, [ratios(*small), ratios(*small, "logprob.head=logits")], skips()
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +148,25 @@ def ranks():
 def test_score_of_a_first_minibatch_is_its_current_logprobs_to_the_last_bit(ranks):
     """Scores and updates follow one placement. So the ratios of a step's first update are 1; later
     ones are not."""
-    for _, _, heads in ranks:
+    for _, _, heads, _ in ranks:
         for first, second in heads:
             assert len(first) > 20 and not first.any()
             assert second.abs().max() > 1e-3
 
 
+def test_update_skips_minibatches_without_loss_tokens(ranks):
+    for whole, half, none in (skipped for *_, skipped in ranks):
+        assert [each.updates for each in (whole, half, none)] == [2, 1, 0]
+        assert [each.moved for each in (whole, half, none)] == [True, True, False]
+        assert [each.metrics["policy/skipped_updates"] for each in (whole, half, none)] == [0, 1, 2]
+        for each in (whole, half, none):
+            assert all(map(math.isfinite, each.metrics.values()))
+        assert half.metrics["loss"] != 0 and half.metrics["grad_norm"] > 0
+        assert not {"loss", "grad_norm", "mismatch/k3"} & none.metrics.keys()
+
+
 def test_batch_of_refuses_lengths_on_every_rank_and_runs_fewer_samples_than_ranks(ranks):
-    (told, loss, _), (theirs, same, _) = ranks
+    (told, loss, *_), (theirs, same, *_) = ranks
     assert told == theirs
     assert loss == same and math.isfinite(loss) and loss > 0
     both = "Step.batch_of: 2 of 2 ranks failed"
