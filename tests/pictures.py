@@ -58,15 +58,20 @@ def page_of_the_plan() -> str:
     return plan_page(compile_plan(REPOSITORY / path, overrides))
 
 
-def measured_rows(heading: str) -> str:
-    """The tables below a heading of docs/performance.md: their numbers and a picture's are from the
-    same run."""
-    text = (REPOSITORY / "docs/performance.md").read_text(encoding="utf-8")
+def measured_rows(heading: str, page: str = "docs/performance.md") -> str:
+    """The tables below a heading of a page: their numbers and a picture's are from the same run."""
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
     (section,) = re.findall(rf"^{heading}\b.*\n((?:(?!#).*\n)*)", text, re.MULTILINE)
     return "\n".join(line for line in section.splitlines() if line.startswith("|"))
 
 
 MEASURE = "python -m benchmarks.run {} --threads 1 --plot {}"
+
+# dapo alone ends a run in which too few groups are left to learn from
+DEMO_OBJECTIVES = {
+    **{name: "" for name in ("grpo", "gspo", "cispo", "rloo")},
+    "dapo": ", dynamic_sampling_short: keep_flat",
+}
 PICTURES = (
     Picture("configs/plan.png", page_of_the_plan),
     Picture(
@@ -79,6 +84,20 @@ PICTURES = (
             ),
             "python -m pyrl_ext.metrics.report runs/tiny-0 runs/tiny-1 runs/tiny-2 "
             "--png benchmarks/demo.png",
+        ),
+    ),
+    Picture(
+        "benchmarks/objectives.png",
+        partial(measured_rows, "## The demo under five presets", "docs/objectives.md"),
+        (
+            *(
+                "python -m pyrl_ext.train configs/tiny.yaml steps=150 "
+                f"run=runs/objectives/{name} "
+                f"'objective={{preset: {name}, entropy_coef: 0.02{more}}}'"
+                for name, more in DEMO_OBJECTIVES.items()
+            ),
+            "python -m pyrl_ext.metrics.report --png benchmarks/objectives.png "
+            + " ".join(f"runs/objectives/{name}" for name in DEMO_OBJECTIVES),
         ),
     ),
     Picture(
@@ -117,7 +136,7 @@ def record(picture: Picture) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.pictures", description=__doc__)
-    parser.add_argument("--all", action="store_true", help="measured ones too, about 20 minutes")
+    parser.add_argument("--all", action="store_true", help="measured ones too, about 35 minutes")
     parser.add_argument(
         "--drawn",
         metavar="PNG",
