@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.pack.images import Images
+from pyrl_ext.pack.reward_parts import components_of, joined_components, read_components
 from pyrl_ext.samples import Sample
 
 # (rewards [J], groups [J], loss tokens [J]) of J trajectories -> [J]
@@ -98,7 +99,7 @@ class BatchIndex:
             **{name: np.asarray(columns[name], dtype) for name, dtype in _COLUMNS.items()},
             layer_ids=() if routed is None else routed.layer_ids,
             topk=0 if routed is None or routed.routes is None else routed.routes.shape[-1],
-            components=_components(samples),
+            components=components_of(samples),
             images=Images.of(np.asarray(images)),
         )
 
@@ -114,9 +115,6 @@ class BatchIndex:
             shown = " and ".join(f"{k} experts of layers {list(ids)}" for ids, k in sorted(shapes))
             raise ValueError(f"BatchIndex: samples have routes with {shown}, expected the same")
         layer_ids, topk = next(iter(shapes), ((), 0))
-        full = [p for p in parts if len(p)]
-        for part in full:
-            _same_components(part.components, full[0].components, part.groups[0], part.places[0])
         place_of = {group: place for place, group in enumerate(groups)}
         whole = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
         of_group = np.asarray([place_of.get(int(g), -1) for g in whole["groups"]], np.int64)
@@ -124,11 +122,8 @@ class BatchIndex:
         order = order[of_group[order] >= 0]
         columns = {name: column[order] for name, column in whole.items()}
         images = _joined([p.images for p in parts], [*map(len, parts)], order)
-        named = {
-            name: np.concatenate([p.components[name] for p in full])[order]
-            for name in (full[0].components if full else ())
-        }
-        return cls(**columns, layer_ids=layer_ids, topk=topk, components=named, images=images)
+        components = joined_components([p for p in parts if len(p)], order)
+        return cls(**columns, layer_ids=layer_ids, topk=topk, components=components, images=images)
 
     def __len__(self) -> int:
         return len(self.seqlens)
@@ -183,10 +178,7 @@ class BatchIndex:
             shape = (samples, depths) if name == "loss_tokens" else (samples,)
             columns[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
             at += columns[name].nbytes
-        components = dict[str, np.ndarray]()
-        for name in names:
-            components[name] = np.frombuffer(data, np.float64, samples, at)
-            at += components[name].nbytes
+        components, at = read_components(data, at, names, samples)
         images = Images.of(np.frombuffer(data, np.int32, offset=at))
         layers = tuple(layer_ids.tolist())
         return cls(**columns, layer_ids=layers, topk=topk, components=components, images=images)
@@ -288,25 +280,6 @@ def sampled_tokens(sample: Sample) -> int:
     """Tokens of a sample that the policy sampled."""
     spans = sample.spans or ((sample.prompt_len, sample.tokens.numel()),)
     return sum(end - begin for begin, end in spans)
-
-
-def _components(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-    """Name -> [S] float64, the components of the samples' rewards."""
-    for sample in samples:
-        first = samples[0].components
-        _same_components(sample.components, first, sample.prompt_id, sample.index)
-    names = samples[0].components if samples else ()
-    return {name: np.asarray([s.components[name] for s in samples], np.float64) for name in names}
-
-
-def _same_components(found: Iterable[str], first: Iterable[str], prompt: int, place: int) -> None:
-    """Refuse a sample whose reward has other components than that of the first one."""
-    if set(found) != set(first):
-        raise ValueError(
-            f"BatchIndex: Sample(prompt {prompt}, sample {place}): reward with components "
-            f"{sorted(found)}, expected {sorted(first)} as in other samples of the step; return "
-            "0.0 for one that does not apply"
-        )
 
 
 def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) -> Images:

@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.groups import Counts
+from pyrl_ext.samples import Prompt
 
 # (round from 0, prompts to ask for, groups kept so far) -> the samples of those prompts
 Ask = Callable[[int, int, int], Rollout]
 
 _REFILLS = 1 << 20  # prompts of refills are those of steps from here on, which no run reaches
+
+
+Show = Callable[[str], None] | None
+
+
+def sample_groups(
+    plan: Plan,
+    step: int,
+    take: Callable[[int, int], Sequence[Prompt]],
+    generate: Callable[[Sequence[Prompt], int, Show], Rollout],
+    show: Show,
+) -> tuple[Rollout, dict[str, float]]:
+    """The samples of a step under ``objective.dynamic_sampling``, and metrics; see `fill`.
+
+    Args:
+        take: (step, n) -> prompts.
+        generate: (prompts, their number, show) -> samples.
+        show: takes a line of text as samples come.
+    """
+    keep, rounds = plan.batching.prompts, plan.objective.dynamic_sampling
+
+    def ask(number: int, asked: int, found: int) -> Rollout:
+        def show_round(text: str) -> None:
+            assert show is not None
+            show(f"refill {number} of {rounds}, {found} of {keep} groups kept; {text}")
+
+        prompts = take(stream_step(step, number, rounds), keep)[:asked]
+        return generate(prompts, asked, show_round if show is not None and number else show)
+
+    hold = plan.rollout.record is not None
+    return fill(ask, keep, rounds, plan.objective.dynamic_sampling_short, hold)
 
 
 def stream_step(step: int, number: int, rounds: int) -> int:

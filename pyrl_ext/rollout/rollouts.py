@@ -12,7 +12,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.build import build_engine, sampling_of
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
-from pyrl_ext.rollout.dynamic import fill, stream_step
+from pyrl_ext.rollout.dynamic import sample_groups
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.groups import without_overlong
 from pyrl_ext.rollout.turns.events import Environments, turn_metrics
@@ -70,15 +70,13 @@ class Rollouts:
         """
         plan, keep = self.plan, self.plan.batching.prompts
         sampling = sampling_of(plan, self.source, step)
-        if rounds := plan.objective.dynamic_sampling:
-            ask = partial(self._refill, step, sampling)
-            hold = plan.rollout.record is not None
-            short = plan.objective.dynamic_sampling_short
-            rollout, self.dropped = fill(ask, keep, rounds, short, hold)
+        if plan.objective.dynamic_sampling:
+            generate, take = partial(self._generate, sampling), self.source.prompts.take
+            rollout, self.dropped = sample_groups(plan, step, take, generate, self.show)
             self.dropped |= turn_metrics(rollout.counts)
             return rollout
         prompts = self.source.prompts.take(step, plan.prompts_asked)
-        rollout = self._generate(prompts, sampling, keep, self.show)
+        rollout = self._generate(sampling, prompts, keep, self.show)
         self.dropped = turn_metrics(rollout.counts)
         if len(prompts) > keep:
             self.dropped |= {
@@ -87,24 +85,12 @@ class Rollouts:
             }
         return rollout
 
-    def _refill(
-        self, step: int, sampling: Sampling, number: int, asked: int, found: int
-    ) -> Rollout:
-        """The samples of ``asked`` prompts of a round; ``found`` groups are kept from before."""
-        plan, show = self.plan, self.show
-        keep, rounds = plan.batching.prompts, plan.objective.dynamic_sampling
-        prompts = self.source.prompts.take(stream_step(step, number, rounds), keep)[:asked]
-        if show is not None and number:
-            so_far = f"refill {number} of {rounds}, {found} of {keep} groups kept; "
-            show = partial(_after, so_far, show)
-        return self._generate(prompts, sampling, asked, show)
-
     def held_out(self) -> dict[str, float]:
         """Metrics of one greedy trajectory for each held-out prompt."""
         prompts = self.source.prompts.held_out(self.plan.evaluate.prompts)
         sampling = sampling_of(self.plan, self.source, 0)
         sampling = replace(sampling, greedy=True, samples_per_prompt=1)
-        rollout = self._generate(prompts, sampling, len(prompts), self.show, 0.0)
+        rollout = self._generate(sampling, prompts, len(prompts), self.show, 0.0)
         index = rollout.index
         left = len(index.firsts)
         metrics = {"eval_reward": float(index.rewards[index.firsts].mean())} if left else {}
@@ -114,8 +100,8 @@ class Rollouts:
 
     def _generate(
         self,
-        prompts: Sequence[Prompt],
         sampling: Sampling,
+        prompts: Sequence[Prompt],
         keep: int,
         show: Callable[[str], None] | None,
         min_share: float | None = None,
@@ -144,7 +130,3 @@ class Rollouts:
                 show,
                 depths=self.plan.num_mtp_layers,
             )
-
-
-def _after(before: str, show: Callable[[str], None], text: str) -> None:
-    show(before + text)

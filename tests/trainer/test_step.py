@@ -80,7 +80,7 @@ def without_loss_tokens(rollout: Rollout, groups: int) -> Rollout:
         else s
         for s in rollout.samples
     ]
-    return Rollout(replace(index, loss_tokens=tokens), samples, 0)
+    return Rollout(replace(index, loss_tokens=tokens), samples)
 
 
 class Skipped(NamedTuple):
