@@ -125,7 +125,7 @@ class Engine(Protocol):
             feed: asked for turns between forward passes
             sampling: ``samples_per_prompt`` and ``max_new_tokens`` are the feed's
         """
-        raise NotImplementedError(f"{type(self).__name__}.answer: it samples no turns")
+        raise RuntimeError(f"{type(self).__name__}.answer: it samples no turns")
 
     def checksums(self, names: Sequence[str] | None) -> dict[str, int]:
         """Name -> digest (`ops.digest.digest`) of the tensors of the last load, in the type they

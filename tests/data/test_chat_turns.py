@@ -70,6 +70,7 @@ def test_messages_append_what_the_whole_conversation_renders(template: str | Non
     first = environment.start(Prompt(0, (5,)))
     assert isinstance(first, Context)
     result = environment.step([*encode("ok"), EOS], "ok")
+    assert isinstance(result.observation, list)
     known = [*first.tokens, *encode("ok"), EOS, *result.observation]
     said = {"role": "assistant", "content": "ok"}
     messages = [*Echo().reset(), said, {"role": "user", "content": "again"}]
@@ -120,7 +121,7 @@ def test_tools_tell_the_policy_what_was_wrong(call: str, answer: str):
     environment.start(Prompt(0, (5,), text="?"))
     text = f"<tool_call>{call}</tool_call>"
     observation = environment.step([EOS], text).observation
-    assert answer in TOKENIZER.decode(list(observation))
+    assert isinstance(observation, list) and answer in TOKENIZER.decode(observation)
 
 
 def test_schema_follows_type_hints():

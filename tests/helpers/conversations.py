@@ -39,7 +39,11 @@ class Mixed:
 
 def manner(make: Callable[[], Any], **turns: Any) -> Manner:
     """Conversations of at most 32 tokens, four a turn."""
-    options = {"max_tokens": 32, "max_observation_tokens": 8, "max_turns": 4} | turns
+    options: dict[str, Any] = {
+        "max_tokens": 32,
+        "max_observation_tokens": 8,
+        "max_turns": 4,
+    } | turns
     reader = Reader(TOKENIZER, 128, options["max_observation_tokens"])
     section = Turns(environment="test", **options)
     return Manner(make, reader, TOKENIZER.decode, (EOS,), section, max_new_tokens=4)

@@ -119,7 +119,7 @@ class SpinsAsync(Good):
 
 class Blocks(Good):
     async def step(self, tokens: list[int], text: str) -> Any:
-        time.sleep(0.9)
+        time.sleep(3)
 
 
 class Nan(Good):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -103,7 +104,7 @@ class ScriptedEngine(Engine):
             **self._kept(known, new) if sampling.kept_sets else {},
         )
 
-    def _kept(self, known: list[int], new: list[int]) -> dict[str, Tensor]:
+    def _kept(self, known: list[int], new: list[int]) -> dict[str, Any]:
         """Each token was drawn from itself and, at even places, from the next id as well."""
         places = range(len(known), len(known) + len(new))
         sets = [[t, t + 1] if place % 2 == 0 else [t] for t, place in zip(new, places)]

@@ -316,7 +316,8 @@ def _timed(
     coroutine: Coroutine[Any, Any, Any], call: Call, loop: _Loop
 ) -> Generator[Any, Any, Any]:
     """Runs ``coroutine``; the loop knows when it is inside."""
-    step, value = coroutine.send, None
+    step: Callable[[Any], Any] = coroutine.send
+    value: Any = None
     while True:
         began = time.monotonic()
         loop.held = call, began

@@ -29,7 +29,7 @@ def held() -> Any:
     before = dict(os.environ), os.getcwd(), signal.getsignal(signal.SIGINT)
     notes: list[str] = []
     kinds = dict(enumerate(KINDS))
-    found, feed = hold(kinds, prompts=len(KINDS), size=1, timeout=0.6, notes=notes)
+    found, feed = hold(kinds, prompts=len(KINDS), size=1, timeout=2.0, notes=notes)
     assert (dict(os.environ), os.getcwd(), signal.getsignal(signal.SIGINT)) == before
     by_kind = {kind: found[i, 0] for i, kind in enumerate(KINDS)}
     return by_kind, feed, notes
