@@ -99,9 +99,9 @@ def pack(sample: Sample) -> bytes:
 def unpack(packed: bytes) -> Sample:
     """The sample that `pack` made bytes of."""
     values: dict[str, Any] = pickle.loads(packed)
-    return Sample(
-        **{n: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in values.items()}
-    )
+    for name, value in values.items():
+        values[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return Sample(**values)
 
 
 class _Inbox(queue.SimpleQueue[Any]):
