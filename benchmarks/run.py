@@ -39,6 +39,7 @@ NOTE = (
 
 # where a family's tests are, if not in tests/ops/test_<family>.py
 TESTS = {
+    "experts": "tests/megatron/test_grouped_experts.py",
     "feed": "tests/trainer/test_prefetch.py",
     "layout": "tests/pack/test_layout.py",
     "linear_logprob": "tests/loss/test_fused_head.py",

@@ -53,13 +53,21 @@ CORE = {
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),
         *("rollout/engine", "rollout/build", "rollout/distribute", "rollout/rollouts"),
-        *("rollout/recorded", "rollout/recorded_file", "rollout/vllm"),
+        *("rollout/recorded", "rollout/recorded_file"),
     ),
+    "vllm": ("rollout/vllm",),
     "plan core": (
         *("plan/language", "plan/schema", "plan/plan", "plan/compile", "plan/rules", "plan/model"),
     ),
 }
-MAX_CODE = {"encoders": 1200, "objectives": 680, "turns": 900, "core": 7520, "plan core": 2500}
+MAX_CODE = {
+    "encoders": 1200,
+    "objectives": 680,
+    "turns": 900,
+    "core": 7500,
+    "plan core": 2500,
+    "vllm": 600,
+}
 
 # Modules that only files or folders whose name starts with one of these words may import.
 NAMED_AFTER = {

@@ -63,11 +63,15 @@ def local_mtp_spec(config: Any, vp_stage: int | None) -> Any:
 def _fit(layer: Any, config: Any) -> None:
     """Replace the layers of one layer spec that do not support packed sequences."""
     from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
+    from pyrl_ext.megatron.grouped_experts import GroupedExperts
     from pyrl_ext.megatron.local_layers import LatentAttention, ReplicatedLinear, RMSNorm
     from pyrl_ext.megatron.packed_attention import PackedAttention
 
     parts = layer.submodules
+    if getattr(parts.mlp, "func", None) is MoELayer:
+        parts.mlp.keywords["submodules"].experts = GroupedExperts
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:

@@ -128,6 +128,9 @@ def routed_experts(layer: int, sizes: ModelSizes) -> list[Weight]:
     return table
 
 
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])")
+
+
 # checkpoint tensors <-> this rank's part ---------------------------------------------------------
 
 
@@ -233,13 +236,21 @@ def named_parameters_global(
                 name = "embedding.word_embeddings.weight"  # the last stage's copy
             name = re.sub(r"^decoder\.layers\.(\d+)\.", rename, name)
             name = re.sub(r"^mtp\.layers\.(\d+)\.mtp_model_layer\.", rename_ahead, name)
-            name = re.sub(
-                r"\.local_experts\.(\d+)\.",
-                lambda m: f".local_experts.{ep_rank * local_experts + int(m[1])}.",
-                name,
-            )
-            named[name] = tensor
+            if (experts := _STACKED.fullmatch(name)) is None:
+                named[name] = tensor
+                continue
+            for expert, part in enumerate(_parts(tensor), ep_rank * local_experts):
+                named[f"{experts[1]}.local_experts.{expert}.{experts[2]}.weight"] = part
     return named
+
+
+def _parts(stacked: Tensor) -> list[Tensor]:
+    """The tensors [M, K] of a parameter [E, M, K], with their gradients."""
+    parts = [*stacked.detach()]
+    if (gradients := getattr(stacked, "main_grad", None)) is not None:
+        for part, gradient in zip(parts, gradients, strict=True):
+            part.main_grad = gradient  # type: ignore[attr-defined]
+    return parts
 
 
 def check_claims(table: Sequence[Weight], mine: Mapping[str, Tensor]) -> None:

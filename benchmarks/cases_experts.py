@@ -1,0 +1,112 @@
+"""experts: a layer's routed experts forward and backward, beside megatron's one after the other."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from benchmarks.measure import Case
+from pyrl_ext.dist import topology
+from pyrl_ext.megatron.grouped_experts import GroupedExperts
+from pyrl_ext.plan import compile_plan
+
+CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
+# experts, hidden, width, rows: of the demo's update, and of a wider model
+SIZES = [(8, 64, 32, 2048), (64, 512, 256, 32768)]
+
+
+def build_pair(
+    groups: Any, experts: int, hidden: int, width: int, dtype: torch.dtype = torch.float32
+) -> tuple[GroupedExperts, Any]:
+    """Ours and megatron's ``SequentialMLP``, with the same random weights."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=hidden,
+        num_attention_heads=1,
+        num_moe_experts=experts,
+        moe_ffn_hidden_size=width,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        perform_initialization=False,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        calculate_per_token_loss=True,
+    )
+    ours = GroupedExperts(experts, config, groups)
+    theirs = LocalSpecProvider().grouped_mlp_modules(False)(
+        num_local_experts=experts, config=config, pg_collection=groups
+    )
+    with torch.no_grad():
+        for weight in (ours.linear_fc1, ours.linear_fc2):
+            weight.normal_(std=weight.shape[-1] ** -0.5)
+        for expert, fc1, fc2 in zip(
+            theirs.local_experts, ours.linear_fc1, ours.linear_fc2, strict=True
+        ):
+            expert.linear_fc1.weight.copy_(fc1)
+            expert.linear_fc2.weight.copy_(fc2)
+    return ours, theirs
+
+
+def inputs(
+    counts: Tensor, hidden: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows, how many each expert gets, their weights, and a gradient of the output."""
+    rows = int(counts.sum())
+    x, grad = torch.randn(2, rows, hidden, dtype=dtype)
+    return x.requires_grad_(), counts, torch.rand(rows).requires_grad_(), grad
+
+
+def both_ways(
+    experts: Any, rows: Tensor, counts: Tensor, probs: Tensor, grad: Tensor
+) -> list[Tensor]:
+    """The output; the gradients of rows and weights of rows; those of all gates and ups, stacked,
+    and of all downs."""
+    parameters = [*experts.parameters()]
+    output, _ = experts(rows, counts, probs)
+    found = torch.autograd.grad(output, [rows, probs, *parameters], grad, allow_unused=True)
+    grads = [torch.zeros_like(p) if g is None else g for g, p in zip(found[2:], parameters)]
+    if not isinstance(experts, GroupedExperts):
+        grads = [torch.stack(grads[::2]), torch.stack(grads[1::2])]
+    return [output.detach(), *found[:2], *grads]
+
+
+def close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Whether each of both is equal up to 1e-5 of its largest."""
+    pairs = zip(ours, theirs, strict=True)
+    return all((a - b).abs().max() <= 1e-5 * b.abs().max() for a, b in pairs)
+
+
+def experts(device: str, shrink: int = 1) -> Iterator[Case]:
+    """Forward and backward of one layer's experts, whose rows are drawn evenly."""
+    plan = compile_plan(CONFIG, [f"device={device}", f"run={tempfile.gettempdir()}/experts"])
+    with topology.start(plan) as topo:
+        groups = SimpleNamespace(ep=topo.groups.ep, expt_tp=topo.groups.expt_tp)
+        groups.expt_dp = topo.groups.expt_dp
+        for count, hidden, width, rows in SIZES:
+            rows //= shrink
+            pair = build_pair(groups, count, hidden, width)
+            chosen = torch.randint(count, (rows,)).bincount(minlength=count)
+            given = inputs(chosen, hidden)
+
+            def run(module: Any, given: tuple = given) -> Callable[[], list[Tensor]]:
+                return lambda: both_ways(module, *given)
+
+            weights = 3 * count * hidden * width
+            yield Case(
+                f"experts forward and backward, {count} of {hidden} x {width}, {rows} rows",
+                run(pair[0]),
+                {"SequentialMLP": run(pair[1])},
+                moved=4 * (3 * weights + rows * (4 * hidden + 8 * width)),
+                written=4 * (weights + 2 * rows * hidden),
+                agree=close,
+                flops=18 * rows * hidden * width,
+            )

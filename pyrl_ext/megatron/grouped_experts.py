@@ -1,0 +1,157 @@
+"""Routed experts whose weights are stacked: a layer's products are one grouped product each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from pyrl_ext.dist.upload import to_device
+
+
+class GroupedExperts(MegatronModule):
+    """``y = (silu(x G^T) * (x U^T) * p) D^T`` with gate G, up U and down D of each row's expert.
+
+    megatron's ``SequentialMLP`` runs the experts of a rank one after the other; this runs them in
+    two grouped products, with one parameter for all gates and ups and one for all downs. Both save
+    the same checkpoints.
+
+    Args:
+        num_local_experts: E, the experts of this rank.
+        config: megatron's.
+        pg_collection: groups of expert and of expert-tensor parallelism.
+
+    Attributes:
+        linear_fc1: [E, 2 * width, hidden], gates above ups; width is the rank's part.
+        linear_fc2: [E, hidden, width].
+
+    Raises: ValueError for experts that are not gated by silu, or have biases.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: Any, pg_collection: Any, name: str | None = None
+    ):
+        super().__init__(config=config)
+        if not (config.gated_linear_unit and config.activation_func is F.silu):
+            raise ValueError(
+                f"GroupedExperts: activation {config.activation_func}, gated "
+                f"{config.gated_linear_unit}, expected silu and gated"
+            )
+        if config.add_bias_linear or config.moe_apply_probs_on_input:
+            raise ValueError(
+                f"GroupedExperts: add_bias_linear {config.add_bias_linear}, "
+                f"moe_apply_probs_on_input {config.moe_apply_probs_on_input}, expected neither"
+            )
+        self.ep_group, self.tp_group = pg_collection.ep, pg_collection.expt_tp
+        self.dp_group = pg_collection.expt_dp
+        width, hidden = config.moe_ffn_hidden_size // self.tp_group.size(), config.hidden_size
+        self.linear_fc1 = self._weight(num_local_experts, 2 * width, hidden, split=1)
+        self.linear_fc2 = self._weight(num_local_experts, hidden, width, split=2)
+
+    def _weight(self, *shape: int, split: int) -> nn.Parameter:
+        config = self.config
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        if config.perform_initialization:
+            config.init_method(weight)
+        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split, stride=1)
+        # whether its gradient is reduced over the ranks of dense weights
+        weight.allreduce = (  # type: ignore[attr-defined]
+            config.expert_model_parallel_size == 1
+            and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+        )
+        return weight
+
+    def forward(self, rows: Tensor, rows_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """The experts' outputs.
+
+        Args:
+            rows: [N, hidden], expert by expert.
+            rows_per_expert: [E] int64 on the host.
+            probs: [N], weight of each row's output.
+
+        Returns: [N, hidden], this rank's part of a sum over expert-tensor-parallel ranks; no bias.
+        """
+        ends = to_device(rows_per_expert.cumsum(0).int(), rows.device)
+        gate, up = grouped_linear(rows, self.linear_fc1, ends).chunk(2, -1)
+        inner = F.silu(gate) * up
+        return grouped_linear((inner * probs[:, None]).to(rows.dtype), self.linear_fc2, ends), None
+
+    def backward_dw(self) -> None:
+        """Nothing: `forward`'s gradient has the weights' too."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Both weights under the names, and as parts of the tensors, of ``SequentialMLP``."""
+        axes, replica = len(sharded_offsets), (0, 0, self.dp_group.rank())
+        (ep, ep_rank), (tp, tp_rank) = (
+            (g.size(), g.rank()) for g in (self.ep_group, self.tp_group)
+        )
+        experts = *sharded_offsets, (axes, ep_rank, ep)
+
+        def part(key: str, data: Tensor, dim: int, place: int, count: int) -> ShardedTensor:
+            return ShardedTensor.from_rank_offsets(
+                key,
+                data,
+                *experts,
+                (axes + dim, place, count),
+                replica_id=replica,
+                prepend_axis_num=axes,
+            )
+
+        def split(key: str, data: Tensor, *_: Any) -> list[ShardedTensor]:
+            gate, up = data.chunk(2, 1)
+            return [
+                part(key, gate, 1, tp_rank, 2 * tp),
+                part(key, up, 1, tp_rank + tp, 2 * tp),
+            ]
+
+        fc1, fc2 = (f"{prefix}experts.{name}.weight" for name in ("linear_fc1", "linear_fc2"))
+        joined = ShardedTensorFactory(
+            fc1, self.linear_fc1, split, lambda parts: torch.cat(parts, 1), replica
+        )
+        return {
+            f"{prefix}linear_fc1": joined,
+            f"{prefix}linear_fc2": part(fc2, self.linear_fc2, 2, tp_rank, tp),
+        }
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """``y[n] = weight[g] rows[n]``, where g is the first group with n < ends[g].
+
+    Args:
+        rows: [N, K]
+        weight: [G, M, K]
+        ends: [G] int32, rising to N
+
+    Returns: [N, M]
+    """
+    out: Tensor = _GroupedLinear.apply(rows, weight, ends)  # type: ignore[assignment]
+    return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """torch's own gradient of ``grouped_mm`` refuses incoming gradients that are not contiguous,
+    and no rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        return F.grouped_mm(rows, weight.mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        rows, weight, ends = ctx.saved_tensors
+        if not len(rows):
+            return torch.zeros_like(rows), torch.zeros_like(weight), None
+        grad = grad.contiguous()
+        rows_grad = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
+        weight_grad = F.grouped_mm(grad.mT, rows, offs=ends) if ctx.needs_input_grad[1] else None
+        return rows_grad, weight_grad, None

@@ -1,0 +1,71 @@
+"""Grouped experts against megatron's experts one after the other."""
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+
+from benchmarks.cases_experts import both_ways, build_pair, inputs
+from pyrl_ext.dist import topology
+from pyrl_ext.megatron import cpu
+from tests.helpers.tiny import tiny_plan
+
+COUNTS = {"all": [3, 9, 1, 5], "some": [0, 7, 0, 11], "one": [0, 0, 0, 4], "none": [0, 0, 0, 0]}
+
+
+@pytest.fixture(scope="module")
+def groups():
+    cpu.install()
+    with topology.start(tiny_plan()) as topo:
+        yield topo.groups
+
+
+@pytest.mark.parametrize("counts", [*COUNTS])
+def test_grouped_experts_are_experts_one_after_the_other(groups, counts):
+    """Output and gradients of rows, probabilities and weights, with experts that get no rows."""
+    torch.manual_seed(0)
+    ours, theirs = build_pair(groups, 4, 16, 8)
+    given = inputs(torch.tensor(COUNTS[counts]), 16)
+    for got, want in zip(both_ways(ours, *given), both_ways(theirs, *given), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+
+
+def test_grouped_experts_round_in_bfloat16_where_megatron_does(groups):
+    torch.manual_seed(0)
+    ours, theirs = build_pair(groups, 4, 16, 8, torch.bfloat16)
+    given = inputs(torch.tensor(COUNTS["all"]), 16, torch.bfloat16)
+    for got, want in zip(both_ways(ours, *given), both_ways(theirs, *given), strict=True):
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+def test_sharded_state_dict_loads_what_megatron_saved_and_the_reverse(groups, tmp_path, saved):
+    torch.manual_seed(0)
+    pair = build_pair(groups, 4, 16, 8)
+    other = build_pair(groups, 4, 16, 8)
+    target = other[1 - saved]
+
+    def tensors(experts):
+        state = experts.sharded_state_dict("m.", (), {"dp_cp_group": groups.dp_cp})
+        return {name: each for name, each in state.items() if "_extra_state" not in name}
+
+    dist_checkpointing.save(tensors(pair[saved]), tmp_path)
+    loaded = dist_checkpointing.load(tensors(target), tmp_path)
+    target.load_state_dict({n.removeprefix("m."): t for n, t in loaded.items()}, strict=False)
+    for got, want in zip(target.parameters(), pair[1 - saved].parameters(), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [
+        ({"gated_linear_unit": False}, "gated False"),
+        ({"activation_func": torch.nn.functional.gelu}, "activation"),
+        ({"add_bias_linear": True}, "add_bias_linear True"),
+    ],
+)
+def test_grouped_experts_refuse_other_experts(groups, setting, found):
+    config = build_pair(groups, 2, 16, 8)[0].config
+    for name, value in setting.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=found):
+        type(build_pair(groups, 2, 16, 8)[0])(2, config, groups)
