@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.data.environment import Context, StepResult
-from pyrl_ext.data.rewards import exact_match
+from pyrl_ext.data.rewards import exact_match, read_reward
 from pyrl_ext.dist.user_code import describe, load_callable
 from pyrl_ext.samples import Prompt
 
@@ -33,9 +34,14 @@ class ChatTurns:
         stop_ids: tokens that end a turn
         tools: schemas that the template shows at the beginning
         role: of the messages that will follow an assistant's turn
+        forks: a template that renders what comes before a message differently once it follows is
+            accepted; the whole conversation is then rendered for every turn, as a fork
+
+    Attributes:
+        forgets: how the template does that; None: it keeps earlier turns as they are
 
     Raises:
-        ValueError: the template renders what comes before a message differently once it follows
+        ValueError: the template does that, and ``forks`` is False
     """
 
     def __init__(
@@ -44,8 +50,11 @@ class ChatTurns:
         stop_ids: Sequence[int],
         tools: Sequence[Mapping[str, Any]] = (),
         role: str = "user",
+        forks: bool = False,
     ):
         self.tokenizer, self.stop_ids, self.tools = tokenizer, stop_ids, list(tools)
+        self.forgets: str | None = None
+        self._said: list[Message] = []
         self._begin: list[Message] = [
             {"role": "user", "content": _MARK},
             {"role": "assistant", "content": _MARK},
@@ -53,23 +62,35 @@ class ChatTurns:
         opening = self._text(self._begin[:1], True)
         self._known = self._text(self._begin, False)
         if not self._known.startswith(opening + _MARK):
-            self._refuse("assistant", opening + _MARK, self._known)
+            self.forgets = _differs("assistant", opening + _MARK, self._known)
         self._end = self._ids(self._known[len(opening + _MARK) :])
-        self.after([{"role": role, "content": _MARK}], True)
+        whole = self._text([*self._begin, {"role": role, "content": _MARK}], True)
+        if not whole.startswith(self._known):
+            self.forgets = _differs(role, self._known, whole)
+        if self.forgets is not None and not forks:
+            raise ValueError(
+                f"{self.forgets}; every such turn would be a fork. Use a template that keeps "
+                "earlier turns as they are, or turns.form stepwise, which trains such turns apart"
+            )
 
-    def opening(self, messages: list[Message]) -> list[int]:
-        """Tokens of a conversation, up to where the assistant begins."""
-        return self._ids(self._text(messages, True))
+    def opening(self, messages: list[Message]) -> Context:
+        """A conversation, up to where the assistant begins."""
+        self._said = [*messages]
+        return Context(self._ids(self._text(messages, True)))
 
-    def after(self, messages: list[Message], stopped: bool) -> list[int]:
-        """Tokens of the messages behind an assistant's turn, up to where it begins its next.
+    def after(self, text: str, messages: list[Message], stopped: bool) -> list[int] | Context:
+        """Tokens to append behind an assistant's turn, up to where it begins its next; the whole
+        conversation if the template forgets.
 
         Args:
-            stopped: the turn ended with a stop token; else the template's end of a turn is added
+            text: of the assistant's turn
+            stopped: it ended with a stop token; else the template's end of a turn is added
         """
+        if self.forgets is not None:
+            return self.opening([*self._said, {"role": "assistant", "content": text}, *messages])
         whole = self._text([*self._begin, *messages], True)
         if not whole.startswith(self._known):
-            self._refuse(str(messages[0].get("role")), self._known, whole)
+            raise ValueError(_differs(str(messages[0].get("role")), self._known, whole))
         end = (
             self._end[1:]
             if stopped and self._end[:1] in ([i] for i in self.stop_ids)
@@ -86,12 +107,12 @@ class ChatTurns:
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _refuse(self, role: str, before: str, whole: str) -> None:
-        raise ValueError(
-            f"chat template: a conversation with a message of role {role} begins with "
-            f"{whole[: len(before)]!r}, expected {before!r}, as without it; every such turn would "
-            "be a fork. Use a template that keeps earlier turns as they are"
-        )
+
+def _differs(role: str, before: str, whole: str) -> str:
+    return (
+        f"chat template: a conversation with a message of role {role} begins with "
+        f"{whole[: len(before)]!r}, expected {before!r}, as without it"
+    )
 
 
 class Messages:
@@ -101,8 +122,10 @@ class Messages:
         environment: module:Class with reset() -> messages, or reset(prompt); and step(message) ->
             (messages, reward, done)
         options: its keyword arguments
-        tokenizer, stop_ids: of the run
+        tokenizer, stop_ids, forks: of the run
     """
+
+    role = "user"
 
     def __init__(
         self,
@@ -110,20 +133,21 @@ class Messages:
         tokenizer: Tokenizer,
         stop_ids: Sequence[int],
         options: Mapping[str, Any] | None = None,
+        forks: bool = False,
     ):
         self.inner: Any = load_callable("turns.options.environment", environment)(**(options or {}))
-        self.chat = ChatTurns(tokenizer, stop_ids)
+        self.chat = ChatTurns(tokenizer, stop_ids, role=self.role, forks=forks)
 
     def start(self, prompt: Prompt) -> Context:
         """The rendered messages of ``reset``; the prompt's tokens are not shown."""
         takes = inspect.signature(self.inner.reset).parameters
-        return Context(self.chat.opening(self.inner.reset(prompt) if takes else self.inner.reset()))
+        return self.chat.opening(self.inner.reset(prompt) if takes else self.inner.reset())
 
     def step(self, tokens: list[int], text: str) -> StepResult:
         """Pass on the assistant's message, and append what is answered."""
         messages, reward, done = self.inner.step({"role": "assistant", "content": text})
         stopped = tokens[-1] in self.chat.stop_ids
-        return StepResult(None if done else self.chat.after(messages, stopped), reward, done)
+        return StepResult(None if done else self.chat.after(text, messages, stopped), reward, done)
 
 
 class Tools:
@@ -136,8 +160,10 @@ class Tools:
     Args:
         tools: functions as module:function; their type hints and docstrings become schemas
         reward: module:function of (prompt, text, tokens); null: 1 if the answer is the prompt's
-        tokenizer, stop_ids: of the run
+        tokenizer, stop_ids, forks: of the run
     """
+
+    role = "tool"
 
     def __init__(
         self,
@@ -145,24 +171,27 @@ class Tools:
         tokenizer: Tokenizer,
         stop_ids: Sequence[int],
         reward: str | None = None,
+        forks: bool = False,
     ):
         found = [load_callable("turns.options.tools", name) for name in tools]
         self.tools = {function.__name__: function for function in found}
         self.reward = load_callable("turns.options.reward", reward) if reward else exact_match
-        self.chat = ChatTurns(tokenizer, stop_ids, [schema(each) for each in found], "tool")
+        schemas = [schema(each) for each in found]
+        self.chat = ChatTurns(tokenizer, stop_ids, schemas, self.role, forks)
 
     def start(self, prompt: Prompt) -> Context:
         """The prompt's text as the user's message, with the tools as the template shows them."""
         self.prompt = prompt
-        return Context(self.chat.opening([{"role": "user", "content": prompt.text}]))
+        return self.chat.opening([{"role": "user", "content": prompt.text}])
 
     def step(self, tokens: list[int], text: str) -> StepResult:
         """Run the calls of a response, or score it as the answer."""
         calls = _CALL.findall(text)
         if not calls:
-            return StepResult(None, self.reward(self.prompt, text, tokens), True)
+            reward, _ = read_reward(self.reward(self.prompt, text, tokens))
+            return StepResult(None, reward, True)
         results = [{"role": "tool", "content": self._call(call)} for call in calls]
-        return StepResult(self.chat.after(results, tokens[-1] in self.chat.stop_ids))
+        return StepResult(self.chat.after(text, results, tokens[-1] in self.chat.stop_ids))
 
     def _call(self, text: str) -> str:
         try:
@@ -173,6 +202,23 @@ class Tools:
             return str(self.tools[name](**arguments))
         except Exception as error:  # of the policy's text or of the tool: it reads which
             return f"error: {describe(error)}"
+
+
+def check_template(
+    environment: str, tokenizer: Tokenizer, stop_ids: Sequence[int], forks: bool
+) -> None:
+    """Check the chat template for a built-in environment of messages, before a run.
+
+    A line on stderr says if every turn will be a fork.
+
+    Raises:
+        ValueError: it would be one, and ``forks`` is False
+    """
+    for kind in (Messages, Tools):
+        if environment == kind.__name__.lower():
+            chat = ChatTurns(tokenizer, stop_ids, role=kind.role, forks=forks)
+            if chat.forgets is not None:
+                print(f"{chat.forgets}; every turn is a fork, and a sample", file=sys.stderr)
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:

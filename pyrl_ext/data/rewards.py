@@ -138,12 +138,12 @@ def _one(
     except BaseException as error:  # a function may raise SystemExit or its own kind
         raise RuntimeError(f"{where()}: raised {describe(error)}, expected a number") from error
     try:
-        return _read(value)
+        return read_reward(value)
     except ValueError as error:
         raise RuntimeError(f"{where()}: returned {error}") from error
 
 
-def _read(value: object) -> tuple[float, dict[str, float]]:
+def read_reward(value: object) -> tuple[float, dict[str, float]]:
     """(reward, components) of what a reward function returned: a number without components, or the
     sum of a mapping's, or its entry `WHOLE` beside them.
 

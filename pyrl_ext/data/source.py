@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pyrl_ext.data.chat import Tokenizer
+from pyrl_ext.data.chat_turns import check_template
 from pyrl_ext.data.environment import load_environment
 from pyrl_ext.data.files import open_records
 from pyrl_ext.data.images import ImageReader, Scale
@@ -117,7 +118,9 @@ def build_source(plan: Plan) -> Source:
     assert plan.prompts_path is not None  # a rule says so
     environment, reward = None, no_reward
     if plan.turns.environment is not None:
-        given = {"tokenizer": tokenizer, "stop_ids": stop_ids}
+        forks = plan.turns.form == "stepwise"
+        check_template(plan.turns.environment, tokenizer, stop_ids, forks)
+        given = {"tokenizer": tokenizer, "stop_ids": stop_ids, "forks": forks}
         environment = load_environment(plan.turns.environment, plan.turns.options, **given)
     elif plan.data.reward is not None:
         reward = load_function("data.reward", plan.data.reward, 3)

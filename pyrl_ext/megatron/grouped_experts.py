@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class GroupedExperts(MegatronModule):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
         if config.perform_initialization:
-            config.init_method(weight)
+            init: Any = config.init_method
+            init(weight)
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=split, stride=1)
         # whether its gradient is reduced over the ranks of dense weights
         weight.allreduce = (  # type: ignore[attr-defined]
@@ -106,7 +108,7 @@ class GroupedExperts(MegatronModule):
                 prepend_axis_num=axes,
             )
 
-        def split(key: str, data: Tensor, *_: Any) -> list[ShardedTensor]:
+        def split(key: str, data: Tensor, *_: Any) -> Any:  # a list, as megatron's own for SwiGLU
             gate, up = data.chunk(2, 1)
             return [
                 part(key, gate, 1, tp_rank, 2 * tp),
@@ -114,9 +116,8 @@ class GroupedExperts(MegatronModule):
             ]
 
         fc1, fc2 = (f"{prefix}experts.{name}.weight" for name in ("linear_fc1", "linear_fc2"))
-        joined = ShardedTensorFactory(
-            fc1, self.linear_fc1, split, lambda parts: torch.cat(parts, 1), replica
-        )
+        join: Any = partial(torch.cat, dim=1)
+        joined = ShardedTensorFactory(fc1, self.linear_fc1, split, join, replica)
         return {
             f"{prefix}linear_fc1": joined,
             f"{prefix}linear_fc2": part(fc2, self.linear_fc2, 2, tp_rank, tp),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from pyrl_ext.data.chat_turns import ChatTurns, Messages, Tools, schema
+from pyrl_ext.data.chat_turns import ChatTurns, Messages, Tools, check_template, schema
 from pyrl_ext.data.environment import Context
 from pyrl_ext.samples import Prompt
 from tests.helpers.conversations import EOS, TOKENIZER
@@ -81,14 +81,32 @@ def test_messages_append_what_the_whole_conversation_renders(template: str | Non
 
 def test_after_closes_a_turn_that_was_cut():
     chat = ChatTurns(with_template(TEMPLATE), (EOS,))
-    message = [{"role": "user", "content": "go"}]
-    assert chat.after(message, False) == [EOS, *chat.after(message, True)]
-    assert chat.after(message, True) == encode("\n<|user|>go\n<|assistant|>")
+    message, rest = [{"role": "user", "content": "go"}], encode("\n<|user|>go\n<|assistant|>")
+    assert chat.after("ok", message, False) == [EOS, *rest]
+    assert chat.after("ok", message, True) == rest
 
 
-def test_chat_turns_refuse_a_template_that_forgets():
+def test_check_template_refuses_one_that_forgets_or_says_that_turns_fork(capsys: Any):
     with pytest.raises(ValueError, match=r"a message of role user begins with .* expected .* fork"):
-        ChatTurns(with_template(FORGETS), (EOS,))
+        check_template("messages", with_template(FORGETS), (EOS,), False)
+    check_template("messages", with_template(TEMPLATE), (EOS,), False)
+    with pytest.raises(ValueError, match="a message of role tool begins with"):
+        check_template("tools", with_template(FORGETS), (EOS,), False)
+    check_template("guess", with_template(FORGETS), (EOS,), False)
+    assert not capsys.readouterr().err
+    check_template("messages", with_template(FORGETS), (EOS,), True)
+    assert "every turn is a fork, and a sample" in capsys.readouterr().err
+
+
+def test_messages_of_a_template_that_forgets_are_rendered_whole():
+    tokenizer = with_template(FORGETS)
+    environment = Messages("tests.data.test_chat_turns:Echo", tokenizer, (EOS,), forks=True)
+    environment.start(Prompt(0, (5,)))
+    result = environment.step([*encode("ok"), EOS], "ok")
+    assert isinstance(result.observation, Context)
+    text = "<|system|>be brief\n<|user|>say ok\n<|assistant|>{}\n<|user|>again\n<|assistant|>"
+    want = text.format(tokenizer.eos_token)  # without the ok
+    assert list(result.observation.tokens) == encode(want)
 
 
 def tools(*names: str, **options: Any) -> Tools:
