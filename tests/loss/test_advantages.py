@@ -55,6 +55,11 @@ def test_reinforce_pp_whitens_over_tokens(baseline: bool):
     assert run(advantage=name) == pytest.approx(want, rel=1e-5)
 
 
+def test_reinforce_pp_baseline_gives_a_group_of_one_zero():
+    found = run([1.0, 0.0, 5.0], [0, 0, 1], [1, 4, 2], advantage="reinforce_pp_baseline")
+    assert found[2] == 0 and found[1] < 0 < found[0]  # the mean over tokens is not 0
+
+
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_grpo_equals_the_loop(normalize_std: bool):
     rng = random.Random(0)

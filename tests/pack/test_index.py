@@ -41,6 +41,13 @@ def test_stats_equals_counts_of_the_samples():
     assert stats["route/coverage"] == pytest.approx(1 - 2 / rows)
 
 
+def test_stats_counts_groups_of_one_trajectory():
+    samples = make_samples(groups=4, size=3)
+    assert BatchIndex.of(samples).stats()["rollout/single_groups"] == 0
+    few = [samples[0], samples[3], *samples[6:8], *samples[9:]]  # groups of 1, 1, 2 and 3
+    assert BatchIndex.of(few).stats()["rollout/single_groups"] == 2
+
+
 def test_stats_leaves_routes_out_without_any():
     bare = replace(make_sample(1, 0, 2, 3), routes=None, layer_ids=())
     assert "route/coverage" not in BatchIndex.of([bare]).stats()
@@ -158,6 +165,10 @@ def test_images_stay_with_their_samples_over_bytes_and_joins(samples, order, dat
     ]
     assert got.table.tolist() == [list(row) for row in want]
     assert got.patches.tolist() == [a * b * c for *_, a, b, c in want]
+    some = BatchIndex.joined(read, order[1:])  # without one group
+    assert some.images.table[:, 1:].tolist() == [
+        list(row[1:]) for row in want if index.groups[row[0]] != order[0]
+    ]
     for column in range(6 if want else 0):
         changed = got.table
         changed[-1, column] += 1

@@ -37,7 +37,7 @@ class Stream:
         rng = np.random.default_rng(seed)
         self.groups: list[list[Sample]] = []
         for prompt in range(200):
-            mixed = rng.permutation([0.0, 1.0, float(rng.integers(2))]).tolist()
+            mixed = rng.permutation([0.0, 0.01, float(rng.integers(2))]).tolist()
             equal = [float(rng.integers(2))] * 3
             self.groups.append(group_of(prompt, equal if rng.random() < flat else mixed))
         self.asked: list[int] = []
