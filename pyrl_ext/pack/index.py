@@ -254,11 +254,11 @@ class BatchIndex:
         """Metrics of the rollout, under their glossary names."""
         rewards, trajectories = self._rewards.double(), max(1, len(self.firsts))
         spread = [np.ptp(self.rewards[self.groups == g]) for g in np.unique(self.groups)]
-        members = np.unique(self.groups[self.firsts], return_counts=True)[1]
+        members: np.ndarray = np.unique(self.groups[self.firsts], return_counts=True)[1]
         stats = {
             "reward": float(rewards.mean()),
             "rollout/reward_std": float(rewards.std(correction=0)),
-            "rollout/single_groups": int(np.sum(members == 1)),
+            "rollout/single_groups": int((members == 1).sum()),
             "rollout/flat_groups": float(np.mean([s == 0 for s in spread])),
             "rollout/tokens": int(self.starts[-1]) + len(self),
             "rollout/response_len": int(self.sampled.sum()) / trajectories,
