@@ -125,6 +125,21 @@ def test_answer_takes_a_context_that_ends_with_what_was_sampled():
         assert_matches_plain(model, sample.check(), Sampling(5))
 
 
+def test_answer_fills_a_row_to_its_last_place():
+    """One context leaves room for its turn alone, beside one whose observation is longer."""
+    model = random_model(GLM)
+    engine = engine_of(model, GLM)
+
+    def script(sample: Sample) -> Any:
+        seen = [5] * (9 if sample.prompt_id == 10 else 1)
+        return None if sample.turn else sample.tokens.tolist() + seen
+
+    prompts = prompts_of([2, 20], 128)  # 20 + 4 + 1 + 4 tokens at the end
+    feed = ScriptedFeed(first_turns(prompts, 2, 4), script, max_tokens=29)
+    for sample in answers(engine, feed, Sampling(4)):
+        assert_matches_plain(model, sample.check(), Sampling(4))
+
+
 def test_answer_looks_for_stop_strings_in_the_turns_own_response():
     """Observations hold the stop strings whole, and end with their beginnings."""
     from pyrl_ext.data.tokenizer import load_tokenizer
