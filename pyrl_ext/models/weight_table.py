@@ -245,9 +245,10 @@ def named_parameters_global(
 
 
 def _parts(stacked: Tensor) -> list[Tensor]:
-    """The tensors [M, K] of a parameter [E, M, K], with their gradients."""
-    parts = [*stacked.detach()]
-    if (gradients := getattr(stacked, "main_grad", None)) is not None:
+    """The tensors [M, K] of a parameter [E, M, K], with their gradients unless offloaded."""
+    parts = [part.requires_grad_(stacked.requires_grad) for part in stacked.detach()]
+    gradients = getattr(stacked, "main_grad", None)
+    if gradients is not None and gradients.untyped_storage().nbytes():
         for part, gradient in zip(parts, gradients, strict=True):
             part.main_grad = gradient  # type: ignore[attr-defined]
     return parts

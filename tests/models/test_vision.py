@@ -239,6 +239,7 @@ def noise(*size: int) -> torch.Tensor:
 
 def scheduled(model: Any, topo: Any, inputs: list, loss: Any) -> None:
     """megatron's schedule over microbatches: forward on (args, kwargs), backward of the loss."""
+    from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -248,6 +249,7 @@ def scheduled(model: Any, topo: Any, inputs: list, loss: Any) -> None:
         return chunk(*args, **kwargs), lambda output: (loss(number, output), one, {})
 
     model.config.finalize_model_grads_func = None
+    model.model_type = ModelType.encoder_or_decoder  # the schedule without stages asks for it
     get_forward_backward_func(topo.pp_size, None)(
         forward_step_func=step,
         data_iterator=enumerate(inputs),

@@ -128,4 +128,6 @@ def test_plan_page_of_a_run_without_rollouts_speaks_of_records_alone():
         assert not re.search(r"rollout(?!s)|publish|kl_coef|replay|(?<!mer-)engine(?!s)", text)
     with_rollouts = "\n".join(printed(compile_plan(TINY), 200, everything=True))
     assert re.search(r"^  max_prompt_tokens: ", with_rollouts, re.MULTILINE)
-    assert not re.search(r"^  (max_tokens|held_out|samples): ", with_rollouts, re.MULTILINE)
+    records = re.search(r"^data .*?\n(.*?)^\S", with_rollouts, re.MULTILINE | re.DOTALL)
+    assert records and "max_prompt_tokens" in records[1]
+    assert not re.search(r"^  (max_tokens|held_out): ", records[1], re.MULTILINE)

@@ -160,7 +160,7 @@ def _experts(plan: Plan) -> float:
     # itself saves its scores, their sum, what it divides and what it scatters
     router = (4 if plan.replay.train else 16) * experts + 8 * experts + 8 * sizes.topk
     width = sizes.moe_intermediate_size / parallel.etp_size
-    row = each * (sizes.hidden_size + 6 * width) + 4
+    row = each * (sizes.hidden_size + 5 * width) + 4
     shared = _gated(plan, sizes.shared_expert_width)
     return router / parallel.tp + dispatched(plan) * row + shared
 
