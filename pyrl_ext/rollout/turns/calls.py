@@ -166,7 +166,8 @@ class Calls:
         self._finish(call, value, error)
 
     def _finish(self, call: Call, value: Any, error: BaseException | None) -> None:
-        changes = self._settings.restore()
+        # what a call changes that outlives its rollout, the next rollout's calls see
+        changes = [] if self._closed.is_set() else self._settings.restore()
         dropped = None
         if changes:
             rule = "expected it to leave the settings of the process alone"
