@@ -42,9 +42,8 @@ def build_pair(
         calculate_per_token_loss=True,
     )
     ours = GroupedExperts(experts, config, groups)
-    theirs = LocalSpecProvider().grouped_mlp_modules(False)(
-        num_local_experts=experts, config=config, pg_collection=groups
-    )
+    build: Any = LocalSpecProvider().grouped_mlp_modules(False)
+    theirs = build(num_local_experts=experts, config=config, pg_collection=groups)
     with torch.no_grad():
         for weight in (ours.linear_fc1, ours.linear_fc2):
             weight.normal_(std=weight.shape[-1] ** -0.5)

@@ -143,7 +143,7 @@ class Head:
             part: these tokens in chunk order.
             cache: the logits, removed as they are used; None: they are computed again.
         """
-        targets, scale, top, *others = vectors
+        targets, scale, top, log_sum, entropy, *grads = vectors
         hidden_grad = scale.new_zeros(x.shape)
         with _products(self.weight.dtype):
             for first, width, rows in self._tiles():
@@ -155,7 +155,8 @@ class Head:
                 gradient = token_logprob_grad_ if in_place else token_logprob_grad
                 column = self.first + first
                 keep = self._mask(part, column, len(rows))
-                grad = gradient(logits, targets, scale, column, width, top - offset, *others, keep)
+                statistics = top - offset, log_sum, entropy, grads[0], grads[1]
+                grad = gradient(logits, targets, scale, column, width, *statistics, keep)
                 grad = grad.to(rows.dtype)
                 del logits  # before those of the next tile are allocated
                 _add_mm(hidden_grad, grad, rows)
