@@ -239,12 +239,12 @@ def named_parameters_global(
             if (experts := _STACKED.fullmatch(name)) is None:
                 named[name] = tensor
                 continue
-            for expert, part in enumerate(_parts(tensor), ep_rank * local_experts):
+            for expert, part in enumerate(_by_expert(tensor), ep_rank * local_experts):
                 named[f"{experts[1]}.local_experts.{expert}.{experts[2]}.weight"] = part
     return named
 
 
-def _parts(stacked: Tensor) -> list[Tensor]:
+def _by_expert(stacked: Tensor) -> list[Tensor]:
     """The tensors [M, K] of a parameter [E, M, K], with their gradients unless offloaded."""
     parts = [part.requires_grad_(stacked.requires_grad) for part in stacked.detach()]
     gradients = getattr(stacked, "main_grad", None)

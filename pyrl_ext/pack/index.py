@@ -250,16 +250,21 @@ class BatchIndex:
             members[order[group] * n // len(order)].append(sample)
         return members
 
+    @cached_property
+    def flat_groups(self) -> dict[int, bool]:
+        """Group -> whether all its rewards are equal, in the order of their samples."""
+        rewards = {g: self.rewards[self.groups == g] for g in dict.fromkeys(self.groups.tolist())}
+        return {group: bool(np.ptp(each) == 0) for group, each in rewards.items()}
+
     def stats(self) -> dict[str, float]:
         """Metrics of the rollout, under their glossary names."""
         rewards, trajectories = self._rewards.double(), max(1, len(self.firsts))
-        spread = [np.ptp(self.rewards[self.groups == g]) for g in np.unique(self.groups)]
         members: np.ndarray = np.unique(self.groups[self.firsts], return_counts=True)[1]
         stats = {
             "reward": float(rewards.mean()),
             "rollout/reward_std": float(rewards.std(correction=0)),
             "rollout/single_groups": int((members == 1).sum()),
-            "rollout/flat_groups": float(np.mean([s == 0 for s in spread])),
+            "rollout/flat_groups": float(np.mean([*self.flat_groups.values()])),
             "rollout/tokens": int(self.starts[-1]) + len(self),
             "rollout/response_len": int(self.sampled.sum()) / trajectories,
             "rollout/truncated": int(self.truncated.sum()) / trajectories,

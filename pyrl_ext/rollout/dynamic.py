@@ -86,7 +86,7 @@ def fill(
     missing = asked = keep
     while missing > 0 and len(drawn) <= rounds:
         drawn.append(ask(len(drawn), asked, len(varied)))
-        for group, equal in flat_groups(drawn[-1].index).items():
+        for group, equal in drawn[-1].index.flat_groups.items():
             (flat if equal else varied).append(group)
         missing = max(0, keep - len(varied))
         chosen = {*varied[:keep], *(flat[:missing] if short == "keep_flat" else ())}
@@ -101,12 +101,6 @@ def fill(
             "the others too: objective.dynamic_sampling_short: keep_flat"
         )
     return _joined(drawn, chosen, len(flat))
-
-
-def flat_groups(index: BatchIndex) -> dict[int, bool]:
-    """Group -> whether all its rewards, as they came from the reward function, are equal."""
-    spread = {g: np.ptp(index.rewards[index.groups == g]) for g in dict.fromkeys(index.groups)}
-    return {int(group): bool(value == 0) for group, value in spread.items()}
 
 
 def _joined(drawn: list[Rollout], kept: set[int], flat: int) -> tuple[Rollout, dict[str, float]]:

@@ -166,6 +166,14 @@ def need_processor(call: str, prompts: Iterable[Prompt], scale: object) -> None:
             )
 
 
+def replaced(call: str, version: int | None) -> RuntimeError:
+    """Error for weights that changed while a stream was open."""
+    return RuntimeError(
+        f"{call}: version {version} of the weights was replaced while a stream of it was open, "
+        "expected the stream closed before"
+    )
+
+
 def incomplete(engine: str, only: Collection[str], refusal: str) -> RuntimeError:
     """Error for a partial update of an engine without complete weights."""
     return RuntimeError(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.rollout.engine import TurnFeed, need_processor
+from pyrl_ext.rollout.engine import TurnFeed, need_processor, replaced
 from pyrl_ext.rollout.hf.kv_slots import Key, Slots, key_of
 from pyrl_ext.rollout.hf.sampling import draw, stream_keys
 from pyrl_ext.rollout.hf.stop_strings import StopStrings
@@ -61,10 +61,7 @@ class Run:
         """Takes the turns that came, and waits for some if nothing else is to be done; whether
         there is any turn to answer, or one may come."""
         if (self.engine.version, self.engine.loads) != (self.version, self._loads):
-            raise RuntimeError(
-                f"HFEngine.{self.call}: version {self.version} of the weights was replaced while a "
-                "stream of it was open, expected the stream closed before"
-            )
+            raise replaced(f"HFEngine.{self.call}", self.version)
         turns = None
         if self.open:
             turns = self.feed.take(wait=not self.waiting and not self.slots.running)

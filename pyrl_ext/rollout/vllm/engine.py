@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.rollout.all_at_once import AllAtOnce
-from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, incomplete, need_weights
+from pyrl_ext.rollout.engine import (
+    Capabilities,
+    Engine,
+    TurnFeed,
+    incomplete,
+    need_weights,
+    replaced,
+)
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.images import PromptImages, Scale
@@ -254,10 +261,7 @@ class VLLMEngine(Engine):
         try:
             while left or is_open:
                 if self._loads != loads:
-                    raise RuntimeError(
-                        f"{where}: version {version} of the weights was replaced while a stream of "
-                        "it was open, expected the stream closed before"
-                    )
+                    raise replaced(where, version)
                 new = feed.take(wait=not left) if is_open else None
                 is_open = new is not None
                 named = {str(n): turn for n, turn in enumerate(new or (), begun)}
