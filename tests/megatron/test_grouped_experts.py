@@ -9,6 +9,7 @@ from megatron.core import dist_checkpointing
 from benchmarks.cases_experts import both_ways, build_pair, inputs
 from pyrl_ext.dist import topology
 from pyrl_ext.megatron import cpu
+from pyrl_ext.megatron.grouped_experts import grouped_linear
 from tests.helpers.tiny import tiny_plan
 
 COUNTS = {"all": [3, 9, 1, 5], "some": [0, 7, 0, 11], "one": [0, 0, 0, 4], "none": [0, 0, 0, 0]}
@@ -29,6 +30,17 @@ def test_grouped_experts_are_experts_one_after_the_other(groups, counts):
     given = inputs(torch.tensor(COUNTS[counts]), 16)
     for got, want in zip(both_ways(ours, *given), both_ways(theirs, *given), strict=True):
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_grouped_linear_takes_the_gradient_of_a_sum(rows):
+    """It is one number, expanded: its strides are 0, with and without rows."""
+    x, weight = torch.randn(rows, 8).requires_grad_(), torch.randn(2, 16, 8).requires_grad_()
+    ends = torch.tensor([0, rows], dtype=torch.int32)
+    found = torch.autograd.grad(grouped_linear(x, weight, ends).sum(), (x, weight))
+    want = torch.autograd.grad((x @ weight[1].T).sum(), (x, weight))
+    for got, exact in zip(found, want, strict=True):
+        torch.testing.assert_close(got, exact)
 
 
 def test_grouped_experts_round_in_bfloat16_where_megatron_does(groups):
