@@ -115,11 +115,21 @@ def load_environment(name: str, options: Mapping[str, Any], **given: Any) -> Cal
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"turns.options: {shown(dict(options), _SHOWN)}: {describe(error)}, expected arguments "
-            f"of {name}"
+            f"of {name}{_signature(factory, given)}"
         ) from error
     if name in ENVIRONMENTS:
         factory(**options, **takes)  # it refuses options and chat templates that it cannot use
     return lambda: factory(**options, **takes)
+
+
+def _signature(factory: Callable[..., Any], given: Mapping[str, Any]) -> str:
+    """``: a, b = 1``, what a factory takes beside ``given``; empty if that is not known."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return ""
+    taken = ", ".join(str(each) for name, each in parameters.items() if name not in given)
+    return f": {taken}" if taken else ""
 
 
 def read_step(value: object) -> StepResult:
