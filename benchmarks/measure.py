@@ -20,6 +20,8 @@ from torch import Tensor
 
 ROUNDS = 3
 FLUSH_BYTES = 256 << 20  # above every L2
+CYCLES = 2e9  # of a GPU, at most [1/s]
+LONGEST_WAIT = 0.02  # of a GPU for the launches of one call [s]
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 clock = CLOCKS["wall"]
@@ -87,16 +89,18 @@ def call_seconds(
     """Times of single calls [s]: ``least`` at least, then as many as ``budget`` [s] allows.
 
     One call before them warms up, unless one is enough: it takes so long. On cuda one always does,
-    the times are the device's, between events, and what an earlier call left in its L2 is flushed
-    before each.
+    the times are the device's, between events. Before each, what an earlier call left in its L2 is
+    flushed, and the device waits until the launches of the call are queued.
     """
-    if least > 1 or device == "cuda":
+    on_gpu = device == "cuda"
+    if least > 1 or on_gpu:
         run()
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if device == "cuda" else None
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if on_gpu else None
+    cycles = int(CYCLES * min(2 * host_seconds(run, 2), LONGEST_WAIT)) if on_gpu else 0
     times: list[float] = []
     end = time.perf_counter() + budget
     while len(times) < least or (time.perf_counter() < end and len(times) < 1000):
-        times.append(_seconds(run) if flush is None else _device_seconds(run, flush))
+        times.append(_seconds(run) if flush is None else _device_seconds(run, flush, cycles))
     return times
 
 
@@ -106,9 +110,10 @@ def _seconds(run: Callable[[], Any]) -> float:
     return clock() - start
 
 
-def _device_seconds(run: Callable[[], Any], flush: Tensor) -> float:
+def _device_seconds(run: Callable[[], Any], flush: Tensor, cycles: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flush.zero_()  # long enough that the launches behind it are queued when it ends
+    flush.zero_()
+    torch.cuda._sleep(cycles)
     start.record()
     run()
     end.record()
@@ -116,10 +121,10 @@ def _device_seconds(run: Callable[[], Any], flush: Tensor) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def host_seconds(run: Callable[[], Any]) -> float:
+def host_seconds(run: Callable[[], Any], calls: int = 20) -> float:
     """Fastest time until the call returns [s], whatever the device still has to do."""
     times = []
-    for _ in range(20):
+    for _ in range(calls):
         torch.cuda.synchronize()
         times.append(_seconds(run))
     return min(times)
