@@ -16,6 +16,7 @@
 #include "plan_dynamic_cp/api.hpp"
 #include "replay_probs/api.hpp"
 #include "sum_rows/api.hpp"
+#include "swiglu/api.hpp"
 #include "token_logprob/api.hpp"
 
 namespace py = pybind11;
@@ -235,6 +236,31 @@ void bind_replay_probs(py::module_& m) {
 #endif
 }
 
+void bind_swiglu(py::module_& m) {
+  using Args = pyrl::SwigluArgs;
+  py::class_<Args>(m, "SwigluArgs")
+      .def(py::init([](Address gate_up, pyrl::DType dtype, int64_t rows, int64_t width,
+                       Address weight, Address grad, Address out, Address weight_grad) {
+             return Args{at<const void>(gate_up), dtype,         rows,
+                         width,                   at<const float>(weight), at<const void>(grad),
+                         at<void>(out),           at<float>(weight_grad)};
+           }),
+           py::kw_only(), arg("gate_up"), arg("dtype"), arg("rows"), arg("width"), arg("weight"),
+           arg("grad"), arg("out"), arg("weight_grad"));
+  m.def(
+      "swiglu_cpu",
+      [](const Args& args, const std::string& isa, int threads) {
+        pyrl::swiglu_cpu(args, isa.c_str(), threads);
+      },
+      arg("args"), arg("isa"), arg("threads"), nogil());
+#ifdef PYRL_CUDA
+  m.def(
+      "swiglu_cuda",
+      [](const Args& args, Address stream) { pyrl::swiglu_cuda(args, at<void>(stream)); },
+      arg("args"), arg("stream"), nogil());
+#endif
+}
+
 void bind_token_logprob(py::module_& m) {
   using pyrl::LogitsShard;
   using pyrl::RowGrad;
@@ -305,6 +331,7 @@ void bind_emulation(py::module_& m) {
       arg("fields"), arg("rows"), arg("num_out"));
   m.def("gather_routes_emulated", &pyrl::gather_routes_emulated, arg("args"));
   m.def("sum_rows_emulated", &pyrl::sum_rows_emulated, arg("args"));
+  m.def("swiglu_emulated", &pyrl::swiglu_emulated, arg("args"));
   m.def("replay_probs_emulated", &pyrl::replay_probs_emulated, arg("args"), arg("first"));
   m.def(
       "token_logprob_stats_emulated",
@@ -332,6 +359,7 @@ PYBIND11_MODULE(_C, m) {
   bind_plan_dynamic_cp(m);
   bind_sum_rows(m);
   bind_replay_probs(m);
+  bind_swiglu(m);
   bind_token_logprob(m);
 #ifdef PYRL_TESTS
   bind_emulation(m);

@@ -7,6 +7,7 @@
 #include "gather_rows/gpu_thread.hpp"
 #include "replay_probs/gpu_thread.hpp"
 #include "sum_rows/gpu_thread.hpp"
+#include "swiglu/gpu_thread.hpp"
 #include "token_logprob/gpu_thread.hpp"
 
 namespace pyrl {
@@ -67,6 +68,35 @@ struct ReplayWalk {
 
 void replay_probs_emulated(const ReplayProbsArgs& args, int64_t first) {
   replay_probs::with_types(args, ReplayWalk{args, first});
+}
+
+void swiglu_emulated(const SwigluArgs& args) {
+  const SwigluGrid g = plan_swiglu(args);
+  const int lanes = 1 << g.lanes;
+  float sums[kSwigluThreads];
+  swiglu_types(g, [&](auto type, auto wide) {
+    using T = decltype(type);
+    constexpr bool kWide = decltype(wide)::value;
+    for (int64_t block = 0; block < g.blocks; ++block) {
+      const auto phase = [&](const auto& run) {
+        each_thread(block, g.blocks, kSwigluThreads, run);
+      };
+      if (!args.grad) {
+        phase([&](const ThreadIndex& at) { swiglu_forward<T, kWide>(g, at); });
+        continue;
+      }
+      phase([&](const ThreadIndex& at) { sums[at.thread] = swiglu_grad<T, kWide>(g, at); });
+      for (int half = lanes >> 1; half > 0; half /= 2)
+        phase([&](const ThreadIndex& at) {
+          if (at.thread % lanes < half) sums[at.thread] += sums[at.thread + half];
+        });
+      phase([&](const ThreadIndex& at) {
+        const SwigluLane own(g, at);
+        if (args.weight_grad && own.lane == 0 && own.row < args.rows)
+          args.weight_grad[own.row] = sums[at.thread];
+      });
+    }
+  });
 }
 
 namespace token_logprob {
