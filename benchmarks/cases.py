@@ -12,6 +12,7 @@ FAMILIES = {
     "layout": "benchmarks.cases_layout:layout",
     "feed": "benchmarks.cases_feed:feed",
     "replay_probs": "benchmarks.cases_router:replay_probs",
+    "swiglu": "benchmarks.cases_swiglu:swiglu",
     "experts": "benchmarks.cases_experts:experts",
     "token_logprob": "benchmarks.cases_logprob:token_logprob",
     "linear_logprob": "benchmarks.cases_linear:linear_logprob",

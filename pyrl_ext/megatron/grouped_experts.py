@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from pyrl_ext.dist.upload import to_device
+from pyrl_ext.ops import swiglu
 
 
 class GroupedExperts(MegatronModule):
@@ -81,9 +82,8 @@ class GroupedExperts(MegatronModule):
         Returns: [N, hidden], this rank's part of a sum over expert-tensor-parallel ranks; no bias.
         """
         ends = to_device(rows_per_expert.cumsum(0).int(), rows.device)
-        gate, up = grouped_linear(rows, self.linear_fc1, ends).chunk(2, -1)
-        inner = F.silu(gate) * up
-        return grouped_linear((inner * probs[:, None]).to(rows.dtype), self.linear_fc2, ends), None
+        inner = swiglu(grouped_linear(rows, self.linear_fc1, ends), probs.float())
+        return grouped_linear(inner, self.linear_fc2, ends), None
 
     def backward_dw(self) -> None:
         """Nothing: `forward`'s gradient has the weights' too."""

@@ -8,6 +8,7 @@ from .gather_routes import gather_routes
 from .gather_rows import Inverse, gather_rows, invert_rows
 from .replay_probs import replay_probs
 from .sum_rows import sum_rows
+from .swiglu import swiglu
 from .token_logprob import token_logprob_grad, token_logprob_grad_, token_logprob_stats
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "replay_probs",
     "serve_gpu_from",
     "sum_rows",
+    "swiglu",
     "token_logprob_grad",
     "token_logprob_grad_",
     "token_logprob_stats",

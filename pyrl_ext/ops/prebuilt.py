@@ -21,6 +21,7 @@ from pyrl_ext.ops.gather_routes import triton as gather_routes
 from pyrl_ext.ops.gather_rows import triton as gather_rows
 from pyrl_ext.ops.replay_probs import triton as replay_probs
 from pyrl_ext.ops.sum_rows import triton as sum_rows
+from pyrl_ext.ops.swiglu import triton as swiglu
 from pyrl_ext.ops.token_logprob import triton as token_logprob
 from pyrl_ext.plan import Plan
 
@@ -37,7 +38,7 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     Returns:
         (name, a call with the given number of rows) of each.
     """
-    for op in (gather_routes, replay_probs, token_logprob, gather_rows, sum_rows):
+    for op in (gather_routes, replay_probs, token_logprob, gather_rows, sum_rows, swiglu):
         yield from op.launches(plan, config)
 
 

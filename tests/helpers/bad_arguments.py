@@ -17,11 +17,13 @@ from pyrl_ext.ops import (
     invert_rows,
     replay_probs,
     sum_rows,
+    swiglu,
     token_logprob_grad,
     token_logprob_grad_,
     token_logprob_stats,
 )
 from pyrl_ext.ops.replay_probs import grad_op
+from pyrl_ext.ops.swiglu import swiglu_grad
 
 NONE, ZERO = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
@@ -49,6 +51,7 @@ def bad_calls() -> list[Bad]:
         *_gather_routes(),
         *_expand_runs(),
         *_sum_rows(),
+        *_swiglu(),
         *_replay_probs(),
         *_token_logprob(),
     ]
@@ -200,6 +203,32 @@ def _sum_rows() -> list[Bad]:
         bad(ValueError, "src is on meta", torch.zeros(2, device="meta"), rows, one),
         other(given, [0, 0, 2], [0, 2]),
         *(other("inverse.starts", starts, [0, 1]) for starts in ([0, 3, 2], [-1, 0, 2], [0, 2, 1])),
+    ]
+
+
+def _swiglu() -> list[Bad]:
+    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
+        return Bad("swiglu", lambda: swiglu(*args), error, message)
+
+    rows, meta = torch.zeros(3, 8), torch.zeros(3, device="meta")
+    wide = Bad(
+        "swiglu_grad",
+        lambda: swiglu_grad(rows, rows, None),
+        *(ValueError, "grad is torch.float32 [3, 8], expected torch.float32 [3, 4]"),
+    )
+    return [
+        bad(ValueError, "gate_up is [3, 7], expected [N, 2 W]", rows[:, 1:]),
+        bad(ValueError, "gate_up is [3], expected [N, 2 W]", meta),
+        bad(TypeError, "gate_up is torch.int64, expected one of", rows.long()),
+        bad(ValueError, "torch.float32 [2], expected torch.float32 [3]", rows, rows[:2, 0]),
+        bad(
+            ValueError,
+            "torch.bfloat16 [3], expected torch.float32 [3]",
+            rows,
+            rows[:, 0].bfloat16(),
+        ),
+        bad(ValueError, "gate_up is on cpu, weight on meta, expected one device", rows, meta),
+        wide,
     ]
 
 

@@ -12,6 +12,7 @@ from pyrl_ext.ops.gather_routes.native import arguments as routes_arguments
 from pyrl_ext.ops.gather_rows.native import rows_of
 from pyrl_ext.ops.replay_probs.native import arguments as probs_arguments
 from pyrl_ext.ops.sum_rows.native import arguments as sum_arguments
+from pyrl_ext.ops.swiglu.native import arguments as swiglu_arguments
 from pyrl_ext.ops.token_logprob.native import Shard, row_grad
 
 
@@ -59,6 +60,21 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor
     out = src.new_empty(len(starts) - 1, *src.shape[1:])
     C.sum_rows_emulated(args=sum_arguments(src, starts, order, out))
     return out
+
+
+def swiglu(gate_up: Tensor, weight: Tensor | None) -> Tensor:
+    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    C.swiglu_emulated(args=swiglu_arguments(gate_up, weight, None, out, None))
+    return out
+
+
+def swiglu_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, weight_grad = (
+        torch.empty_like(gate_up),
+        torch.empty(len(gate_up) if weight is not None else 0),
+    )
+    C.swiglu_emulated(args=swiglu_arguments(gate_up, weight, grad, out, weight_grad))
+    return out, weight_grad
 
 
 def replay_probs(

@@ -67,6 +67,24 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "gather_rows, no rows": ("gather_rows", (real(3, 7), ROWS[:0], real(7))),
     "invert_rows": ("invert_rows", (ROWS, 3)),
     "sum_rows": ("sum_rows", (real(4, 2, grad=True), ROWS, STARTS, ORDER)),
+    **{
+        f"swiglu, {dtype}, weight {weighted}": (
+            "swiglu",
+            (
+                real(3, 10, dtype=dtype, grad=True),
+                real(3, dtype=wide, grad=True) if weighted else None,
+            ),
+        )
+        for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32))
+        for weighted in (False, True)
+    },
+    **{
+        f"swiglu_grad, {dtype}": (
+            "swiglu_grad",
+            (real(3, 5, dtype=dtype), real(3, 10, dtype=dtype), weight),
+        )
+        for dtype, weight in ((torch.bfloat16, real(3, dtype=torch.float32)), (torch.float32, None))
+    },
     "gather_fields": (
         "gather_fields",
         (
@@ -190,7 +208,7 @@ def test_Op_refuses_arguments_that_do_not_fit(bad: Bad, backend: str):
 # Triton, interpreted: one process for all, since importing torch and Triton takes longest ---------
 
 # operators that a file of tests speaks for together
-FILES = {"replay_probs_grad": "replay_probs"} | {
+FILES = {"replay_probs_grad": "replay_probs", "swiglu_grad": "swiglu"} | {
     f"token_logprob_{name}": "token_logprob" for name in ("stats", "grad", "grad_")
 }
 INTERPRET = """

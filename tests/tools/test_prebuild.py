@@ -168,6 +168,9 @@ def launch_name(op: str, args: tuple) -> str | None:
     if op.startswith("replay_probs"):
         scores, ids, _, scale = args[:4] if op == "replay_probs" else args[1:5]
         return f"replay_probs {ids.shape[1]} of {scores.shape[1]} x {scale:g}"
+    if op.startswith("swiglu"):
+        gate_up = args[op == "swiglu_grad"]
+        return f"swiglu {gate_up.dtype} x {gate_up.shape[1]}"
     if op.startswith("token_logprob"):
         start, width = args[3:5]
         return f"token_logprob {first.dtype} {width} of {first.shape[1]} from {start}"
@@ -185,6 +188,6 @@ def test_launches_names_all_that_a_real_step_launches():
             passes.update(policy, batch, schedule, build_loss(plan.objective))
     found = {name.replace("torch.", "") for name in called.names}
     assert {name.split()[0] for name in found} == {
-        *("gather_routes", "replay_probs", "token_logprob", "sum_rows")
+        *("gather_routes", "replay_probs", "token_logprob", "sum_rows", "swiglu")
     }
     assert found <= {name for name, _ in prebuilt.launches(plan, config_of(plan))}

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
+from pyrl_ext.ops.dtypes import dtype_of
+
+from .reference import weight_grad_like
+
+if TYPE_CHECKING:
+    from pyrl_ext.plan import Plan
+
+TILE = 1024  # elements of a tile: more of the gradient do not fit the registers
+
+
+def refuse(gate_up: Tensor, weight: Tensor | None) -> str | None:
+    if gate_up.dtype == torch.float64:
+        return "gate_up is torch.float64, expected torch.float32 or torch.bfloat16"
+    return refuse_device("gate_up", gate_up)
+
+
+def refuse_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> str | None:
+    return refuse(gate_up, weight)
+
+
+def swiglu(gate_up: Tensor, weight: Tensor | None) -> Tensor:
+    from .triton_kernel import swiglu_fwd_kernel  # triton takes a while to import
+
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    if out.numel():
+        tall, wide = _tile(width)
+        kernel: Any = swiglu_fwd_kernel
+        kernel[(-(-rows // tall), -(-width // wide))](
+            gate_up.contiguous(), _dense(weight), out, rows, width, TALL=tall, WIDE=wide
+        )
+    return out
+
+
+def swiglu_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    from .triton_kernel import swiglu_bwd_kernel
+
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out, weight_grad = gate_up.new_empty(gate_up.shape), weight_grad_like(gate_up, weight)
+    if out.numel():
+        tall, wide = _tile(width)
+        kernel: Any = swiglu_bwd_kernel
+        kernel[(-(-rows // tall),)](
+            *(grad.contiguous(), gate_up.contiguous(), _dense(weight), out),
+            *(None if weight is None else weight_grad, rows, width),
+            TALL=tall,
+            WIDE=wide,
+        )
+    else:
+        weight_grad.zero_()
+    return out, weight_grad
+
+
+def _dense(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.contiguous()
+
+
+def _tile(width: int) -> tuple[int, int]:
+    wide = min(1024, 1 << (width - 1).bit_length())
+    return TILE // wide, wide
+
+
+def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
+    """The launches of a run of ``plan``: routed experts."""
+    if not plan.router_layers:
+        return
+    width = config["moe_ffn_hidden_size"] // plan.parallel.etp_size
+    dtype = dtype_of(plan.model.dtype)
+
+    def both(rows: int) -> None:
+        gate_up, weight = meta(rows, 2 * width, dtype=dtype), meta(rows)
+        swiglu(gate_up, weight)
+        swiglu_grad(meta(rows, width, dtype=dtype), gate_up, weight)
+
+    yield f"swiglu {short(dtype)} x {2 * width}", both

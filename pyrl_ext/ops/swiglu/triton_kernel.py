@@ -1,0 +1,80 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit(do_not_specialize=["N"])  # a bound
+def swiglu_fwd_kernel(
+    gate_up,  # [N, 2 W] read, gates before ups
+    weight,  # [N] float32, or None: 1
+    out,  # [N, W] written
+    N,
+    W,
+    TALL: tl.constexpr,  # rows of a tile
+    WIDE: tl.constexpr,  # columns of a tile
+):
+    n = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)[:, None]
+    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)[None, :]
+    inside = (n < N) & (c < W)
+    gate = tl.load(gate_up + n * 2 * W + c, inside, other=0).to(tl.float32)
+    up = tl.load(gate_up + n * 2 * W + W + c, inside, other=0).to(tl.float32)
+    y = gate * _sigmoid(gate) * up
+    if weight is not None:
+        y = y * tl.load(weight + n, n < N, other=0)
+    tl.store(out + n * W + c, y.to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["N"])
+def swiglu_bwd_kernel(
+    grad,  # [N, W] read
+    gate_up,  # [N, 2 W] read
+    weight,  # [N] float32, or None: 1
+    out,  # [N, 2 W] written
+    weight_grad,  # [N] float32 written, or None
+    N,
+    W,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)[:, None]
+    total = tl.zeros((TALL, WIDE), tl.float32)
+    for start in range(0, W, WIDE):
+        c = start + tl.arange(0, WIDE)[None, :]
+        inside = (n < N) & (c < W)
+        gate = tl.load(gate_up + n * 2 * W + c, inside, other=0).to(tl.float32)
+        up = tl.load(gate_up + n * 2 * W + W + c, inside, other=0).to(tl.float32)
+        g = tl.load(grad + n * W + c, inside, other=0).to(tl.float32)
+        s = _sigmoid(gate)
+        silu = gate * s
+        total += g * (silu * up)
+        if weight is not None:
+            g = g * tl.load(weight + n, n < N, other=0)
+        of_gate = g * up * (s + silu * (1 - s))
+        tl.store(out + n * 2 * W + c, of_gate.to(out.dtype.element_ty), inside)
+        tl.store(out + n * 2 * W + W + c, (g * silu).to(out.dtype.element_ty), inside)
+    if weight_grad is not None:
+        tl.store(weight_grad + n, tl.sum(total, 1, keep_dims=True), n < N)
+
+
+def _build(dtype: str, width: int, grad: bool):
+    kernel = swiglu_bwd_kernel if grad else swiglu_fwd_kernel
+    signature = {"gate_up": f"*{dtype}", "grad": f"*{dtype}", "out": f"*{dtype}"}
+    signature |= {"weight": "*fp32", "weight_grad": "*fp32", "N": "i32", "W": "i32"}
+    wide = min(1024, width)
+    constants: dict[str, object] = {"TALL": 1024 // wide, "WIDE": wide}
+    signature |= dict.fromkeys(constants, "constexpr")
+    return kernel, {name: signature[name] for name in kernel.arg_names}, constants
+
+
+BUILDS = {
+    f"{'bwd' if grad else 'fwd'} {width} {dtype}": _build(dtype, width, grad)
+    for width, dtype, grad in (
+        (1024, "bf16", False),
+        (1024, "bf16", True),
+        (32, "fp32", True),
+    )
+}
