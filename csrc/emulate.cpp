@@ -1,6 +1,5 @@
 // The grids of the CUDA kernels walked on the host, block after block and thread after thread: their
 // index arithmetic is tested on machines without a GPU. Built only with -DPYRL_TESTS=ON.
-#include <memory>
 #include <vector>
 
 #include "gather_routes/gpu_thread.hpp"
@@ -50,16 +49,19 @@ struct ReplayWalk {
   const ReplayProbsArgs& r;
   int64_t first;
 
-  template <class A, class Word, int Count>
+  template <class A, class Word>
   void run() const {
     using namespace replay_probs;
-    const auto shared = std::make_unique<Tile<A>>();
+    std::vector<A> memory(Tile<A>::bytes(r) / sizeof(A) + 1);
+    const Tile<A> shared(r, memory.data());
     const int64_t tiles = num_tiles(r);
+    const auto phase = [&](int64_t tile, const auto& run) {
+      each_thread(tile, tiles, kBlockThreads, [&](ThreadIndex at) { run(r, tile, shared, at); });
+    };
     for (int64_t tile = first / kTileRows; tile < tiles; ++tile) {
-      each_thread(tile, tiles, kBlockThreads,
-                  [&](ThreadIndex at) { tile_values(r, tile, *shared, at); });
-      each_thread(tile, tiles, kBlockThreads,
-                  [&](ThreadIndex at) { tile_write<A, Word, Count>(r, tile, *shared, at); });
+      phase(tile, tile_load<A, Word>);
+      phase(tile, tile_values<A>);
+      phase(tile, tile_write<A, Word>);
     }
   }
 };

@@ -40,7 +40,7 @@ struct ReplayProbsArgs {
 void replay_probs_cpu(const ReplayProbsArgs& args, int threads);
 
 // The same on `stream` of the current device. Bounds are not checked, since that would wait for the
-// device: an id outside reads out of bounds. The bits of duplicates are mixed.
+// device: an id outside counts as a score of NaN and is not written. Of duplicates one is written.
 void replay_probs_cuda(const ReplayProbsArgs& args, void* stream);
 
 // The grid of replay_probs_cuda walked on the host from row `first` on, a multiple of 32

@@ -17,6 +17,13 @@ using namespace replay_probs;
 
 constexpr int64_t kBytesPerThread = 1 << 17;  // below, a second thread costs more than it saves
 
+// Some rows, column after column.
+template <class A>
+struct alignas(16) Columns {
+  A values[kTileRows * kMaxTopK], terms[kTileRows * kMaxTopK], grads[kTileRows * kMaxTopK];
+  int32_t ids[kTileRows * kMaxTopK];
+};
+
 // torch adds up the columns of a row in 32-byte vectors, and these (or the elements of a shorter
 // row) in four partial sums. A is a vector with an element of several rows.
 struct CpuOrder {
@@ -102,14 +109,14 @@ typedef double Doubles __attribute__((vector_size(16)));
 // The probabilities (or gradients) of a tile, some rows at a time: a vector holds one element of
 // each.
 template <class A>
-void compute(const ReplayProbsArgs& r, Tile<A>& tile, A* grads) {
+void compute(const ReplayProbsArgs& r, Columns<A>& tile) {
   using Rows = std::conditional_t<std::is_same_v<A, float>, Floats, Doubles>;
   constexpr int kStep = kTileRows * sizeof(A) / sizeof(Rows);
   const Rows scale = Slots<Rows, A>::all(r.scale != 0 ? r.scale : 1);
   for (int i = 0; i < kStep; ++i) {
     const Slots<Rows, A> s{reinterpret_cast<Rows*>(tile.values) + i,
                            reinterpret_cast<Rows*>(tile.terms) + i, kStep};
-    const Rows* grad = reinterpret_cast<Rows*>(grads) + i;
+    const Rows* grad = reinterpret_cast<Rows*>(tile.grads) + i;
     if (r.grad)
       grad_row<CpuOrder>(r, s, [=](int j) { return grad[j * kStep] * scale; });
     else
@@ -118,7 +125,7 @@ void compute(const ReplayProbsArgs& r, Tile<A>& tile, A* grads) {
 }
 
 template <class A, class Word>
-void write(const ReplayProbsArgs& r, int64_t first, int count, const Tile<A>& tile) {
+void write(const ReplayProbsArgs& r, int64_t first, int count, const Columns<A>& tile) {
   const int64_t experts = r.experts;
   const int end = int(r.top_k) * kTileRows;
   const DType to = r.out_dtype;
@@ -137,15 +144,14 @@ void write(const ReplayProbsArgs& r, int64_t first, int count, const Tile<A>& ti
 // Returns the first entry of ids outside the experts, or -1.
 template <class A, class Word>
 int64_t replay(const ReplayProbsArgs& r, int64_t begin, int64_t end) {
-  Tile<A> tile{};
-  alignas(16) A grads[kTileRows * kMaxTopK] = {};
+  Columns<A> tile{};
   for (int64_t first = begin; first < end; first += kTileRows) {
     const int count = int(std::min<int64_t>(kTileRows, end - first));
     const int64_t bad = load_ids(r, first, count, tile.ids);
     if (bad >= 0) return bad;
     load_at(r, r.scores, r.scores_dtype, first, count, tile.ids, tile.values);
-    if (r.grad) load_at(r, r.grad, r.grad_dtype, first, count, tile.ids, grads);
-    compute(r, tile, grads);
+    if (r.grad) load_at(r, r.grad, r.grad_dtype, first, count, tile.ids, tile.grads);
+    compute(r, tile);
     write<A, Word>(r, first, count, tile);
   }
   return -1;

@@ -10,14 +10,17 @@ using namespace replay_probs;
 
 constexpr int kBlocksPerSm = 8;  // without it ptxas saves registers and spills
 
-template <class A, class Word, int Count>
+template <class A, class Word>
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerSm) replay_probs_kernel(ReplayProbsArgs r) {
-  __shared__ Tile<A> shared;
+  extern __shared__ __align__(16) unsigned char memory[];
+  const Tile<A> shared(r, memory);
   const ThreadIndex at = thread_index();
   for (int64_t tile = at.block; tile < num_tiles(r); tile += at.blocks) {
+    tile_load<A, Word>(r, tile, shared, at);
+    __syncthreads();
     tile_values(r, tile, shared, at);
     __syncthreads();
-    tile_write<A, Word, Count>(r, tile, shared, at);
+    tile_write<A, Word>(r, tile, shared, at);
     __syncthreads();
   }
 }
@@ -26,10 +29,11 @@ struct Launch {
   const ReplayProbsArgs& r;
   cudaStream_t stream;
 
-  template <class A, class Word, int Count>
+  template <class A, class Word>
   void run() const {
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(num_tiles(r), 1 << 20));
-    replay_probs_kernel<A, Word, Count><<<blocks, kBlockThreads, 0, stream>>>(r);
+    const auto bytes = static_cast<unsigned>(Tile<A>::bytes(r));
+    replay_probs_kernel<A, Word><<<blocks, kBlockThreads, bytes, stream>>>(r);
   }
 };
 

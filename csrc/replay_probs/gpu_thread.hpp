@@ -1,5 +1,6 @@
 #pragma once
-// The values of one row, and how a block of threads writes dense rows of them.
+// The values of one row, and how a block of threads writes dense rows of them: zeros first, while
+// what the values are made of is on its way, then the values.
 #include <cmath>
 #include <type_traits>
 
@@ -27,19 +28,6 @@ PYRL_DEVICE int64_t load_id(const void* from, DType type, int64_t i) {
     case DType::i32: return static_cast<const int32_t*>(from)[i];
     default: return static_cast<const int64_t*>(from)[i];
   }
-}
-
-// The low Count bytes of `chosen`, one flag per byte.
-template <int Count>
-PYRL_DEVICE void store_map(uint8_t* to, uint64_t chosen) {
-  if constexpr (Count == 8)
-    *reinterpret_cast<uint64_t*>(to) = chosen;
-  else if constexpr (Count == 4)
-    *reinterpret_cast<uint32_t*>(to) = uint32_t(chosen);
-  else if constexpr (Count == 2)
-    *reinterpret_cast<uint16_t*>(to) = uint16_t(chosen);
-  else
-    *to = uint8_t(chosen);
 }
 
 // The bits of a value of type `to`, which has the size of Word.
@@ -141,89 +129,132 @@ PYRL_DEVICE void grad_row(const ReplayProbsArgs& r, const Slots<A, Scalar>& s, c
 }
 
 constexpr int kTileRows = 32, kBlockThreads = 128;
-
-// The rows written at a time, in shared memory on a GPU.
-template <class A>
-struct alignas(16) Tile {
-  A values[kTileRows * kMaxTopK], terms[kTileRows * kMaxTopK];
-  int32_t ids[kTileRows * kMaxTopK];
-};
+constexpr int kStep = kTileRows + 1;  // between the columns of a tile: neighbours in other banks
 
 PYRL_DEVICE int64_t num_tiles(const ReplayProbsArgs& r) { return (r.rows + kTileRows - 1) / kTileRows; }
 
-// First phase of a tile: one thread per row.
+// What a block knows of its rows, column after column, in shared memory on a GPU.
 template <class A>
-PYRL_DEVICE void tile_values(const ReplayProbsArgs& r, int64_t tile, Tile<A>& shared, ThreadIndex at) {
-  const int64_t row = tile * kTileRows + at.thread;
-  const int count = int(r.top_k);
-  if (at.thread >= kTileRows || row >= r.rows || count == 0) return;
-  const Slots<A> s{shared.values + at.thread, shared.terms + at.thread, kTileRows};
-  int32_t* const ids = shared.ids + at.thread;
-  for (int j = 0; j < count; ++j) {
-    const int64_t id = load_id(r.ids, r.ids_dtype, row * count + j);
-    ids[j * kTileRows] = int32_t(id);
-    s.value(j) = load_real<A>(r.scores, r.scores_dtype, row * r.experts + id);
-  }
-  if (!r.grad) return probs_row<CudaOrder>(r, s);
-  const A scale = s.all(r.scale != 0 ? r.scale : 1);
-  grad_row<CudaOrder>(r, s, [&](int j) {
-    return load_real<A>(r.grad, r.grad_dtype, row * r.experts + ids[j * kTileRows]) * scale;
-  });
-}
+struct Tile {
+  A *values, *terms, *grads;  // grads: only with a gradient
+  int32_t* ids;               // -1: outside the experts
 
-struct alignas(16) Words {
-  uint64_t low, high;
+  PYRL_DEVICE Tile(const ReplayProbsArgs& r, void* memory) {
+    const int64_t each = r.top_k * kStep;
+    values = static_cast<A*>(memory), grads = values + each, terms = r.grad ? grads + each : grads;
+    ids = reinterpret_cast<int32_t*>(terms + term_columns(r) * kStep);
+  }
+  // A softmax takes a power of two of terms.
+  static PYRL_DEVICE int64_t term_columns(const ReplayProbsArgs& r) {
+    int64_t columns = 1;
+    while (columns < r.top_k) columns *= 2;
+    return columns;
+  }
+  static int64_t bytes(const ReplayProbsArgs& r) {
+    const int64_t columns = r.top_k * (r.grad ? 2 : 1) + term_columns(r);
+    return kStep * int64_t(columns * sizeof(A) + r.top_k * sizeof(int32_t));
+  }
 };
 
-// Second phase: each thread assembles Count neighbouring elements as bits and writes them at once.
-// Count is 1, or as many as fill 16 bytes if that divides a row.
-template <class A, class Word, int Count>
-PYRL_DEVICE void tile_write(const ReplayProbsArgs& r, int64_t tile, const Tile<A>& shared, ThreadIndex at) {
-  const int64_t first = tile * kTileRows, left = r.rows - first;
-  const uint32_t per_row = uint32_t(r.experts) / Count;
-  const uint32_t count = uint32_t(left < kTileRows ? left : kTileRows) * per_row;
-  for (uint32_t i = at.thread; i < count; i += at.threads) {
-    const uint32_t row = i / per_row, expert = i % per_row * Count;
-    Words words{0, 0};
-    uint64_t chosen = 0;
-    for (int j = 0; j < int(r.top_k); ++j) {
-      const int slot = j * kTileRows + int(row);
-      const uint32_t place = uint32_t(shared.ids[slot]) - expert;
-      if (place >= uint32_t(Count)) continue;
-      const uint64_t word = word_of<Word>(shared.values[slot], r.out_dtype);
-      const uint32_t bit = place * 8 * uint32_t(sizeof(Word));
-      (bit < 64 ? words.low : words.high) |= word << (bit % 64);
-      chosen |= uint64_t(1) << (8 * place);
+// The rows of a tile, and the (row, choice) pairs that the threads share.
+struct TileRows {
+  int64_t first;
+  uint32_t rows, pairs;
+
+  PYRL_DEVICE TileRows(const ReplayProbsArgs& r, int64_t tile) : first(tile * kTileRows) {
+    rows = uint32_t(r.rows - first < kTileRows ? r.rows - first : kTileRows);
+    pairs = rows * uint32_t(r.top_k);
+  }
+};
+
+// The first `bytes` bytes from `to` on := 0, by all threads; whole vectors where `to` is at a
+// multiple of 16.
+PYRL_DEVICE void zero(void* to, uint32_t bytes, ThreadIndex at) {
+  struct alignas(16) Vector {
+    uint64_t low, high;
+  };
+  const uint32_t whole = reinterpret_cast<uintptr_t>(to) % 16 == 0 ? bytes / 16 : 0;
+  for (uint32_t i = at.thread; i < whole; i += at.threads) static_cast<Vector*>(to)[i] = {0, 0};
+  for (uint32_t i = whole * 16 + at.thread; i < bytes; i += at.threads)
+    static_cast<uint8_t*>(to)[i] = 0;
+}
+
+PYRL_DEVICE int tile_slot(const ReplayProbsArgs& r, uint32_t pair) {
+  const uint32_t row = pair / uint32_t(r.top_k);
+  return int((pair - row * uint32_t(r.top_k)) * kStep + row);
+}
+
+// First phase of a tile: zeros are written; ids, scores and gradients are read, one pair a thread.
+template <class A, class Word>
+PYRL_DEVICE void tile_load(const ReplayProbsArgs& r, int64_t tile, const Tile<A>& shared, ThreadIndex at) {
+  constexpr int kBatch = 2;  // pairs of a thread that are read at once
+  const TileRows t(r, tile);
+  const auto experts = uint32_t(r.experts);
+  for (uint32_t begin = at.thread; begin < t.pairs || begin == uint32_t(at.thread);
+       begin += kBatch * at.threads) {
+    int64_t id[kBatch];
+    A value[kBatch], grad[kBatch];
+    PYRL_UNROLL
+    for (int n = 0; n < kBatch; ++n) {
+      const uint32_t pair = begin + n * at.threads;
+      id[n] = pair < t.pairs ? load_id(r.ids, r.ids_dtype, t.first * r.top_k + pair) : -1;
     }
-    const int64_t element = (first + row) * r.experts + expert;
-    Word* const out = static_cast<Word*>(r.out) + element;
-    if constexpr (Count == 1)
-      *out = Word(words.low);
-    else
-      *reinterpret_cast<Words*>(out) = words;
-    if (r.map) store_map<Count>(r.map + element, chosen);
+    if (begin == uint32_t(at.thread)) {  // while the first ids are on their way
+      zero(static_cast<Word*>(r.out) + t.first * r.experts, t.rows * experts * uint32_t(sizeof(Word)), at);
+      if (r.map) zero(r.map + t.first * r.experts, t.rows * experts, at);
+    }
+    PYRL_UNROLL
+    for (int n = 0; n < kBatch; ++n) {
+      const uint32_t pair = begin + n * at.threads;
+      value[n] = A(NAN), grad[n] = A(0);
+      if (id[n] >= r.experts) id[n] = -1;
+      if (id[n] < 0) continue;
+      const int64_t from = (t.first + pair / uint32_t(r.top_k)) * r.experts + id[n];
+      value[n] = load_real<A>(r.scores, r.scores_dtype, from);
+      if (r.grad) grad[n] = load_real<A>(r.grad, r.grad_dtype, from);
+    }
+    PYRL_UNROLL
+    for (int n = 0; n < kBatch; ++n) {
+      const uint32_t pair = begin + n * at.threads;
+      if (pair >= t.pairs) continue;
+      const int slot = tile_slot(r, pair);
+      shared.ids[slot] = id[n] < 0 ? -1 : int32_t(id[n]);
+      shared.values[slot] = value[n];
+      if (r.grad) shared.grads[slot] = grad[n];
+    }
   }
 }
 
-// Calls run.run<A, Word, Count>() with the types of a call: arithmetic, element written, elements
-// written at a time (several if rows and addresses are multiples of 16 bytes, and the map's of
-// Count).
-template <class A, class Word, class Run>
-void with_count(const ReplayProbsArgs& r, const Run& run) {
-  constexpr int kCount = 16 / sizeof(Word);
-  const bool wide = r.experts % kCount == 0 && reinterpret_cast<uintptr_t>(r.out) % 16 == 0 &&
-                    reinterpret_cast<uintptr_t>(r.map) % kCount == 0;
-  if (wide)
-    run.template run<A, Word, kCount>();
-  else
-    run.template run<A, Word, 1>();
+// Second phase: one thread a row.
+template <class A>
+PYRL_DEVICE void tile_values(const ReplayProbsArgs& r, int64_t tile, const Tile<A>& shared, ThreadIndex at) {
+  if (uint32_t(at.thread) >= TileRows(r, tile).rows || r.top_k == 0) return;
+  const Slots<A> s{shared.values + at.thread, shared.terms + at.thread, kStep};
+  if (!r.grad) return probs_row<CudaOrder>(r, s);
+  const A scale = s.all(r.scale != 0 ? r.scale : 1);
+  const A* const grads = shared.grads + at.thread;
+  grad_row<CudaOrder>(r, s, [=](int j) { return grads[j * kStep] * scale; });
 }
 
+// Third phase: the values take their places among the zeros.
+template <class A, class Word>
+PYRL_DEVICE void tile_write(const ReplayProbsArgs& r, int64_t tile, const Tile<A>& shared, ThreadIndex at) {
+  const TileRows t(r, tile);
+  for (uint32_t pair = at.thread; pair < t.pairs; pair += at.threads) {
+    const int slot = tile_slot(r, pair);
+    if (shared.ids[slot] < 0) continue;
+    const int64_t to = (t.first + pair / uint32_t(r.top_k)) * r.experts + shared.ids[slot];
+    static_cast<Word*>(r.out)[to] = word_of<Word>(shared.values[slot], r.out_dtype);
+    if (r.map) r.map[to] = 1;
+  }
+}
+
+// Calls run.run<A, Word>() with the types of a call: arithmetic, element written.
 template <class A, class Run>
 void with_word(const ReplayProbsArgs& r, const Run& run) {
-  if (r.out_dtype == DType::f64) return with_count<A, uint64_t>(r, run);
-  if (r.out_dtype == DType::f32) return with_count<A, uint32_t>(r, run);
-  with_count<A, uint16_t>(r, run);
+  if (r.out_dtype == DType::f64) return run.template run<A, uint64_t>();
+  if (r.out_dtype == DType::f32) return run.template run<A, uint32_t>();
+  run.template run<A, uint16_t>();
 }
 
 template <class Run>
