@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.helpers.python_path import python_path
+
 REPOSITORY = Path(__file__).parents[1]
 COPIED = ("pyrl_ext", "tests", "configs", "benchmarks", "data", "docs", "pyproject.toml")
 POLICY, CHECKPOINT = "pyrl_ext/trainer/policy.py", "pyrl_ext/megatron/checkpoint.py"
@@ -287,7 +289,7 @@ def failed(tree: Path, guards: Sequence[str]) -> tuple[set[str], str]:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *guards],
         cwd=tree,
-        env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+        env=os.environ | {"PYTHONPATH": python_path(tree), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
     )

@@ -20,6 +20,7 @@ from benchmarks.peers_logprob import eager_as_is
 from benchmarks.per_sequence import TRAINERS
 from benchmarks.plot import plot
 from tests.helpers.deadline import DEADLINE
+from tests.helpers.python_path import python_path
 
 ROOT = Path(__file__).parents[1]
 SIZES = ("T", "V", "H", "first", "width")  # multiples of 16 in the benchmark
@@ -128,7 +129,7 @@ def logprobs_by_triton():
 
 
 def test_split_logprob_is_right_interpreted():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": python_path(ROOT)}
     script = "from tests.test_benchmarks import logprobs_by_triton; logprobs_by_triton()"
     subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=DEADLINE)
 

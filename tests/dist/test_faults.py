@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pyrl_ext.loss.objective import policy_loss
 from pyrl_ext.metrics.sinks import read_rows
 from tests.helpers.deadline import DEADLINE
+from tests.helpers.python_path import python_path
 from tests.helpers.tiny import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +45,7 @@ class Launch:
     def __init__(self, folder: Path, log: Path):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         train = ["--nproc-per-node", "2", "-m", "pyrl_ext.train", str(CONFIG), f"run={folder}"]
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        more = {"OMP_NUM_THREADS": "1", "FAULTS_OF": str(folder), "PYTHONPATH": paths}
+        more = {"OMP_NUM_THREADS": "1", "FAULTS_OF": str(folder), "PYTHONPATH": python_path(ROOT)}
         self.folder, self.log = folder, log
         with log.open("w") as output:
             self.process = subprocess.Popen(

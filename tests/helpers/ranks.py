@@ -104,7 +104,10 @@ def _servers(count: int) -> list[ForkServer]:
     while len(_SERVERS) < count:
         server = ForkServer()
         server.set_forkserver_preload(["pyrl_ext.trainer.policy"])
-        server.ensure_running()
+        # megatron's imports ask for GPUs, and CUDA cannot be used in forks of who did; gloo ranks
+        # need none
+        with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+            server.ensure_running()
         _SERVERS.append(server)
     return _SERVERS[:count]
 
@@ -121,7 +124,7 @@ def _wait(processes: list[Any], folder: Path, deadline: float) -> None:
 
 def _rank_main(rank, world_size, backend, folder, environment, fn, args):
     os.environ.clear()  # a fork has that of the first call
-    os.environ.update(environment)
+    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")  # as its server, see `_servers`
     torch.set_num_threads(1)
     gc.freeze()  # what was imported is here to stay, and costs a second of each full collection
     poison_empty()

@@ -21,6 +21,7 @@ from pyrl_ext.ops import use_backend
 from pyrl_ext.ops._op import Op
 from tests.helpers.bad_arguments import Bad, bad_calls
 from tests.helpers.deadline import DEADLINE
+from tests.helpers.python_path import python_path
 
 INT = torch.int64
 
@@ -235,7 +236,7 @@ def interpreted() -> dict[str, str]:
     """The tracebacks of the files whose Triton kernels differ from the reference."""
     pytest.importorskip("triton")
     here = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here}"}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": python_path(here)}
     run = subprocess.run(
         [sys.executable, "-c", INTERPRET, *TRITON],
         env=env,

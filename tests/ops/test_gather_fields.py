@@ -50,8 +50,9 @@ def words(tensor):
 def gathered(fields, rows, fills):
     """By indexing, field after field."""
     for field, fill in zip(fields, fills):
-        padding = torch.full((1, *field.shape[1:]), fill, dtype=torch.float64, device=field.device)
-        joined = torch.cat([words(field), words(padding.to(field.dtype))])
+        # cast on the host: a GPU writes NaN with other bits
+        padding = torch.full((1, *field.shape[1:]), fill, dtype=torch.float64).to(field.dtype)
+        joined = torch.cat([words(field), words(padding).to(field.device)])
         yield joined[rows].view(field.dtype)
 
 
