@@ -55,13 +55,15 @@ def index_of(batch: Batch, owner: int = 0, depths: int = 0) -> BatchIndex:
 
 
 def shard_at(
-    batch: Batch, ids: Sequence[int], place: Place, depths: int = 0, fp8: bool = False
+    batch: Batch, ids: Sequence[int], place: Place, depths: int = 0, tile_rows: int = 1
 ) -> BatchShard:
     """Samples ``ids`` as one microbatch, as the rank at ``place`` holds it."""
     group = Group(0, place.cp_size, tuple(ids))
     schedule = Schedule(place.cp_size, ((group,),))
     index = index_of(batch, depths=depths)
-    seat = Seat(place.cp_rank, place.tp_rank, place.tp_size, layers=index.layer_ids, fp8=fp8)
+    seat = Seat(
+        place.cp_rank, place.tp_rank, place.tp_size, layers=index.layer_ids, tile_rows=tile_rows
+    )
     wide = batch.routes is not None and batch.routes.dtype == torch.uint16
     experts = 1 << 16 if wide else 1 << 8  # the ids that their type holds
     exchange = Exchange(index, schedule, [seat], experts)
@@ -74,7 +76,7 @@ def shard_at(
 
 
 def microbatch(
-    batch: Batch, ids: Sequence[int], place: Place, depths: int = 0, fp8: bool = False
+    batch: Batch, ids: Sequence[int], place: Place, depths: int = 0, tile_rows: int = 1
 ) -> Microbatch:
     """Samples ``ids`` as the rank at ``place`` computes them."""
-    return Microbatch.of(shard_at(batch, ids, place, depths, fp8), 0, place, depths)
+    return Microbatch.of(shard_at(batch, ids, place, depths, tile_rows), 0, place, depths)

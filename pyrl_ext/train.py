@@ -15,6 +15,7 @@ from pyrl_ext.dist.disk import locked
 from pyrl_ext.dist.heartbeat import Heartbeat, heartbeats
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
+from pyrl_ext.megatron.optimizer import name_of
 from pyrl_ext.models import family
 from pyrl_ext.ops import check_extension, serve_gpu_from
 from pyrl_ext.pack.index import BatchIndex
@@ -39,6 +40,8 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
         Interrupt(topo.device).handled() as interrupt,
     ):
         policy = step.policy
+        if topo.is_main and policy.llm.optimizer is not None:
+            print(f"optimizer: {name_of(policy.llm.optimizer)}", flush=True)
         run.resume(policy)
         first = policy.step
         for number in range(first, plan.steps):

@@ -143,6 +143,7 @@ def _override(word: str) -> str:
         "distributed": "optimizer.distributed=true",
         "overlapped": "optimizer.overlap_grad_reduce=true",
         "dynamic": "parallel.dynamic_cp",
+        "te": "model.backend=te",
         "bias": "model.router_bias_update_rate",
     }
     name, _, value = word.partition(":")

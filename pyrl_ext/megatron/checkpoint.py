@@ -21,6 +21,7 @@ from pyrl_ext.dist.file_digests import ALGORITHM, DIGESTS, find_damage, write_di
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.optimizer import load_state, sharded_state
 from pyrl_ext.megatron.quiet import quiet
+from pyrl_ext.megatron.te import with_local_keys, without_states
 from pyrl_ext.plan import Plan
 
 COUNTERS, PLAN = "counters.json", "plan.json"
@@ -172,7 +173,8 @@ def load(folder: Path, parts: Sequence[Part], plan: Plan, topo: Topology) -> dic
     for part in parts:
         for i, model in enumerate(part.models):
             loaded = state["models"][part.key(i)].items()
-            model.load_state_dict({name.removeprefix(part.prefix): x for name, x in loaded})
+            tensors = {name.removeprefix(part.prefix): x for name, x in loaded}
+            model.load_state_dict(tensors | without_states(model))
         if part.optimizer is not None:
             load_state(part.optimizer, state["optimizer"], part.key)
     return counters
@@ -321,7 +323,10 @@ def _state(parts: Sequence[Part], loading: bool = False) -> dict[str, Any]:
     for part in parts:
         metadata = {"dp_cp_group": part.topo.groups.dp_cp}
         models = {
-            part.key(i): model.sharded_state_dict(prefix=part.prefix, metadata=metadata)  # type: ignore
+            part.key(i): with_local_keys(
+                model.sharded_state_dict(prefix=part.prefix, metadata=metadata),  # type: ignore
+                model.config,
+            )
             for i, model in enumerate(part.models)
         }
         state["models"] |= models

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
+from pyrl_ext.megatron.te import te_fields
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
@@ -46,7 +47,8 @@ def transformer_config(plan: Plan, topo: Topology, family_config: Mapping[str, A
         moe_router_fusion=False,  # a fused router returns before the replay hook
     )
     return (MLATransformerConfig if latent else TransformerConfig)(
-        **settings | plan.model.megatron  # the plan's rules refuse fields that the trainer sets
+        # the plan's rules refuse fields that the trainer sets
+        **settings | te_fields(plan) | plan.model.megatron
     )
 
 

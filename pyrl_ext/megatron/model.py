@@ -1,4 +1,4 @@
-"""Build megatron's GPTModel for packed sequences: config, local spec, wrapping."""
+"""Build megatron's GPTModel for packed sequences: config, spec, wrapping."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.config import transformer_config
 from pyrl_ext.megatron.quiet import quiet
 from pyrl_ext.megatron.spec_local import local_mtp_spec, local_spec
+from pyrl_ext.megatron.te import te_mtp_spec, te_spec
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.cp_gather import gathers_latents
 
@@ -26,13 +27,11 @@ def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -
     from pyrl_ext.megatron.features import FeatureGPT
     from pyrl_ext.megatron.mtp import MultiTokenGPT
 
-    if plan.model.backend != "local":
-        raise NotImplementedError(
-            f"model.backend: {plan.model.backend!r} is not built, expected 'local'"
-        )
     sizes = plan.sizes
     if reasons := sizes.unsupported():
         raise NotImplementedError(f"model.config: {reasons[0]}")
+    of_te = plan.model.backend == "te"
+    spec, mtp_spec = (te_spec, te_mtp_spec) if of_te else (local_spec, local_mtp_spec)
     stages = [None] if topo.vpp_size is None else list(range(topo.vpp_size))
     chunks: list[Module] = []
     with quiet():
@@ -40,8 +39,8 @@ def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -
         for stage in stages:
             chunk = (MultiTokenGPT if plan.num_mtp_layers else FeatureGPT)(
                 config,
-                local_spec(config, stage, topo.pp_rank),
-                mtp_block_spec=local_mtp_spec(config, stage),
+                spec(config, stage, topo.pp_rank),
+                mtp_block_spec=mtp_spec(config, stage),
                 vocab_size=-(-sizes.vocab_size // topo.tp_size) * topo.tp_size,
                 max_sequence_length=sizes.max_position_embeddings,
                 pre_process=topo.is_first_stage and stage in (None, 0),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.quiet import quiet
+from pyrl_ext.megatron.te import use_kernels
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
 
@@ -25,6 +26,7 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+    use_kernels(plan.model.backend)
     options, dtype = plan.optimizer, dtype_of(plan.model.dtype)
     config = OptimizerConfig(
         optimizer="adam",
@@ -44,6 +46,12 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
         )
     _gather_once(optimizer)
     return optimizer
+
+
+def name_of(optimizer: Any) -> str:
+    """The class that updates the weights, with the package it is from."""
+    kind = type(_parts(optimizer)[0].optimizer)
+    return f"{kind.__module__.split('.')[0]}.{kind.__name__}"
 
 
 def join_build_optimizer(topo: Topology) -> None:

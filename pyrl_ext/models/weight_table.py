@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.dist.topology import Topology
+from pyrl_ext.megatron.te import local_name
 from pyrl_ext.plan.model.sizes import ModelSizes
 
 Shard = Literal["same", "rows", "columns", "gated", "grouped", "vocab"]
@@ -236,6 +237,7 @@ def named_parameters_global(
                 name = "embedding.word_embeddings.weight"  # the last stage's copy
             name = re.sub(r"^decoder\.layers\.(\d+)\.", rename, name)
             name = re.sub(r"^mtp\.layers\.(\d+)\.mtp_model_layer\.", rename_ahead, name)
+            name = local_name(name, ep_rank * local_experts)
             if (experts := _STACKED.fullmatch(name)) is None:
                 named[name] = tensor
                 continue

@@ -107,13 +107,12 @@ def seats_of(plan: Plan, index: BatchIndex) -> list[Seat]:
     ]
     routed = index.layer_ids if plan.replay.enabled else ()
     layers = [tuple(i for i in routed if i in stage) for stage in held]
-    fp8 = plan.model.fp8 is not None
     seats = [Seat(-1, last_stage=False)] * plan.world_size
     for name, grid in plan.grids.items():
         for r in map(grid.place, grid.ranks):
             if name == "llm":
                 shared = r.dp * parallel.cp + r.cp, r.tp, parallel.tp
-                seats[r.rank] = Seat(*shared, r.pp == last, layers[r.pp], fp8)
+                seats[r.rank] = Seat(*shared, r.pp == last, layers[r.pp], plan.tile_rows)
             elif r.pp == 0:
                 seats[r.rank] = seats[r.rank]._replace(replica=r.dp)
     return seats

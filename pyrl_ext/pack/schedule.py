@@ -160,7 +160,7 @@ def plan_dynamic_cp(
     min_cp_size: int = 1,
     max_cp_size: int | None = None,
     tp_size: int = 1,
-    fp8: bool = False,
+    tile_rows: int = 1,
     pp_size: int = 1,
     vpp_size: int = 1,
 ) -> Schedule:
@@ -171,8 +171,8 @@ def plan_dynamic_cp(
 
     Args:
         seqlens: rows of each sample [tokens].
-        num_ranks, max_tokens_per_rank, cost, min_cp_size, max_cp_size, tp_size, fp8, pp_size,
-            vpp_size: see `CpGroups`.
+        num_ranks, max_tokens_per_rank, cost, min_cp_size, max_cp_size, tp_size, tile_rows,
+            pp_size, vpp_size: see `CpGroups`.
 
     Returns:
         A microbatch has no sample at all only if there are fewer samples than microbatches.
@@ -188,7 +188,7 @@ def plan_dynamic_cp(
         min_cp_size=min_cp_size,
         max_cp_size=max_cp_size,
         tp_size=tp_size,
-        fp8=fp8,
+        tile_rows=tile_rows,
         pp_size=pp_size,
         vpp_size=vpp_size,
     )

@@ -27,7 +27,7 @@ class Seat(NamedTuple):
         tp_rank, tp_size: tensor-parallel ranks; the routers of each see a part of the rows.
         last_stage: whether the rank computes losses.
         layers: 0-based global ids of its layers whose routers replay, ascending.
-        fp8: sequences are padded to whole tiles.
+        tile_rows: rows of a tensor-parallel rank are a multiple of this (FP8).
         replica: of an encoder whose first stage the rank holds; -1: it takes no patches.
     """
 
@@ -36,7 +36,7 @@ class Seat(NamedTuple):
     tp_size: int = 1
     last_stage: bool = True
     layers: tuple[int, ...] = ()
-    fp8: bool = False
+    tile_rows: int = 1
     replica: int = -1
 
 
@@ -62,7 +62,7 @@ def layout_of(group: Group, lengths: Lengths, seat: Seat) -> TokenLayout:
         tuple(int(lengths.seqlens[i]) for i in group.samples) or (1,),
         cp_size=group.cp_size,
         tp_size=seat.tp_size,
-        align=alignment(seat.tp_size, group.cp_size, seat.fp8),
+        align=alignment(seat.tp_size, group.cp_size, seat.tile_rows),
         starts=tuple(int(lengths.starts[i]) for i in group.samples) or (-1,),
     )
 

@@ -37,6 +37,6 @@ def parse_plan(
         print(error, file=sys.stderr)
         return options, None
     if plan.unsupported:
-        print("\n".join(f"not built yet: {reason}" for reason in plan.unsupported), file=sys.stderr)
+        print("\n".join(f"cannot run: {reason}" for reason in plan.unsupported), file=sys.stderr)
         return options, None
     return options, plan

@@ -6,6 +6,7 @@ from pyrl_ext.plan.forecast.cp_gather import choose_gather
 from pyrl_ext.plan.forecast.fits import seems_to_fit
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules import changed
+from pyrl_ext.plan.rules.te import te_problems
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
@@ -98,8 +99,7 @@ def _placement(plan: Plan) -> list[str]:
 def unsupported(plan: Plan) -> tuple[str, ...]:
     """Parts of `plan` that the trainer refuses to start, each with its key."""
     found = [f"model.config: {reason}" for reason in plan.sizes.unsupported()]
-    if plan.model.backend != "local":
-        found.append(f"model.backend: {plan.model.backend} is not connected yet. Use local")
+    found += te_problems(plan)
     found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]
     if plan.sizes.vision and not plan.modules:
         reads = f"{plan.model.family} reads images, which nothing would encode"

@@ -18,7 +18,7 @@ from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
 from pyrl_ext.plan.language.renamed import renamed_tree
 from pyrl_ext.plan.model import ranks
-from pyrl_ext.plan.model.alignment import alignment
+from pyrl_ext.plan.model.alignment import TILE_ROWS, alignment
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
 from pyrl_ext.plan.model.sizes import ModelSizes, read_sizes
 from pyrl_ext.plan.schema import Config, Parallel
@@ -162,7 +162,12 @@ class Plan(Config):
     @property
     def row_alignment(self) -> int:
         """Rows of a packed sequence are padded to a multiple of this."""
-        return alignment(self.parallel.tp, self.parallel.cp, self.model.fp8 is not None)
+        return alignment(self.parallel.tp, self.parallel.cp, self.tile_rows)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tensor-parallel rank are a multiple of this (FP8)."""
+        return TILE_ROWS[self.model.fp8]
 
     @property
     def longest(self) -> int:

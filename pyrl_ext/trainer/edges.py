@@ -184,12 +184,12 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
 
 def _readers(plan: Plan, depth: int) -> dict[int, Seat]:
     """The ranks of the language model that embed rows at ``depth``, each with its seat."""
-    llm, fp8 = plan.grids["llm"], plan.model.fp8 is not None
+    llm, tile = plan.grids["llm"], plan.tile_rows
     sizes, stage = llm.parallel, 0
     if depth:
         stage = next(i for i, chunks in enumerate(plan.stages) if any(c.mtp for c in chunks))
     return {
-        llm.rank_of(dp=d, pp=stage, cp=c, tp=t): Seat(d * sizes.cp + c, t, sizes.tp, fp8=fp8)
+        llm.rank_of(dp=d, pp=stage, cp=c, tp=t): Seat(d * sizes.cp + c, t, sizes.tp, tile_rows=tile)
         for d, c, t in product(range(sizes.dp), range(sizes.cp), range(sizes.tp))
     }
 

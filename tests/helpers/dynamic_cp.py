@@ -26,14 +26,14 @@ def problems(draw: st.DrawFn, most_samples: int = 40) -> tuple[tuple[Any, ...], 
     ranks = least * draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 24]))
     sizes = [s for s in (least * 2**i for i in range(8)) if s <= ranks]
     most = draw(st.sampled_from([*sizes, ranks, None]))
-    tp, fp8 = draw(st.sampled_from([1, 2])), draw(st.booleans())
-    limit = draw(st.integers(1, 12)) * alignment(tp, 2, True)
-    top = limit * (ranks if most is None else most) // alignment(tp, most or ranks, fp8)
-    top *= alignment(tp, most or ranks, fp8)
+    tp, tile = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 8, 32]))
+    limit = draw(st.integers(1, 12)) * alignment(tp, 2, 16)
+    top = limit * (ranks if most is None else most) // alignment(tp, most or ranks, tile)
+    top *= alignment(tp, most or ranks, tile)
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]))
     lengths = st.one_of(st.integers(1, top), st.integers(1, min(top, limit)))
     seqlens = draw(st.lists(lengths, min_size=1, max_size=most_samples))
-    options = dict(min_cp_size=least, max_cp_size=most, tp_size=tp, fp8=fp8)
+    options = dict(min_cp_size=least, max_cp_size=most, tp_size=tp, tile_rows=tile)
     return (seqlens, ranks, limit), dict(**options, pp_size=pp, vpp_size=vpp)
 
 

@@ -93,6 +93,7 @@ def fork_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Iterator[
 
 
 _SERVERS: list[ForkServer] = []
+PRELOAD = ["pyrl_ext.trainer.policy"]
 
 
 def _servers(count: int) -> list[ForkServer]:
@@ -103,7 +104,7 @@ def _servers(count: int) -> list[ForkServer]:
     """
     while len(_SERVERS) < count:
         server = ForkServer()
-        server.set_forkserver_preload(["pyrl_ext.trainer.policy"])
+        server.set_forkserver_preload(PRELOAD)
         # megatron's imports ask for GPUs, and CUDA cannot be used in forks of who did; gloo ranks
         # need none
         with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):

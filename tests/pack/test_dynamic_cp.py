@@ -23,7 +23,7 @@ from tests.helpers.dynamic_cp import COST, least_makespan, problems
 def check(plan: Schedule, seqlens, ranks, limit, **options) -> None:
     """Each claim of the docstring, from the lengths."""
     least, most = options.get("min_cp_size", 1), options.get("max_cp_size") or ranks
-    tp, fp8 = options.get("tp_size", 1), options.get("fp8", False)
+    tp, tile = options.get("tp_size", 1), options.get("tile_rows", 1)
     assert plan.num_ranks == ranks
     assert sorted(plan.samples) == list(range(len(seqlens)))
     for groups in plan.microbatches:
@@ -35,7 +35,7 @@ def check(plan: Schedule, seqlens, ranks, limit, **options) -> None:
             assert size == ranks or (size // least) & (size // least - 1) == 0
             assert size in cp_sizes(ranks, least, most)  # whose process groups ranks have
             assert all(cp_group(r, ranks, size) == group_ranks for r in group_ranks)
-            align = alignment(tp, size, fp8)
+            align = alignment(tp, size, tile)
             assert sum(-(-seqlens[i] // align) * align for i in samples) <= limit * size
             assert list(samples) == sorted(samples)
     if options.get("vpp_size", 1) > 1:
@@ -45,13 +45,13 @@ def check(plan: Schedule, seqlens, ranks, limit, **options) -> None:
     assert 0 < plan.lower_bound <= plan.makespan * (1 + 1e-12)
 
 
-def makespan(plan: Schedule, seqlens, cost: CostModel, tp: int = 1, fp8: bool = False) -> float:
+def makespan(plan: Schedule, seqlens, cost: CostModel, tp: int = 1, tile: int = 1) -> float:
     """Seconds of the slowest group of every microbatch, from the formula of `CostModel`."""
     total = 0.0
     for groups in plan.microbatches:
         slowest = 0.0
         for _, size, samples in groups:
-            align = alignment(tp, size, fp8)
+            align = alignment(tp, size, tile)
             rows = [-(-seqlens[i] // align) * align for i in samples]
             received, exchange = sum(rows) * (size - 1) / size, cost.exchange(size)
             work = cost.token_seconds * sum(rows) + cost.square_seconds * sum(n * n for n in rows)
@@ -68,7 +68,7 @@ def test_plan_dynamic_cp_keeps_its_promises(problem):
     args, options = problem
     plan = plan_dynamic_cp(*args, cost=COST, **options)
     check(plan, *args, **options)
-    paddings = options["tp_size"], options["fp8"]
+    paddings = options["tp_size"], options["tile_rows"]
     assert plan.makespan == pytest.approx(makespan(plan, args[0], COST, *paddings), rel=1e-9)
     assert plan == plan_dynamic_cp(tuple(args[0]), *args[1:], cost=COST, **options)
 

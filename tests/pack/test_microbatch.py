@@ -30,20 +30,20 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("tile_rows", [1, 8])
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_of_takes_the_rows_of_its_place(place, fp8):
+def test_of_takes_the_rows_of_its_place(place, tile_rows):
     batch, ids = random_batch(6), [4, 0, 3]
     routes = batch.routes
     assert routes is not None
-    if fp8:  # and ids of two bytes
+    if tile_rows > 1:  # and ids of two bytes
         batch = batch.with_(routes=routes.to(torch.uint16))
-    shard = shard_at(batch, ids, place, fp8=fp8)
+    shard = shard_at(batch, ids, place, tile_rows=tile_rows)
     micro = Microbatch.of(shard, 0, place)
     rows = micro.rows
-    if not fp8:
+    if tile_rows == 1:
         assert rows.tolist() == local_rows(batch, ids, place)
-    tile = 16 * place.cp_size if fp8 else 1
+    tile = tile_rows * place.cp_size * place.tp_size
     assert all(n % tile == 0 for n in micro.layout.padded_seqlens)
     part = len(rows) // place.tp_size
     of_router = rows[place.tp_rank * part :][:part]

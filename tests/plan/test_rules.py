@@ -189,13 +189,14 @@ def test_compile_plan_takes_fewer_samples_than_ranks_that_may_share_them():
     assert len(problems_of(SFT, *own)) == 1
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_alignment_equals_the_layouts(fp8: bool):
+@pytest.mark.parametrize("tile", [1, 8, 32])
+def test_alignment_equals_the_layouts(tile: int):
+    """The part of every tensor-parallel rank is whole tiles, also where 16 rows have many ranks."""
     for tp, cp, rows in product((1, 2, 3, 8), (1, 2, 3, 4, 6), (1, 15, 16, 17, 100)):
-        layout = TokenLayout((rows,), cp, tp, align=16 * cp if fp8 else 1)
-        unit = alignment(tp, cp, fp8)
+        unit = alignment(tp, cp, tile)
+        layout = TokenLayout((rows,), cp, tp, align=unit)
         assert layout.padded_seqlens == (-(-rows // unit) * unit,)
-        assert not fp8 or layout.padded_seqlens[0] // cp % 16 == 0
+        assert layout.num_local // tp % tile == 0
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 5, 6, 8, 12, 16])

@@ -71,7 +71,7 @@ def test_strategies_are_priced_as_a_loop_over_rows_does(overrides):
                 launch, token, square = model.rates(size)
                 time = launch if samples else 0.0
                 for sample in samples:
-                    align = alignment(tp, size, False)
+                    align = alignment(tp, size)
                     n = -(-rows[sample] // align) * align
                     time += token * n + square * n * n
                     padded, shared = padded + n, shared + size * rows[sample]
@@ -95,8 +95,7 @@ def test_strategies_are_priced_as_a_loop_over_rows_does(overrides):
         assert (each.moved, each.away) == (round(moved), round(away))
         limit = plan.batching.tokens_per_microbatch
         assert all(
-            sum(-(-rows[i] // alignment(tp, size, False)) for i in samples)
-            * alignment(tp, size, False)
+            sum(-(-rows[i] // alignment(tp, size)) for i in samples) * alignment(tp, size)
             <= limit * size
             for groups in each.microbatches
             for _, size, samples in groups
@@ -203,11 +202,11 @@ def test_compare_refuses_groups_if_none_were_measured(tmp_path: Path):
 def test_cp_groups_pad_for_tiles_of_8_bit_products():
     cost = CostModel(1.0, 1.0)
     plain = compile_plan(LONG)
-    tiles = compile_plan(LONG, ["model.backend=te", "model.fp8=hybrid"])
-    for plan, fp8 in ((plain, False), (tiles, True)):
+    tiles = compile_plan(LONG, ["model.backend=te", "model.dtype=bfloat16", "model.fp8=blockwise"])
+    for plan, tile in ((plain, 1), (tiles, 8)):
         units = [each.unit for each in cp_groups(plan, cost).sizes]
-        assert units == [alignment(1, size, fp8) for size in (2, 4, 8)]
-    assert alignment(1, 2, True) > alignment(1, 2, False)
+        assert units == [alignment(1, size, tile) for size in (2, 4, 8)]
+    assert alignment(1, 2, 8) > alignment(1, 2)
 
 
 # Files -------------------------------------------------------------------------------------------

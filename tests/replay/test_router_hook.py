@@ -127,7 +127,7 @@ def test_use_leaves_padding_out_of_the_counts(replayed):
     from megatron.core.transformer.moe.router import TopKRouter
 
     plan, batch = tiny_plan(), random_batch(4, unrouted=0.3)
-    shard = shard_at(batch, range(4), Place(), fp8=True)
+    shard = shard_at(batch, range(4), Place(), tile_rows=16)
     micro = Microbatch.of(shard, 0, Place())
     rows = micro.rows.tolist()
     assert min(rows) < 0 and not batch.route_mask.all()

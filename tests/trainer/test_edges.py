@@ -286,7 +286,7 @@ def test_build_edges_joins_last_stages_to_the_seats_of_the_first(tmp_path, train
         (1, 0, 1),
     ]
     wanted = [
-        (Seat(2 * d + c, t, 2, fp8=True), plan.grids["llm"].rank_of(dp=d, cp=c, tp=t))
+        (Seat(2 * d + c, t, 2, tile_rows=8), plan.grids["llm"].rank_of(dp=d, cp=c, tp=t))
         for d in range(2)
         for c in range(2)
         for t in range(2)

@@ -31,7 +31,7 @@ def cp_groups(plan: Plan, cost: CostModel) -> CpGroups:
         min_cp_size=parallel.cp,
         max_cp_size=parallel.dynamic_cp,
         tp_size=parallel.tp,
-        fp8=plan.model.fp8 is not None,
+        tile_rows=plan.tile_rows,
         pp_size=parallel.pp,
         vpp_size=parallel.vpp_size,
     )

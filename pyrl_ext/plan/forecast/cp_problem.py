@@ -110,8 +110,8 @@ class CpGroups:
         min_cp_size: ranks of the smallest groups; divides ``num_ranks``.
         max_cp_size: ranks of the largest groups; None: ``num_ranks``.
         tp_size: tensor-parallel ranks that share the rows of a rank of the grid.
-        fp8: each rank's rows are whole tiles of 8-bit products. With ``tp_size`` and a group's
-            size, the padding of its samples (`alignment`).
+        tile_rows: each rank's rows are a multiple of this. With ``tp_size`` and a group's size, the
+            padding of its samples (`alignment`).
         pp_size, vpp_size: pipeline ranks, and model chunks on each. With several chunks the number
             of microbatches is a multiple of ``pp_size``.
 
@@ -126,7 +126,7 @@ class CpGroups:
     min_cp_size: int = 1
     max_cp_size: int | None = None
     tp_size: int = 1
-    fp8: bool = False
+    tile_rows: int = 1
     pp_size: int = 1
     vpp_size: int = 1
 
@@ -141,7 +141,7 @@ class CpGroups:
         """Every size of a group, ascending."""
         found = []
         for size in _group_sizes(self.num_ranks, self.min_cp_size, self.max_cp_size):
-            unit = alignment(self.tp_size, size, self.fp8)
+            unit = alignment(self.tp_size, size, self.tile_rows)
             limit = self.max_tokens_per_rank * size // unit * unit
             found.append(CpSize(size, unit, limit, *self.cost.rates(size)))
         return tuple(found)

@@ -151,7 +151,7 @@ def _totals(samples: tuple[Sample, ...]) -> tuple[int, int, int]:
 def _rounds_of(plan: Plan, samples: tuple[Sample, ...]) -> tuple[Round, ...]:
     parallel, limit = plan.parallel, plan.batching.tokens_per_microbatch
     sizes = parallel.dp, parallel.tp, parallel.cp, parallel.dynamic_cp
-    return _rounds(samples, *sizes, limit, plan.model.fp8 is not None)
+    return _rounds(samples, *sizes, limit, plan.tile_rows)
 
 
 @lru_cache(maxsize=512)
@@ -162,21 +162,21 @@ def _rounds(
     cp: int,
     dynamic: int | None,
     limit: int,
-    fp8: bool,
+    tile_rows: int,
 ) -> tuple[Round, ...]:
     """Rounds of `samples`. Under dynamic context parallelism a sample runs on the smallest group
     in which a rank's part is within the limit, together with samples of that size."""
     if dynamic is None:
-        return tuple(_pack(samples, cp, dp, limit * cp, alignment(tp, cp, fp8)))
+        return tuple(_pack(samples, cp, dp, limit * cp, alignment(tp, cp, tile_rows)))
     classes: dict[int, list[Sample]] = {}
-    units = {size: alignment(tp, size, fp8) for size in cp_sizes(dp * cp, cp, dynamic)}
+    units = {size: alignment(tp, size, tile_rows) for size in cp_sizes(dp * cp, cp, dynamic)}
     for sample in samples:
         fitting = (s for s, unit in units.items() if _padded(sample.rows, unit) <= limit * s)
         classes.setdefault(next(fitting, max(units)), []).append(sample)
     return tuple(
         each
         for size, held in sorted(classes.items())
-        for each in _pack(held, size, dp * cp // size, limit * size, alignment(tp, size, fp8))
+        for each in _pack(held, size, dp * cp // size, limit * size, alignment(tp, size, tile_rows))
     )
 
 

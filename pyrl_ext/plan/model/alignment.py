@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 
-FP8_TILE_ROWS = 16
-"""Tensor cores multiply 8-bit matrices in tiles of this many rows."""
+# recipe of products in 8 bits -> rows of a matrix come in multiples of this
+TILE_ROWS = {None: 1, "blockwise": 8, "tensorwise": 8, "mxfp8": 32}
 
 
-def alignment(tp_size: int, cp_size: int, fp8: bool = False) -> int:
+def alignment(tp_size: int, cp_size: int, tile_rows: int = 1) -> int:
     """Rows of a packed sequence are padded to a multiple of this.
 
-    Sequence parallelism gives each of `tp_size` ranks an equal part, the zigzag gives each of
-    `cp_size` ranks (if more than one) two, and FP8 gives a context-parallel rank whole tiles.
+    Sequence parallelism gives each of `tp_size` ranks an equal part, and the zigzag gives each of
+    `cp_size` ranks (if more than one) two. The part of each of all of them is a multiple of
+    `tile_rows`.
     """
     unit = tp_size if cp_size == 1 else 2 * cp_size * tp_size
-    return math.lcm(unit, FP8_TILE_ROWS * cp_size) if fp8 else unit
+    return math.lcm(unit, tile_rows * tp_size * cp_size)

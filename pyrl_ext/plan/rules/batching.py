@@ -41,7 +41,7 @@ def groups_have_a_spread(plan: Plan) -> Found:
 def longest_sample_fits(plan: Plan) -> Found:
     parallel, budget = plan.parallel, plan.batching.tokens_per_microbatch
     cp = parallel.dynamic_cp or parallel.cp  # of a microbatch that holds the longest sample
-    unit = alignment(parallel.tp, cp, plan.model.fp8 is not None)
+    unit = alignment(parallel.tp, cp, plan.tile_rows)
     rows = -(-plan.longest // unit) * unit
     least = rows // cp
     if budget < least:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pyrl_ext.plan.forecast.hardware import GPUS, gpu_of
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
 
@@ -26,47 +25,6 @@ def routers_have_a_bias(plan: Plan) -> Found:
 def mtp_layers_exist(plan: Plan) -> Found:
     if plan.model.mtp and not plan.sizes.num_nextn_predict_layers:
         return f"on, expected num_nextn_predict_layers above 0 {in_config(plan)}. Use mtp: off"
-
-
-@rule("model.backend")
-def te_needs_a_gpu(plan: Plan) -> Found:
-    if plan.model.backend == "te" and plan.device == "cpu":
-        return "te with device cpu, expected device cuda; its kernels run on GPUs only. Use local"
-
-
-@rule("model.fp8")
-def fp8_is_transformer_engines(plan: Plan) -> Found:
-    if plan.model.fp8 and plan.model.backend != "te":
-        return (
-            f"{plan.model.fp8} with model.backend {plan.model.backend}, expected null; only "
-            "transformer-engine has products in 8 bits. Use backend: te"
-        )
-
-
-@rule("model.fp8")
-def the_gpu_has_fp8(plan: Plan) -> Found:
-    gpu = gpu_of(plan)
-    if plan.model.fp8 and gpu and "fp8" not in gpu.flops:
-        having = ", ".join(name for name, each in GPUS.items() if "fp8" in each.flops)
-        return (
-            f"{plan.model.fp8} with hardware.gpu {plan.hardware.gpu}, expected one of {having}; it "
-            "has no products in 8 bits. Use null"
-        )
-
-
-@rule("model.fp8")
-def fp8_widths_are_multiples_of_16(plan: Plan) -> Found:
-    sizes, tp = plan.sizes, plan.parallel.tp
-    parts = {f"hidden_size {sizes.hidden_size}": sizes.hidden_size} | {
-        f"{name} {width} / tp {tp}": width // tp for name, width in sizes.tp_widths.items()
-    }
-    width, etp = sizes.moe_intermediate_size, plan.parallel.etp_size
-    parts[f"moe_intermediate_size {width} / etp {etp}"] = width // etp
-    if plan.model.fp8 and (odd := [name for name, part in parts.items() if part % 16]):
-        return (
-            f"{plan.model.fp8} with {', '.join(odd)} {in_config(plan)}, expected multiples of 16 "
-            "on a rank; tensor cores multiply 8-bit matrices in tiles of 16. Lower tp, or use null"
-        )
 
 
 @rule("model.offload_layers")

@@ -51,13 +51,14 @@ class Model(Section):
     dtype: Dtype = "float32"
     """of weights and activations; statistics stay float32"""
     backend: Literal["local", "te"] = "local"
-    """layers: megatron-core's own, or transformer-engine's (needs a GPU)"""
+    """layers and Adam: megatron-core's and torch's own, or transformer-engine's (needs a GPU)"""
     recompute: Literal["none", "selective", "full"] = "none"
     """activations computed again in the backward pass, to save memory"""
     offload_layers: Count = 0
     """decoder layers whose activations are offloaded to host memory until the backward pass (te)"""
-    fp8: Literal["e4m3", "hybrid"] | None = None
-    """products in 8 bits, with this format of activations and gradients (te); null: none"""
+    fp8: Literal["blockwise", "tensorwise", "mxfp8"] | None = None
+    """products in 8 bits, with one scale a block of 128, a tensor, or a block of 32 (B200); weights
+    and their updates keep their dtype (te); null: none"""
     router_bias_update_rate: NonNegative = 0.0
     """step of the routers' expert bias towards balance; 0 keeps the loaded bias"""
     mtp: bool = False

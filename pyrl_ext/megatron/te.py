@@ -1,0 +1,173 @@
+"""TransformerEngine's layers and kernels (``model.backend: te``).
+
+Its linears, norms and grouped products; core attention is this package's, as in the local backend.
+Names of weights and keys of checkpoints are those of the local backend, so everything beyond the
+model's build sees no difference.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch.nn import Module
+
+from pyrl_ext.plan import Plan
+
+# live tensor of TransformerEngine's layers -> its name in the local backend, in order
+_NAMES = (
+    (r"\.self_attention\.linear_qkv\.layer_norm_weight$", ".input_layernorm.weight"),
+    (
+        r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$",
+        r".self_attention.\1_layernorm.weight",
+    ),
+    (r"\.mlp\.linear_fc1\.layer_norm_weight$", ".pre_mlp_layernorm.weight"),
+)
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])\.weight(\d+)")
+# key of a checkpoint that TransformerEngine's layers write -> the key that local layers write; of
+# models with latent attention, and of others
+_LATENT_KEYS = _NAMES[1:]
+_GROUPED_KEYS = ((r"\.pre_mlp_layernorm\.weight$", ".mlp.linear_fc1.layer_norm_weight"),)
+_STATE = "_extra_state"
+
+
+def local_name(name: str, first_expert: int) -> str:
+    """The local backend's name of a live tensor; names of the local backend stay as they are.
+
+    Args:
+        first_expert: global id of the rank's first expert.
+    """
+    if expert := _EXPERT.fullmatch(name):
+        return f"{expert[1]}.local_experts.{first_expert + int(expert[3])}.{expert[2]}.weight"
+    for pattern, plain in _NAMES:
+        name = re.sub(pattern, plain, name)
+    return name
+
+
+def te_fields(plan: Plan) -> dict[str, Any]:
+    """Fields of megatron's config that differ from the local backend's; none for that one."""
+    if plan.model.backend != "te":
+        return {}
+    fields = {
+        "transformer_impl": "transformer_engine",
+        "moe_grouped_gemm": bool(plan.sizes.num_experts),
+    }
+    if recipe := plan.model.fp8:
+        # the range of e5m2 is for gradients that share one scale a tensor; blocks have their own
+        form = "hybrid" if recipe == "tensorwise" else "e4m3"
+        fields |= {"fp8": form, "fp8_recipe": recipe}
+    return fields
+
+
+def te_spec(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
+    """megatron's decoder block spec of TransformerEngine's layers, with packed attention.
+
+    Raises: RuntimeError if megatron cannot import TransformerEngine.
+    """
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from pyrl_ext.megatron.features import FeatureLayer
+
+    if not HAVE_TE:
+        raise RuntimeError(
+            "model.backend: te, but megatron-core could not import transformer_engine, expected it "
+            "to; megatron takes its own layers then and says nothing. Try: python -c 'import "
+            "transformer_engine.pytorch.fp8'"
+        )
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
+    )
+    for layer in spec.layer_specs:  # type: ignore[union-attr]
+        layer.module = FeatureLayer
+        _fit(layer, config)
+    return spec
+
+
+def te_mtp_spec(config: Any, vp_stage: int | None) -> Any:
+    """The MTP layers of this model chunk, each a decoder layer with experts; None without any."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    from pyrl_ext.megatron import mtp
+
+    if not mtp.layers_here(config, vp_stage):
+        return None
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+    _fit(layer, config)
+    return mtp.block_spec(layer, config.mtp_num_layers, norm=TENorm, linear=TEColumnParallelLinear)
+
+
+def _fit(layer: Any, config: Any) -> None:
+    """Put this package's attention into one layer spec."""
+    from megatron.core.extensions.transformer_engine import TELinear
+    from megatron.core.transformer import multi_latent_attention
+
+    from pyrl_ext.megatron.local_layers import LatentAttention
+    from pyrl_ext.megatron.packed_attention import PackedAttention
+
+    attention = layer.submodules.self_attention
+    attention.submodules.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        # takes the projections as the spec has them: megatron-core 0.19.2 would put a norm that no
+        # checkpoint has before queries that are not compressed
+        attention.module = LatentAttention
+        multi_latent_attention.TELinear = TELinear  # the local backend puts its own class there
+
+
+def use_kernels(backend: str) -> None:
+    """Let megatron's optimizer take ``backend``'s Adam, and its kernels of norm, scale and copy.
+
+    megatron-core 0.19.2 takes TransformerEngine's wherever it can be imported, for models of local
+    layers too: their arithmetic would depend on what else is installed.
+    """
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer import optimizer as mixed
+
+    norms, mixes, builds = vars(clip_grads), vars(mixed), vars(optimizer)
+    if backend == "te":
+        from transformer_engine.pytorch import optimizers as te
+
+        adam, apply, scale = te.FusedAdam, te.multi_tensor_applier, te.multi_tensor_scale
+        norm, scale_by_tensor = te.multi_tensor_l2norm, te.multi_tensor_scale_tensor
+    else:
+        from torch.optim import AdamW as adam
+
+        apply, scale = utils.local_multi_tensor_applier, utils.local_multi_tensor_scale
+        norm, scale_by_tensor = utils.local_multi_tensor_l2_norm, None
+    builds |= {"Adam": adam, "USING_PYTORCH_OPTIMIZER": backend != "te"}
+    norms |= {"multi_tensor_applier": apply, "l2_norm_impl": norm, "multi_tensor_scale_impl": scale}
+    norms["multi_tensor_scale_tensor_impl"] = scale_by_tensor
+    mixes |= {"multi_tensor_applier": apply, "multi_tensor_scale_impl": scale}
+
+
+# checkpoints -------------------------------------------------------------------------------------
+
+
+def with_local_keys(state: dict[str, Any], config: Any) -> dict[str, Any]:
+    """A model's sharded state with the keys that the local backend writes, and without the states
+    of scales: recipes that the plan allows keep none. Renames in place.
+
+    Args:
+        state: name of a live tensor -> its part of a checkpoint.
+        config: megatron's.
+    """
+    if config.transformer_impl != "transformer_engine":
+        return state
+    renamed = _LATENT_KEYS if config.multi_latent_attention else _GROUPED_KEYS
+    kept = {name: part for name, part in state.items() if not name.endswith(_STATE)}
+    for part in kept.values():
+        for pattern, key in renamed:
+            part.key = re.sub(pattern, key, part.key)
+    return kept
+
+
+def without_states(model: Module) -> dict[str, None]:
+    """Empty states of scales, which ``load_state_dict`` of ``model`` asks for beside its tensors."""
+    return dict.fromkeys(name for name in model.state_dict() if name.endswith(_STATE))

@@ -1,0 +1,110 @@
+"""TransformerEngine: its packages, and what its products in 8 bits demand."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from pyrl_ext.plan.forecast.hardware import GPUS, gpu_of
+from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.rules._rule import Found, in_config, rule
+
+# megatron-core 0.19.2 asks for 2.14 at most; a later major version may move what it imports
+OLDEST, TOO_NEW = (2, 14), (3, 0)
+MXFP8_TARGET = 100
+INSTALL = (
+    "CUDA_HOME=/usr/local/cuda pip install --no-build-isolation "
+    "'transformer-engine[pytorch,core_cu13]==2.20.2' (make te, in a checkout)"
+)
+
+
+def te_problems(plan: Plan) -> list[str]:
+    """Why `plan` cannot run TransformerEngine's layers here."""
+    if plan.model.backend != "te":
+        return []
+    found = [f"{problem}. Run: {INSTALL}"] if (problem := _package_problem()) else []
+    if plan.modules:
+        found.append(
+            f"{', '.join(plan.modules)} in modules, expected none; an encoder beside "
+            "transformer-engine's layers has not been run. Use local"
+        )
+    return [f"model.backend: te, {each}" for each in found]
+
+
+def _package_problem() -> str | None:
+    """The package of transformer-engine that is missing or of a wrong version; imports none."""
+    for name in ("transformer_engine", "transformer_engine_torch"):
+        if find_spec(name) is None:
+            return f"{name} is not installed, expected it"
+    try:
+        found = version("transformer-engine")
+    except PackageNotFoundError:
+        return "transformer_engine is installed without its version, expected a package of pip"
+    if not OLDEST <= tuple(map(int, found.split(".")[:2])) < TOO_NEW:
+        allowed = " to before ".join(".".join(map(str, each)) for each in (OLDEST, TOO_NEW))
+        return f"transformer-engine {found}, expected {allowed}"
+    spec = find_spec("transformer_engine")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    if not any((Path(each) / "pytorch" / "fp8.py").exists() for each in folders):
+        return (
+            f"transformer-engine {found} without transformer_engine.pytorch.fp8, expected it; "
+            "megatron-core 0.19.2 imports it, and takes its own layers in silence where it cannot"
+        )
+    return None
+
+
+@rule("model.backend")
+def te_needs_a_gpu(plan: Plan) -> Found:
+    if plan.model.backend == "te" and plan.device == "cpu":
+        return "te with device cpu, expected device cuda; its kernels run on GPUs only. Use local"
+
+
+@rule("model.fp8")
+def fp8_is_transformer_engines(plan: Plan) -> Found:
+    if plan.model.fp8 and plan.model.backend != "te":
+        return (
+            f"{plan.model.fp8} with model.backend {plan.model.backend}, expected null; only "
+            "transformer-engine has products in 8 bits. Use backend: te"
+        )
+
+
+@rule("model.fp8")
+def the_gpu_has_fp8(plan: Plan) -> Found:
+    gpu = gpu_of(plan)
+    if plan.model.fp8 == "mxfp8" and gpu and gpu.target < MXFP8_TARGET:
+        having = ", ".join(name for name, each in GPUS.items() if each.target >= MXFP8_TARGET)
+        return (
+            f"mxfp8 with hardware.gpu {plan.hardware.gpu}, expected {having}; only Blackwell "
+            "scales blocks of 32. Use blockwise"
+        )
+    if plan.model.fp8 and gpu and "fp8" not in gpu.flops:
+        having = ", ".join(name for name, each in GPUS.items() if "fp8" in each.flops)
+        return (
+            f"{plan.model.fp8} with hardware.gpu {plan.hardware.gpu}, expected one of {having}; it "
+            "has no products in 8 bits. Use null"
+        )
+
+
+@rule("model.fp8")
+def fp8_widths_are_multiples_of_16(plan: Plan) -> Found:
+    sizes, tp = plan.sizes, plan.parallel.tp
+    parts = {f"hidden_size {sizes.hidden_size}": sizes.hidden_size} | {
+        f"{name} {width} / tp {tp}": width // tp for name, width in sizes.tp_widths.items()
+    }
+    width, etp = sizes.moe_intermediate_size, plan.parallel.etp_size
+    parts[f"moe_intermediate_size {width} / etp {etp}"] = width // etp
+    if plan.model.fp8 and (odd := [name for name, part in parts.items() if part % 16]):
+        return (
+            f"{plan.model.fp8} with {', '.join(odd)} {in_config(plan)}, expected multiples of 16 "
+            "on a rank; tensor cores multiply 8-bit matrices in tiles of 16. Lower tp, or use null"
+        )
+
+
+@rule("model.fp8")
+def fp8_is_of_bfloat16(plan: Plan) -> Found:
+    if plan.model.fp8 and plan.model.dtype != "bfloat16":
+        return (
+            f"{plan.model.fp8} with model.dtype {plan.model.dtype}, expected bfloat16; what is "
+            "between products in 8 bits, and their sums, is of 16"
+        )
