@@ -12,7 +12,7 @@ FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_lo
 KERNEL_TESTS := tests/ops tests/loss/test_vocab_parallel.py
 
 .PHONY: help venv build browser demo demo-vl demo-turns pictures test test-fast mutants parity parity-large pipeline-fill faults two-hosts scale check bench \
-        replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm clean
+        replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -100,6 +100,28 @@ demo-vllm: vllm-cpu  ## the demo with vLLM's rollouts, equal at every step; then
 
 replay-effect-vllm: vllm-cpu  ## the same with vLLM's routes and log-probs
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.replay_effect --engine vllm --steps 8 --std 0.2
+
+# what is not torch's and megatron's own: the library of kernels (280 MB) and the binding stay out
+TE_PYTHON := transformer-engine==2.20.2 einops==0.8.2 nvdlfw-inspect==0.2.2 onnx==1.23.2 \
+             onnxscript==0.7.2 onnx-ir==1.1.0 ml_dtypes==0.6.0
+
+# a folder apart from the environment: megatron-core takes TransformerEngine wherever it finds it
+$(VENV)/te: $(VENV)/.built
+	rm -rf $@.new $@
+	$(BIN)/pip install --quiet --no-deps --target $@.new $(TE_PYTHON)
+	mv $@.new $@
+
+test-te: $(VENV)/te  ## TransformerEngine's layers on this CPU, with torch formulas for its kernels
+	PYTHONPATH=$(VENV)/te OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile \
+	  -p tests.te.formulas --durations 10 tests/te
+	PYTHONPATH=$(VENV)/te OMP_NUM_THREADS=1 $(BIN)/python -m tests.te.parity
+
+# its binding is compiled for the torch that is here: 20 minutes of a core, 2 GB of memory a job
+te: build  ## needs a GPU: TransformerEngine with its kernels, for model.backend te
+	headers=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia; \
+	CUDA_HOME=$${CUDA_HOME:-/usr/local/cuda} NVTE_PYTORCH_FORCE_BUILD=TRUE \
+	CPATH=$$headers/cudnn/include:$$headers/nccl/include \
+	  $(BIN)/pip install -c constraints.txt --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.20.2'
 
 parity: build  ## layouts of 1 to 4 ranks in which every two features meet, against one process
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --pairs

@@ -1,4 +1,4 @@
-"""Every family over TransformerEngine's layers (their kernels are formulas) is transformers' model."""
+"""Every family over TransformerEngine's layers, kernels by formulas, is transformers' model."""
 
 import re
 from collections.abc import Callable
