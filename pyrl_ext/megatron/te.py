@@ -169,5 +169,5 @@ def with_local_keys(state: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def without_states(model: Module) -> dict[str, None]:
-    """Empty states of scales, which ``load_state_dict`` of ``model`` asks for beside its tensors."""
+    """Empty states of scales, which ``load_state_dict`` of ``model`` wants beside its tensors."""
     return dict.fromkeys(name for name in model.state_dict() if name.endswith(_STATE))
