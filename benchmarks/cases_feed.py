@@ -30,7 +30,7 @@ def feed(device: str, shrink: int = 1) -> Iterator[Case]:
     assert narrow is not None
 
     def set_up() -> list[Tensor]:
-        upload = Upload(torch.device(device))
+        upload = Upload(torch.device("cpu" if device == "meta" else device))
         micro = Microbatch.of(shard, 0, place, upload=upload)
         routes = RoutedExperts.of(shard, micro.at_router, layers, EXPERTS, TOP_K, upload)
         upload.arrive()
@@ -50,7 +50,7 @@ def feed(device: str, shrink: int = 1) -> Iterator[Case]:
     written = rows * (5 * 6 + 2 + LAYERS * TOP_K)
     yield Case(
         f"a microbatch of {rows} rows, {LAYERS} x {TOP_K} routes",
-        set_up if device == "cpu" else _never_waiting(set_up),
+        _never_waiting(set_up) if device == "cuda" else set_up,
         {"torch": in_torch},
         moved=3 * written,  # routes are sliced on the host, then dealt to layers
         written=written,

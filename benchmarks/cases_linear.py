@@ -46,7 +46,7 @@ def linear_logprob(device: str, shrink: int = 1) -> Iterator[Case]:
     packages = peers.packages(peers.FUSED) if device == "cuda" else {}
     for name, tokens, size, vocab, dtype in _shapes(device):
         vocab //= shrink
-        g = torch.Generator(device).manual_seed(0)
+        g = torch.Generator("cpu" if device == "meta" else device).manual_seed(0)
         hidden = torch.randn(tokens, size, generator=g, device=device).to(dtype)
         weight = torch.randn(vocab, size, generator=g, device=device).mul_(size**-0.5).to(dtype)
         problem = Problem(

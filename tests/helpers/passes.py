@@ -54,7 +54,7 @@ def scores(policy: Policy, batch: Batch, schedule: Schedule, replay: bool = True
     return Scores(stream[0], stream[1], found.agreement)
 
 
-def _weighed(policy: Policy, batch: Batch, schedule: Schedule) -> BatchShard:
+def weighed(policy: Policy, batch: Batch, schedule: Schedule) -> BatchShard:
     """The shard with the weights that the objective asks for; old log-probs are 0 if unknown."""
     shard = shard_of(policy, batch, schedule)
     if shard.seat.last_stage and "old_logprobs" not in shard.stored:
@@ -69,12 +69,12 @@ def _weighed(policy: Policy, batch: Batch, schedule: Schedule) -> BatchShard:
 
 def accumulate(policy: Policy, batch: Batch, schedule: Schedule, loss: LossFn) -> dict[str, float]:
     """`Policy.accumulate` over a whole batch."""
-    return policy.accumulate(_weighed(policy, batch, schedule), loss)
+    return policy.accumulate(weighed(policy, batch, schedule), loss)
 
 
 def update(policy: Policy, batch: Batch, schedule: Schedule, loss: LossFn) -> dict[str, float]:
     """`Policy.update` on a whole batch."""
-    return policy.update(_weighed(policy, batch, schedule), loss)
+    return policy.update(weighed(policy, batch, schedule), loss)
 
 
 def prefetch(policy: Policy, batch: Batch, schedule: Schedule, **options: Any) -> Any:

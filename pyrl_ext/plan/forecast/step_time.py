@@ -118,7 +118,7 @@ def quick_seconds(plan: Plan) -> float:
         raise ValueError("quick_seconds: hardware.gpu is null, expected a GPU")
     run, number = Passes(plan, gpu, quick=True), plan.batching.minibatches
     scored = sum(each.seconds for each in pass_costs(run, even_rounds(plan, 1), ["score"]))
-    updates = sum(each.seconds for each in _minibatch(run, even_rounds(plan, number)))
+    updates = sum(each.seconds for each in minibatch_costs(run, even_rounds(plan, number)))
     passes = plan.has_rollouts + (plan.objective.kl_coef > 0)
     return passes * scored + number * updates
 
@@ -204,10 +204,10 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
 
 def _update(run: Passes) -> Iterator[Spent]:
     for rounds in update_rounds(run.plan):
-        yield from _minibatch(run, rounds)
+        yield from minibatch_costs(run, rounds)
 
 
-def _minibatch(run: Passes, rounds: tuple[Round, ...]) -> Iterator[Spent]:
+def minibatch_costs(run: Passes, rounds: tuple[Round, ...]) -> Iterator[Spent]:
     """Forward and backward passes, and an optimizer step."""
     plan, gpu = run.plan, run.gpu
     held = [rank_parameters(plan, each).total for each in stage_parameters(plan)]

@@ -1,0 +1,1 @@
+"""``make gpu``: everything that asks for a GPU, run part by part, in one report."""

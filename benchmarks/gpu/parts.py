@@ -1,0 +1,156 @@
+"""The parts of ``make gpu``, and the jobs of each; with ``--dry-run`` the jobs that need no GPU."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.cases import FAMILIES
+from benchmarks.gpu.jobs import ROOT, Job
+
+# what a test file says whose tests may need a GPU; vLLM has a command for itself
+SIGN, APART = "torch.cuda.is_available()", ("tests/rollout/vllm/",)
+TOOLS = ("memcheck", "racecheck", "synccheck")
+FLAGS = ("--kernel-regex", "--kernel-name", "--filter")  # of newer and older sanitizers
+ON_HOST = ("layout",)  # families whose cases are about the host
+
+
+class Part(NamedTuple):
+    """Jobs that belong together.
+
+    Args:
+        what:  one line for the report.
+        jobs:  on a GPU.
+        dry:   without one.
+        lanes: jobs at a time; 1 where times are measured.
+    """
+
+    what: str
+    jobs: Callable[[], Iterator[Job]]
+    dry: Callable[[], Iterator[Job]]
+    lanes: int = 1
+
+
+def gpu_test_files() -> list[str]:
+    """Test files with tests for a GPU."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    found = (f.relative_to(ROOT).as_posix() for f in files if SIGN in f.read_text("utf-8"))
+    return sorted(name for name in found if not name.startswith(APART))
+
+
+def pytest(*options: str) -> tuple[str, ...]:
+    """The command of the tests that need a GPU."""
+    plugins = ("-p", "benchmarks.gpu.only_gpu", "-p", "no:cacheprovider")
+    return ("-m", "pytest", "-q", "-rf", "--no-header", *plugins, *options)
+
+
+def module(name: str, *options: str) -> tuple[str, ...]:
+    return ("-m", f"benchmarks.gpu.{name}", *options)
+
+
+def tests() -> Iterator[Job]:
+    for file in gpu_test_files():
+        yield Job("tests", file, pytest(file), 240)
+
+
+def tests_dry() -> Iterator[Job]:
+    yield Job("tests", "collected", pytest("--collect-only", *gpu_test_files()), 120)
+
+
+@cache
+def sanitizer() -> tuple[str, tuple[str, ...]]:
+    """compute-sanitizer's path ("": it is not installed), and options that choose our kernels."""
+    found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(found).exists():
+        return "", ()
+    told = subprocess.run([found, "--help"], capture_output=True, text=True).stdout
+    flag = next((flag for flag in FLAGS if flag in told), None)
+    folders = sorted(file.parent.name for file in (ROOT / "csrc").glob("*/gpu.cu"))
+    return found, tuple(x for name in folders if flag for x in (flag, f"kns={name}"))
+
+
+def sanitized() -> Iterator[Job]:
+    program, chosen = sanitizer()
+    absent = "" if program else "compute-sanitizer is not installed"
+    options = ("--target-processes", "all", "--error-exitcode", "86", *chosen)
+    files = [f for f in gpu_test_files() if f.startswith("tests/ops/")]
+    for tool in TOOLS:
+        alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
+        for file in files:
+            ours = (program, "--tool", tool, *options, "python3")
+            job = Job("sanitizer", f"{tool} {file}", pytest(file), 240, absent, ours, alone)
+            yield job
+
+
+def sanitized_dry() -> Iterator[Job]:
+    program, _ = sanitizer()
+    absent = "" if program else "compute-sanitizer is not installed"
+    yield Job("sanitizer", "version", ("--version",), 20, absent, (program,))
+
+
+def rates() -> Iterator[Job]:
+    yield Job("rates", "rates", module("rates"), 120)
+
+
+def rates_dry() -> Iterator[Job]:
+    yield Job("rates", "tiny sizes, on the CPU", module("rates", "--device", "cpu"), 60)
+
+
+def bench() -> Iterator[Job]:
+    for family in FAMILIES:
+        if family not in ON_HOST:
+            yield Job("bench", family, module("bench", family), 240)
+
+
+def bench_dry() -> Iterator[Job]:
+    families = [family for family in FAMILIES if family not in ON_HOST]
+    yield Job("bench", "cases on meta tensors", module("bench", "--build", *families), 120)
+
+
+def step() -> Iterator[Job]:
+    for backend in ("local", "te"):
+        for layers in (1, 4):
+            options = ("--layers", str(layers), "--backend", backend)
+            yield Job("step", f"{layers} layers, {backend}", module("step", *options), 180)
+
+
+def step_dry() -> Iterator[Job]:
+    for backend in ("local", "te"):
+        options = ("--plan", "--layers", "1", "4", "--backend", backend)
+        yield Job("step", f"plans, {backend}", module("step", *options), 60)
+
+
+def graphs() -> Iterator[Job]:
+    yield Job("graphs", "operators", module("graphs"), 120)
+
+
+def graphs_dry() -> Iterator[Job]:
+    yield Job("graphs", "plain calls, on the CPU", module("graphs", "--eager"), 60)
+
+
+def demo() -> Iterator[Job]:
+    yield Job("demo", "first steps", module("demo"), 300)
+
+
+def kernels() -> Iterator[Job]:
+    yield Job("kernels", "compiled", module("kernels"), 240)
+
+
+def nothing() -> Iterator[Job]:
+    yield from ()
+
+
+PARTS = {
+    "tests": Part("every test that needs a GPU", tests, tests_dry, lanes=6),
+    "rates": Part("rates that the plan assumes", rates, rates_dry),
+    "step": Part("a step of GLM-4.7-Flash's true widths, local and te", step, step_dry),
+    "bench": Part("benchmarks beside their floors, in one run", bench, bench_dry),
+    "graphs": Part("CUDA graphs of the operators", graphs, graphs_dry),
+    "demo": Part("the demo in bfloat16 beside the CPU's", demo, nothing),
+    "sanitizer": Part("compute-sanitizer over the kernels' tests", sanitized, sanitized_dry, 6),
+    "kernels": Part("kernels compiled for the GPU", kernels, kernels),
+}
