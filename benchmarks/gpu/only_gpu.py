@@ -58,6 +58,7 @@ def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
         for file, number in chosen.items():
             note(file, tests=number)
     else:
-        note("tests", FAILED if failed else OK, **counted)
+        numbers: dict[str, Any] = dict(counted)
+        note("tests", FAILED if failed else OK, **numbers)
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK

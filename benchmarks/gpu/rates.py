@@ -126,7 +126,8 @@ def head(at: Size) -> Iterator[Work]:
     """The fused head with the loss in the chunk: three products of tokens, hidden and words."""
     k, vocab = HIDDEN // at.shrink, VOCAB // at.shrink
     hidden, weight = at.random(at.tokens, k), at.random(vocab, k).mul_(k**-0.5)
-    hidden.requires_grad_(), weight.requires_grad_()
+    for leaf in (hidden, weight):
+        leaf.requires_grad_()
     targets = torch.randint(vocab, (at.tokens,), device=at.device)
 
     def loss(logprob: Tensor, entropy: Tensor, tokens: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.rows import ABSENT, OK, note, noting
@@ -216,7 +217,7 @@ class Bench:
             planned_GiB=planned / 2**30,
         )
         shown = {part: round(1e3 * seconds, 2) for part, seconds in parts.items() if seconds}
-        note(f"{name}: the plan's parts [ms]", **shown)
+        note(f"{name}: the plan's parts [ms]", OK, "", **shown)
 
     def launches(self, name: str, run: Callable[[], None]) -> None:
         """Kernels launched, the device's time, and the kernels that take most of it."""
@@ -234,12 +235,14 @@ class Bench:
                 calls["copies"] += event.count
             elif "Synchronize" in event.key:
                 calls["synchronizations"] += event.count
-            if event.device_type == torch.autograd.DeviceType.CUDA:
+            if event.device_type == DeviceType.CUDA:
                 kernels[event.key] += event.self_device_time_total
         layers = self.plan.sizes.num_hidden_layers * len(self.schedule)
         busy = sum(kernels.values()) / 1e3
         note(
             f"{name}: launches",
+            OK,
+            "",
             **calls,
             per_layer_and_microbatch=round(calls["launches"] / layers, 1),
             device_ms=busy,
@@ -261,7 +264,7 @@ class Bench:
             for each in caught
             if "synchroniz" in str(each.message) and "prototype" not in str(each.message)
         )
-        note("update: waits for the device", **places)
+        note("update: waits for the device", OK, "", **places)
 
 
 def checked(shape: Shape, backend: str, name: str) -> Plan | None:
