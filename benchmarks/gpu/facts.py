@@ -16,7 +16,7 @@ PACKAGES = ("torch", "triton", "megatron-core", "transformers", "transformer-eng
 
 
 def answer(*command: str) -> str:
-    """What a program prints; "": it is not there, or fails."""
+    """The text that a program prints; "": it is not there, or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     except OSError:

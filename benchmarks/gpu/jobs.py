@@ -51,7 +51,7 @@ class Job:
 
 @dataclass
 class Result:
-    """What a job came to; ``log``: the last lines that it printed."""
+    """The outcome of a job; ``log``: the last lines that it printed."""
 
     part: str
     name: str
@@ -80,7 +80,7 @@ class Folder:
         return self.path / kind / f"{job.file}.{'json' if kind == 'results' else 'txt'}"
 
     def result(self, job: Job) -> Result | None:
-        """What the job came to; None: it has not run to its end."""
+        """The outcome of a job; None: it has not run to its end."""
         file = self.of("results", job)
         return Result(**json.loads(file.read_text())) if file.exists() else None
 

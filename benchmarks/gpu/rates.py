@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Where rates are measured: tokens, and by how much every width is divided."""
+    """Sizes that rates are measured at: tokens, and the divisor of every width."""
 
     device: torch.device
     dtype: torch.dtype
