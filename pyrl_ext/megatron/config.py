@@ -109,6 +109,7 @@ def _common(plan: Plan, topo: Topology) -> dict[str, Any]:
         pipeline_model_parallel_size=topo.pp_size,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        batch_p2p_sync=False,  # waits for the device, for the sake of old versions of torch
         bf16=dtype == torch.bfloat16,
         hidden_dropout=0.0,
         attention_dropout=0.0,

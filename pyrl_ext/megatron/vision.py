@@ -88,6 +88,13 @@ class VisionTower(MegatronModule):
         if self.post_process:
             self.output_layer = Projections(config, tower, width, topo.groups.tp)
 
+    def handed_on(self, grids: Grids, stage: int) -> tuple[int, int, int]:
+        """The shape of the output of a stage that is not the last."""
+        before = sum(self.tower.stages(self.pg_collection.pp.size())[: stage + 1])
+        taken = sum(layer < before for layer in self.tower.deepstack)
+        patches = sum(height * width for _, height, width in grids)
+        return patches, 1, (1 + taken) * self.tower.hidden_size
+
     def set_input_tensor(self, tensor: Any) -> None:
         """Takes the output of the stage before, which megatron gives as a list of one."""
         self.input = tensor[0] if isinstance(tensor, list) else tensor

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.dist.upload import to_device
+from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.encoder_work import Route
 from pyrl_ext.pack.shard import Seat
@@ -308,12 +308,12 @@ class _Swap(torch.autograd.Function):
         return total.to(ctx.like.dtype), None, None, None, None, None
 
 
-class RunsAhead(P2PCommunicator):
+class RunsAhead(KnownShapes):
     """A module's pipeline with ``more`` stages that do not exist behind its last one, so that its
     stages do as many forward passes more before they wait for a gradient."""
 
-    def __init__(self, group: Any, config: Any, more: int):
-        super().__init__(group, config)
+    def __init__(self, more: int, *arguments: Any):
+        super().__init__(*arguments)
         self.more = more
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pyrl_ext.dist.upload import to_device
+from pyrl_ext.megatron.p2p import Shape
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.trainer.edges import Edges, Outlet, RunsAhead, embedded_depths, give, swap
 from pyrl_ext.trainer.module import Module
@@ -51,6 +52,10 @@ def encode(module: Module, shard: BatchShard, edges: Edges, more: int, forward_o
 
         return output, hand_on
 
+    def handed_on(number: int, stage: int) -> Shape:
+        _, grids, _ = images.microbatch(number, topo.dp_rank)
+        return module.models[0].handed_on(grids, stage)
+
     num_microbatches = len(images.work.schedule)
     # what a stage receives asks for a gradient, also in a frozen encoder: its graph would be kept
     with torch.set_grad_enabled(not forward_only):
@@ -62,7 +67,9 @@ def encode(module: Module, shard: BatchShard, edges: Edges, more: int, forward_o
             seq_length=0,  # ignored: variable_seq_lengths
             micro_batch_size=1,
             forward_only=forward_only,
-            p2p_communicator=RunsAhead(topo.groups.pp, module.config, more),
+            p2p_communicator=RunsAhead(
+                more, topo.groups.pp, module.config, num_microbatches, handed_on
+            ),
             pg_collection=topo.groups,
         )
 

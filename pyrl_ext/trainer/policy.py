@@ -23,6 +23,7 @@ from pyrl_ext.loss.inputs import LossFn
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.megatron.optimizer import join_build_optimizer, step_all
+from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.models import hf_folder
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.shard import BatchShard
@@ -337,7 +338,6 @@ class Policy:
         in_chunk: LossFn | None,
     ) -> list:
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
         def step(iterator: Iterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
             index, ready = next(iterator)
@@ -361,7 +361,7 @@ class Policy:
 
             return output, of_output
 
-        chunks, topo = self.llm.chunks, self.topo
+        chunks, topo, shape_of = self.llm.chunks, self.topo, partial(prefetch.handed_on, self.plan)
         iterators: list[Iterator] = [prefetch.microbatches(i) for i in range(len(chunks))]
         single = len(chunks) == 1
         return get_forward_backward_func(topo.pp_size, topo.vpp_size)(
@@ -372,7 +372,7 @@ class Policy:
             seq_length=0,  # ignored: variable_seq_lengths
             micro_batch_size=1,
             forward_only=forward_only,
-            p2p_communicator=P2PCommunicator(topo.groups.pp, self.llm.config),
+            p2p_communicator=KnownShapes(topo.groups.pp, self.llm.config, len(prefetch), shape_of),
             pg_collection=topo.groups,
         )
 

@@ -9,9 +9,11 @@ from torch.profiler import record_function
 
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.dist.upload import Upload
+from pyrl_ext.megatron.p2p import Shape
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.pack.shard import BatchShard, layout_of
+from pyrl_ext.plan import Plan
 from pyrl_ext.replay.routed_experts import RoutedExperts
 from pyrl_ext.replay.router_hook import Replay
 
@@ -69,6 +71,16 @@ class MicrobatchPrefetcher:
 
     def __len__(self) -> int:
         return len(self.shard.schedule)
+
+    def handed_on(self, plan: Plan, number: int, place: int) -> Shape:
+        """The shape of what the chunk at ``place`` of the pipeline hands to the next one for
+        microbatch ``number``; from the MTP layers on, rows of all depths."""
+        shard = self.shard
+        group = shard.schedule.group_of(number, shard.seat.grid_rank)
+        rows = layout_of(group, shard.lengths, shard.seat).num_local // shard.seat.tp_size
+        chunks = [chunk for turn in zip(*plan.stages, strict=True) for chunk in turn]
+        behind = any(chunk.mtp for chunk in chunks[: place + 1])
+        return rows * (1 + self.depths * behind), 1, plan.sizes.hidden_size
 
     def microbatches(self, chunk: int) -> Iterator[tuple[int, DeviceMicrobatch]]:
         """(``chunk``, microbatch) in the order of the schedule, for one model chunk."""

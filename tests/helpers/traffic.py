@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,6 +33,8 @@ class Call(NamedTuple):
     ranks: int
     bytes: int
     """Size of its input on this rank."""
+    dtypes: frozenset[torch.dtype]
+    """Of its tensors."""
 
     @property
     def received(self) -> float:
@@ -103,7 +106,9 @@ def _collective(traffic: Traffic, name: str, place: int, call: Callable[..., Any
     def wrapped(group: Any, *arguments: Any, **named: Any) -> Any:
         tensors = list(tensors_in(arguments[place : place + 1]))
         size = sum(tensor.nbytes for tensor in tensors)
-        traffic.calls.append(Call(traffic.phase, name, group.group_desc, group.size(), size))
+        dtypes = frozenset(tensor.dtype for tensor in tensors)
+        call_made = Call(traffic.phase, name, group.group_desc, group.size(), size, dtypes)
+        traffic.calls.append(call_made)
         return call(group, *arguments, **named)
 
     return wrapped

@@ -199,7 +199,8 @@ def a_layout(dice: random.Random, layers: int, mtp: int, pp: int, vpp: int) -> s
     stages = ["t" * count for count in counts]
     stages[0] = "E" + stages[0]
     last_layers = max(i for i, count in enumerate(counts) if count)
-    holder = dice.choice([*range(max(last_layers, pp * (vpp - 1)), pp * vpp), pp * vpp - 1])
+    first = pp * (vpp - 1) + (vpp > 1)  # the ranks of the first stage hold an embedding already
+    holder = dice.choice([*range(max(last_layers, first), pp * vpp), pp * vpp - 1])
     stages[holder] += "m" * mtp
     text = "|".join([*stages[:-1], stages[-1] + "L"])
     for _ in range(dice.choice([0, 0, 0, 1, 2])):
@@ -337,7 +338,8 @@ def test_layout_problem_names_what_is_wrong(layout: str, message: str):
         ("Et|t|t|mmtL", "a t after m, expected every t first"),
         ("Et|t|ttm|mL", "m in stages 3 and 4, expected one stage"),
         ("Etttt|mm||L", "m in stage 2 of 4, expected one of the last 2"),
-        ("Etttt||mm|L", None),
+        ("Etttt||mm|L", "m in stage 3 of 4, which is on the ranks of stage 1"),
+        ("Etttt|||mmL", None),
     ],
 )
 def test_layout_problem_of_chunks_and_mtp(layout: str, message: str | None):

@@ -153,4 +153,9 @@ def _mtp_problem(stages: list[str], pp: int) -> str | None:
             f"m in stage {holders[0] + 1} of {len(stages)}, expected one of the last {pp}; "
             "megatron-core builds it in the last chunk of a rank only"
         )
+    if holders and 0 < holders[0] == len(stages) - pp:
+        return (
+            f"m in stage {holders[0] + 1} of {len(stages)}, which is on the ranks of stage 1, "
+            "expected it behind; it reads a second copy of the embedding, and a rank has one"
+        )
     return None
