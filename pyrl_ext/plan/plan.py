@@ -193,11 +193,15 @@ class Plan(Config):
         return self.rollout.dtype or self.model.dtype
 
     @property
+    def shares_gpus(self) -> bool:
+        """Whether the engine uses the trainer's GPUs."""
+        rollout = self.rollout
+        return self.device == "cuda" and rollout.gpus is None and rollout.engine in ("hf", "vllm")
+
+    @property
     def engine_sleeps(self) -> bool:
         """Whether the engine gives the GPU that it shares back while the trainer works."""
-        rollout = self.rollout
-        shared = self.device == "cuda" and rollout.gpus is None
-        return shared and rollout.sleep and rollout.engine in ("hf", "vllm")
+        return self.shares_gpus and self.rollout.sleep
 
     @property
     def transport(self) -> Literal["inprocess", "shm", "ipc", "broadcast"]:

@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
+import torch.distributed as dist
+
 from pyrl_ext.data.source import Source
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.plan import Plan
@@ -57,6 +59,17 @@ class Rollouts:
         if self.environments is not None:
             self.environments.need_turns(self.engine, topo.rank)
         self.group = topo.world
+
+    def make_room(self) -> None:
+        """Return once no engine takes more memory of the trainer's GPUs; those that may, sleep.
+
+        Communicates: waits for all ranks, whose engines may use several GPUs.
+        """
+        if self.plan.shares_gpus:
+            _ = self.engine.capabilities  # waits until it has started
+            if self.plan.engine_sleeps:
+                self.engine.sleep()
+            dist.barrier(self.group)
 
     def close(self) -> None:
         """End the engine."""

@@ -341,6 +341,7 @@ def report(plan: Plan, topo: Topology, found: Measured, memory: StageMemory) -> 
                 "seconds": found.seconds[name],
             }
             for name in memory.phases
+            if name in found.phases  # the start is over before anything is measured
         },
     }
 

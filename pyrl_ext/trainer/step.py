@@ -188,7 +188,8 @@ class RolloutStep(Step):
     def build(
         cls, plan: Plan, topo: Topology, show: Callable[[str], None] | None = None
     ) -> RolloutStep:
-        """Everything the plan names; bad prompts, rewards or losses fail before a model is built.
+        """Everything the plan names; bad prompts, rewards or losses fail before a model is built,
+        and the engine comes before the trainer, so that it starts on an empty GPU.
 
         Args:
             show: takes a line of text as samples come.
@@ -197,9 +198,15 @@ class RolloutStep(Step):
         if plan.modules:
             image_scale(plan)
         advantage, loss = build_advantage(plan.objective), build_loss(plan.objective)
-        policy = Policy.build(plan, topo)
-        reference = Policy.build(plan, topo, trainable=False) if plan.objective.kl_coef else None
         rollouts = Rollouts(plan, topo, source, show)
+        try:
+            rollouts.make_room()
+            policy, reference = Policy.build(plan, topo), None
+            if plan.objective.kl_coef:
+                reference = Policy.build(plan, topo, trainable=False)
+        except BaseException:
+            rollouts.close()
+            raise
         return cls(plan, topo, policy, reference, advantage, loss, rollouts)
 
     @property

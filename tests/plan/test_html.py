@@ -16,7 +16,6 @@ import pytest
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.memory import stage_memory
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.forecast.units import size
 from pyrl_ext.plan.rules import RULES, sentence
 from pyrl_ext.plan.show.html.charts import ticks
@@ -154,7 +153,7 @@ def test_memory_chart_has_bars_as_long_as_their_bytes(name: str):
         lengths[top] = lengths.get(top, 0) + float(rect.get("width", ""))
     stages = stage_memory(plan_of(name))  # neighbours that hold the same are one row
     drawn = [next(equal) for _, equal in groupby(stages, lambda stage: stage.items)]
-    held = [stage.held(phase) for stage in drawn for phase in MEMORY_PHASES]
+    held = [stage.held(phase) for stage in drawn for phase in stage.phases]
     widths = [lengths[top] for top in sorted(lengths)]
     scale = max(widths) / max(held)
     assert widths == pytest.approx([each * scale for each in held], abs=1.0)

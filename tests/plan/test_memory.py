@@ -20,7 +20,7 @@ from pyrl_ext.plan.forecast.activations import in_flight
 from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.fits import fits, seems_to_fit
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, START
 from pyrl_ext.plan.schema import Hardware
 from tests.helpers import passes
 from tests.helpers.ranks import run_ranks
@@ -138,6 +138,16 @@ def test_stage_memory_of_a_shared_gpu_holds_the_engine():
     assert away.held("update") == held_by().held("update")
 
 
+def test_stage_memory_of_the_start_holds_the_engine_alone():
+    """It starts on an empty GPU, and sleeps while the trainer is built."""
+    shared, apart = held_by(), held_by("rollout.gpus=8")
+    assert shared.phases == (START, *MEMORY_PHASES) and apart.phases == MEMORY_PHASES
+    assert shared.held(START) == 600 * 10**9 + shared.bytes_of("CUDA and NCCL")
+    embedded = held_by("rollout.engine=hf")
+    assert embedded.held(START, exact=True) == embedded.bytes_of("engine weights")
+    assert stage_memory(tiny_plan())[0].phases == MEMORY_PHASES  # no GPU to share
+
+
 def test_stage_memory_of_a_publish_holds_the_experts_that_vllm_keeps():
     """GLM-4.7-Flash in bfloat16: a vocabulary of 154,880 x 2,048, 64 experts of width 1,536."""
     table, experts, bucket = 154_880 * 2048, 64 * 3 * 2048 * 1536, 100 * 2**20
@@ -165,7 +175,7 @@ def test_stage_memory_says_when_and_why_of_every_item():
         for stage in stage_memory(plan):
             names = [item.name for item in stage.items]
             assert len({*names}) == len(names)
-            assert all(i.why and i.phases and {*i.phases} <= {*MEMORY_PHASES} for i in stage.items)
+            assert all(i.why and i.phases and {*i.phases} <= {*stage.phases} for i in stage.items)
             assert all(isinstance(i.bytes, int) and i.bytes >= 0 for i in stage.items)
 
 

@@ -114,7 +114,7 @@ def test_megatron_fields_refuse_what_the_trainer_sets():
     assert {"calculate_per_token_loss", "moe_router_topk", "moe_router_dtype"} <= given
     assert given <= field_names()
     assert given & {*megatron_fields()["free"]} == {
-        *("moe_router_dtype", "gradient_accumulation_fusion"),
+        *("moe_router_dtype", "gradient_accumulation_fusion", "batch_p2p_sync"),
         *("bias_activation_fusion", "bias_dropout_fusion"),
     }
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pyrl_ext.plan.forecast.items import Item
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
+from pyrl_ext.plan.forecast.phases import START
 from pyrl_ext.plan.forecast.units import amount, duration
 from pyrl_ext.plan.show.summary import Summary, values
 from pyrl_ext.plan.show.terminal import memory_table
@@ -42,11 +42,12 @@ def test_memory_table_has_bytes_by_phase():
 
     def numbers(name: str) -> list[float]:
         (line,) = [line for line in lines[start:] if line.startswith(f"{name} ")][:1]
-        return [float(each) for each in line.removeprefix(name).split()[: len(MEMORY_PHASES)]]
+        return [float(each) for each in line.removeprefix(name).split()[: len(stage.phases)]]
 
-    held = [stage.held(phase) / 2**30 for phase in MEMORY_PHASES]
+    held = [stage.held(phase) / 2**30 for phase in stage.phases]
     assert numbers("together") == pytest.approx(held, abs=0.006)
     assert numbers("headroom") == pytest.approx([143771 / 1024 - each for each in held], abs=0.006)
+    assert stage.phases[0] == START
     assert numbers("weights")[0] == pytest.approx(stage.bytes_of("weights") / 2**30, abs=0.006)
 
 

@@ -1,12 +1,14 @@
 """Step on two ranks: every rank hears of lengths that no schedule takes; a step's log-probs before
-its first update are the current ones."""
+its first update are the current ones. On one: the engine starts before the trainer."""
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +18,10 @@ import torch.distributed as dist
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.plan import Plan
+from pyrl_ext.rollout import rollouts
 from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.sft import SftStep
 from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers.ranks import run_ranks
@@ -183,3 +188,38 @@ def test_batch_of_refuses_lengths_on_every_rank_and_runs_fewer_samples_than_rank
     assert "rank 0: ValueError: Step.batch_of: 3 samples with" in told["other"]
     assert "1 of 2 ranks failed" in told["long on one"]
     assert "rank 1: ValueError: minibatch 1 of 2" in told["long on one"]
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors of this process."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    storages = {s.data_ptr(): s.nbytes() for s in (each.untyped_storage() for each in tensors)}
+    return sum(storages.values())
+
+
+def test_RolloutStep_starts_the_engine_on_an_empty_device_and_puts_it_to_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A real step; a CPU's plan shares no GPU, so the test says that it does."""
+    held, plan = list[tuple[str, int]](), tiny_plan(*QUICK, "objective.kl_coef=0.1")
+    engine, module = rollouts.build_engine, Module.build
+
+    def built(kind: str, build: Any, *args: Any) -> Any:
+        held.append((kind, live_bytes() - before))
+        return build(*args)
+
+    monkeypatch.setattr(rollouts, "build_engine", partial(built, "engine", engine))
+    monkeypatch.setattr(Module, "build", partial(built, "trainer", module))
+    monkeypatch.setattr(Plan, "shares_gpus", True)
+    weights = 4 * 303_424
+    before = live_bytes()
+    with topology.start(plan) as topo:
+        step = RolloutStep.build(plan, topo)
+        names = [name for name, _ in held]
+        assert names == ["engine", "trainer", "trainer"]  # the last is the frozen reference
+        empty, asleep, trainer = (size for _, size in held)
+        assert empty < asleep < weights / 10 and trainer > 2 * weights
+        step.publish(0, Clock())  # the engine has its memory again
+        assert live_bytes() - before > trainer + 2 * weights
+        step.close()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, OFFLOADED
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, OFFLOADED, START
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, GIB
 from pyrl_ext.plan.plan import Plan
 
@@ -24,7 +24,7 @@ class Item:
     name: str
     bytes: int
     phases: tuple[str, ...]
-    """Phases in which they are held, of `MEMORY_PHASES`."""
+    """Phases in which they are held, of `START` and `MEMORY_PHASES`."""
     why: str
     """How the number is computed, or what the estimate assumes."""
     exact: bool = True
@@ -77,4 +77,4 @@ def communicators(context: int, groups: int, of: str = "") -> Item:
     why = f"assumed: {'1 GiB, and ' if context else ''}{why}"
     held = context + groups * COMMUNICATOR_BYTES
     name = f"NCCL{of}" if of else "CUDA and NCCL"
-    return Item(name, held, MEMORY_PHASES, why, exact=False)
+    return Item(name, held, (START, *MEMORY_PHASES), why, exact=False)

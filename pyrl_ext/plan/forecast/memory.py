@@ -24,7 +24,7 @@ from pyrl_ext.plan.forecast.parameters import (
     parameters_of_stage,
     rank_parameters,
 )
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, WITHOUT_ROLLOUTS
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, START, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.forecast.publishing import crossing, gathered, uses_buckets
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
@@ -37,7 +37,7 @@ class StageMemory:
     stage: int
     items: tuple[Item, ...]
     phases: tuple[str, ...] = MEMORY_PHASES
-    """Phases of a step, of `MEMORY_PHASES`."""
+    """Of `START` and `MEMORY_PHASES`."""
     module: str = "llm"
     """The module whose stage it is; stages of encoders follow those of the language model."""
 
@@ -95,6 +95,8 @@ def num_stages(plan: Plan) -> int:
 def memory_of(plan: Plan, stage: int, load: Load | None = None) -> StageMemory:
     """Memory of one pipeline stage."""
     phases = MEMORY_PHASES if plan.has_rollouts else WITHOUT_ROLLOUTS
+    if plan.shares_gpus:
+        phases = START, *phases
     module, load = "llm", load or Load.most(plan)
     if stage < plan.parallel.pp:
         found = _items(plan, stage, load)
@@ -256,27 +258,25 @@ def _publish(plan: Plan) -> Item:
 def _engine(plan: Plan, load: Load) -> Iterator[Item]:
     """The rollout engine, if it shares the trainer's devices."""
     rollout, each = plan.rollout, DTYPE_BYTES[plan.rollout_dtype]
+    always, loaded = (START, *MEMORY_PHASES), (START, *MEMORY_PHASES[:2])
     weights = each * (parameters(plan.sizes).total + encoder_parameters(plan))
     if rollout.engine == "hf":
         why = f"{each} bytes a parameter, the whole model on every rank"
-        held_in = MEMORY_PHASES[:2] if plan.engine_sleeps else MEMORY_PHASES
-        yield Item("engine weights", weights, held_in, why)
+        yield Item("engine weights", weights, loaded if plan.engine_sleeps else always, why)
         yield _embedded_cache(plan, load)
     elif rollout.engine == "vllm" and rollout.gpus is None:
         limit, share = memory_limit(plan), rollout.gpu_memory_utilization
         held = weights // rollout.tp
         why = f"{each} bytes a parameter / rollout.tp {rollout.tp}"
         if limit is None:
-            yield Item(
-                "engine weights", held, MEMORY_PHASES[:2] if rollout.sleep else MEMORY_PHASES, why
-            )
+            yield Item("engine weights", held, loaded if rollout.sleep else always, why)
             return
         whole = int(share * limit)
         left = max(0, whole - held) // kv_bytes_per_token(plan, rollout.tp)
         yield Item(
             "engine",
             whole,
-            ("rollout",) if rollout.sleep else MEMORY_PHASES,
+            (START, "rollout") if rollout.sleep else always,
             f"rollout.gpu_memory_utilization {share:g}: weights ({why}), and a KV cache of about "
             f"{left:,} tokens",
         )

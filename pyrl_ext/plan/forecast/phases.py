@@ -10,6 +10,10 @@ STEP_PHASES = ("publish", "rollout", "old_logprobs", "ref_logprobs", "update")
 # Both log-prob passes hold the same memory, so there they are one phase.
 MEMORY_PHASES = ("publish", "rollout", "logprobs", "update")
 
+# Before the first step, where the engine uses the trainer's GPUs: it starts while they are empty,
+# and sleeps, if it may, while the trainer is built, which then holds no more than in an update.
+START = "start"
+
 # Of a run without rollouts.
 WITHOUT_ROLLOUTS = ("update",)
 

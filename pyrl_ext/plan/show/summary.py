@@ -173,7 +173,7 @@ def is_read(plan: Plan, key: Key) -> bool:
 
 def peak_phase(stage: StageMemory) -> str:
     """The phase in which a stage holds most on the device."""
-    return max(stage.phases, key=stage.held)
+    return max(reversed(stage.phases), key=stage.held)
 
 
 def most_microbatches(plan: Plan) -> int:

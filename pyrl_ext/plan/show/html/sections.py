@@ -14,6 +14,7 @@ from pyrl_ext.plan.forecast.hardware import gpu_of
 from pyrl_ext.plan.forecast.items import Item
 from pyrl_ext.plan.forecast.memory import StageMemory, num_stages
 from pyrl_ext.plan.forecast.parameters import chunk_parameters
+from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.forecast.pipeline_schedule import (
     Ahead,
     Slot,
@@ -350,6 +351,7 @@ def _memory_table(summary: Summary, stages: tuple[StageMemory, ...]) -> Table:
     rows: list[tuple[str, ...]] = []
     for (name, phases), held in kinds.items():
         when = "every phase" if len(phases) == len(stages[0].phases) else ", ".join(phases)
+        when = "every phase of a step" if phases == MEMORY_PHASES != stages[0].phases else when
         rows.append((name, when, *(in_units(each, factor) for each in held)))
     for phase in stages[0].phases:
         held = [in_units(stage.held(phase), factor) for stage in stages]
