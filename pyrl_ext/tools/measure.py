@@ -340,8 +340,7 @@ def report(plan: Plan, topo: Topology, found: Measured, memory: StageMemory) -> 
                 "measured": found.phases[name],
                 "seconds": found.seconds[name],
             }
-            for name in memory.phases
-            if name in found.phases  # the start is over before anything is measured
+            for name in found.phases  # those of a step
         },
     }
 

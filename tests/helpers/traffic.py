@@ -34,7 +34,7 @@ class Call(NamedTuple):
     bytes: int
     """Size of its input on this rank."""
     dtypes: frozenset[torch.dtype]
-    """Of its tensors."""
+    """Types of its tensors."""
 
     @property
     def received(self) -> float:

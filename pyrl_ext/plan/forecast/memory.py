@@ -37,7 +37,7 @@ class StageMemory:
     stage: int
     items: tuple[Item, ...]
     phases: tuple[str, ...] = MEMORY_PHASES
-    """Of `START` and `MEMORY_PHASES`."""
+    """Phases of `START` and `MEMORY_PHASES`."""
     module: str = "llm"
     """The module whose stage it is; stages of encoders follow those of the language model."""
 
