@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -81,7 +82,7 @@ def sanitized() -> Iterator[Job]:
     for tool in TOOLS:
         alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
         for file in files:
-            ours = (program, "--tool", tool, *options, "python3")
+            ours = (program, "--tool", tool, *options, sys.executable)
             job = Job("sanitizer", f"{tool} {file}", pytest(file), 240, absent, ours, alone)
             yield job
 
