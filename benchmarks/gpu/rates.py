@@ -67,14 +67,21 @@ def host_link(at: Size) -> Iterator[Work]:
         )
 
 
+def both_passes(run: Callable[..., Tensor], grad: Tensor, *inputs: Tensor) -> Callable[[], Any]:
+    """A forward pass and the gradients of all inputs, from that of the result."""
+    leaves = [x.requires_grad_() for x in inputs]
+    return lambda: torch.autograd.grad(run(*leaves), leaves, grad)
+
+
 def products(at: Size) -> Iterator[Work]:
     n = 8192 // at.shrink
     a, b = at.random(n, n), at.random(n, n)
     yield Work("product", f"{n} x {n} x {n}", 2 * n**3, "FLOP", lambda: a @ b)
     rows, k, out = at.tokens, HIDDEN // at.shrink, WIDE // at.shrink
-    x, w = at.random(rows, k), at.random(out, k)
-    text = f"{rows} x {k} x {out}"
-    yield Work("projections", text, 2 * rows * k * out, "FLOP", lambda: x @ w.t())
+    x, w, grad = at.random(rows, k), at.random(out, k), at.random(rows, out)
+    run = both_passes(lambda x, w: x @ w.t(), grad, x, w)
+    text = f"{rows} x {k} x {out}, both passes"
+    yield Work("projections", text, 6 * rows * k * out, "FLOP", run)
 
 
 def experts(at: Size) -> Iterator[Work]:
@@ -83,11 +90,12 @@ def experts(at: Size) -> Iterator[Work]:
     x, w = at.random(rows * count, k), at.random(count, width, k)
     ends = torch.arange(1, count + 1, device=at.device, dtype=torch.int32) * rows
 
-    def run() -> Tensor:
+    def product(x: Tensor, w: Tensor) -> Tensor:
         return F.grouped_mm(x, w.transpose(-2, -1), offs=ends)
 
-    text = f"{count} experts of {rows} rows x {k} x {width}"
-    yield Work("grouped experts", text, 2 * rows * count * k * width, "FLOP", run)
+    run = both_passes(product, at.random(rows * count, width), x, w)
+    text = f"{count} experts of {rows} rows x {k} x {width}, both passes"
+    yield Work("grouped experts", text, 6 * rows * count * k * width, "FLOP", run)
 
 
 def attention(at: Size) -> Iterator[Work]:
@@ -96,12 +104,8 @@ def attention(at: Size) -> Iterator[Work]:
     number = max(1, at.tokens // length)
     layout = TokenLayout((length,) * number, cp_size=1, tp_size=1)
     part = attention_of(layout, at.device)
-    q, k, v = (at.random(length * number, heads, width).requires_grad_() for _ in range(3))
-    grad = at.random(length * number, heads, width)
-
-    def run() -> Any:
-        return torch.autograd.grad(part(q, k, v), (q, k, v), grad)
-
+    q, k, v, grad = (at.random(length * number, heads, width) for _ in range(4))
+    run = both_passes(part, grad, q, k, v)
     pairs = number * length * (length + 1) // 2
     text = f"{number} sequences of {length}, {heads} heads of {width}, both passes"
     yield Work("attention", text, 3 * pairs * heads * 4 * width, "FLOP", run)

@@ -10,6 +10,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from pyrl_ext.plan.command import called
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", action="store_true", help="and compare with steps that run")
     parser.add_argument("--suggest", metavar="8xH200", help="the fastest plans for these GPUs")
     parser.add_argument("--scale", action="store_true", help="what grows with the ranks")
+    parser.add_argument("--calibrate", metavar="REPORT", help="rates that make gpu measured")
     parser.add_argument("--lengths", metavar="FILE", help="schedules of samples of given lengths")
     parser.add_argument("--explain", metavar="KEY", help="what a key or section means, and is")
     parser.add_argument("--schema", action="store_true", help="print a JSON Schema for editors")
@@ -49,17 +51,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.suggest is not None:
             from pyrl_ext.plan.show.suggestions import print_suggestions
 
-            return print_suggestions(options.config, options.overrides, options.suggest)
+            with _rates(options, None):
+                return print_suggestions(options.config, options.overrides, options.suggest)
         plan = compile_plan(options.config, options.overrides)
-        comparison = _comparison(plan, options.lengths)
-        blocks = _blocks(plan, options, comparison)
+        with _rates(options, plan):
+            return _answer(plan, options)
     except ConfigError as error:
         red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
         for line in str(error).splitlines():
             print(f"{red}{line}{plain}", file=sys.stderr)
         _write_page(options.html, error)
         return 2
-    if not _write_page(options.html, plan, blocks):
+
+
+def _rates(options: argparse.Namespace, plan: Plan | None) -> AbstractContextManager[None]:
+    """Let estimates take the rates of a report; the GPU is the plan's, or that of `--suggest`."""
+    if options.calibrate is None:
+        return nullcontext()
+    from pyrl_ext.plan.forecast.hardware import parse_gpus
+    from pyrl_ext.plan.forecast.measured import read_report, using
+
+    try:
+        gpu = plan.hardware.gpu if plan else parse_gpus(options.suggest)[1]
+    except ValueError:  # `print_suggestions` refuses it
+        return nullcontext()
+    return using(read_report(options.calibrate, gpu))
+
+
+def _answer(plan: Plan, options: argparse.Namespace) -> int:
+    """Write the page, and do what else the options ask for; the exit code."""
+    comparison = _comparison(plan, options.lengths)
+    if not _write_page(options.html, plan, _blocks(plan, options, comparison)):
         return 2
     if options.measure:
         return _run("pyrl_ext.tools.measure", options, *["--json"] * options.json)

@@ -240,12 +240,11 @@ def _products(
         """This rank's share of the forward pass's operations, times the passes over them."""
         return (2 if work == "backward" else 1) / ranks + (name in again) / ranks
 
-    kind = "grouped experts" if plan.model.backend == "te" else "experts"
     wide, plain = gpu.flops[dtype], gpu.flops[plan.model.dtype]
     return [
         Part("projections", "FLOP", *reached("fp8" if plan.model.fp8 else "projections", wide),
              row=each.projections * share("projections")),
-        Part("experts", "FLOP", *reached("fp8" if plan.model.fp8 else kind, wide),
+        Part("experts", "FLOP", *reached("fp8" if plan.model.fp8 else "grouped experts", wide),
              row=each.experts * share("experts")),
         Part("attention", "FLOP", *reached("attention", plain),
              pair=each.attention * share("attention")),

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from pyrl_ext.plan.forecast.attention import head_widths, kv_heads
 from pyrl_ext.plan.forecast.hardware import Gpu, gpu_of, group_rate
+from pyrl_ext.plan.forecast.measured import using
 from pyrl_ext.plan.forecast.parts import Part, Work, computed_again, reached
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, duration
 from pyrl_ext.plan.model.families.blocks import Latent
@@ -56,7 +57,8 @@ def choose_gather(plan: Plan) -> Choice | None:
     seconds = dict.fromkeys(numbers, 0.0)
     for way in numbers:
         for work in ("forward", "backward"):
-            parts = gather_parts(plan, gpu, cp, work, 1, way)
+            with using(None):  # a run, which has no report, chooses by the same numbers
+                parts = gather_parts(plan, gpu, cp, work, 1, way)
             seconds[way] += sum(part.row / part.rate for part in parts)
     return Choice(min(seconds, key=lambda way: seconds[way]), numbers, seconds)
 

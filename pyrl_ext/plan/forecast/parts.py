@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pyrl_ext.plan.forecast.measured import in_use
 from pyrl_ext.plan.forecast.workload import Bin
 from pyrl_ext.plan.plan import Plan
 
@@ -19,10 +21,9 @@ class Reached(NamedTuple):
     why: str
 
 
-# Assumptions: none of these was measured on the GPUs they are used for.
+# Assumptions. `plan --calibrate` takes measured rates in place of those that one GPU can show.
 REACHED = {
     "projections": Reached(0.6, "matrix products of thousands of rows"),
-    "experts": Reached(0.35, "one expert after another, of hundreds of rows each"),
     "grouped experts": Reached(0.5, "one grouped product for all experts of a rank"),
     "attention": Reached(0.4, "packed causal attention, counting the unmasked half"),
     "head": Reached(0.4, "chunks whose float32 logits are written once and read twice"),
@@ -59,10 +60,32 @@ class Part:
 
 
 def reached(kind: str, peak: float, unit: str = "FLOP") -> tuple[float, str]:
-    """(rate, assumption in words) of a kind of kernel."""
+    """(rate, where it is from, in words) of a kind of kernel: the measured one if there is one for
+    this peak, otherwise the assumed share."""
     share, why = REACHED[kind]
-    shown = f"{peak / 1e12:g} TFLOP/s" if unit == "FLOP" else f"{peak / 1e9:g} GB/s"
-    return share * peak, f"{share:.0%} of {shown}: {why}"
+    measured = in_use()
+    found = measured.rates.get(kind) if measured else None
+    if measured and found and found.peak == peak:
+        return found.rate, f"{_shown(found.rate, unit)} measured on {measured.device}: {found.what}"
+    return share * peak, f"{share:.0%} of {_shown(peak, unit)}: {why}"
+
+
+def _shown(rate: float, unit: str) -> str:
+    return f"{rate / 1e12:.4g} TFLOP/s" if unit == "FLOP" else f"{rate / 1e9:.4g} GB/s"
+
+
+def sources() -> Iterator[str]:
+    """Sentences about the rates: which were measured, and which are assumed."""
+    measured = in_use()
+    if measured is None:
+        return
+    taken = ", ".join(
+        f"{kind} {each.rate / each.peak:.0%} (assumed {REACHED[kind].share:.0%})"
+        for kind, each in measured.rates.items()
+    )
+    yield f"measured on {measured.device}, of the data sheet's rate: {taken} ({measured.source})"
+    kept = [kind for kind in REACHED if kind not in measured.rates]
+    yield f"assumed as before: {', '.join(kept)}; and products in other types than bfloat16"
 
 
 def computed_again(plan: Plan) -> frozenset[str]:

@@ -8,13 +8,14 @@ assumed to be evenly used. The embedding, host work and kernel launches are left
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pyrl_ext.plan.forecast.compute_time import Passes, Spent, pass_costs
 from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import Encoder, encoder_parameters, encoders
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, gpu_of, group_rate
+from pyrl_ext.plan.forecast.measured import in_use
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.parameters import (
     copies,
@@ -23,7 +24,7 @@ from pyrl_ext.plan.forecast.parameters import (
     rank_parameters,
     stage_parameters,
 )
-from pyrl_ext.plan.forecast.parts import reached
+from pyrl_ext.plan.forecast.parts import reached, sources
 from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.plan.forecast.rollout_time import rollout_costs
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
@@ -38,6 +39,7 @@ from pyrl_ext.plan.forecast.workload import (
 from pyrl_ext.plan.plan import Plan
 
 ERROR = "never compared with a run on GPUs: the shares of the data sheets' rates are assumptions"
+CALIBRATED = "never compared with a run on GPUs: some rates were measured, each for itself"
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class StepTime:
     """Peak rate of all ranks [FLOP/s]."""
     assumed: tuple[str, ...]
     """Assumptions behind all costs, in sentences."""
-    error: str = ERROR
+    error: str = field(default_factory=lambda: CALIBRATED if in_use() else ERROR)
     """How far estimates were off where they were compared with runs."""
 
     def seconds(self, phase: str) -> float:
@@ -166,6 +168,7 @@ def _assumed(plan: Plan) -> Iterator[str]:
             f"{each.name}: {plan.estimate.images:g} images of {plan.estimate.image_patches:,} "
             f"patches in a sample (estimate), whole images spread over {each.parallel.dp} replicas"
         )
+    yield from sources()
     yield "left out: the embedding, host work, kernel launches, evaluation, checkpoints"
 
 
