@@ -289,6 +289,26 @@ void bind_token_logprob(py::module_& m) {
            }),
            py::kw_only(), arg("max"), arg("log_sum"), arg("entropy"), arg("grad_logprob"),
            arg("grad_entropy"));
+  py::class_<pyrl::TokenRows>(m, "TokenRows")
+      .def(py::init([](Address logprob, Address entropy, Address max, Address log_sum) {
+             return pyrl::TokenRows{at<float>(logprob), at<float>(entropy), at<float>(max),
+                                    at<float>(log_sum)};
+           }),
+           arg("logprob"), arg("entropy"), arg("max"), arg("log_sum"));
+  py::class_<pyrl::StatsOut>(m, "StatsOut")
+      .def(py::init([](Address stats) { return pyrl::StatsOut{at<float>(stats), {}}; }),
+           arg("stats"))
+      .def(py::init([](const pyrl::TokenRows& rows) { return pyrl::StatsOut{nullptr, rows}; }),
+           arg("rows"));
+  py::class_<pyrl::ShardStats>(m, "ShardStats")
+      .def(py::init([](Address stats, int shards, int64_t tokens, Address targets, Address scale,
+                       int64_t valid_vocab) {
+             return pyrl::ShardStats{at<const float>(stats),   shards,
+                                     tokens,                   at<const int64_t>(targets),
+                                     at<const float>(scale),   valid_vocab};
+           }),
+           py::kw_only(), arg("stats"), arg("shards"), arg("tokens"), arg("targets"), arg("scale"),
+           arg("valid_vocab"));
   m.def(
       "token_logprob_stats_cpu",
       [](const LogitsShard& shard, Address stats, const std::string& isa, int threads) {
@@ -306,17 +326,23 @@ void bind_token_logprob(py::module_& m) {
 #ifdef PYRL_CUDA
   m.def(
       "token_logprob_stats_cuda",
-      [](const LogitsShard& shard, Address stats, Address scratch, Address stream) {
-        pyrl::token_logprob_stats_cuda(shard, at<float>(stats), at<float>(scratch),
-                                       at<void>(stream));
+      [](const LogitsShard& shard, const pyrl::StatsOut& out, Address scratch, Address stream) {
+        pyrl::token_logprob_stats_cuda(shard, out, at<float>(scratch), at<void>(stream));
       },
-      arg("shard"), arg("stats"), arg("scratch"), arg("stream"), nogil());
+      arg("shard"), arg("out"), arg("scratch"), arg("stream"), nogil());
+  m.def(
+      "token_logprob_combine_cuda",
+      [](const pyrl::ShardStats& shards, const pyrl::TokenRows& rows, Address stream) {
+        pyrl::token_logprob_combine_cuda(shards, rows, at<void>(stream));
+      },
+      arg("shards"), arg("rows"), arg("stream"), nogil());
   m.def(
       "token_logprob_grad_cuda",
-      [](const LogitsShard& shard, const RowGrad& row, Address out, Address stream) {
-        pyrl::token_logprob_grad_cuda(shard, row, at<void>(out), at<void>(stream));
+      [](const LogitsShard& shard, const RowGrad& row, Address out, pyrl::DType dtype,
+         Address stream) {
+        pyrl::token_logprob_grad_cuda(shard, row, at<void>(out), dtype, at<void>(stream));
       },
-      arg("shard"), arg("row"), arg("out"), arg("stream"), nogil());
+      arg("shard"), arg("row"), arg("out"), arg("dtype"), arg("stream"), nogil());
 #endif
 }
 
@@ -335,16 +361,18 @@ void bind_emulation(py::module_& m) {
   m.def("replay_probs_emulated", &pyrl::replay_probs_emulated, arg("args"), arg("first"));
   m.def(
       "token_logprob_stats_emulated",
-      [](const pyrl::LogitsShard& shard, Address stats, Address scratch) {
-        pyrl::token_logprob_stats_emulated(shard, at<float>(stats), at<float>(scratch));
+      [](const pyrl::LogitsShard& shard, const pyrl::StatsOut& out, Address scratch) {
+        pyrl::token_logprob_stats_emulated(shard, out, at<float>(scratch));
       },
-      arg("shard"), arg("stats"), arg("scratch"));
+      arg("shard"), arg("out"), arg("scratch"));
+  m.def("token_logprob_combine_emulated", &pyrl::token_logprob_combine_emulated, arg("shards"),
+        arg("rows"));
   m.def(
       "token_logprob_grad_emulated",
-      [](const pyrl::LogitsShard& shard, const pyrl::RowGrad& row, Address out) {
-        pyrl::token_logprob_grad_emulated(shard, row, at<void>(out));
+      [](const pyrl::LogitsShard& shard, const pyrl::RowGrad& row, Address out, pyrl::DType dtype) {
+        pyrl::token_logprob_grad_emulated(shard, row, at<void>(out), dtype);
       },
-      arg("shard"), arg("row"), arg("out"));
+      arg("shard"), arg("row"), arg("out"), arg("dtype"));
 }
 #endif
 

@@ -104,43 +104,50 @@ void swiglu_emulated(const SwigluArgs& args) {
 namespace token_logprob {
 
 template <class T, bool Masked>
-void stats_rows(const LogitsShard& shard, float* stats, State* parts) {
-  const int64_t blocks = shard.tokens * num_parts(shard.width);
-  std::vector<State> states(kThreads);
+void stats_rows(const LogitsShard& shard, const StatsOut& out, State* parts) {
+  const int64_t count = num_parts(shard.width), blocks = shard.tokens * count;
+  std::vector<State> states(kThreads), warps(kLanes);
   for (int64_t block = 0; block < blocks; ++block) {
     each_thread(block, blocks, kThreads, [&](const ThreadIndex& at) {
       states[at.thread] = thread_state<T, Masked>(shard, at);
     });
-    const float rate = shard.scale[block / num_parts(shard.width)] * kLog2e;
-    for (int half = kThreads / 2; half > 0; half /= 2)
-      each_thread(block, blocks, kThreads, [&](const ThreadIndex& at) {
-        join_half(states.data(), half, rate, at.thread);
-      });
-    parts[block] = states[0];
+    const float rate = shard.scale[block / count] * kLog2e;
+    for (int lane = 0; lane < kLanes; ++lane)
+      warps[lane] = lane < kThreads / kLanes ? join_lanes(&states[lane * kLanes], rate)
+                                             : State{-INFINITY, 0, 0};
+    const State state = join_lanes(warps.data(), rate);
+    if (count == 1)
+      finish<T>(shard, state, out, block);
+    else
+      parts[block] = state;
   }
-  for (int64_t t = 0; t < shard.tokens; ++t) finish<T>(shard, parts, stats, t);
+  for (int64_t t = 0; t < shard.tokens && count > 1; ++t) finish_parts<T>(shard, parts, out, t);
 }
 
-template <class T, bool Masked>
+template <class T, class O, bool Masked>
 void grad_rows(const LogitsShard& shard, const RowGrad& row, void* out) {
   const int64_t blocks = shard.tokens * num_parts(shard.columns);
   for (int64_t block = 0; block < blocks; ++block)
     each_thread(block, blocks, kThreads,
-                [&](const ThreadIndex& at) { thread_grad<T, Masked>(shard, row, out, at); });
+                [&](const ThreadIndex& at) { thread_grad<T, O, Masked>(shard, row, out, at); });
 }
 
 }  // namespace token_logprob
 
-void token_logprob_stats_emulated(const LogitsShard& shard, float* stats, float* scratch) {
+void token_logprob_stats_emulated(const LogitsShard& shard, const StatsOut& out, float* scratch) {
   using namespace token_logprob;
   dispatch(shard, [&](auto type, auto masked) {
-    stats_rows<decltype(type), masked>(shard, stats, reinterpret_cast<State*>(scratch));
+    stats_rows<decltype(type), masked>(shard, out, reinterpret_cast<State*>(scratch));
   });
 }
 
-void token_logprob_grad_emulated(const LogitsShard& shard, const RowGrad& row, void* out) {
-  token_logprob::dispatch(shard, [&](auto type, auto masked) {
-    token_logprob::grad_rows<decltype(type), masked>(shard, row, out);
+void token_logprob_combine_emulated(const ShardStats& shards, const TokenRows& rows) {
+  for (int64_t t = 0; t < shards.tokens; ++t) token_logprob::combine(shards, rows, t);
+}
+
+void token_logprob_grad_emulated(const LogitsShard& shard, const RowGrad& row, void* out, DType dtype) {
+  token_logprob::dispatch(shard, dtype, [&](auto type, auto to, auto masked) {
+    token_logprob::grad_rows<decltype(type), decltype(to), masked>(shard, row, out);
   });
 }
 

@@ -44,15 +44,48 @@ struct RowGrad {
 void token_logprob_grad_cpu(const LogitsShard& shard, const RowGrad& row, void* out, const char* isa,
                             int threads);
 
+// What a token comes to, over all columns of all shards: [tokens] each, written.
+//
+// logprob = (logits[target] - max) * scale - log_sum     NaN for a target out of range
+// entropy = log_sum - sum(e * (logits - max) * scale) / sum(e)
+// log_sum = log(sum(e))
+//
+// A token without a finite logit has log-prob -inf and entropy 0.
+struct TokenRows {
+  float *logprob, *entropy, *max, *log_sum;
+};
+
+// Statistics [4, tokens], or with null the rows: then the shard is the whole vocabulary.
+struct StatsOut {
+  float* stats;
+  TokenRows rows;
+};
+
+// The statistics of all shards of `tokens`, in their order.
+struct ShardStats {
+  const float* stats;  // [shards, 4, tokens] read
+  int shards;
+  int64_t tokens;
+  const int64_t* targets;  // [tokens] global column
+  const float* scale;      // [tokens]
+  int64_t valid_vocab;     // targets are in [0, valid_vocab)
+};
+
 // The same on `stream` of the current device, for any alignment. `scratch` holds
-// token_logprob_scratch(tokens, width) floats. A target out of range counts as another shard's.
+// token_logprob_scratch(tokens, width) floats. A target out of range counts as another shard's. The
+// gradient is written as `dtype`: that of the logits, or bf16 or f16 of f32 logits, and then not
+// over them.
 int64_t token_logprob_scratch(int64_t tokens, int64_t width);
-void token_logprob_stats_cuda(const LogitsShard& shard, float* stats, float* scratch, void* stream);
-void token_logprob_grad_cuda(const LogitsShard& shard, const RowGrad& row, void* out, void* stream);
+void token_logprob_stats_cuda(const LogitsShard& shard, const StatsOut& out, float* scratch,
+                              void* stream);
+void token_logprob_combine_cuda(const ShardStats& shards, const TokenRows& rows, void* stream);
+void token_logprob_grad_cuda(const LogitsShard& shard, const RowGrad& row, void* out, DType dtype,
+                             void* stream);
 
 // The same grids walked on the host (PYRL_TESTS).
-void token_logprob_stats_emulated(const LogitsShard& shard, float* stats, float* scratch);
-void token_logprob_grad_emulated(const LogitsShard& shard, const RowGrad& row, void* out);
+void token_logprob_stats_emulated(const LogitsShard& shard, const StatsOut& out, float* scratch);
+void token_logprob_combine_emulated(const ShardStats& shards, const TokenRows& rows);
+void token_logprob_grad_emulated(const LogitsShard& shard, const RowGrad& row, void* out, DType dtype);
 
 // The kernels of one instruction set, for the tokens in [begin, end).
 struct TokenLogprobKernels {

@@ -6,56 +6,88 @@ namespace {
 
 using namespace token_logprob;
 
+constexpr int kBlocksPerSm = 4;
+constexpr int kRowThreads = 128;  // a token each
+
 template <class T, bool Masked>
-__global__ void __launch_bounds__(kThreads, 2)
-    token_logprob_stats_kernel(const LogitsShard shard, State* parts) {
-  __shared__ State states[kThreads];
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    token_logprob_stats_kernel(const LogitsShard shard, State* parts, const StatsOut out) {
+  __shared__ State warps[kThreads / kLanes];
   const ThreadIndex at = thread_index();
-  states[at.thread] = thread_state<T, Masked>(shard, at);
-  const float rate = shard.scale[at.block / num_parts(shard.width)] * kLog2e;
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    join_half(states, half, rate, at.thread);
-  }
-  if (at.thread == 0) parts[at.block] = states[0];
+  const int warp = at.thread / kLanes, lane = at.thread % kLanes;
+  const int64_t count = num_parts(shard.width), t = at.block / count;
+  const float rate = shard.scale[t] * kLog2e;
+  State state = join_lanes(thread_state<T, Masked>(shard, at), rate);
+  if (lane == 0) warps[warp] = state;
+  __syncthreads();
+  if (warp != 0) return;
+  state = join_lanes(lane < kThreads / kLanes ? warps[lane] : State{-INFINITY, 0, 0}, rate);
+  if (lane != 0) return;
+  if (count == 1)
+    finish<T>(shard, state, out, t);
+  else
+    parts[at.block] = state;
 }
 
 template <class T>
-__global__ void token_logprob_finish_kernel(const LogitsShard shard, const State* parts, float* stats) {
+__global__ void __launch_bounds__(kRowThreads)
+    token_logprob_finish_kernel(const LogitsShard shard, const State* parts, const StatsOut out) {
   const ThreadIndex at = thread_index();
   const int64_t t = at.block * at.threads + at.thread;
-  if (t < shard.tokens) finish<T>(shard, parts, stats, t);
+  if (t < shard.tokens) finish_parts<T>(shard, parts, out, t);
 }
 
-template <class T, bool Masked>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kRowThreads)
+    token_logprob_combine_kernel(const ShardStats shards, const TokenRows rows) {
+  const ThreadIndex at = thread_index();
+  const int64_t t = at.block * at.threads + at.thread;
+  if (t < shards.tokens) combine(shards, rows, t);
+}
+
+template <class T, class O, bool Masked>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     token_logprob_grad_kernel(const LogitsShard shard, const RowGrad row, void* out) {
-  thread_grad<T, Masked>(shard, row, out, thread_index());
+  thread_grad<T, O, Masked>(shard, row, out, thread_index());
+}
+
+unsigned row_blocks(int64_t tokens) {
+  return static_cast<unsigned>((tokens + kRowThreads - 1) / kRowThreads);
 }
 
 }  // namespace
 
-void token_logprob_stats_cuda(const LogitsShard& shard, float* stats, float* scratch, void* stream) {
+void token_logprob_stats_cuda(const LogitsShard& shard, const StatsOut& out, float* scratch,
+                              void* stream) {
   if (shard.tokens == 0) return;
-  constexpr int kFinish = 128;
-  const auto blocks = static_cast<unsigned>(shard.tokens * num_parts(shard.width));
-  const auto finish_blocks = static_cast<unsigned>((shard.tokens + kFinish - 1) / kFinish);
+  const int64_t count = num_parts(shard.width);
+  const auto blocks = static_cast<unsigned>(shard.tokens * count);
   auto* parts = reinterpret_cast<State*>(scratch);
   const auto on = static_cast<cudaStream_t>(stream);
   dispatch(shard, [&](auto type, auto masked) {
     using T = decltype(type);
-    token_logprob_stats_kernel<T, decltype(masked)::value><<<blocks, kThreads, 0, on>>>(shard, parts);
-    token_logprob_finish_kernel<T><<<finish_blocks, kFinish, 0, on>>>(shard, parts, stats);
+    token_logprob_stats_kernel<T, decltype(masked)::value>
+        <<<blocks, kThreads, 0, on>>>(shard, parts, out);
+    if (count > 1)
+      token_logprob_finish_kernel<T>
+          <<<row_blocks(shard.tokens), kRowThreads, 0, on>>>(shard, parts, out);
   });
   check_launch("token_logprob");
 }
 
-void token_logprob_grad_cuda(const LogitsShard& shard, const RowGrad& row, void* out, void* stream) {
+void token_logprob_combine_cuda(const ShardStats& shards, const TokenRows& rows, void* stream) {
+  if (shards.tokens == 0) return;
+  token_logprob_combine_kernel<<<row_blocks(shards.tokens), kRowThreads, 0,
+                                 static_cast<cudaStream_t>(stream)>>>(shards, rows);
+  check_launch("token_logprob");
+}
+
+void token_logprob_grad_cuda(const LogitsShard& shard, const RowGrad& row, void* out, DType dtype,
+                             void* stream) {
   if (shard.tokens == 0 || shard.columns == 0) return;
   const auto blocks = static_cast<unsigned>(shard.tokens * num_parts(shard.columns));
   const auto on = static_cast<cudaStream_t>(stream);
-  dispatch(shard, [&](auto type, auto masked) {
-    token_logprob_grad_kernel<decltype(type), decltype(masked)::value>
+  dispatch(shard, dtype, [&](auto type, auto to, auto masked) {
+    token_logprob_grad_kernel<decltype(type), decltype(to), decltype(masked)::value>
         <<<blocks, kThreads, 0, on>>>(shard, row, out);
   });
   check_launch("token_logprob");

@@ -12,7 +12,7 @@
 
 namespace pyrl::token_logprob {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256, kLanes = 32;
 constexpr int64_t kPart = 1 << 15;  // columns of a part, at most
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 constexpr float kVanishes = -200.f;  // 2^z is 0 from here on; replaces -inf in products
@@ -38,6 +38,18 @@ struct Word {
   static constexpr uint32_t kNone = std::is_same_v<T, BF16> ? 0xff80ff80u : 0xfc00fc00u;  // -inf
   static PYRL_DEVICE void widen(uint32_t word, float* v) { T::widen_pair(word, v); }
   static PYRL_DEVICE uint32_t narrow(const float* v) { return T::narrow_pair(v); }
+  // The larger of each half, of a NaN and a number the number.
+  static PYRL_DEVICE uint32_t max(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    using Pair = std::conditional_t<std::is_same_v<T, BF16>, __nv_bfloat162, __half2>;
+    return bits<uint32_t>(__hmax2(bits<Pair>(a), bits<Pair>(b)));
+#else
+    float x[2], y[2];
+    widen(a, x), widen(b, y);
+    const float v[2] = {fmaxf(x[0], y[0]), fmaxf(x[1], y[1])};
+    return narrow(v);
+#endif
+  }
 };
 
 template <>
@@ -46,6 +58,9 @@ struct Word<F32> {
   static constexpr uint32_t kNone = 0xff800000u;
   static PYRL_DEVICE void widen(uint32_t word, float* v) { v[0] = bits<float>(word); }
   static PYRL_DEVICE uint32_t narrow(const float* v) { return bits<uint32_t>(v[0]); }
+  static PYRL_DEVICE uint32_t max(uint32_t a, uint32_t b) {
+    return bits<uint32_t>(fmaxf(bits<float>(a), bits<float>(b)));
+  }
 };
 
 struct alignas(16) Vec {
@@ -60,10 +75,17 @@ PYRL_DEVICE void widen(const Vec& from, float* v) {
   for (int i = 0; i < 4; ++i) Word<T>::widen(from.word[i], v + i * Word<T>::kCount);
 }
 
-template <class T>
-PYRL_DEVICE Vec narrow(const float* v) {
-  Vec to;
-  for (int i = 0; i < 4; ++i) to.word[i] = Word<T>::narrow(v + i * Word<T>::kCount);
+// What becomes of a Vec of T as elements of type O: 16 bytes, or 8 of halves of floats.
+template <class O, class T>
+struct alignas(16 * Word<T>::kCount / Word<O>::kCount) VecOf {
+  uint32_t word[4 * Word<T>::kCount / Word<O>::kCount];
+};
+
+template <class O, class T>
+PYRL_DEVICE VecOf<O, T> narrow(const float* v) {
+  VecOf<O, T> to;
+  for (int i = 0; i < kVec<T> / Word<O>::kCount; ++i)
+    to.word[i] = Word<O>::narrow(v + i * Word<O>::kCount);
   return to;
 }
 
@@ -100,15 +122,28 @@ void dispatch(const LogitsShard& shard, const Run& run) {
   }
 }
 
+// The same with the type that is written between them.
+template <class Run>
+void dispatch(const LogitsShard& shard, DType dtype, const Run& run) {
+  dispatch(shard, [&](auto type, auto masked) {
+    if constexpr (std::is_same_v<decltype(type), F32>) {
+      if (dtype == DType::bf16) return run(type, BF16{}, masked);
+      if (dtype == DType::f16) return run(type, F16{}, masked);
+    }
+    run(type, type, masked);
+  });
+}
+
 // The work of a block: columns [begin, end) of token t. `vectors` Vecs from `middle` on are aligned
-// to 16 bytes in both input and output; the other columns are handled one by one.
+// in both input and output; the other columns are handled one by one.
 struct Part {
-  int64_t t, begin, end, middle, vectors;
+  int64_t t, begin, end, middle;
+  int vectors;
 };
 
-template <class T>
+template <class T, class O = T>
 PYRL_DEVICE Part part_of(int64_t block, int64_t columns, int64_t row_columns,
-                         const typename T::Raw* from, const typename T::Raw* to) {
+                         const typename T::Raw* from, const typename O::Raw* to) {
   const int64_t parts = num_parts(columns), t = block / parts, p = block % parts;
   const int64_t each = ((columns + parts - 1) / parts + 63) / 64 * 64;
   const int64_t begin = p * each < columns ? p * each : columns;
@@ -116,16 +151,18 @@ PYRL_DEVICE Part part_of(int64_t block, int64_t columns, int64_t row_columns,
   const auto in = uintptr_t(from + t * row_columns + begin);
   const auto out = uintptr_t(to + t * row_columns + begin);
   const int64_t head = int64_t((16 - in % 16) % 16 / sizeof(typename T::Raw));
-  const bool fits = in % sizeof(typename T::Raw) == 0 && in % 16 == out % 16 && head < end - begin;
+  const bool fits = in % sizeof(typename T::Raw) == 0 && head < end - begin &&
+                    (out + head * sizeof(typename O::Raw)) % sizeof(VecOf<O, T>) == 0;
   const int64_t middle = fits ? begin + head : end;
-  return {t, begin, end, middle, (end - middle) / kVec<T>};
+  return {t, begin, end, middle, int(end - middle) / kVec<T>};
 }
 
 // Calls each(column) for the columns of a part before and after its Vecs.
 template <class T, class Each>
 PYRL_DEVICE void for_singles(const Part& part, const ThreadIndex& at, const Each& each) {
   for (int64_t c = part.begin + at.thread; c < part.middle; c += at.threads) each(c);
-  for (int64_t c = part.middle + part.vectors * kVec<T> + at.thread; c < part.end; c += at.threads)
+  for (int64_t c = part.middle + int64_t(part.vectors) * kVec<T> + at.thread; c < part.end;
+       c += at.threads)
     each(c);
 }
 
@@ -148,10 +185,10 @@ PYRL_DEVICE void drop(Vec& v, const uint8_t* keep) {
 
 // The kUnroll Vecs of a thread, `threads` apart; those past the end of the part are -inf.
 template <class T, bool Masked>
-PYRL_DEVICE void load_vecs(const typename T::Raw* middle, const uint8_t* keep, int64_t first,
-                           int64_t vectors, int threads, Vec (&v)[kUnroll<Masked>]) {
+PYRL_DEVICE void load_vecs(const typename T::Raw* middle, const uint8_t* keep, int first,
+                           int vectors, int threads, Vec (&v)[kUnroll<Masked>]) {
   for (int u = 0; u < kUnroll<Masked>; ++u) {
-    const int64_t i = first + int64_t(u) * threads;
+    const int i = first + u * threads;
     v[u] = Vec{{Word<T>::kNone, Word<T>::kNone, Word<T>::kNone, Word<T>::kNone}};
     if (i < vectors) {
       v[u] = reinterpret_cast<const Vec*>(middle)[i];
@@ -199,18 +236,20 @@ PYRL_DEVICE State thread_state(const LogitsShard& shard, const ThreadIndex& at) 
   const uint8_t* keep = Masked ? shard.keep + part.t * shard.columns : nullptr;
   const float rate = shard.scale[part.t] * kLog2e;
   State state{-INFINITY, 0, 0};
-  for (int64_t i = at.thread; i < part.vectors; i += int64_t(kUnroll<Masked>) * at.threads) {
+  for (int i = at.thread; i < part.vectors; i += kUnroll<Masked> * at.threads) {
     Vec v[kUnroll<Masked>];
     load_vecs<T, Masked>(row + part.middle, keep + (Masked ? part.middle : 0), i, part.vectors,
                          at.threads, v);
+    uint32_t tops = v[0].word[0];
+    for (int u = 0; u < kUnroll<Masked>; ++u)
+      for (int w = 0; w < 4; ++w) tops = Word<T>::max(tops, v[u].word[w]);
     float x[kVec<T>], top = state.max;
-    for (int u = 0; u < kUnroll<Masked>; ++u) {
-      widen<T>(v[u], x);
-      for (int k = 0; k < kVec<T>; ++k) top = fmaxf(top, x[k]);
-    }
+    Word<T>::widen(tops, x);
+    for (int k = 0; k < Word<T>::kCount; ++k) top = fmaxf(top, x[k]);
     if (top > state.max) state.raise(top, rate);
     const float base = base_of(top);
     for (int u = 0; u < kUnroll<Masked>; ++u) {
+      if (i + u * at.threads >= part.vectors) continue;
       widen<T>(v[u], x);
       for (int k = 0; k < kVec<T>; ++k) state.add(x[k], base, rate);
     }
@@ -223,26 +262,92 @@ PYRL_DEVICE State thread_state(const LogitsShard& shard, const ThreadIndex& at) 
   return state;
 }
 
-// Phase 2, for half = threads / 2, threads / 4, ... 1: a tree over the threads of a block.
-PYRL_DEVICE void join_half(State* states, int half, float rate, int thread) {
-  if (thread < half) states[thread].join(states[thread + half], rate);
+// Phase 2: the states of kLanes neighbours joined in the order of a warp's shuffles, those half the
+// number apart first; then, by the first warp, those of the warps.
+#ifdef __CUDACC__
+__device__ inline State join_lanes(State s, float rate) {
+  float top = s.max;
+  PYRL_UNROLL
+  for (int apart = kLanes / 2; apart > 0; apart /= 2)
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, apart));
+  s.raise(top, rate);
+  PYRL_UNROLL
+  for (int apart = kLanes / 2; apart > 0; apart /= 2) {
+    s.sum += __shfl_xor_sync(~0u, s.sum, apart);
+    s.weighted += __shfl_xor_sync(~0u, s.weighted, apart);
+  }
+  return s;
+}
+#endif
+
+// The same on the host; kLanes states, overwritten.
+inline State join_lanes(State* s, float rate) {
+  float top = s[0].max;
+  for (int i = 1; i < kLanes; ++i) top = fmaxf(top, s[i].max);
+  for (int i = 0; i < kLanes; ++i) s[i].raise(top, rate);
+  for (int apart = kLanes / 2; apart > 0; apart /= 2)
+    for (int i = 0; i < apart; ++i) {
+      s[i].sum += s[i + apart].sum;
+      s[i].weighted += s[i + apart].weighted;
+    }
+  return s[0];
 }
 
-// Afterwards: joins the parts of token t in order, `parts` [tokens * num_parts(width)], into `stats`.
+// What a row comes to: its log-prob, entropy, maximum and log-sum, [tokens] each.
+PYRL_DEVICE void conclude(const TokenRows& rows, int64_t t, float top, float sum, float weighted,
+                          float target, float scale, bool inside) {
+  const float log_sum = logf(sum);
+  const float logprob = sum == 0 ? -INFINITY : (target - base_of(top)) * scale - log_sum;
+  rows.logprob[t] = inside ? logprob : NAN;
+  rows.entropy[t] = sum == 0 ? 0 : log_sum - weighted / sum;
+  rows.max[t] = top;
+  rows.log_sum[t] = log_sum;
+}
+
+// The end of token t with the state of all its columns here: into `stats`, or into `rows` if that is
+// the whole vocabulary.
 template <class T>
-PYRL_DEVICE void finish(const LogitsShard& shard, const State* parts, float* stats, int64_t t) {
+PYRL_DEVICE void finish(const LogitsShard& shard, State row, const StatsOut& out, int64_t t) {
+  const int64_t target = shard.targets[t] - shard.first, at = t * shard.columns + target;
+  const bool mine = target >= 0 && target < shard.width;
+  const bool kept = mine && (!shard.keep || shard.keep[at]);
+  const auto* logits = static_cast<const typename T::Raw*>(shard.logits);
+  const float chosen = kept ? load_one<T>(logits + at) : mine ? -INFINITY : 0.f;
+  if (row.weighted != row.weighted) row.sum = row.weighted;  // NaN shows
+  row.weighted *= kLn2;
+  if (!out.stats)
+    return conclude(out.rows, t, row.max, row.sum, row.weighted, chosen, shard.scale[t], mine);
+  const float found[4] = {row.max, row.sum, row.weighted, chosen};
+  for (int i = 0; i < 4; ++i) out.stats[t + shard.tokens * i] = found[i];
+}
+
+// Joins the parts of token t in order, `parts` [tokens * num_parts(width)], and finishes it.
+template <class T>
+PYRL_DEVICE void finish_parts(const LogitsShard& shard, const State* parts, const StatsOut& out,
+                              int64_t t) {
   const int64_t count = num_parts(shard.width);
   const float rate = shard.scale[t] * kLog2e;
   State row = parts[t * count];
   for (int64_t p = 1; p < count; ++p) row.join(parts[t * count + p], rate);
-  const int64_t target = shard.targets[t] - shard.first, at = t * shard.columns + target;
-  const bool mine = target >= 0 && target < shard.width;
-  const bool kept = mine && (!shard.keep || shard.keep[at]);
-  stats[t] = row.max;
-  stats[t + shard.tokens] = row.weighted == row.weighted ? row.sum : row.weighted;  // NaN shows
-  stats[t + shard.tokens * 2] = row.weighted * kLn2;
-  const auto* logits = static_cast<const typename T::Raw*>(shard.logits);
-  stats[t + shard.tokens * 3] = kept ? load_one<T>(logits + at) : mine ? -INFINITY : 0.f;
+  finish<T>(shard, row, out, t);
+}
+
+// Token t of statistics of several shards.
+PYRL_DEVICE void combine(const ShardStats& s, const TokenRows& rows, int64_t t) {
+  const float scale = s.scale[t];
+  const auto at = [&](int shard, int i) { return s.stats[(int64_t(shard) * 4 + i) * s.tokens + t]; };
+  float top = -INFINITY, sum = 0, weighted = 0, target = 0;
+  for (int r = 0; r < s.shards; ++r) top = fmaxf(top, at(r, 0));
+  for (int r = 0; r < s.shards; ++r) {
+    float shift = (at(r, 0) - base_of(top)) * scale;
+    const float factor = expf(shift);
+    if (factor == 0) shift = 0;  // 0 * -inf
+    sum += factor * at(r, 1);
+    weighted += factor * (at(r, 2) + shift * at(r, 1));
+    target += at(r, 3);
+  }
+  const bool inside = s.targets[t] >= 0 && s.targets[t] < s.valid_vocab;
+  conclude(rows, t, top, sum, weighted, target, scale, inside);
 }
 
 // The gradient of one row as a function of a logit.
@@ -266,9 +371,9 @@ struct Slope {
     const float z = (x - max) * rate - log2_sum, p = power(z);
     return p * (fmaxf(z, kVanishes) * slope + constant);
   }
-  // Replaces the kVec logits from column c on by their gradients.
-  template <class T>
-  PYRL_DEVICE void apply(Vec& v, int64_t c, int64_t width) const {
+  // The gradients of the kVec logits from column c on.
+  template <class T, class O>
+  PYRL_DEVICE VecOf<O, T> apply(const Vec& v, int64_t c, int64_t width) const {
     float x[kVec<T>];
     widen<T>(v, x);
     for (int k = 0; k < kVec<T>; ++k) x[k] = (*this)(x[k]);
@@ -276,43 +381,42 @@ struct Slope {
       for (int k = 0; k < kVec<T>; ++k) x[k] += c + k == target ? chosen : 0.f;
     if (c + kVec<T> > width)
       for (int k = 0; k < kVec<T>; ++k) x[k] = c + k < width ? x[k] : 0.f;
-    v = narrow<T>(x);
+    return narrow<O, T>(x);
   }
 };
 
 // A thread's share of a part of the columns, padding and rows without gradient included.
-template <class T, bool Masked>
+template <class T, class O, bool Masked>
 PYRL_DEVICE void thread_grad(const LogitsShard& shard, const RowGrad& g, void* out, const ThreadIndex& at) {
   using Raw = typename T::Raw;
   const auto* logits = static_cast<const Raw*>(shard.logits);
-  auto* to = static_cast<Raw*>(out);
-  const Part part = part_of<T>(at.block, shard.columns, shard.columns, logits, to);
+  auto* to = static_cast<typename O::Raw*>(out);
+  const Part part = part_of<T, O>(at.block, shard.columns, shard.columns, logits, to);
   const int64_t first = part.t * shard.columns;
   const Raw* row = logits + first;
   const uint8_t* keep = Masked ? shard.keep + first : nullptr;
   const Slope slope(shard, g, part.t);
   to += first;
-  auto* words = reinterpret_cast<Vec*>(to + part.middle);
+  auto* words = reinterpret_cast<VecOf<O, T>*>(to + part.middle);
   if (slope.dead) {
-    for (int64_t i = at.thread; i < part.vectors; i += at.threads) words[i] = Vec{};
-    return for_singles<T>(part, at, [&](int64_t c) { store_one<T>(0.f, to + c); });
+    for (int i = at.thread; i < part.vectors; i += at.threads) words[i] = VecOf<O, T>{};
+    return for_singles<T>(part, at, [&](int64_t c) { store_one<O>(0.f, to + c); });
   }
-  for (int64_t i = at.thread; i < part.vectors; i += int64_t(kUnroll<Masked>) * at.threads) {
+  for (int i = at.thread; i < part.vectors; i += kUnroll<Masked> * at.threads) {
     Vec v[kUnroll<Masked>];
     load_vecs<T, Masked>(row + part.middle, keep + (Masked ? part.middle : 0), i, part.vectors,
                          at.threads, v);
     for (int u = 0; u < kUnroll<Masked>; ++u) {
-      const int64_t vec = i + int64_t(u) * at.threads;
+      const int vec = i + u * at.threads;
       if (vec >= part.vectors) continue;
-      slope.apply<T>(v[u], part.middle + vec * kVec<T>, shard.width);
-      words[vec] = v[u];
+      words[vec] = slope.apply<T, O>(v[u], part.middle + int64_t(vec) * kVec<T>, shard.width);
     }
   }
   for_singles<T>(part, at, [&](int64_t c) {
     float x = 0;
     if (c < shard.width && !(Masked && !keep[c]))
       x = slope(load_one<T>(row + c)) + (c == slope.target ? slope.chosen : 0.f);
-    store_one<T>(x, to + c);
+    store_one<O>(x, to + c);
   });
 }
 

@@ -8,12 +8,6 @@ import torch
 from torch import Tensor
 
 
-def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics, log-probs and sums of gradients: float64 for float64, else
-    float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def check_valid_vocab(where: str, valid_vocab: int | None, columns: int, ranks: int) -> int:
     """The number of valid columns over all ranks; None: all of them.
 
@@ -47,8 +41,9 @@ def check_targets(
         ValueError: one lies outside ``[0, valid_vocab)``; see `check_entries`.
     """
     targets = targets if order is None else targets.index_select(0, order)
-    outside = (targets < 0) | (targets >= valid_vocab)
-    check_entries(where, "targets", targets, outside, f"[0, {valid_vocab})", order)
+    if _may_look(targets):
+        outside = (targets < 0) | (targets >= valid_vocab)
+        check_entries(where, "targets", targets, outside, f"[0, {valid_vocab})", order)
     return targets
 
 
@@ -101,8 +96,13 @@ def check_entries(
     Raises:
         ValueError: naming the entry by its token.
     """
-    if outside.device.type != "cpu" or torch.compiler.is_compiling() or not outside.any():
+    if not _may_look(values) or not outside.any():
         return
     entry = int(outside.nonzero()[0])
     token = entry if order is None else int(order[entry])
     raise ValueError(f"{where}: {name}[{token}] is {values[entry].item()}, expected one in {rule}")
+
+
+def _may_look(values: Tensor) -> bool:
+    """Whether their entries are checked."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()

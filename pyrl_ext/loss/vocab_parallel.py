@@ -9,9 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyrl_ext.loss.arguments import accum_dtype, check_targets, check_valid_vocab, logit_scale
-from pyrl_ext.loss.statistics import distribution, gather_shards, shard_columns
-from pyrl_ext.ops import token_logprob_grad, token_logprob_grad_, token_logprob_stats
+from pyrl_ext.loss.arguments import check_targets, check_valid_vocab, logit_scale
+from pyrl_ext.loss.statistics import gather_shards, shard_columns
+from pyrl_ext.ops import (
+    token_logprob_combine,
+    token_logprob_grad,
+    token_logprob_grad_,
+    token_logprob_rows,
+    token_logprob_stats,
+)
+from pyrl_ext.ops.dtypes import accum_dtype
 
 
 class _VocabParallelLogprob(torch.autograd.Function):
@@ -27,9 +34,13 @@ class _VocabParallelLogprob(torch.autograd.Function):
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
         first, width = shard_columns(logits.shape[1], valid_vocab, group)
-        stats = token_logprob_stats(logits, targets, scale, first, width, keep_mask)
-        shards = gather_shards(stats, group)
-        logprob, entropy, top, log_sum = distribution(shards, targets, scale, valid_vocab)
+        if group is None or group.size() == 1:
+            rows = token_logprob_rows(logits, targets, scale, width, keep_mask)
+        else:
+            stats = token_logprob_stats(logits, targets, scale, first, width, keep_mask)
+            shards = gather_shards(stats, group)
+            rows = token_logprob_combine(shards, targets, scale, valid_vocab)
+        logprob, entropy, top, log_sum = rows
         ctx.save_for_backward(logits, targets, scale, top, log_sum, entropy, keep_mask)
         ctx.first, ctx.width, ctx.inplace = first, width, inplace
         return logprob, entropy

@@ -9,7 +9,13 @@ from .gather_rows import Inverse, gather_rows, invert_rows
 from .replay_probs import replay_probs
 from .sum_rows import sum_rows
 from .swiglu import swiglu
-from .token_logprob import token_logprob_grad, token_logprob_grad_, token_logprob_stats
+from .token_logprob import (
+    token_logprob_combine,
+    token_logprob_grad,
+    token_logprob_grad_,
+    token_logprob_rows,
+    token_logprob_stats,
+)
 
 __all__ = [
     "Fields",
@@ -24,8 +30,10 @@ __all__ = [
     "serve_gpu_from",
     "sum_rows",
     "swiglu",
+    "token_logprob_combine",
     "token_logprob_grad",
     "token_logprob_grad_",
+    "token_logprob_rows",
     "token_logprob_stats",
     "use_backend",
 ]

@@ -16,3 +16,9 @@ def dtype_of(name: str) -> torch.dtype:
     Raises: KeyError where a plan has no such type.
     """
     return _DTYPES[name]
+
+
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics, log-probs and sums of gradients: float64 for float64, else
+    float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

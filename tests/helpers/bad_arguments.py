@@ -18,8 +18,10 @@ from pyrl_ext.ops import (
     replay_probs,
     sum_rows,
     swiglu,
+    token_logprob_combine,
     token_logprob_grad,
     token_logprob_grad_,
+    token_logprob_rows,
     token_logprob_stats,
 )
 from pyrl_ext.ops.replay_probs import grad_op
@@ -284,6 +286,29 @@ def _token_logprob() -> list[Bad]:
         stats(
             "keep_mask is torch.bool [9, 9], expected torch.bool",
             *(logits, targets, scale, 0, 10, mask),
+        ),
+        Bad(
+            "token_logprob_rows",
+            lambda: token_logprob_rows(logits, targets, scale, 11),
+            *(ValueError, "width is 11, expected one in [0, 10]"),
+        ),
+        Bad(
+            "token_logprob_combine",
+            lambda: token_logprob_combine(logits[None, :4], targets, scale, 10),
+            *(ValueError, "stats [1, 4, 10], targets [9], scale [9], expected [R, 4, T], [T], [T]"),
+        ),
+        Bad(
+            "token_logprob_combine",
+            lambda: token_logprob_combine(torch.zeros(2, 4, 9).half(), targets, scale.half(), 10),
+            *(ValueError, "stats is torch.float16, targets torch.int64, scale torch.float16"),
+        ),
+        Bad(
+            "token_logprob_grad",
+            lambda: token_logprob_grad(
+                *(logits.double(), targets, scale.double(), 0, 10, *(r.double() for r in rows)),
+                dtype=torch.bfloat16,
+            ),
+            *(ValueError, "dtype is torch.bfloat16 for torch.float64 logits, expected that of"),
         ),
         Bad(
             "token_logprob_grad",

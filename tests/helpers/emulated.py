@@ -6,14 +6,14 @@ An extension built with PYRL_TESTS has them: `make build` makes one, wheels do w
 import torch
 from torch import Tensor
 
-from pyrl_ext.ops._native import C
+from pyrl_ext.ops._native import C, dtype_of
 from pyrl_ext.ops.gather_fields.flat import flat_layout, pattern
 from pyrl_ext.ops.gather_routes.native import arguments as routes_arguments
 from pyrl_ext.ops.gather_rows.native import rows_of
 from pyrl_ext.ops.replay_probs.native import arguments as probs_arguments
 from pyrl_ext.ops.sum_rows.native import arguments as sum_arguments
 from pyrl_ext.ops.swiglu.native import arguments as swiglu_arguments
-from pyrl_ext.ops.token_logprob.native import Shard, row_grad
+from pyrl_ext.ops.token_logprob.native import Shard, new_rows, row_grad, shard_stats
 
 
 def gather_rows(src: Tensor, rows: Tensor, fill: Tensor) -> Tensor:
@@ -107,8 +107,32 @@ def token_logprob_stats(
     out = scale.new_empty(4, logits.shape[0])
     scratch = scale.new_empty(C.token_logprob_scratch(tokens=logits.shape[0], width=width))
     C.token_logprob_stats_emulated(
-        shard=shard.columns(first, width), stats=out.data_ptr(), scratch=scratch.data_ptr()
+        shard=shard.columns(first, width),
+        out=C.StatsOut(stats=out.data_ptr()),
+        scratch=scratch.data_ptr(),
     )
+    return out
+
+
+def token_logprob_rows(
+    logits: Tensor, targets: Tensor, scale: Tensor, width: int, keep_mask: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    shard, (out, addresses) = Shard(logits, targets, scale, keep_mask), new_rows(scale)
+    scratch = scale.new_empty(C.token_logprob_scratch(tokens=logits.shape[0], width=width))
+    C.token_logprob_stats_emulated(
+        shard=shard.columns(0, width),
+        out=C.StatsOut(rows=addresses),
+        scratch=scratch.data_ptr(),
+    )
+    return out
+
+
+def token_logprob_combine(
+    stats: Tensor, targets: Tensor, scale: Tensor, valid_vocab: int
+) -> tuple[Tensor, ...]:
+    out, addresses = new_rows(scale)
+    shards = shard_stats(stats, targets, scale, valid_vocab)
+    C.token_logprob_combine_emulated(shards=shards, rows=addresses)
     return out
 
 
@@ -124,12 +148,16 @@ def token_logprob_grad(
     grad_logprob: Tensor,
     grad_entropy: Tensor,
     keep_mask: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     shard = Shard(logits, targets, scale, keep_mask)
-    out = torch.empty_like(shard.logits) if out is None else out
+    out = torch.empty_like(shard.logits, dtype=dtype) if out is None else out
     rows = [r.contiguous() for r in (max, log_sum, entropy, grad_logprob, grad_entropy)]
     C.token_logprob_grad_emulated(
-        shard=shard.columns(first, width), row=row_grad(rows), out=out.data_ptr()
+        shard=shard.columns(first, width),
+        row=row_grad(rows),
+        out=out.data_ptr(),
+        dtype=dtype_of(out),
     )
     return out

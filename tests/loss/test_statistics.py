@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from pyrl_ext.loss.statistics import distribution, merge_parts, shard_columns
-from pyrl_ext.ops import token_logprob_stats
+from pyrl_ext.loss.statistics import shard_columns
+from pyrl_ext.ops import token_logprob_combine, token_logprob_stats
+from pyrl_ext.ops.token_logprob.reference import merge_parts
 
 
 def parts_of(logits, targets, scale, sizes):
@@ -18,19 +19,21 @@ def parts_of(logits, targets, scale, sizes):
 
 
 @pytest.mark.parametrize("sizes", [(12,), (5, 7), (1, 1, 10), (3, 3, 3, 3)])
-def test_distribution_equals_log_softmax_over_all_columns(sizes):
+def test_token_logprob_combine_equals_log_softmax_over_all_columns(sizes):
     g = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(9, 12, generator=g, dtype=torch.float64)
     logits[2, :5] = -torch.inf  # a whole part without a finite logit
     targets, scale = torch.arange(9) % 12, torch.linspace(0.5, 2, 9, dtype=torch.float64)
     whole = torch.log_softmax(logits * scale[:, None], -1)
     parts = parts_of(logits, targets, scale, sizes)
-    logprob, entropy, top, _ = distribution(parts, targets, scale, 12)
+    logprob, entropy, top, _ = token_logprob_combine(parts, targets, scale, 12)
     wanted = whole[torch.arange(9), targets]
     assert torch.allclose(logprob.exp(), wanted.exp(), rtol=1e-12)
     assert torch.allclose(entropy, -(whole.exp() * whole.nan_to_num(neginf=0)).sum(-1), rtol=1e-12)
     assert torch.equal(top, logits.amax(-1))
-    assert distribution(parts, targets, scale, 4)[0].isnan().tolist() == [t >= 4 for t in targets]
+    assert token_logprob_combine(parts, targets, scale, 4)[0].isnan().tolist() == [
+        t >= 4 for t in targets
+    ]
 
 
 def test_merge_parts_may_be_done_in_two_steps():

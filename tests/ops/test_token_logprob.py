@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrl_ext.ops import token_logprob_grad, token_logprob_grad_, token_logprob_stats, use_backend
+from pyrl_ext.ops import (
+    token_logprob_combine,
+    token_logprob_grad,
+    token_logprob_grad_,
+    token_logprob_rows,
+    token_logprob_stats,
+    use_backend,
+)
 from pyrl_ext.ops._native import C
 from pyrl_ext.ops.token_logprob import native, over_op, reference
 from tests.helpers import emulated
@@ -357,12 +364,71 @@ def test_token_logprob_grad__writes_over_the_logits(backend):
     torch.library.opcheck(over_op.overload, (before, *args, keep))
 
 
+def shards_of(logits, targets, scale, sizes, keep=None):
+    """[R, 4, T] statistics of columns in parts of these sizes."""
+    firsts = [sum(sizes[:r]) for r in range(len(sizes))]
+    return torch.stack(
+        [
+            token_logprob_stats(
+                *(logits[:, first : first + size].contiguous(), targets, scale, first, size),
+                None if keep is None else keep[:, first : first + size].contiguous(),
+            )
+            for first, size in zip(firsts, sizes, strict=True)
+        ]
+    )
+
+
+def check_rows(rows, combine, dtype, device="cpu"):
+    """``rows`` and ``combine`` of a backend against float64: rows of any range, and one without a
+    finite logit, one of NaN, targets that are not kept or out of range."""
+    logits, targets, scale, keep = ranges(V=40_000, dtype=dtype)
+    logits, keep = torch.cat([logits, logits[:4]]), torch.cat([keep, keep[:4]])
+    targets, scale = torch.cat([targets, targets[:4]]), torch.cat([scale, scale[:4]])
+    logits[8], logits[9, 7], keep[10, -1], targets[11] = -INF, torch.nan, False, 40_000
+    logits, targets, scale, keep = (t.to(device) for t in (logits, targets, scale, keep))
+    for mask in (None, keep):
+        wide = (logits.double(), targets, scale.double(), 40_000)
+        exact = torch.stack(reference.rows(*wide, mask))
+        assert exact[0, [8, 9, 11]].tolist()[0] == -INF and exact[0, [9, 11]].isnan().all()
+        shards = shards_of(logits, targets, scale, (9_000, 30_999, 1), mask)
+        for ours in (
+            rows(logits, targets, scale, 40_000, mask),
+            combine(shards, targets, scale, 40_000),
+        ):
+            found = torch.stack(list(ours)).double()
+            torch.testing.assert_close(found, exact, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("kernel", ["native", "emulated"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_token_logprob_rows_and_combine_equal_float64(kernel, dtype):
+    source = emulated if kernel == "emulated" else native
+    rows = emulated.token_logprob_rows if source is emulated else native.rows
+    combine = emulated.token_logprob_combine if source is emulated else native.combine
+    check_rows(rows, combine, dtype)
+
+
+@pytest.mark.parametrize("kernel", ["native", "emulated"])
+@pytest.mark.parametrize("V", [5, 301, 4096])
+def test_token_logprob_grad_writes_halves_of_floats(kernel, V):
+    logits, targets, scale = case(T=6, V=V)
+    rows = [row.float() for row in rows_of(logits, scale, V)]
+    rows[3][2] = rows[4][2] = 0  # a row that is not read
+    grad = emulated.token_logprob_grad if kernel == "emulated" else token_logprob_grad
+    for width in (V, V - 2):
+        args = (logits, targets, scale, 0, width, *rows)
+        floats = grad(*args)
+        for dtype in (torch.bfloat16, torch.float16):
+            assert torch.equal(grad(*args, dtype=dtype), floats.to(dtype))
+
+
 def on_device(device):
     """Triton, and where the device is a GPU the CUDA kernels too."""
     for dtype in DTYPES:
         for backend in ("triton", "native") if device == "cuda" else ("triton",):
             with use_backend(backend):
                 check_ranges(token_logprob_stats, token_logprob_grad, dtype, device)
+                check_rows(token_logprob_rows, token_logprob_combine, dtype, device)
                 logits, targets, scale = (a.to(device) for a in case(T=3, V=77, dtype=dtype))
                 rows = [r.float().to(device) for r in rows_of(logits.cpu(), scale.cpu(), 70)]
                 for width in (0, 70):
@@ -370,6 +436,11 @@ def on_device(device):
                     peer = reference.stats(logits, targets, scale, 3, width)
                     torch.testing.assert_close(stats, peer)
                 grad = token_logprob_grad(logits, targets, scale, 3, 70, *rows)
+                if dtype == torch.float32:
+                    half = token_logprob_grad(
+                        *(logits, targets, scale, 3, 70, *rows), dtype=torch.bfloat16
+                    )
+                    assert torch.equal(half, grad.bfloat16())
                 assert grad[:, 70:].count_nonzero() == 0
                 assert token_logprob_grad_(logits, targets, scale, 3, 70, *rows) is logits
                 assert torch.equal(logits, grad)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.dist.upload import to_device
-from pyrl_ext.loss.arguments import accum_dtype, check_targets, check_valid_vocab, logit_scale
+from pyrl_ext.loss.arguments import check_targets, check_valid_vocab, logit_scale
 from pyrl_ext.loss.kept_sets import KeepMasks, KeptSets
+from pyrl_ext.ops.dtypes import accum_dtype
 
 CPU_TOKENS = 512  # most tokens of a chunk on a CPU; more do not make a product faster
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pyrl_ext.loss.fused_head.chunking import CallPlan, Chunk
 from pyrl_ext.loss.fused_head.tiles import operand
-from pyrl_ext.loss.statistics import distribution, gather_shards
+from pyrl_ext.loss.statistics import gather_shards
+from pyrl_ext.ops import token_logprob_combine
 
 
 def distribution_of(
@@ -23,7 +24,8 @@ def distribution_of(
 
     Communicates: one all-gather of [4, n].
     """
-    return distribution(gather_shards(stats, call.group), targets, scale, call.valid_vocab)
+    shards = gather_shards(stats, call.group)
+    return token_logprob_combine(shards, targets, scale, call.valid_vocab)
 
 
 def hidden_chunks(hidden: Tensor, call: CallPlan) -> Iterator[tuple[Chunk, Tensor]]:

@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pyrl_ext.loss.arguments import accum_dtype
 from pyrl_ext.loss.fused_head.chunking import CallPlan
-from pyrl_ext.loss.statistics import merge_parts, shard_columns
+from pyrl_ext.loss.statistics import shard_columns
 from pyrl_ext.ops import token_logprob_grad, token_logprob_grad_, token_logprob_stats
+from pyrl_ext.ops.dtypes import accum_dtype
+from pyrl_ext.ops.token_logprob.reference import merge_parts
 
 CachedLogits = list[tuple[Tensor, Tensor | float]]  # (logits - offset, offset [c]) of every tile
 

@@ -6,9 +6,11 @@ With ``z = logits * scale`` (scale = 1 / temperature) over the columns of all sh
     combine m = max over shards, S = sum(exp(z - m * scale)), W = sum((z - m * scale) * exp(...))
     logprob = (target - m) * scale - log S           entropy = log S - W / S
 
-:mod:`pyrl_ext.loss.vocab_parallel` has the combination, the collective and the derivative; these
-two operators are its local halves, each one pass over the logits. Differences to the maximum are
-formed before anything is scaled or rounded, so large common offsets cost no accuracy.
+``stats`` and the gradient are one pass over the logits each; ``combine`` takes the statistics of
+all shards, and ``rows`` is both at once for a vocabulary in one piece.
+:mod:`pyrl_ext.loss.vocab_parallel` has the collective between them and the derivative. Differences
+to the maximum are formed before anything is scaled or rounded, so large common offsets cost no
+accuracy.
 
 Backends: native (C++ threads with AVX-512, AVX2 or portable code chosen at run time; CUDA), triton,
 reference (torch; float64 too).
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._op import Op
+from pyrl_ext.ops.dtypes import accum_dtype
 
 from . import native, reference, triton
 
@@ -29,14 +32,22 @@ _ROWS = (
     "Tensor targets, Tensor scale, SymInt first, SymInt width, Tensor max, Tensor log_sum, "
     "Tensor entropy, Tensor grad_logprob, Tensor grad_entropy, Tensor? keep_mask=None"
 )
+_FOUR = "(Tensor logprob, Tensor entropy, Tensor max, Tensor log_sum)"
+Rows = tuple[Tensor, Tensor, Tensor, Tensor]  # log-prob, entropy, max, log_sum
 
 
 def _stats_fake(logits: Tensor, targets: Tensor, scale: Tensor, *rest: Any) -> Tensor:
     return scale.new_empty(4, logits.shape[0])
 
 
+def _rows_fake(logits: Tensor, targets: Tensor, scale: Tensor, *rest: Any) -> Rows:
+    logprob, entropy, top, log_sum = (scale.new_empty(targets.shape) for _ in range(4))
+    return logprob, entropy, top, log_sum
+
+
 def _grad_fake(logits: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+    dtype = rest[-1] if isinstance(rest[-1], torch.dtype) else logits.dtype
+    return torch.empty_like(logits, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _over(grad: Callable[..., Tensor]) -> Callable[..., None]:
@@ -57,7 +68,28 @@ stats_op.backend("native", native.stats, refuse=native.refuse_stats)
 stats_op.backend("triton", triton.stats, refuse=triton.refuse)
 stats_op.backend("reference", reference.stats)
 
-grad_op = Op(f"token_logprob_grad(Tensor logits, {_ROWS}) -> Tensor", fake=_grad_fake)
+rows_op = Op(
+    "token_logprob_rows(Tensor logits, Tensor targets, Tensor scale, SymInt width, "
+    f"Tensor? keep_mask=None) -> {_FOUR}",
+    fake=_rows_fake,
+)
+rows_op.backend("native", native.rows, refuse=native.refuse_stats)
+rows_op.backend("triton", triton.rows, refuse=triton.refuse)
+rows_op.backend("reference", reference.rows)
+
+combine_op = Op(
+    "token_logprob_combine(Tensor stats, Tensor targets, Tensor scale, SymInt valid_vocab) -> "
+    f"{_FOUR}",
+    fake=_rows_fake,
+)
+combine_op.backend("native", native.combine, refuse=native.refuse_combine)
+combine_op.backend("triton", triton.combine, refuse=triton.refuse)
+combine_op.backend("reference", reference.combine)
+
+grad_op = Op(
+    f"token_logprob_grad(Tensor logits, {_ROWS}, ScalarType? dtype=None) -> Tensor",
+    fake=_grad_fake,
+)
 grad_op.backend("native", native.grad, refuse=native.refuse_grad)
 grad_op.backend("triton", triton.grad, refuse=triton.refuse)
 grad_op.backend("reference", reference.grad)
@@ -101,6 +133,58 @@ def token_logprob_stats(
     return stats_op(logits, targets, scale, first, width, keep_mask)
 
 
+def token_logprob_rows(
+    logits: Tensor, targets: Tensor, scale: Tensor, width: int, keep_mask: Tensor | None = None
+) -> Rows:
+    """``token_logprob_combine(token_logprob_stats(...)[None], ...)`` of a vocabulary in one piece.
+
+    Args:
+        logits, targets, scale, width, keep_mask: as in :func:`token_logprob_stats`; column 0 is
+            the vocabulary's, and ``width`` its size.
+
+    Returns:
+        log-prob, entropy, max and log_sum, as :func:`token_logprob_combine`.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    _check("token_logprob_rows", logits, width, keep_mask, targets=targets, scale=scale)
+    return rows_op(logits, targets, scale, width, keep_mask)
+
+
+def token_logprob_combine(stats: Tensor, targets: Tensor, scale: Tensor, valid_vocab: int) -> Rows:
+    """Statistics of all shards -> what each token comes to.
+
+    The log-prob is NaN for a target outside ``[0, valid_vocab)``. A token without a finite logit
+    has log-prob -inf and entropy 0. Shards are added in their order: equal statistics give equal
+    bits on every rank.
+
+    Args:
+        stats:   [R, 4, T] of R shards, as :func:`token_logprob_stats` returns them.
+        targets: [T] int64, global column.
+        scale:   [T] dtype of ``stats``.
+        valid_vocab: size of the vocabulary.
+
+    Returns:
+        log-prob, entropy, max and log_sum = log(sum(e)), [T] dtype of ``stats`` each.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    where = "token_logprob_combine"
+    if stats.ndim != 3 or stats.shape[1:] != (4, *targets.shape) or scale.shape != targets.shape:
+        raise ValueError(
+            f"{where}: stats {list(stats.shape)}, targets {list(targets.shape)}, scale "
+            f"{list(scale.shape)}, expected [R, 4, T], [T], [T]"
+        )
+    if targets.dtype != torch.int64 or not stats.dtype == scale.dtype == accum_dtype(stats.dtype):
+        raise ValueError(
+            f"{where}: stats is {stats.dtype}, targets {targets.dtype}, scale {scale.dtype}, "
+            "expected float32 or float64, int64 and the dtype of stats"
+        )
+    return combine_op(stats, targets, scale, valid_vocab)
+
+
 def token_logprob_grad(
     logits: Tensor,
     targets: Tensor,
@@ -113,6 +197,7 @@ def token_logprob_grad(
     grad_logprob: Tensor,
     grad_entropy: Tensor,
     keep_mask: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``scale * (gl * ([j == target] - p) - ge * p * (log p + entropy))`` in one pass.
 
@@ -122,9 +207,10 @@ def token_logprob_grad(
         logits, targets, scale, first, width, keep_mask: as in :func:`token_logprob_stats`.
         max, log_sum, entropy: [T] dtype of ``scale``, of the whole row, over all shards.
         grad_logprob, grad_entropy: [T] dtype of ``scale``.
+        dtype:   of the result, bfloat16 or float16 for float32 logits; None: that of ``logits``.
 
     Returns:
-        [T, V_local] dtype of ``logits``, a new tensor. 0 in padding columns, in columns that are
+        [T, V_local] ``dtype``, a new tensor. 0 in padding columns, in columns that are
         not kept, in tokens whose two gradients are 0 (their logits are not read) and in tokens
         without a finite logit.
 
@@ -135,7 +221,13 @@ def token_logprob_grad(
     vectors |= dict(grad_logprob=grad_logprob, grad_entropy=grad_entropy)
     where = "token_logprob_grad"
     _check(where, logits, width, keep_mask, targets=targets, scale=scale, **vectors)
-    return grad_op(logits, targets, scale, first, width, *vectors.values(), keep_mask)
+    halves = (torch.bfloat16, torch.float16) if logits.dtype == torch.float32 else ()
+    if dtype not in (None, logits.dtype, *halves):
+        raise ValueError(
+            f"{where}: dtype is {dtype} for {logits.dtype} logits, expected that of the logits, or "
+            "torch.bfloat16 or torch.float16 for torch.float32 ones"
+        )
+    return grad_op(logits, targets, scale, first, width, *vectors.values(), keep_mask, dtype)
 
 
 def token_logprob_grad_(
@@ -180,7 +272,7 @@ def _check(
             f"{where}: logits is {logits.dtype} {list(logits.shape)}, expected floating "
             "[T, V_local]"
         )
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = accum_dtype(logits.dtype)
     for name, vector in vectors.items():
         dtype = torch.int64 if name == "targets" else wide
         if vector.shape != logits.shape[:1] or vector.dtype != dtype:

@@ -1,9 +1,11 @@
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+
+from . import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -16,6 +18,10 @@ def _refuse(function: str, logits: Tensor) -> str | None:
 
 def refuse_stats(logits: Tensor, *rest: Any) -> str | None:
     return _refuse("token_logprob_stats", logits)
+
+
+def refuse_combine(stats: Tensor, *rest: Any) -> str | None:
+    return _refuse("token_logprob_stats", stats)
 
 
 def refuse_grad(logits: Tensor, *rest: Any) -> str | None:
@@ -62,16 +68,67 @@ def stats(
     """``isa``: instruction set on a CPU."""
     shard = Shard(logits, targets, scale, keep_mask)
     out = scale.new_empty(4, logits.shape[0])
-    call = dict(shard=shard.columns(first, width), stats=out.data_ptr())
-    if not logits.is_cuda:
-        C.token_logprob_stats_cpu(**call, isa=isa, threads=threads())
-        return out
-    size = C.token_logprob_scratch(tokens=logits.shape[0], width=width)
-    scratch = scale.new_empty(size)
-    with torch.cuda.device(logits.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        C.token_logprob_stats_cuda(**call, scratch=scratch.data_ptr(), stream=stream)
+    if logits.is_cuda:
+        _stats_cuda(shard, first, width, C.StatsOut(stats=out.data_ptr()))
+    else:
+        C.token_logprob_stats_cpu(
+            shard=shard.columns(first, width), stats=out.data_ptr(), isa=isa, threads=threads()
+        )
     return out
+
+
+def _stats_cuda(shard: Shard, first: int, width: int, out: Any) -> None:
+    size = C.token_logprob_scratch(tokens=len(shard.targets), width=width)
+    scratch = shard.scale.new_empty(size)
+    with torch.cuda.device(scratch.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        C.token_logprob_stats_cuda(
+            shard=shard.columns(first, width), out=out, scratch=scratch.data_ptr(), stream=stream
+        )
+
+
+def rows(
+    logits: Tensor, targets: Tensor, scale: Tensor, width: int, keep_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not logits.is_cuda:
+        found = stats(logits, targets, scale, 0, width, keep_mask)
+        return reference.combine(found[None], targets, scale, width)
+    shard, (out, addresses) = Shard(logits, targets, scale, keep_mask), new_rows(scale)
+    _stats_cuda(shard, 0, width, C.StatsOut(rows=addresses))
+    return out
+
+
+def combine(
+    stats: Tensor, targets: Tensor, scale: Tensor, valid_vocab: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """On a CPU torch's operations on [R, T]: no loop of ours would be faster."""
+    if not stats.is_cuda:
+        return reference.combine(stats, targets, scale, valid_vocab)
+    stats, targets, scale = stats.contiguous(), targets.contiguous(), scale.contiguous()
+    out, addresses = new_rows(scale)
+    with torch.cuda.device(stats.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        shards = shard_stats(stats, targets, scale, valid_vocab)
+        C.token_logprob_combine_cuda(shards=shards, rows=addresses, stream=stream)
+    return out
+
+
+def new_rows(scale: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Any]:
+    """Log-prob, entropy, max and log_sum, [T] each, and their ``C.TokenRows``."""
+    rows = tuple(torch.empty_like(scale) for _ in range(4))
+    return cast(Any, rows), C.TokenRows(*(row.data_ptr() for row in rows))
+
+
+def shard_stats(stats: Tensor, targets: Tensor, scale: Tensor, valid_vocab: int) -> Any:
+    """``C.ShardStats`` of contiguous tensors."""
+    return C.ShardStats(
+        stats=stats.data_ptr(),
+        shards=len(stats),
+        tokens=len(targets),
+        targets=targets.data_ptr(),
+        scale=scale.data_ptr(),
+        valid_vocab=valid_vocab,
+    )
 
 
 def grad(
@@ -86,18 +143,19 @@ def grad(
     grad_logprob: Tensor,
     grad_entropy: Tensor,
     keep_mask: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     isa: str = "auto",
 ) -> Tensor:
     shard = Shard(logits, targets, scale, keep_mask)
     if out is None:
-        out = torch.empty_like(shard.logits)
+        out = torch.empty_like(shard.logits, dtype=dtype if logits.is_cuda else None)
     rows = [r.contiguous() for r in (max, log_sum, entropy, grad_logprob, grad_entropy)]
     call = dict(shard=shard.columns(first, width), row=row_grad(rows), out=out.data_ptr())
     if logits.is_cuda:
         with torch.cuda.device(logits.device):
             stream = torch.cuda.current_stream().cuda_stream
-            C.token_logprob_grad_cuda(**call, stream=stream)
-    else:
-        C.token_logprob_grad_cpu(**call, isa=isa, threads=threads())
-    return out
+            C.token_logprob_grad_cuda(**call, dtype=dtype_of(out), stream=stream)
+        return out
+    C.token_logprob_grad_cpu(**call, isa=isa, threads=threads())
+    return out if dtype is None else out.to(dtype)

@@ -10,18 +10,34 @@ VANISHES = tl.constexpr(-200.0)  # 2^z is 0 from here on; takes the place of -in
 _ROW = ["targets", "scale", "max", "log_sum", "entropy", "grad_logprob", "grad_entropy"]
 
 
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=_ROW[:2])
+@triton.jit
+def _store_rows(
+    logprob, entropy, max, log_sum, t, top, total, weighted, target, scale, inside, mask
+):
+    log_total = tl.log(total)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    value = tl.where(total == 0, -float("inf"), (target - base) * scale - log_total)
+    tl.store(logprob + t, tl.where(inside, value, float("nan")), mask)
+    tl.store(entropy + t, tl.where(total == 0, 0.0, log_total - weighted / total), mask)
+    tl.store(max + t, top, mask)
+    tl.store(log_sum + t, log_total, mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=[*_ROW[:2], "out0", "out1", "out2", "out3"])
 def token_logprob_stats_kernel(
     logits,  # [T, columns] read
     targets,  # [T] int64
     scale,  # [T] float32
     keep,  # [T, columns] uint8, not read unless MASKED
-    out,  # [4, T] float32, written
-    T,
+    out0,  # [T] float32, written, as the next: the four statistics, or
+    out1,  # log-prob, entropy, max, log_sum
+    out2,
+    out3,
     columns,
     first,
     width,
     MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,  # the shard is the vocabulary
     BLOCK: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
@@ -29,8 +45,7 @@ def token_logprob_stats_kernel(
     own = tl.load(scale + t)
     rate = own * LOG2E
     lane = tl.arange(0, BLOCK)
-    top = -float("inf")
-    base = 0.0
+    top = tl.full([BLOCK], -float("inf"), tl.float32)  # each lane has a maximum of its own
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
@@ -39,27 +54,79 @@ def token_logprob_stats_kernel(
         if MASKED:
             inside = inside & (tl.load(keep + row + c, inside, other=0) != 0)
         x = tl.load(logits + row + c, inside, other=-float("inf")).to(tl.float32)
-        rise = tl.maximum(top, tl.max(x, 0))
-        base_new = tl.where(rise == -float("inf"), 0.0, rise)  # -inf - -inf is not a number
-        shift = tl.where(rise == top, 0.0, (base - base_new) * rate)
-        shift = tl.where(top == -float("inf"), 0.0, tl.maximum(shift, VANISHES))
-        factor = tl.exp2(shift)
-        z = (x - base_new) * rate
-        e = tl.exp2(z)
-        weighted = factor * (weighted + shift * total) + e * tl.maximum(z, VANISHES)
-        total = factor * total + e
-        top, base = rise, base_new
+        # the larger of two numbers has the exponential 1, so that one exponential is enough
+        above = x > top
+        rise = tl.where(above, x, top)
+        base = tl.where(rise == -float("inf"), 0.0, rise)  # -inf - -inf is not a number
+        fall = (tl.where(above, top, x) - base) * rate
+        e = tl.exp2(fall)
+        fall = tl.maximum(fall, VANISHES)
+        own_one = 1.0 + (x - base)  # NaN for +inf
+        weighted = tl.where(above, e * (weighted + fall * total), weighted + e * fall)
+        total = tl.where(above, e * total + own_one, total + e)
+        top = rise
+    lane_top, top = top, tl.max(top, 0)
+    fall = (lane_top - tl.where(top == -float("inf"), 0.0, top)) * rate
+    e = tl.exp2(fall)
+    weight = tl.sum(e * (weighted + tl.maximum(fall, VANISHES) * total), 0)
+    sum = tl.where(weight == weight, tl.sum(e * total, 0), weight)  # NaN shows
     target = tl.load(targets + t) - first
     mine = (target >= 0) & (target < width)
     kept = mine
     if MASKED:
         kept = mine & (tl.load(keep + row + target, mine, other=0) != 0)
     value = tl.load(logits + row + target, kept, other=-float("inf")).to(tl.float32)
-    weight = tl.sum(weighted, 0)
-    tl.store(out + t, top)
-    tl.store(out + T + t, tl.where(weight == weight, tl.sum(total, 0), weight))  # NaN shows
-    tl.store(out + 2 * T + t, weight * LN2)
-    tl.store(out + 3 * T + t, tl.where(mine, value, 0.0))
+    value = tl.where(mine, value, 0.0)
+    if WHOLE:
+        _store_rows(*(out0, out1, out2, out3, t, top, sum, weight * LN2, value, own, mine, t >= 0))
+    else:
+        tl.store(out0 + t, top)
+        tl.store(out1 + t, sum)
+        tl.store(out2 + t, weight * LN2)
+        tl.store(out3 + t, value)
+
+
+@triton.jit(
+    do_not_specialize=["shards", "T", "valid_vocab"],
+    do_not_specialize_on_alignment=["stats", "targets", "scale", *_ROW[2:5], "logprob"],
+)
+def token_logprob_combine_kernel(
+    stats,  # [shards, 4, T] read
+    targets,  # [T] int64
+    scale,  # [T] float32
+    logprob,  # [T] written, as the next three
+    entropy,
+    max,
+    log_sum,
+    shards,
+    T,
+    valid_vocab,
+    ROWS: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = t < T
+    own = tl.load(scale + t, inside, other=1.0)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    for shard in range(shards):
+        top = tl.maximum(top, tl.load(stats + shard * 4 * T + t, inside, other=0.0))
+    base = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS], tl.float32)
+    chosen = tl.zeros([ROWS], tl.float32)
+    for shard in range(shards):
+        at = stats + shard * 4 * T + t
+        shift = (tl.load(at, inside, other=0.0) - base) * own
+        factor = tl.exp(shift)
+        shift = tl.where(factor == 0, 0.0, shift)  # 0 * -inf
+        part = tl.load(at + T, inside, other=1.0)
+        weighted += factor * (tl.load(at + 2 * T, inside, other=0.0) + shift * part)
+        total += factor * part
+        chosen += tl.load(at + 3 * T, inside, other=0.0)
+    target = tl.load(targets + t, inside, other=0)
+    known = (target >= 0) & (target < valid_vocab)
+    _store_rows(
+        *(logprob, entropy, max, log_sum, t, top, total, weighted, chosen, own, known, inside)
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=_ROW)
@@ -100,26 +167,37 @@ def token_logprob_grad_kernel(
     tl.store(out + row + c, g.to(out.dtype.element_ty), c < columns)
 
 
-_STATS = dict(targets="*i64", scale="*fp32", keep="*u8", out="*fp32", T="i32")
+_STATS = dict(targets="*i64", scale="*fp32", keep="*u8")
+_STATS |= dict.fromkeys(("out0", "out1", "out2", "out3"), "*fp32")
 _ROWS = dict.fromkeys(("max", "log_sum", "entropy", "grad_logprob", "grad_entropy"), "*fp32")
-_SIZES = dict(columns="i32", first="i32", width="i32", MASKED="constexpr", BLOCK="constexpr")
+_SIZES = dict(columns="i32", first="i32", width="i32")
+_FLAGS = dict.fromkeys(("MASKED", "WHOLE", "BLOCK"), "constexpr")
+_COMBINE = dict.fromkeys(("scale", "logprob", "entropy", "max", "log_sum"), "*fp32")
+_COMBINE |= dict(shards="i32", T="i32", valid_vocab="i32", ROWS="constexpr")
 
 BUILDS: dict[str, tuple[triton.JITFunction, dict[str, str], dict[str, object]]] = {
-    f"{name} {dtype}{' masked' if masked else ''}": (
-        kernel,
-        {"logits": f"*{dtype}", **signature(dtype)},
-        dict(MASKED=masked, BLOCK=4096),
+    "combine": (
+        token_logprob_combine_kernel,
+        dict(stats="*fp32", targets="*i64", **_COMBINE),
+        dict(ROWS=128),
     )
-    for name, kernel, signature in (
-        ("stats", token_logprob_stats_kernel, lambda dtype: {**_STATS, **_SIZES}),
-        (
-            "grad",
-            token_logprob_grad_kernel,
-            lambda dtype: dict(
-                targets="*i64", scale="*fp32", **_ROWS, keep="*u8", out=f"*{dtype}", **_SIZES
-            ),
-        ),
-    )
-    for dtype in ("bf16", "fp32")
-    for masked in (False, True)
 }
+for _dtype in ("bf16", "fp32"):
+    for _masked in (False, True):
+        _name = f"{_dtype}{' masked' if _masked else ''}"
+        _sizes = dict(MASKED=_masked, BLOCK=4096)
+        for _whole in (False, True):
+            BUILDS[f"stats {_name}{' whole' if _whole else ''}"] = (
+                token_logprob_stats_kernel,
+                {"logits": f"*{_dtype}", **_STATS, **_SIZES, **_FLAGS},
+                {**_sizes, "WHOLE": _whole},
+            )
+        BUILDS[f"grad {_name}"] = (
+            token_logprob_grad_kernel,
+            {
+                **{"logits": f"*{_dtype}", "targets": "*i64", "scale": "*fp32", **_ROWS},
+                **{"keep": "*u8", "out": f"*{_dtype}", **_SIZES},
+                **{"MASKED": "constexpr", "BLOCK": "constexpr"},
+            },
+            _sizes,
+        )
