@@ -58,7 +58,7 @@ def grad_args(dtype: torch.dtype, masked: bool) -> tuple[Any, ...]:
 
 def rows_args(dtype: torch.dtype) -> tuple[Any, ...]:
     logits, targets, scale, _, width = logprob_args(dtype)
-    return logits, targets, scale, width
+    return logits, targets.clamp(max=width - 1), scale, width
 
 
 ROWS = torch.tensor([2, -1, 0, 2])
@@ -134,7 +134,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     },
     "token_logprob_combine": (
         "token_logprob_combine",
-        (real(3, 4, 5), torch.tensor([0, 3, 19, 7, 25]), 0.5 + real(5), 20),
+        (real(3, 4, 5), torch.tensor([0, 3, 19, 7, 25]), 0.5 + real(5), 26),
     ),
     "token_logprob_grad, to bfloat16": (
         "token_logprob_grad",
@@ -184,7 +184,7 @@ def test_Op_compiles_without_a_graph_break(call):
     out = compiled(*args)
     ours = [args[0]] if out is None else [out] if isinstance(out, Tensor) else list(out)
     for a, b in zip(ours, results(op, eager), strict=True):
-        assert torch.equal(a.nan_to_num(), b.nan_to_num())  # NaN for a target out of range
+        assert torch.equal(a, b)
 
 
 def test_Op_gives_shapes_and_dtypes_of_meta_tensors(call):
