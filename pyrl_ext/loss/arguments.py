@@ -104,5 +104,5 @@ def check_entries(
 
 
 def _may_look(values: Tensor) -> bool:
-    """Whether their entries are checked."""
+    """Whether entries of ``values`` are checked."""
     return values.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -45,7 +45,7 @@ def token_logprob_stats_kernel(
     own = tl.load(scale + t)
     rate = own * LOG2E
     lane = tl.arange(0, BLOCK)
-    top = tl.full([BLOCK], -float("inf"), tl.float32)  # each lane has a maximum of its own
+    top = tl.full([BLOCK], -float("inf"), tl.float32)  # a maximum for each lane
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
