@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 # Fields of megatron's config that this spec requires: it has no fused kernels.
@@ -65,6 +66,7 @@ def _fit(layer: Any, config: Any) -> None:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
+    from pyrl_ext.megatron.expert_rows import RowMoELayer
     from pyrl_ext.megatron.grouped_experts import GroupedExperts
     from pyrl_ext.megatron.local_layers import LatentAttention, ReplicatedLinear, RMSNorm
     from pyrl_ext.megatron.packed_attention import PackedAttention
@@ -72,6 +74,7 @@ def _fit(layer: Any, config: Any) -> None:
     parts = layer.submodules
     if getattr(parts.mlp, "func", None) is MoELayer:
         parts.mlp.keywords["submodules"].experts = GroupedExperts
+        parts.mlp = partial(RowMoELayer, **parts.mlp.keywords)
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:

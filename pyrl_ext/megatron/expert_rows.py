@@ -1,0 +1,102 @@
+"""Tokens to the rows of their experts and back, by the operators of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+from pyrl_ext.ops import Inverse, gather_rows, sum_rows
+
+
+class RowDispatcher(MoEAlltoAllTokenDispatcher):
+    """megatron's dispatcher over all-to-all, with `gather_rows` and `sum_rows` for its permutation.
+
+    megatron-core 0.19.2 sorts all entries of the routing map, E a token, to find the K that are
+    set, and adds the outputs of a token's experts in the type of the model by ``scatter_add``, on
+    a GPU with atomics. Here they are added in float32, in the order of the experts.
+
+    A rank that holds all experts (ep = etp = 1) exchanges nothing. megatron-core nevertheless
+    splits the rows by expert and concatenates them in the same order, and waits on a GPU in every
+    layer for the counts that this takes; here neither happens.
+
+    Syncs: as megatron's, where experts are spread over ranks: the host needs the sizes to exchange.
+    """
+
+    @property
+    def _alone(self) -> bool:
+        return self.ep_size == 1 and self.tp_size == 1
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[tokens * K, H] rows expert by expert, and [tokens * K] the weight of each."""
+        self.hidden_shape = hidden_states.shape
+        self.probs = probs  # megatron's combine_preprocess asks for its type
+        tokens = hidden_states.reshape(-1, self.hidden_shape[-1])
+        if self._alone:
+            self.tokens_per_expert = routing_map.sum(0)
+        else:
+            counts = self.preprocess(routing_map)
+            self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+                "before_permutation_1", counts
+            )
+        self._rows, self._inverse, places = expert_rows(routing_map, self.config.moe_router_topk)
+        rows = gather_rows(tokens, self._rows, tokens.new_zeros(tokens.shape[1]), self._inverse)
+        return rows, probs.reshape(-1).gather(0, places)
+
+    def dispatch_postprocess(
+        self, global_input_tokens: Tensor, global_probs: Tensor
+    ) -> tuple[Tensor, Any, Any]:
+        """The rows that this rank's experts get, how many each gets, and the rows' weights."""
+        if not self._alone:
+            return super().dispatch_postprocess(global_input_tokens, global_probs)
+        return global_input_tokens, self.tokens_per_expert, global_probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """The rows in the order in which they arrived."""
+        return hidden_states if self._alone else super().combine_preprocess(hidden_states)
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """The sum of each token's rows."""
+        summed = sum_rows(permutated_local_input_tokens, self._rows, self._inverse)
+        return summed.view(self.hidden_shape)
+
+
+class RowMoELayer(MoELayer):
+    """megatron's layer, which builds a dispatcher by name, with ours in its place."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.token_dispatcher = RowDispatcher(
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=config,
+            pg_collection=kwargs["pg_collection"],
+        )
+
+
+def expert_rows(routing_map: Tensor, top_k: int) -> tuple[Tensor, Inverse, Tensor]:
+    """The tokens of each expert, in order, experts one after the other.
+
+    Args:
+        routing_map: [T, E] bool, ``top_k`` True in a row.
+
+    Returns:
+        rows [T * top_k] int64, tokens; the inverse of rows; and of each its place in the flattened
+        map, [T * top_k] int64.
+    """
+    tokens, experts = routing_map.shape
+    size = tokens * top_k
+    by_expert = torch.nonzero_static(routing_map.T.reshape(-1), size=size).squeeze(1)
+    by_token = torch.nonzero_static(routing_map.reshape(-1), size=size).squeeze(1)
+    expert = by_expert.div(max(tokens, 1), rounding_mode="floor")
+    rows = by_expert - expert * tokens
+    places = rows * experts + expert
+    row_of = rows.new_empty(tokens * experts)
+    row_of[places] = torch.arange(size, device=rows.device)
+    starts = torch.arange(0, size + 1, top_k, device=rows.device)
+    return rows, Inverse(starts, row_of[by_token]), places

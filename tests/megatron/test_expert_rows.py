@@ -1,0 +1,98 @@
+"""Tokens to the rows of their experts and back, against megatron's permutation."""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import permute, unpermute
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.megatron.expert_rows import RowDispatcher, expert_rows
+from pyrl_ext.ops import gather_rows, invert_rows, sum_rows
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
+from tests.helpers.tiny import random_batch, tiny_plan
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+
+
+def random_map(tokens, experts, top_k, device="cpu", crowded=False):
+    """A routing map; ``crowded``: the last experts get no token."""
+    scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
+    scores -= crowded * (torch.arange(experts) >= top_k + 1).float()
+    ids = scores.topk(top_k).indices
+    return torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, ids, True).to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (50, 8, 3), (7, 4, 4), (300, 64, 6)], ids=str)
+def test_expert_rows_are_megatrons_permutation(shape, crowded, device):
+    tokens, experts, top_k = shape
+    top_k -= crowded and top_k == experts
+    if not top_k:
+        return
+    routing_map = random_map(tokens, experts, top_k, device, crowded)
+    x = torch.randn(tokens, 5, dtype=torch.float64, device=device)
+    probs = torch.rand(tokens, experts, device=device)
+    theirs, their_probs, their_rows, *_ = permute(
+        x, routing_map, probs, num_out_tokens=tokens * top_k
+    )
+    rows, inverse, places = expert_rows(routing_map, top_k)
+    assert torch.equal(rows, their_rows)
+    assert their_probs is not None and torch.equal(probs.flatten()[places], their_probs)
+    for ours, expected in zip(inverse, invert_rows(rows.cpu(), tokens), strict=True):
+        assert torch.equal(ours.cpu(), expected)
+    ours = gather_rows(x, rows, x.new_zeros(5), inverse)
+    assert torch.equal(ours, theirs)
+    back = unpermute(theirs, their_rows, x.shape, routing_map=routing_map)
+    torch.testing.assert_close(sum_rows(ours, rows, inverse), back)
+
+
+def test_expert_rows_of_no_tokens_are_none():
+    rows, inverse, places = expert_rows(torch.zeros(0, 8, dtype=torch.bool), 2)
+    assert len(rows) == len(places) == len(inverse.order) == 0
+    assert inverse.starts.tolist() == [0]
+
+
+@needs_gpu
+def test_expert_rows_do_not_wait_for_the_device():
+    routing_map = random_map(50, 8, 3, "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expert_rows(routing_map, 3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Named(TorchDispatchMode):
+    """Notes the operators that are called with more than ``size`` elements."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.names = size, set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(arg, Tensor) and arg.numel() > self.size for arg in args):
+            self.names.add(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_RowDispatcher_takes_the_place_of_sorting_and_scattered_sums():
+    with topology.start(plan := tiny_plan()) as topo:
+        policy = Policy.build(plan, topo)
+        layers = [m for chunk in policy.llm.chunks for m in chunk.modules()]
+        dispatchers = [m.token_dispatcher for m in layers if hasattr(m, "token_dispatcher")]
+        assert len(dispatchers) == 3 and {type(d) for d in dispatchers} == {RowDispatcher}
+        batch = random_batch(unrouted=0.0)
+        schedule = plan_microbatches(batch.seqlens, 1, plan.batching.tokens_per_microbatch, 1)
+        with Named(sum(batch.seqlens)) as called:
+            passes.update(policy, batch, schedule, build_loss(plan.objective))
+        assert not any(hasattr(d, "d2h_event") for d in dispatchers)  # nothing to wait for
+    assert {"pyrl_ext::sum_rows", "aten::nonzero_static"} <= called.names
+    assert not called.names & {"aten::sort", "aten::index_add_"}
