@@ -45,6 +45,11 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
             config, list(chunks), use_gloo_process_groups=False, pg_collection=groups
         )
     _gather_once(optimizer)
+    if plan.device == "cuda" and plan.model.backend == "local":
+        for group in optimizer.param_groups:
+            group["fused"] = (
+                True  # torch's AdamW in one kernel a list of tensors; megatron asks not
+            )
     return optimizer
 
 
@@ -248,10 +253,10 @@ def _step(part: Any) -> int:
 def _set_step(part: Any, step: int) -> None:
     inner = part.optimizer
     if isinstance(inner, torch.optim.Adam):  # AdamW is one
-        for entry in inner.state.values():
-            entry["step"] = torch.tensor(
-                float(step)
-            )  # a separate tensor each: incremented in place
+        for main, entry in inner.state.items():
+            device = main.device if inner.param_groups[0].get("fused") else None
+            # a separate tensor each: incremented in place
+            entry["step"] = torch.tensor(float(step), device=device)
     else:
         for group in inner.param_groups:
             group["step"] = step

@@ -130,6 +130,8 @@ def use_kernels(backend: str) -> None:
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer import optimizer as mixed
 
+    from pyrl_ext.megatron import multi_tensor
+
     norms, mixes, builds = vars(clip_grads), vars(mixed), vars(optimizer)
     if backend == "te":
         from transformer_engine.pytorch import optimizers as te
@@ -139,8 +141,8 @@ def use_kernels(backend: str) -> None:
     else:
         from torch.optim import AdamW as adam
 
-        apply, scale = utils.local_multi_tensor_applier, utils.local_multi_tensor_scale
-        norm, scale_by_tensor = utils.local_multi_tensor_l2_norm, None
+        apply, scale = utils.local_multi_tensor_applier, multi_tensor.scale
+        norm, scale_by_tensor = multi_tensor.l2_norm, None
     builds |= {"Adam": adam, "USING_PYTORCH_OPTIMIZER": backend != "te"}
     norms |= {"multi_tensor_applier": apply, "l2_norm_impl": norm, "multi_tensor_scale_impl": scale}
     norms["multi_tensor_scale_tensor_impl"] = scale_by_tensor
