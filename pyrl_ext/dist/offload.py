@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+MOST, LEAST = 1 << 30, 1 << 20  # bytes of a piece of host memory
 
 
 class OffloadedStorage:
@@ -16,7 +18,8 @@ class OffloadedStorage:
     """
 
     def __init__(self) -> None:
-        self._offloaded: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
+        self._host: list[tuple[list[tuple[torch.UntypedStorage, int]], list[Tensor]]] = []
 
     def __bool__(self) -> bool:
         return bool(self._offloaded)
@@ -36,38 +39,67 @@ class OffloadedStorage:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage
         storages.pop(0, None)  # empty, or offloaded already
-        leaving = [(s, s.nbytes(), _host_copy(s, keep)) for s in storages.values()]
-        on_gpu = any(storage.device.type == "cuda" for storage, *_ in leaving)
+        leaving = [(storage, storage.nbytes()) for storage in storages.values()]
+        on_gpu = any(storage.device.type == "cuda" for storage, _ in leaving)
+        if keep:
+            sizes = piece_sizes(sum(size for _, size in leaving))
+            host = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in sizes]
+            for there, here in _overlaps(leaving, host):
+                here.copy_(there, non_blocking=True)
+            self._host.append((leaving, host))
         if on_gpu:
             torch.cuda.synchronize()
-        for storage, *_ in leaving:
+        for storage, _ in leaving:
             storage.resize_(0)
         if on_gpu:
             torch.cuda.empty_cache()  # an engine cannot use what torch's allocator caches
         self._offloaded += leaving
-        return sum(size for _, size, _ in leaving)
+        return sum(size for _, size in leaving)
 
     def onload(self) -> int:
         """Allocate everything again and fill it, on the current stream.
 
         Returns: bytes allocated.
         """
-        for storage, size, host in self._offloaded:
+        kept = {id(storage) for leaving, _ in self._host for storage, _ in leaving}
+        for storage, size in self._offloaded:
             storage.resize_(size)
-            there = _bytes(storage)
-            there.zero_() if host is None else there.copy_(host, non_blocking=True)
-        allocated = sum(size for _, size, _ in self._offloaded)
-        self._offloaded = []
+            if id(storage) not in kept:
+                _bytes(storage).zero_()
+        for leaving, host in self._host:
+            for there, here in _overlaps(leaving, host):
+                there.copy_(here, non_blocking=True)
+        allocated = sum(size for _, size in self._offloaded)
+        self._offloaded, self._host = [], []
         return allocated
+
+
+def piece_sizes(size: int) -> list[int]:
+    """``size`` bytes as powers of two, the largest first, and less than `LEAST` at the end.
+
+    torch rounds an allocation of pinned memory up to a power of two and keeps it: 33 GiB in one
+    would take 64 (CachingHostAllocator.h:302).
+    """
+    sizes = []
+    while size >= LEAST:
+        sizes.append(min(MOST, 1 << size.bit_length() - 1))
+        size -= sizes[-1]
+    return [*sizes, size] if size else sizes
+
+
+def _overlaps(
+    storages: Sequence[tuple[torch.UntypedStorage, int]], host: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The bytes of ``storages``, one behind the other, beside their place in ``host``."""
+    pieces, here = iter(host), torch.empty(0, dtype=torch.uint8)
+    for storage, _ in storages:
+        there = _bytes(storage)
+        while len(there):
+            here = here if len(here) else next(pieces)
+            count = min(len(there), len(here))
+            yield there[:count], here[:count]
+            there, here = there[count:], here[count:]
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _host_copy(storage: torch.UntypedStorage, keep: bool) -> Tensor | None:
-    if not keep:
-        return None
-    on_gpu = storage.device.type == "cuda"
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
-    return host.copy_(_bytes(storage), non_blocking=True)

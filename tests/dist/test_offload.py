@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from pyrl_ext.dist import topology
+from pyrl_ext.dist import offload, topology
 from pyrl_ext.dist.heartbeat import heartbeats
-from pyrl_ext.dist.offload import OffloadedStorage
+from pyrl_ext.dist.offload import LEAST, MOST, OffloadedStorage, piece_sizes
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.pack.schedule import plan_microbatches
@@ -47,6 +47,39 @@ def test_onload_restores_views_and_shared_storages():
     assert all(map(torch.equal, (base, *views, other), before))
     views[0].fill_(7)
     assert (base[1] == 7).all()
+
+
+def test_piece_sizes_are_powers_of_two_that_torch_does_not_round_up():
+    for size in (0, 1, LEAST - 1, LEAST, 3 * LEAST + 5, MOST, 33 * 2**30, 33 * 2**30 + 12_345_678):
+        sizes = piece_sizes(size)
+        assert sum(sizes) == size and all(0 < each <= MOST for each in sizes)
+        assert len(sizes) <= size // MOST + MOST.bit_length() - LEAST.bit_length() + 1
+        pinned = sum(1 << (each - 1).bit_length() for each in sizes)  # as torch allocates them
+        assert pinned < size + LEAST
+
+
+def test_onload_restores_storages_that_share_pieces(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(offload, "MOST", 64)
+    monkeypatch.setattr(offload, "LEAST", 8)
+    tensors = [torch.randn(n) for n in (3, 0, 100, 1, 15)]
+    dropped, before = torch.ones(5), [t.clone() for t in tensors]
+    away = OffloadedStorage()
+    assert away.offload(tensors[:3]) + away.offload(tensors[3:]) == 4 * 119
+    assert away.offload([dropped], keep=False) == 20
+    assert [t.untyped_storage().nbytes() for t in (*tensors, dropped)] == [0] * 6
+    assert away.onload() == 4 * 124 and not away
+    assert all(map(torch.equal, tensors, before)) and not dropped.any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+def test_offload_on_a_gpu_pins_no_more_than_it_moves():
+    tensor = torch.arange(LEAST // 4 * 33 + 3, device="cuda", dtype=torch.int32)
+    before, away = torch.cuda.host_memory_stats()["allocated_bytes.current"], OffloadedStorage()
+    assert away.offload([tensor]) == tensor.nbytes
+    held = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+    assert held <= tensor.nbytes + LEAST
+    away.onload()
+    assert torch.equal(tensor.cpu(), torch.arange(len(tensor), dtype=torch.int32))
 
 
 def test_onload_fills_with_zeros_what_was_not_kept():

@@ -134,7 +134,11 @@ def test_stage_memory_of_a_shared_gpu_holds_the_engine():
     assert awake.held("update") == held_by().held("update") + 600 * 10**9
     away = held_by("rollout.offload_trainer=all")
     assert away.held("rollout", exact=True) == 600 * 10**9
-    assert away.held("rollout", host=True, exact=True) >= state
+    host = {item.name: item for item in away.items if item.host and item.exact}
+    assert not [name for name in host if "gradients" in name]  # their contents are dropped
+    for name in ("weights", "optimizer"):
+        kept = host[f"{name} on the host"]
+        assert kept.bytes == away.bytes_of(name) and kept.phases == MEMORY_PHASES
     assert away.held("update") == held_by().held("update")
 
 

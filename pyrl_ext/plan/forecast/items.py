@@ -58,8 +58,12 @@ def state_items(
             # the engine reads the weights before they go
             offloaded = ("rollout",) if name == "weights" else ("publish", "rollout")
             onloaded = tuple(phase for phase in MEMORY_PHASES if phase not in offloaded)
+            if name == "gradients":  # of no use until the next update sets them to zero
+                yield Item(f"{name}{of}", held, onloaded, f"{why}; dropped in other phases")
+                continue
             yield Item(f"{name}{of}", held, onloaded, f"{why}; in host memory in other phases")
-            yield Item(f"{name}{of} on the host", held, offloaded, why, host=True)
+            why += "; torch keeps pinned memory once it has it"
+            yield Item(f"{name}{of} on the host", held, MEMORY_PHASES, why, host=True)
         else:
             yield Item(f"{name}{of}", held, MEMORY_PHASES, why)
     if on_host:
