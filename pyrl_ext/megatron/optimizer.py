@@ -167,7 +167,8 @@ def sharded_state(optimizer: Any, models: dict, loading: bool = False) -> dict[s
 
     Returns: ``step`` and, in ``params``, the sharded tensors ``optimizer.state.<kind>.<parameter>``
         (fp32; kind: param, exp_avg, exp_avg_sq) of each part of the optimizer.
-    Communicates: with a distributed optimizer, gathers its state over the data-parallel ranks.
+        With a distributed optimizer the first data-parallel rank alone has those to save.
+    Communicates: that rank gathers them from the others, over gloo and in host memory.
     """
     parts = _parts(optimizer)
     for part in parts:
@@ -176,12 +177,20 @@ def sharded_state(optimizer: Any, models: dict, loading: bool = False) -> dict[s
     for part in parts:
         _set_step(part, step)
     params = {
-        i: part.sharded_param_state_fully_reshardable(models, is_loading=loading, metadata={})
+        i: (_sharded_distributed(part, models, loading) or {})
         if _is_distributed(part)
         else _sharded_plain(part, models)
         for i, part in enumerate(parts)
     }
     return {"step": step, "params": params}
+
+
+def _sharded_distributed(part: Any, models: dict, loading: bool) -> dict[int, Any] | None:
+    """megatron's form. Its default gathers the state on every rank: on its GPU, then on the host;
+    its other way asks for a gloo group, which ours are for tensors on the host."""
+    part.data_parallel_group_gloo = part.data_parallel_group
+    sparing = {"distrib_optim_fully_reshardable_mem_efficient": True}
+    return part.sharded_param_state_fully_reshardable(models, loading, sparing)
 
 
 @torch.no_grad()
