@@ -7,12 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops.to_device import to_device
 
-def to_device(host: Tensor, device: torch.device | None) -> Tensor:
-    """``host`` on ``device``, through pinned memory: copies from pageable memory block the host."""
-    if device is None or device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
+__all__ = ["Upload", "to_device"]
 
 
 @cache

@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pyrl_ext.ops import gather_routes, use_backend
 from pyrl_ext.ops._native import C
@@ -218,6 +219,17 @@ def triton_equals_reference():
             args = (routes[:, 1:6], rows, torch.tensor(layers), experts)
             assert triton.refuse(*args) is None
             assert same(triton.gather_routes(*args), *args), (dtype, K, M)
+
+
+def test_gather_routes_refuses_routes_of_another_device():
+    """A kernel that read pinned memory would do so after the call, when it may be used again."""
+    routes, rows = torch.zeros(3, 2, 1, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(ValueError, match="routes is on cpu, rows on cuda:0, expected one dev"):
+            gather_routes(routes, torch.empty(4, dtype=torch.int64, device="cuda"), [0], 2)
+        with pytest.raises(ValueError, match="rows on cpu, expected one device"):
+            there = torch.empty(3, 2, 1, dtype=torch.uint8, device="cuda")
+            gather_routes(there, rows, [0], 2)
 
 
 def test_gather_routes_gives_shapes_of_meta_tensors():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pyrl_ext.ops import gather_rows, invert_rows, use_backend
 from pyrl_ext.ops.gather_rows import inverse, native, op, reference
@@ -146,6 +147,17 @@ def test_gather_rows_has_gradients_of_both_orders(shape, backend, given):
         assert torch.autograd.gradgradcheck(gather, inputs)
 
 
+@needs_gpu
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_gather_rows_on_a_gpu_has_a_gradient_without_inverse(backend):
+    src, rows, fill = case("odd", torch.float32)
+    gather_rows(src.requires_grad_(), rows, fill).sum().backward()
+    there = src.detach().cuda().requires_grad_()
+    with use_backend(backend):
+        gather_rows(there, rows.cuda(), fill.cuda()).sum().backward()
+    assert torch.equal(there.grad.cpu(), src.grad)
+
+
 def test_gather_rows_has_the_gradient_of_a_strided_source():
     whole = torch.randn(9, 3, 4, dtype=torch.float64, requires_grad=True)
     rows = torch.tensor([1, -1, 8, 1])
@@ -173,6 +185,14 @@ def test_invert_rows_lists_the_places_of_every_row(backend, device, shape):
     flat = [m for found in places for m in found]
     assert order.tolist() == flat + [-1] * (len(rows) - len(flat))
     assert starts.diff().tolist() == [len(found) for found in places] and starts[0] == 0
+
+
+def test_invert_rows_of_a_gpu_are_torchs_sort_whoever_is_named():
+    """So a gradient without `inverse` has a kernel there under every name."""
+    with FakeTensorMode():  # a GPU's tensor without a GPU
+        rows = torch.empty(5, dtype=torch.int64, device="cuda")
+    takes = {b.name: b.run for b in inverse.op.backends if b.refuse(rows, 3) is None}
+    assert takes == dict.fromkeys(["native", "triton", "reference"], reference.invert_rows)
 
 
 def test_gather_rows_leaves_padding_out_of_the_gradient():

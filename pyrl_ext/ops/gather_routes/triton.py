@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyrl_ext.ops._triton import Launch, meta, refuse_device
 from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.plan.model.route_ids import route_id_dtype
 
 from .reference import check
@@ -34,7 +35,7 @@ def gather_routes(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int
     padded = 1 << (K - 1).bit_length()
     block = max(1, 1024 // padded)
     grid = (-(-len(rows) // block), len(layers))
-    slots = layers.to(rows.device, non_blocking=True)
+    slots = to_device(layers, rows.device)
     gather_routes_kernel[grid](
         *(routes, rows, slots, out, routes.stride(0), len(rows), num_experts),
         K=K,  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """invert_rows: where each source row went.
 
-Backends: native (C++, CPU), reference (torch: a stable sort; what runs on cuda).
+Backends: native (C++, CPU; on cuda torch's sort), triton (cuda: torch's sort), reference (torch).
+On a GPU a stable sort of integers is a radix sort, and torch has the one of CUB.
 Gradient: none, rows are integers.
 """
 
@@ -57,8 +58,14 @@ def _fake(rows: Tensor, num_src: int) -> tuple[Tensor, Tensor]:
     return rows.new_empty(num_src + 1), rows.new_empty(rows.shape[0])
 
 
+def _refuse_host(rows: Tensor, num_src: int) -> str | None:
+    return None if rows.is_cuda else f"rows is on {rows.device}, expected cuda"
+
+
 op = Op("invert_rows(Tensor rows, SymInt num_src) -> (Tensor, Tensor)", fake=_fake)
 op.backend("native", native.invert_rows, refuse=native.refuse_invert)
+op.backend("native", reference.invert_rows, refuse=_refuse_host)
+op.backend("triton", reference.invert_rows, refuse=_refuse_host)
 op.backend("reference", reference.invert_rows)
 
 
