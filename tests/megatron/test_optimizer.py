@@ -32,7 +32,7 @@ def test_warmed_up_rises_from_a_part_of_lr_to_all_of_it(warmup_steps, expected):
 
 
 class Saving(NamedTuple):
-    """What a rank holds more while it makes ready to save."""
+    """Bytes of the optimizer on a rank, and while it is saved."""
 
     mine: int
     """Bytes of the optimizer's state that the rank steps."""
