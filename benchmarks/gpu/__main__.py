@@ -15,27 +15,28 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu import report
 from benchmarks.gpu.jobs import Folder, Job, Result, Running
-from benchmarks.gpu.parts import PARTS, module
+from benchmarks.gpu.parts import PARTS, Part, module
 from benchmarks.gpu.rows import ABSENT
 
 POLL = 0.2  # seconds
+DRY_LANES = 2  # jobs at a time
 
 
 class Stopped(Exception):
     """The command was asked to end."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PARTS) -> int:
     """Exit code 0: all ran, and nothing failed or missed a bar; 1: something did, or waits."""
-    given = _arguments(arguments)
+    given = _arguments(arguments, parts)
     folder = Folder(given.into or Path("runs") / ("gpu-dry" if given.dry_run else "gpu"))
     signal.signal(signal.SIGTERM, _stop)
-    run = Run(folder, given.dry_run, given.minutes)
+    run = Run(folder, given.dry_run, given.minutes, parts)
     todo = [job for part in given.only for job in run.jobs(part)]
     if given.list:
         print("\n".join(f"{job.part} {job.name}  (at most {job.limit:g} s)" for job in todo))
@@ -44,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for job in todo:
             folder.forget(job)
     try:
-        for part in given.only:
-            run.part(part)
+        run.parts(given.only)
     except (KeyboardInterrupt, Stopped):
         print("stopped; --resume goes on from here", flush=True)
     results = run.write()
@@ -58,9 +58,9 @@ def _stop(*_: object) -> None:
     raise Stopped
 
 
-def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _arguments(arguments: Sequence[str] | None, parts: Mapping[str, Part]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--only", default=",".join(parts), help=f"of {', '.join(parts)}")
     parser.add_argument("--dry-run", action="store_true", help="what needs no GPU")
     parser.add_argument("--resume", action="store_true", help="keep results that are there")
     parser.add_argument("--minutes", type=float, help="start no job that may take longer")
@@ -68,31 +68,34 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the jobs alone")
     given = parser.parse_args(arguments)
     given.only = given.only.split(",")
-    if unknown := [name for name in given.only if name not in PARTS]:
-        parser.error(f"--only: {', '.join(unknown)}, expected some of {', '.join(PARTS)}")
+    if unknown := [name for name in given.only if name not in parts]:
+        parser.error(f"--only: {', '.join(unknown)}, expected some of {', '.join(parts)}")
     return given
 
 
 class Run:
     """The jobs of all parts, and what is known of them."""
 
-    def __init__(self, folder: Folder, dry: bool, minutes: float | None):
-        self.folder, self.dry = folder, dry
+    def __init__(self, folder: Folder, dry: bool, minutes: float | None, parts: Mapping[str, Part]):
+        self.folder, self.dry, self.known = folder, dry, parts
         self.end = time.monotonic() + 60 * minutes if minutes else float("inf")
         self.facts_job = Job("machine", "facts", module("facts"), 60)
         self._running: list[Running] = []
 
     def jobs(self, part: str) -> list[Job]:
         """The jobs of a part."""
-        return list(PARTS[part].dry() if self.dry else PARTS[part].jobs())
+        return list(self.known[part].dry() if self.dry else self.known[part].jobs())
 
-    def part(self, name: str) -> None:
-        """Run the jobs of a part that have no result yet."""
+    def parts(self, names: Sequence[str]) -> None:
+        """Run the jobs that have no result yet: part by part, or all if nothing is timed."""
         if self.folder.result(self.facts_job) is None:
             self._together([self.facts_job], 1)
-        todo = [job for job in self.jobs(name) if self.folder.result(job) is None]
-        self._together(todo, PARTS[name].lanes)
-        self.write()
+        todo = {name: [j for j in self.jobs(name) if not self.folder.result(j)] for name in names}
+        if self.dry:
+            self._together([job for jobs in todo.values() for job in jobs], DRY_LANES)
+            return
+        for name, jobs in todo.items():
+            self._together(jobs, self.known[name].lanes)
 
     def _together(self, todo: list[Job], lanes: int) -> None:
         """Run jobs, ``lanes`` at a time, as long as there is time for each."""
@@ -135,12 +138,12 @@ class Run:
 
     def write(self) -> list[Result]:
         """Write the report of all results that are there."""
-        jobs = [job for part in PARTS for job in self.jobs(part)]
+        jobs = [job for part in self.known for job in self.jobs(part)]
         results = [found for job in jobs if (found := self.folder.result(job)) is not None]
         machine = self.folder.result(self.facts_job)
         facts = machine.rows[0]["numbers"] if machine and machine.rows else {}
-        what = {name: part.what for name, part in PARTS.items()}
-        report.write(self.folder.path, facts, what, results, self.waiting([*PARTS]))
+        what = {name: part.what for name, part in self.known.items()}
+        report.write(self.folder.path, facts, what, results, self.waiting([*self.known]))
         return results
 
 

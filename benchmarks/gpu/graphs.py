@@ -20,6 +20,7 @@ from benchmarks.gpu.rows import ABSENT, FAILED, OK, first_line, note
 from pyrl_ext.loss.fused_head import linear_logprob
 from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
 from pyrl_ext.ops import use_backend
+from pyrl_ext.ops._op import Backend
 from tests.ops.test_contract import CASES, every_op, results
 
 ON_HOST = {"gather_routes": (2,)}  # arguments that stay on the host: layers
@@ -35,18 +36,25 @@ class Captured(NamedTuple):
     args: tuple[Any, ...]
 
 
-def operators(device: torch.device) -> Iterator[Captured]:
-    """The cases of the operators' contract."""
+def contract(device: torch.device) -> Iterator[tuple[str, list[Backend], tuple[Any, ...]]]:
+    """(name, backends, arguments on ``device``) of the cases of the operators' contract."""
     for name, (qualname, args) in CASES.items():
-        op, kept = every_op()[qualname], ON_HOST.get(qualname, ())
+        kept = ON_HOST.get(qualname, ())
         if qualname in HOST_ONLY or any(isinstance(x, Tensor) and not x.numel() for x in args):
             continue
 
         def move(x: Any) -> Any:
             return x.detach().clone().to(device) if isinstance(x, Tensor) else x
 
-        moved = tuple(x if i in kept else tree_map(move, x) for i, x in enumerate(args))
-        yield Captured(name, lambda *given, op=op: results(op, given), moved)
+        moved = (x if i in kept else tree_map(move, x) for i, x in enumerate(args))
+        yield name, every_op()[qualname].backends, tuple(moved)
+
+
+def operators(device: torch.device) -> Iterator[Captured]:
+    """The cases of the operators' contract."""
+    for name, _, args in contract(device):
+        op = every_op()[CASES[name][0]]
+        yield Captured(name, lambda *given, op=op: results(op, given), args)
 
 
 def with_gradients(device: torch.device) -> Iterator[Captured]:

@@ -71,7 +71,7 @@ def build(plan: Plan, folder: Path, say: Callable[[str], object] = print) -> Non
     target, config = _target(plan), family(plan.model.family).config(plan.sizes)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)  # until all are there
-    with _cache(folder), _driver(Offline(target)), compiled() as found:
+    with offline(folder, target) as found:
         for name, launch in launches(plan, config):
             before, start = len(found), perf_counter()
             for rows in ROWS:
@@ -95,6 +95,14 @@ def _target(plan: Plan) -> int:
 
 
 # Triton's switches -------------------------------------------------------------------------------
+
+
+@contextmanager
+def offline(folder: Path, target: int) -> Iterator[list[tuple[str, bool]]]:
+    """Let launches inside the ``with`` block compile for ``target`` into ``folder``, and launch
+    nothing; gives `compiled`."""
+    with _cache(folder), _driver(Offline(target)), compiled() as found:
+        yield found
 
 
 @contextmanager

@@ -1,0 +1,200 @@
+"""``make gpu``: it stops at nothing, keeps what it found, and goes on from there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.cases import FAMILIES
+from benchmarks.gpu import parts, report
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.jobs import ROOT, Folder, Job, Running
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.rows import read
+from pyrl_ext.plan.forecast import measured
+from pyrl_ext.plan.forecast.parts import REACHED
+
+NOTE = "from benchmarks.gpu.rows import note; "
+PROGRAMS = {
+    "good": NOTE + "note('a', ms=1.5); note('b', ms=2.0, more=3)",
+    "misses": NOTE + "note('a', 'missed', 'bar of 3', ms=4.0)",
+    "says so": NOTE + "note('a', 'failed', 'wrong bits')",
+    "raises": NOTE + "note('before', ms=1.0); print('deep | inside'); raise ValueError('no')",
+    "dies": "import os, signal; print('last words', flush=True); os.kill(os.getpid(), 9)",
+    "hangs": NOTE + "note('a', ms=1.0); import time; time.sleep(600)",
+}
+STATES = {
+    **{"good": "ok", "misses": "missed", "says so": "failed", "raises": "failed"},
+    **{"dies": "failed", "hangs": "timed out", "absent": "not run"},
+}
+
+
+def job(name: str, limit: float = 60, **more: Any) -> Job:
+    return Job("p", name, ("-c", PROGRAMS.get(name, "")), limit, **more)
+
+
+def jobs() -> Iterator[Job]:
+    for name in PROGRAMS:
+        yield job(name, 3 if name == "hangs" else 60)
+    yield job("absent", absent="no such tool")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of all jobs."""
+    folder = tmp_path_factory.mktemp("gpu")
+    assert main(["--into", str(folder)], {"p": Part("a part", jobs, jobs, lanes=3)}) == 1
+    return folder
+
+
+def test_main_stops_at_nothing(ran: Path):
+    found = json.loads((ran / "report.json").read_text())
+    assert {each["name"]: each["state"] for each in found["results"]} == STATES
+    by_name = {each["name"]: each for each in found["results"]}
+    assert by_name["good"]["rows"][1]["numbers"] == {"ms": 2.0, "more": 3}
+    assert by_name["hangs"]["rows"][0]["numbers"] == {"ms": 1.0}
+    assert by_name["raises"]["rows"][0]["name"] == "before"
+    assert by_name["raises"]["log"][-1] == "ValueError: no"
+    assert by_name["dies"]["why"] == "exit status -9" and by_name["dies"]["log"] == ["last words"]
+    assert by_name["absent"]["why"] == "no such tool"
+    assert found["facts"]["torch"] == torch.__version__ and found["waiting"] == []
+
+
+def test_report_shows_every_job_its_numbers_and_its_log(ran: Path):
+    text = (ran / "report.md").read_text()
+    for name, state in STATES.items():
+        assert f"| p | {name} | {state} |" in text
+    assert "| good | result | ms | more |" in text and "| b | ok | 2 | more 3 |" in text
+    assert "bar of 3" in text and "more than 3 s" in text and "wrong bits" in text
+    logs = text.partition("## Logs of what went wrong")[2]
+    assert "ValueError: no" in logs and "last words" in logs and "p, good" not in logs
+
+
+def test_report_is_what_calibrate_reads(tmp_path: Path):
+    assert report.FORMAT == measured.FORMAT
+    source = (ROOT / "benchmarks/gpu/rates.py").read_text()
+    for kind in measured.peaks(next(iter(measured.GPUS.values()))):
+        assert kind in REACHED and f'Work("{kind}"' in source
+
+
+def test_resume_runs_what_has_no_result(ran: Path, capsys: pytest.CaptureFixture[str]):
+    known = Folder(ran)
+    before = known.of("results", job("good")).stat().st_mtime_ns
+    known.of("results", job("misses")).unlink()
+    part = {"p": Part("a part", jobs, jobs)}
+    assert main(["--into", str(ran), "--resume"], part) == 1
+    shown = capsys.readouterr().out
+    assert "p, misses" in shown and "p, good" not in shown
+    assert known.of("results", job("good")).stat().st_mtime_ns == before
+
+
+def test_minutes_start_no_job_that_may_take_longer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def some() -> Iterator[Job]:
+        yield job("good", limit=600)
+
+    part = {"p": Part("a part", some, some)}
+    assert main(["--into", str(tmp_path), "--minutes", "1"], part) == 1
+    assert "waits    p, good: may take 600 s" in capsys.readouterr().out
+    assert "| p | good | waits |" in (tmp_path / "report.md").read_text()
+    assert main(["--into", str(tmp_path), "--resume"], part) == 0
+    assert "| p | good | ok |" in (tmp_path / "report.md").read_text()
+
+
+def test_only_refuses_parts_that_are_not_there(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["--only", "tests,speed"])
+    assert "--only: speed, expected some of tests, rates" in capsys.readouterr().err
+
+
+def test_Running_ends_the_processes_that_a_job_started(tmp_path: Path):
+    code = (
+        "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True)"
+    )
+    started = Job("p", "parent", ("-c", f"{code}; p.wait()"), 60)
+    running = Running(started, Folder(tmp_path))
+    log = Folder(tmp_path).of("logs", started)
+    while not log.read_text().endswith("\n"):
+        assert running.poll() is None
+    running.end()
+    status = Path(f"/proc/{log.read_text().strip()}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_read_leaves_out_a_line_that_was_cut_off(tmp_path: Path):
+    (tmp_path / "rows").write_text('{"name": "a"}\n{"name": "b", "st')
+    assert read(tmp_path / "rows") == [{"name": "a"}]
+    assert read(tmp_path / "none") == []
+
+
+def test_parts_ask_every_test_for_a_gpu_and_every_family():
+    files = {each.name for each in PARTS["tests"].jobs()}
+    assert {"tests/ops/test_gather_rows.py", "tests/trainer/test_prefetch.py"} <= files
+    assert not any(name.startswith("tests/rollout/vllm/") for name in files)
+    assert {each.name for each in PARTS["bench"].jobs()} == FAMILIES.keys() - {"layout"}
+    tools = [each.name.split()[0] for each in PARTS["sanitizer"].jobs()]
+    assert {*tools} == {"memcheck", "racecheck", "synccheck"}
+
+
+def test_sanitizer_checks_the_kernels_of_csrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Newer and older tools name the option differently; each is asked."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho '  --kernel-name arg   Filter: ...'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    parts.sanitizer.cache_clear()
+    program, chosen = parts.sanitizer()
+    parts.sanitizer.cache_clear()
+    assert program == str(tool)
+    assert chosen[:2] == ("--kernel-name", "kns=gather_routes")
+    assert "kns=sum_rows" in chosen
+
+
+GPU_TESTS = """
+import pytest
+gpu = pytest.mark.skipif({there}, reason="no GPU")
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_both(device):
+    assert device == "cuda"
+
+@gpu
+def test_wrong():
+    assert 1 == 2, "bits differ"
+
+@pytest.mark.skipif(False, reason="torch sees a GPU")
+def test_without():
+    raise AssertionError
+
+def test_plain():
+    raise AssertionError
+"""
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_only_gpu_runs_the_tests_that_a_gpu_is_needed_for(tmp_path: Path, there: bool):
+    (tmp_path / "test_it.py").write_text(GPU_TESTS.format(there=not there))
+    rows = tmp_path / "rows"
+    run = subprocess.run(
+        [sys.executable, *parts.pytest(), str(tmp_path / "test_it.py")],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PYRL_GPU_ROWS": str(rows), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    found = {row["name"].split("::")[-1]: row for row in read(rows)}
+    if not there:
+        assert run.returncode == 0, run.stdout
+        assert found["tests"]["numbers"] == {"skipped": 2}
+        return
+    assert run.returncode == 1, run.stdout
+    assert found["tests"]["numbers"] == {"passed": 1, "failed": 1}
+    assert "bits differ" in found["test_wrong"]["why"]
