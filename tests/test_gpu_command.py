@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from benchmarks.cases import FAMILIES
-from benchmarks.gpu import parts, report
+from benchmarks.gpu import parts, rates, report
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.jobs import ROOT, Folder, Job, Running
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.rows import read
 from pyrl_ext.plan.forecast import measured
+from pyrl_ext.plan.forecast.hardware import GPUS
 from pyrl_ext.plan.forecast.parts import REACHED
 
 NOTE = "from benchmarks.gpu.rows import note; "
@@ -71,17 +72,20 @@ def test_report_shows_every_job_its_numbers_and_its_log(ran: Path):
     text = (ran / "report.md").read_text()
     for name, state in STATES.items():
         assert f"| p | {name} | {state} |" in text
-    assert "| good | result | ms | more |" in text and "| b | ok | 2 | more 3 |" in text
+    assert "| good | result | ms | more |" in text and "| b | ok | 2 | 3 |" in text
+    assert "| good | result | ms |\n" in text and "| a | ok | 1.5 |\n" in text
     assert "bar of 3" in text and "more than 3 s" in text and "wrong bits" in text
     logs = text.partition("## Logs of what went wrong")[2]
     assert "ValueError: no" in logs and "last words" in logs and "p, good" not in logs
 
 
-def test_report_is_what_calibrate_reads(tmp_path: Path):
+def test_rates_are_of_kinds_and_units_that_calibrate_reads():
     assert report.FORMAT == measured.FORMAT
-    source = (ROOT / "benchmarks/gpu/rates.py").read_text()
-    for kind in measured.peaks(next(iter(measured.GPUS.values()))):
-        assert kind in REACHED and f'Work("{kind}"' in source
+    at = rates.Size(torch.device("cpu"), torch.bfloat16, 64, 16)
+    found = {work.kind: work.unit for family in rates.FAMILIES for work in family(at)}
+    known = measured.peaks(GPUS["H100"])
+    assert {kind: unit for kind, (unit, _) in known.items()}.items() <= found.items()
+    assert found.keys() - known.keys() == {"product"} and known.keys() <= REACHED.keys()
 
 
 def test_resume_runs_what_has_no_result(ran: Path, capsys: pytest.CaptureFixture[str]):
@@ -104,7 +108,7 @@ def test_minutes_start_no_job_that_may_take_longer(
     part = {"p": Part("a part", some, some)}
     assert main(["--into", str(tmp_path), "--minutes", "1"], part) == 1
     assert "waits    p, good: may take 600 s" in capsys.readouterr().out
-    assert "| p | good | waits |" in (tmp_path / "report.md").read_text()
+    assert "| p | 1 job | waits |" in (tmp_path / "report.md").read_text()
     assert main(["--into", str(tmp_path), "--resume"], part) == 0
     assert "| p | good | ok |" in (tmp_path / "report.md").read_text()
 

@@ -100,7 +100,9 @@ class Running:
     def __init__(self, job: Job, folder: Folder):
         folder.forget(job)
         self.job, self.folder, self.start = job, folder, time.monotonic()
-        env = os.environ | {table.FILE: str(folder.of("rows", job).absolute())} | dict(job.env)
+        places = {table.FILE: folder.of("rows", job), table.FOLDER: folder.path}
+        env = os.environ | {name: str(each.absolute()) for name, each in places.items()}
+        env |= job.env
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         self.log = folder.of("logs", job).open("w")
         self.process = subprocess.Popen(

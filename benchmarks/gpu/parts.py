@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,16 +114,20 @@ def bench_dry() -> Iterator[Job]:
 
 
 def step() -> Iterator[Job]:
+    missing = find_spec("transformer_engine") is None
     for backend in ("local", "te"):
+        absent = (
+            "transformer_engine is not installed: make te" if backend == "te" and missing else ""
+        )
         for layers in (1, 4):
-            options = ("--layers", str(layers), "--backend", backend)
-            yield Job("step", f"{layers} layers, {backend}", module("step", *options), 180)
+            name = f"{layers} layer{'s' * (layers > 1)}, {backend}"
+            command = module("step", "--layers", str(layers), "--backend", backend)
+            yield Job("step", name, command, 180, absent)
 
 
 def step_dry() -> Iterator[Job]:
-    for backend in ("local", "te"):
-        options = ("--plan", "--layers", "1", "4", "--backend", backend)
-        yield Job("step", f"plans, {backend}", module("step", *options), 60)
+    options = ("--plan", "--layers", "1", "4", "--backend", "local", "te")
+    yield Job("step", "plans", module("step", *options), 60)
 
 
 def graphs() -> Iterator[Job]:

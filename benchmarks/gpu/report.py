@@ -6,11 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.jobs import Result
-from benchmarks.gpu.rows import FAILED, MISSED, OK
+from benchmarks.gpu.rows import FAILED, MISSED
 
 FORMAT = "pyrl gpu report 1"
 
@@ -53,7 +54,8 @@ def lines(
     for each in results:
         bad = next((row["why"] for row in each.rows if row["state"] in (FAILED, MISSED)), "")
         yield row_of(each.part, each.name, each.state, f"{each.seconds:.0f}", each.why or bad)
-    yield from (row_of(*name.split(" ", 1), "waits", "", "") for name in waiting)
+    for part, number in Counter(name.split(" ")[0] for name in waiting).items():
+        yield row_of(part, f"{number} job{'s' * (number > 1)}", "waits", "", "--resume runs them")
     for part in dict.fromkeys(each.part for each in results):
         yield f"\n## {part}: {what.get(part, '')}\n"
         for each in results:
@@ -75,21 +77,16 @@ def summary(results: Sequence[Result], waiting: Sequence[str]) -> str:
 
 
 def table_of(result: Result) -> Iterator[str]:
-    """The rows of a job, with a column for each number that most of them have."""
-    if not result.rows:
-        return
-    counts = Counter(name for row in result.rows for name in row["numbers"])
-    wide = [name for name, count in counts.items() if count > 1 or len(result.rows) == 1]
-    heads = [result.name, "result", *wide, "more"]
-    yield row_of(*heads)
-    yield row_of(*("---" for _ in heads))
-    for row in result.rows:
-        numbers = row["numbers"]
-        more = [f"{n} {shown(value)}" for n, value in numbers.items() if n not in wide]
-        cells = [shown(numbers.get(name, "")) for name in wide]
-        why = [row["why"]] * (row["state"] != OK)
-        yield row_of(row["name"], row["state"], *cells, "; ".join([*why, *more]))
-    yield ""
+    """The rows of a job: a table for each run of rows that have the same numbers."""
+    for names, group in groupby(result.rows, lambda row: tuple(row["numbers"])):
+        rows = list(group)
+        heads = [result.name, "result", *names, *["why"] * any(row["why"] for row in rows)]
+        yield row_of(*heads)
+        yield row_of(*("---" for _ in heads))
+        for row in rows:
+            cells = [shown(row["numbers"][name]) for name in names]
+            yield row_of(row["name"], row["state"], *cells, *[row["why"]] * ("why" in heads))
+        yield ""
 
 
 def shown(value: Any) -> str:

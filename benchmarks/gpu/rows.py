@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-FILE = "PYRL_GPU_ROWS"  # environment variable: where a job's rows go
+# environment variables of a job: where its rows go, and the folder of the report
+FILE, FOLDER = "PYRL_GPU_ROWS", "PYRL_GPU_FOLDER"
 LOG_LINES = 12
 OK, MISSED, FAILED, ABSENT = "ok", "missed", "failed", "not run"
 

@@ -10,12 +10,16 @@ One layer is a MoE layer; of four the first is dense, as in the whole model.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import os
+import re
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.rows import ABSENT, OK, note, noting
+from benchmarks.gpu.rows import ABSENT, FOLDER, MISSED, OK, note, noting
 from benchmarks.lengths import lognormal
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
@@ -34,6 +38,7 @@ from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.compute_time import Passes, pass_costs
 from pyrl_ext.plan.forecast.hardware import GPUS, gpu_of
+from pyrl_ext.plan.forecast.measured import Measured, read_report, using
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
 from pyrl_ext.plan.forecast.step_time import minibatch_costs
 from pyrl_ext.plan.forecast.workload import Bin, Round
@@ -43,7 +48,9 @@ from tests.helpers.passes import WholeBatch, shard_of, weighed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")  # and what begins so
+RANGES = ("pyrl: ", "Optimizer.")  # spans of several kernels, which the profiler shows beside them
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "vocab_size")
+NAMED = ("trainer/policy.py:_sums",)  # says that it reads the sums of a pass
 CONTEXT = "CUDA and NCCL"  # torch's allocator does not give it out
 
 
@@ -96,6 +103,12 @@ def plan_of(shape: Shape, backend: str = "local", gpu: str = "H100") -> Plan:
             *["rollout.offload_trainer=all"] * (shape.device == "cuda"),
         ]
         return compile_plan(CONFIGS / "glm47.yaml", overrides)
+
+
+def short(kernel: str) -> str:
+    """The name of a kernel without namespaces and what every one begins with."""
+    name = re.sub(r"^void |\(anonymous namespace\)::|\b(?:at|native|pyrl|base|std)::", "", kernel)
+    return name[:90]
 
 
 def gpu_name(device: str) -> str:
@@ -153,6 +166,14 @@ def estimates(plan: Plan, rounds: Sequence[Round]) -> dict[str, dict[str, float]
     return found
 
 
+def measured_rates(plan: Plan) -> Measured | None:
+    """The rates that this run of `make gpu` has measured, if it has."""
+    try:
+        return read_report(os.environ[FOLDER], plan.hardware.gpu)
+    except (KeyError, ConfigError):
+        return None
+
+
 def draw_weights(policy: Policy) -> None:
     """Normal weights, made on the device; the optimizer's copies follow."""
     module = policy.llm
@@ -204,6 +225,9 @@ class Bench:
             peak = torch.cuda.max_memory_allocated() if self.on_gpu else 0
         rounds = rounds_of(self.batch, self.schedule)
         parts = estimates(self.plan, rounds)[name]
+        with using(rates := measured_rates(self.plan)):
+            again = estimates(self.plan, rounds)[name]
+        calibrated = {"calibrated_ms": 1e3 * sum(again.values())} if rates else {}
         found, memory = min(clock.take().values()), self.memory
         planned = memory.held(name) - memory.bytes_of(CONTEXT)
         note(
@@ -211,13 +235,15 @@ class Bench:
             ms=1e3 * found,
             planned_ms=1e3 * sum(parts.values()),
             times_planned=found / sum(parts.values()),
+            **calibrated,
             rows=sum(self.batch.seqlens),
             microbatches=len(self.schedule),
             peak_GiB=peak / 2**30,
             planned_GiB=planned / 2**30,
         )
-        shown = {part: round(1e3 * seconds, 2) for part, seconds in parts.items() if seconds}
-        note(f"{name}: the plan's parts [ms]", OK, "", **shown)
+        for text, each in [("the plan's parts", parts), *[("calibrated", again)] * bool(rates)]:
+            shown = {part: round(1e3 * seconds, 2) for part, seconds in each.items() if seconds}
+            note(f"{name}: {text} [ms]", OK, "", **shown)
 
     def launches(self, name: str, run: Callable[[], None]) -> None:
         """Kernels launched, the device's time, and the kernels that take most of it."""
@@ -235,7 +261,7 @@ class Bench:
                 calls["copies"] += event.count
             elif "Synchronize" in event.key:
                 calls["synchronizations"] += event.count
-            if event.device_type == DeviceType.CUDA:
+            if event.device_type == DeviceType.CUDA and not event.key.startswith(RANGES):
                 kernels[event.key] += event.self_device_time_total
         layers = self.plan.sizes.num_hidden_layers * len(self.schedule)
         busy = sum(kernels.values()) / 1e3
@@ -248,23 +274,43 @@ class Bench:
             device_ms=busy,
         )
         for kernel, taken in kernels.most_common(12):
-            note(f"{name}: kernel {kernel[:100]}", ms=taken / 1e3, share=taken / 1e3 / busy)
+            note(f"{name}: kernel {short(kernel)}", ms=taken / 1e3, share=taken / 1e3 / busy)
 
     def waits(self) -> None:
-        """The places of an update that wait for the device, as torch's debug mode sees them."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                self.update()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        places = Counter(
-            f"{Path(each.filename).parent.name}/{Path(each.filename).name}:{each.lineno}"
-            for each in caught
-            if "synchroniz" in str(each.message) and "prototype" not in str(each.message)
-        )
-        note("update: waits for the device", OK, "", **places)
+        """The places of a pass and of the optimizer's step that wait for the device."""
+        passes = waits_of(lambda: self.policy.accumulate(self.shard, self.loss))
+        more = [place for place in passes if place not in NAMED]
+        why = f"waits at {', '.join(more)}, expected at {', '.join(NAMED)} alone" if more else ""
+        name = "passes of the microbatches: waits for the device"
+        note(name, MISSED if more else OK, why, **passes)
+        steps = waits_of(self.policy.step_optimizer)
+        note("optimizer step: waits for the device", OK, "", **steps)
+
+
+def waits_of(run: Callable[[], object]) -> Counter[str]:
+    """Function in file -> how often it waits for the device, as torch's debug mode sees it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return Counter(
+        f"{Path(each.filename).parent.name}/{Path(each.filename).name}:"
+        f"{function_at(Path(each.filename), each.lineno)}"
+        for each in caught
+        if "synchroniz" in str(each.message) and "prototype" not in str(each.message)
+    )
+
+
+def function_at(file: Path, line: int) -> str:
+    """The name of the innermost function around a line of a file."""
+    found = "?"
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+            found = node.name  # inner ones come later
+    return found
 
 
 def checked(shape: Shape, backend: str, name: str) -> Plan | None:
@@ -316,20 +362,20 @@ def step(shape: Shape, backend: str, name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[1])
-    parser.add_argument("--backend", choices=["local", "te"], default="local")
+    parser.add_argument("--backend", choices=["local", "te"], nargs="+", default=["local"])
     parser.add_argument("--rows", type=int, default=16384, help="of a microbatch")
     parser.add_argument("--plan", action="store_true", help="the plans alone: no GPU, no model")
     parser.add_argument("--small", action="store_true", help="narrow, on this processor")
     given = parser.parse_args()
-    for layers in given.layers:
-        name = f"{given.backend}, {layers} layer{'s' * (layers > 1)}"
+    for backend, layers in product(given.backend, given.layers):
+        name = f"{backend}, {layers} layer{'s' * (layers > 1)}"
         shape = Shape(layers, given.rows)
         if given.small:
             shape = Shape(layers, 256, 2, shrink=16, device="cpu")
         with noting(name):
             if not given.plan:
-                step(shape, given.backend, name)
-            elif plan := checked(shape, given.backend, name):
+                step(shape, backend, name)
+            elif plan := checked(shape, backend, name):
                 priced(plan, name)
 
 
