@@ -232,6 +232,8 @@ class Bench:
         planned = memory.held(name) - memory.bytes_of(CONTEXT)
         note(
             f"{name}: seconds and bytes",
+            OK,
+            "",
             ms=1e3 * found,
             planned_ms=1e3 * sum(parts.values()),
             times_planned=found / sum(parts.values()),
