@@ -5,12 +5,14 @@ from __future__ import annotations
 import zlib
 from itertools import combinations
 from math import gcd
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrl_ext.ops import digest as module
 from pyrl_ext.ops.digest import STEP, WORDS, digest, digest_on_device, read
@@ -45,6 +47,19 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     count = torch.Size(shape).numel() * width
     data = torch.randint(0, top, (count,), dtype=torch.uint8, generator=drawn)
     return data.view(dtype).view(shape)
+
+
+class Launches(TorchDispatchMode):
+    """Notes operators that are kernels on a GPU: those that make no view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and str(func) != "aten.detach.default":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -124,6 +139,30 @@ def test_digest_changes_when_chunks_change_places(monkeypatch: pytest.MonkeyPatc
         order[a], order[b] = b, a
         seen.add(digest(torch.cat([chunks[i] for i in order])))
     assert len(seen) == 1 + 28
+
+
+def test_digest_of_several_chunks_at_once_is_the_same(monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU."""
+    shapes = ((), (7,), (33,), (64,), (5, 7), (9, 3), (2, 67), (3, 40, 5))
+    tensors = [random(shape, dtype) for shape in shapes for dtype in DTYPES]
+    digest(tensors[0])  # factors of chunks as long as ever are kept
+    monkeypatch.setattr(module, "WORDS", 8)
+    expected = [digest(tensor) for tensor in tensors]
+    for at_once in (2, 4, 16):
+        monkeypatch.setattr(module, "_at_once", lambda device, at_once=at_once: at_once)
+        assert [digest(tensor) for tensor in tensors] == expected
+    module._stepped.cache_clear()  # of chunks of 8
+
+
+def test_digest_of_an_expert_is_few_launches(monkeypatch: pytest.MonkeyPatch):
+    """A publish has tens of thousands of them."""
+    on_gpu = module._at_once(torch.device("cuda"))
+    monkeypatch.setattr(module, "_at_once", lambda device: on_gpu)
+    tensor = random((768, 2048), torch.bfloat16)
+    digest(tensor)  # makes the factors
+    with Launches() as launches:
+        digest_on_device(tensor)
+    assert launches.names == ["_to_copy", "mul_", "sum", "add_"]  # on a GPU the first two are one
 
 
 def test_read_gives_many_digests_at_once():
