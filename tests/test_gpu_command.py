@@ -15,7 +15,7 @@ import torch
 from benchmarks.cases import FAMILIES
 from benchmarks.gpu import parts, rates, report
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.jobs import ROOT, Folder, Job, Running
+from benchmarks.gpu.jobs import ROOT, Folder, Job, Result, Running
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.rows import read
 from pyrl_ext.plan.forecast import measured
@@ -111,6 +111,16 @@ def test_minutes_start_no_job_that_may_take_longer(
     assert "| p | 1 job | waits |" in (tmp_path / "report.md").read_text()
     assert main(["--into", str(tmp_path), "--resume"], part) == 0
     assert "| p | good | ok |" in (tmp_path / "report.md").read_text()
+
+
+def test_match_chooses_jobs_by_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    part = {"p": Part("a part", jobs, jobs)}
+    assert main(["--into", str(tmp_path), "--list", "--match", "oo"], part) == 0
+    assert capsys.readouterr().out == "p good  (at most 60 s)\n"
+    Folder(tmp_path).keep(job("misses"), Result("p", "misses", "missed"))
+    done = Folder(tmp_path).keep(job("good"), Result("p", "good", "ok"))
+    assert not done.bad and main(["--into", str(tmp_path), "--resume", "--match", "oo"], part) == 0
+    assert main(["--into", str(tmp_path), "--resume", "--match", "misses"], part) == 1
 
 
 def test_only_refuses_parts_that_are_not_there(capsys: pytest.CaptureFixture[str]):

@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PAR
     folder = Folder(given.into or Path("runs") / ("gpu-dry" if given.dry_run else "gpu"))
     signal.signal(signal.SIGTERM, _stop)
     run = Run(folder, given.dry_run, given.minutes, parts)
-    todo = [job for part in given.only for job in run.jobs(part)]
+    run.match = given.match
+    todo = [job for part in given.only for job in run.chosen(part)]
     if given.list:
         print("\n".join(f"{job.part} {job.name}  (at most {job.limit:g} s)" for job in todo))
         return 0
@@ -50,8 +51,9 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PAR
         print("stopped; --resume goes on from here", flush=True)
     results = run.write()
     print((folder.path / "report.md").absolute())
-    chosen = [each for each in results if each.part in given.only]
-    return int(any(each.bad for each in chosen) or bool(run.waiting(given.only)))
+    known = {(each.part, each.name): each for each in results}
+    found = [known.get((job.part, job.name)) for job in todo]
+    return int(any(each is None or each.bad for each in found))
 
 
 def _stop(*_: object) -> None:
@@ -61,6 +63,7 @@ def _stop(*_: object) -> None:
 def _arguments(arguments: Sequence[str] | None, parts: Mapping[str, Part]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--only", default=",".join(parts), help=f"of {', '.join(parts)}")
+    parser.add_argument("--match", default="", help="jobs whose name holds this text")
     parser.add_argument("--dry-run", action="store_true", help="what needs no GPU")
     parser.add_argument("--resume", action="store_true", help="keep results that are there")
     parser.add_argument("--minutes", type=float, help="start no job that may take longer")
@@ -80,17 +83,24 @@ class Run:
         self.folder, self.dry, self.known = folder, dry, parts
         self.end = time.monotonic() + 60 * minutes if minutes else float("inf")
         self.facts_job = Job("machine", "facts", module("facts"), 60)
+        self.match = ""  # text in the names of the jobs to run
         self._running: list[Running] = []
 
     def jobs(self, part: str) -> list[Job]:
         """The jobs of a part."""
         return list(self.known[part].dry() if self.dry else self.known[part].jobs())
 
+    def chosen(self, part: str) -> list[Job]:
+        """The jobs of a part that this command is about."""
+        return [job for job in self.jobs(part) if self.match in job.name]
+
     def parts(self, names: Sequence[str]) -> None:
         """Run the jobs that have no result yet: part by part, or all if nothing is timed."""
         if self.folder.result(self.facts_job) is None:
             self._together([self.facts_job], 1)
-        todo = {name: [j for j in self.jobs(name) if not self.folder.result(j)] for name in names}
+        todo = {
+            name: [j for j in self.chosen(name) if self.folder.result(j) is None] for name in names
+        }
         if self.dry:
             self._together([job for jobs in todo.values() for job in jobs], DRY_LANES)
             return
