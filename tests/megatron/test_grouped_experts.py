@@ -43,6 +43,24 @@ def test_grouped_linear_takes_the_gradient_of_a_sum(rows):
         torch.testing.assert_close(got, exact)
 
 
+def test_grouped_experts_add_to_main_grad_what_they_return_without_one(groups):
+    """And mark it as added, as megatron's DistributedDataParallel asks; groups without rows too."""
+    torch.manual_seed(0)
+    ours, _ = build_pair(groups, 4, 16, 8)
+    given = inputs(torch.tensor(COUNTS["some"]), 16)
+    *_, fc1, fc2 = both_ways(ours, *given)
+    weights: list[Any] = [*ours.parameters()]
+    before = [torch.randn_like(p) for p in weights]
+    for p, start in zip(weights, before, strict=True):
+        p.main_grad, p.grad_added_to_main_grad = start.clone(), False
+    for _ in range(2):  # two microbatches
+        both_ways(ours, *given)
+    for p, start, grad in zip(weights, before, (fc1, fc2), strict=True):
+        assert p.grad_added_to_main_grad
+        torch.testing.assert_close(p.main_grad, start + 2 * grad, atol=1e-5, rtol=1e-5)
+        assert torch.equal(p.main_grad[0], start[0])  # no rows
+
+
 def test_grouped_experts_round_in_bfloat16_where_megatron_does(groups):
     torch.manual_seed(0)
     ours, theirs = build_pair(groups, 4, 16, 8, torch.bfloat16)
@@ -75,6 +93,10 @@ def test_sharded_state_dict_loads_what_megatron_saved_and_the_reverse(groups, tm
         ({"gated_linear_unit": False}, "gated False"),
         ({"activation_func": torch.nn.functional.gelu}, "activation"),
         ({"add_bias_linear": True}, "add_bias_linear True"),
+        (
+            {"use_cpu_initialization": False, "params_dtype": torch.bfloat16, "hidden_size": 20},
+            "hidden 20, width 8, expected multiples of 8 in bfloat16",
+        ),
     ],
 )
 def test_grouped_experts_refuse_other_experts(groups, setting, found):

@@ -193,7 +193,7 @@ class _LinearLogprob(torch.autograd.Function):
             hidden_grad.add(chunk, head.gradients(x, of_chunk, total, chunk.part, cache))
         weight_grad = None
         if wanted and ctx.main_grad is not None:
-            weight_grad = _stand_in(weight)
+            weight_grad = stand_in(weight)
         elif wanted:
             weight_grad = total.to(weight.dtype)
         return hidden_grad.wait(), weight_grad, None, None, None
@@ -236,7 +236,7 @@ class _LinearLogprobLoss(torch.autograd.Function):
         weight_grad = None
         if total is not None and ctx.main_grad is not None:
             ctx.main_grad.addcmul_(total, grad)
-            weight_grad = _stand_in(weight)
+            weight_grad = stand_in(weight)
         elif total is not None:
             weight_grad = torch.mul(total, grad, out=torch.empty_like(weight))
         return hidden_grad * grad, weight_grad, *[None] * 5
@@ -267,7 +267,7 @@ def _main_grad(weight: Tensor, call: CallPlan) -> Tensor | None:
     return weight.main_grad if call.main_grad and weight.requires_grad else None  # type: ignore
 
 
-def _stand_in(weight: Tensor) -> Tensor | None:
+def stand_in(weight: Tensor) -> Tensor | None:
     """The value returned to autograd for a gradient that was added to ``weight.main_grad``."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
