@@ -28,6 +28,8 @@ GLOBALS = {
     # attention that are not compressed: multi_latent_attention.py:510)
     "_DATA_PARALLEL_GROUP": "dp",
     "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",  # multi_token_prediction.py:635: which rank has MTP
+    # fp8_utils.py:801 wants one; only delayed scaling, which no plan has, reduces over it
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp",
 }
 
 

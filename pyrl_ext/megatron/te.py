@@ -153,17 +153,17 @@ def use_kernels(backend: str) -> None:
 
 
 def with_local_keys(state: dict[str, Any], config: Any) -> dict[str, Any]:
-    """A model's sharded state with the keys that the local backend writes, and without the states
-    of scales: recipes that the plan allows keep none. Renames in place.
+    """A model's sharded state with the same keys under both backends, and without the states of
+    scales: recipes that the plan allows keep none. Renames in place.
 
     Args:
         state: name of a live tensor -> its part of a checkpoint.
         config: megatron's.
     """
+    kept = {name: part for name, part in state.items() if _STATE not in name}
     if config.transformer_impl != "transformer_engine":
-        return state
+        return kept
     renamed = _LATENT_KEYS if config.multi_latent_attention else _GROUPED_KEYS
-    kept = {name: part for name, part in state.items() if not name.endswith(_STATE)}
     for part in kept.values():
         for pattern, key in renamed:
             part.key = re.sub(pattern, key, part.key)

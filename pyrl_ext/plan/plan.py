@@ -28,7 +28,7 @@ from pyrl_ext.plan.schema import Config, Parallel
 FREE_ON_RESUME = (
     *("threads", "steps", "run", "resume", "log", "checkpoint", "evaluate"),
     *("hardware", "estimate", "device", "parallel", "optimizer.distributed", "optimizer.offload"),
-    *("batching.tokens_per_microbatch", "model.recompute", "model.offload_layers"),
+    *("batching.tokens_per_microbatch", "model.backend", "model.recompute", "model.offload_layers"),
     *("logprob", "kernels", "data.reward_timeout", "cp_cost"),
     *("rollout.gpus", "rollout.gpu_memory_utilization", "rollout.sleep", "rollout.offload_trainer"),
     *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),

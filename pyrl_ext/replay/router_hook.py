@@ -48,6 +48,7 @@ class RouterHook:
         self.layer_id = before + router.layer_number - 1
         self.is_mtp = bool(router.is_mtp_layer)
         self.num_experts, self.topk = router.config.num_moe_experts, router.topk
+        self.router = router
         self.clock = clock
         self.layer_number: int | None = None  # megatron sets it
         self.current: LayerRoutes | None = None
@@ -77,7 +78,12 @@ class RouterHook:
         """The routes for this forward or recomputation, once for each; kept as ``used``."""
         from megatron.core.tensor_parallel.random import is_checkpointing
 
-        recomputing = is_checkpointing() and torch.is_grad_enabled()
+        # with FP8, TransformerEngine recomputes, and megatron does not know: then a forward in
+        # training without gradients is one that will be recomputed, and one with them does it
+        config = self.router.config
+        by_te = config.fp8 and config.recompute_granularity and self.router.training
+        checkpointing = is_checkpointing() or by_te
+        recomputing = checkpointing and torch.is_grad_enabled()
         kept = recomputing and self.for_recompute
         routes = self.used = self.for_recompute.popleft() if kept else self.current
         if routes is not None and routes.ids.shape != (rows, topk):
@@ -85,7 +91,7 @@ class RouterHook:
                 f"replay: layer {self.layer_id} got routes {list(routes.ids.shape)}, expected "
                 f"{[rows, topk]}, the rows of its router and its top-k"
             )
-        if routes is not None and is_checkpointing() and not recomputing:
+        if routes is not None and checkpointing and not recomputing:
             self.for_recompute.append(routes)
         return routes
 

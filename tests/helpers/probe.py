@@ -4,6 +4,7 @@ The probe knows a forward pass's microbatch by its tokens and a recomputation by
 router's input, so that it shares no bookkeeping with the replay it checks.
 """
 
+import math
 from collections import defaultdict
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 from pyrl_ext.pack.batch import Batch
 
 
-def local_rows(batch: Batch, ids, place) -> list[int]:
+def local_rows(batch: Batch, ids, place, tile: int = 1) -> list[int]:
     """Row of the batch in each row of this context-parallel rank, -1 = padding; one by one."""
     cp, tp = place.cp_size, place.tp_size
-    unit = tp if cp == 1 else 2 * cp * tp
+    unit = math.lcm(tp if cp == 1 else 2 * cp * tp, tile * tp * cp)
     rows: list[int] = []
     for i in ids:
         first, length = sum(batch.seqlens[:i]), batch.seqlens[i]
@@ -40,6 +41,7 @@ class Probe:
         from megatron.core.transformer.moe.router import TopKRouter
 
         self.topo, self.sizes = policy.topo, policy.plan.sizes
+        self.tile = policy.plan.tile_rows
         self.recompute = policy.plan.model.recompute != "none"
         self.checked = 0
         self.microbatch: int | None = None
@@ -54,7 +56,8 @@ class Probe:
         self.batch, self.training, self.replay = batch, training, replay
         groups = (schedule.group_of(m, self.topo.grid_rank) for m in range(len(schedule)))
         self.rows = [
-            local_rows(batch, group.samples, self.topo.place(group.cp_size)) for group in groups
+            local_rows(batch, group.samples, self.topo.place(group.cp_size), self.tile)
+            for group in groups
         ]
         tokens = [tuple(int(batch.tokens[r]) if r >= 0 else 0 for r in rows) for rows in self.rows]
         assert len(set(filter(any, tokens))) == len([*filter(any, tokens)]), (
@@ -91,7 +94,7 @@ class Probe:
             self._is_native(layer, router, args[0], used)
 
     def _which(self, layer: int, hidden: Tensor) -> int | None:
-        key = layer, hidden.detach().numpy().tobytes()
+        key = layer, hidden.detach().float().numpy().tobytes()
         if self.training and self.recompute and torch.is_grad_enabled() and key in self.by_input:
             return self.by_input[key]  # a recomputation, of whichever microbatch had this input
         if self.microbatch is not None:

@@ -336,3 +336,29 @@ from tests.helpers import ranks  # noqa: E402
 # kernels need a GPU, formulas do not
 RULES[:] = [(key, rule) for key, rule in RULES if rule.__name__ != "te_needs_a_gpu"]
 ranks.PRELOAD.insert(0, __name__)
+
+
+def _quantize_in_python() -> None:
+    """Products in 8 bits by TransformerEngine's reference quantizers, which are torch's operations.
+    It has them for one recipe of the plan, a scale for each tensor."""
+    from pyrl_ext.megatron import config
+
+    plain = config.te_fields
+    factory = (
+        "transformer_engine.pytorch.custom_recipes.reference_current_scaling."
+        "current_scaling_ref_factory"
+    )
+
+    def te_fields(plan: Any) -> dict[str, Any]:
+        found = plain(plan)
+        if recipe := found.get("fp8_recipe"):
+            _plain(**{"fp8": None if recipe == "tensorwise" else recipe})
+            found |= {"fp8_recipe": "custom", "fp8_quantizer_factory": factory}
+            # a weight that they quantized cannot be saved for two microbatches' backward passes
+            found["disable_parameter_transpose_cache"] = plan.parallel.pp > 1
+        return found
+
+    config.te_fields = te_fields
+
+
+_quantize_in_python()

@@ -1,0 +1,29 @@
+"""Steps of the local backend in any process: the class of the optimizer, the bits it leaves."""
+
+import hashlib
+
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.megatron.optimizer import name_of
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
+from tests.helpers.tiny import random_batch, tiny_plan
+
+
+def step_digest() -> str:
+    """The optimizer's class, and a digest of bfloat16 weights and gradient norms of two steps."""
+    batch = random_batch(9)
+    schedule = plan_microbatches(batch.seqlens, 1, 64)
+    plan = tiny_plan("model.dtype=bfloat16", "optimizer.clip_grad=0.5", "optimizer.lr=1e-2")
+    digest = hashlib.sha256()
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        for _ in range(2):
+            old = passes.scores(policy, batch, schedule).logprobs
+            ready = batch.with_(old_logprobs=old)
+            metrics = passes.update(policy, ready, schedule, build_loss(plan.objective))
+            digest.update(str(metrics["grad_norm"]).encode())
+        for _, tensor in policy.weights():
+            digest.update(tensor.float().numpy().tobytes())
+        return f"{name_of(policy.llm.optimizer)} {digest.hexdigest()}"

@@ -1,0 +1,146 @@
+"""A checkpoint of one backend loads under the other, bit for bit, and training goes on."""
+
+import os
+import subprocess
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.megatron.optimizer import name_of
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import CONFIG, QWEN3, random_batch, tiny_plan
+
+TE, LOCAL = "model.backend=te", "model.backend=local"
+COMMON = ("optimizer.eps=1e-3", "batching.tokens_per_microbatch=128")
+CONFIGS = {"tiny": CONFIG, "tiny_qwen3": QWEN3}  # latent attention, and grouped queries
+TP2 = ("parallel.tp=2", "parallel.ep=2", "parallel.etp=1")
+DISTRIBUTED = ("parallel.dp=2", "optimizer.distributed=true")
+BF16 = "model.dtype=bfloat16"
+PACKAGE = "transformer_engine"
+# name -> (what it goes on from, overrides); in this order
+TWO = {
+    "te tp2": ("local", (TE, *TP2)),
+    "te distributed": ("te tp2", (TE, *DISTRIBUTED)),
+    "local distributed": ("te distributed", (LOCAL, *DISTRIBUTED)),
+    "te pp2": ("local distributed", (TE, "parallel.pp=2", "parallel.vpp=2")),
+    "bf16 te distributed": ("bf16 local", (TE, BF16, *DISTRIBUTED)),
+    "bf16 local tp2": ("bf16 te distributed", (LOCAL, BF16, *TP2)),
+}
+
+
+def step(policy):
+    """One update on the same rows in every layout."""
+    plan, batch = policy.plan, random_batch()
+    sizes = policy.topo.dp_size, 128, plan.row_alignment, policy.topo.cp_size
+    schedule = plan_microbatches(batch.seqlens, *sizes)
+    batch = batch.with_(old_logprobs=passes.scores(policy, batch, schedule, False).logprobs)
+    metrics = passes.update(policy, batch, schedule, build_loss(plan.objective))
+    return metrics, {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+def plan_of(model, *overrides):
+    return tiny_plan("replay=off", *COMMON, *overrides, config=CONFIGS[model])
+
+
+def go_on(folder, model, name):
+    """Load, save as it is, make a step, and save that."""
+    source, overrides = TWO[name]
+    with topology.start(plan := plan_of(model, *overrides)) as topo:
+        policy = Policy.build(plan, topo)
+        policy.load(folder / source)
+        policy.save(folder / f"{name}, loaded")
+        found = step(policy)
+        policy.save(folder / name)
+        return found, name_of(policy.llm.optimizer)
+
+
+def on_rank(group, folder):
+    os.environ["WORLD_SIZE"] = str(group.size())
+    return {(m, name): go_on(folder / m, m, name) for m in CONFIGS for name in TWO}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("backends")
+
+
+@pytest.fixture(scope="module")
+def never_stopped(folder):
+    """(model, dtype) -> what each step of the local backend gives; saved after the first."""
+    found = {}
+    for model in CONFIGS:
+        for dtype, name in (("float32", "local"), ("bfloat16", "bf16 local")):
+            with topology.start(plan := plan_of(model, f"model.dtype={dtype}")) as topo:
+                policy = Policy.build(plan, topo)
+                steps = [step(policy)]
+                policy.save(folder / model / name)
+                steps += [step(policy) for _ in range(4 if dtype == "float32" else 2)]
+            found[model, dtype] = steps
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(folder, never_stopped):
+    return run_ranks(on_rank, 2, folder)[0]
+
+
+@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("model", CONFIGS)
+def test_load_continues_under_the_other_backend(model, name, two, never_stopped):
+    (metrics, weights), optimizer = two[model, name]
+    assert optimizer == ("transformer_engine.FusedAdam" if "te" in name.split() else "torch.AdamW")
+    bf16 = name.startswith("bf16")
+    number = 1 + [n for n in TWO if n.startswith("bf16") == bf16].index(name)
+    want, want_weights = never_stopped[model, "bfloat16" if bf16 else "float32"][number]
+    close, close_weights = ((0.03, 1e-2), (2e-3, 0.02)) if bf16 else ((2e-5, 1e-6), (1e-6, 1e-4))
+    assert metrics == pytest.approx(want, rel=close[0], abs=close[1])
+    for key, tensor in weights.items():
+        torch.testing.assert_close(
+            *(tensor, want_weights[key]), atol=close_weights[0], rtol=close_weights[1], msg=key
+        )
+
+
+@cache
+def content(folder):
+    """All of a checkpoint, tensors put together."""
+    from megatron.core import dist_checkpointing
+
+    with topology.start(tiny_plan()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that it reads in a single process
+        return dist_checkpointing.load_plain_tensors(str(folder))
+
+
+@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("model", CONFIGS)
+def test_load_restores_what_the_other_backend_saved(model, name, two, folder):
+    """Bit for bit, under names in which neither backend nor layout shows; model and optimizer."""
+    saved, back = (content(folder / model / n) for n in (TWO[name][0], f"{name}, loaded"))
+    assert saved.keys() == back.keys() and not any("_extra_state" in key for key in saved)
+    moments = [key for key in saved if key.startswith("optimizer.state.exp_avg_sq.")]
+    assert len(moments) > 40 and all(saved[key].any() for key in moments)
+    for key in saved.keys() - {"optimizer"}:
+        assert saved[key].dtype == back[key].dtype and torch.equal(saved[key], back[key]), key
+
+
+# the local backend, whatever is installed ---------------------------------------------------------
+
+
+def test_use_kernels_keeps_the_local_backend_as_without_transformer_engine():
+    """The same bits after a step with TransformerEngine imported here, and in a process without."""
+    from tests.te.local_step import step_digest
+
+    here = Path(__file__).parents[2]
+    kept = [p for p in os.environ["PYTHONPATH"].split(":") if not (here / p / PACKAGE).is_dir()]
+    environment = os.environ | {"PYTHONPATH": ":".join(kept)}
+    command = [sys.executable, "-c", "from tests.te import local_step as s; print(s.step_digest())"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-2:] == step_digest().split()
