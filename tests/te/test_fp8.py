@@ -12,17 +12,21 @@ from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.probe import Probe
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
+from tests.helpers.tiny import CONFIG, QWEN3, random_batch, tiny_plan
 
-BF16 = ("model.backend=te", "model.dtype=bfloat16", "batching.tokens_per_microbatch=96")
+BF16 = (
+    "model.backend=te",
+    "model.dtype=bfloat16",
+    "batching.tokens_per_microbatch=80",
+    "rollout.max_new_tokens=8",
+)
 FP8 = (*BF16, "model.fp8=tensorwise")
-AGAIN = ("none", "selective", "full")
 
 
-def one_step(*overrides, config=None):
+def one_step(*overrides, config=CONFIG):
     """Log-probs, metrics and gradients of a step whose routers are probed, on this rank."""
-    plan = tiny_plan(*overrides, **({} if config is None else {"config": config}))
-    batch = random_batch()
+    plan = tiny_plan(*overrides, config=config)
+    batch = random_batch(20)
     with topology.start(plan) as topo:
         policy, schedule = Policy.build(plan, topo), Scheduler(plan).schedule(batch.seqlens)
         assert len(schedule) > 2  # several microbatches in flight
@@ -42,11 +46,15 @@ def one_step(*overrides, config=None):
 
 def on_rank(group):
     os.environ["WORLD_SIZE"] = str(group.size())
-    layouts = {f"pp2 {again}": ("parallel.pp=2", f"model.recompute={again}") for again in AGAIN}
-    layouts["pp2 vpp2 full"] = ("parallel.pp=2", "parallel.vpp=2", "model.recompute=full")
-    layouts["tp2 ep2"] = ("parallel.tp=2", "parallel.ep=2", "parallel.etp=1")
-    layouts["cp2 full"] = ("parallel.cp=2", "model.recompute=full")
-    return {name: one_step(*FP8, *more) for name, more in layouts.items()}
+    layouts = {
+        "pp2": ("parallel.pp=2",),
+        "pp2 full": ("parallel.pp=2", "model.recompute=full"),
+        "pp2 vpp2 selective": ("parallel.pp=2", "parallel.vpp=2", "model.recompute=selective"),
+        "cp2 full": ("parallel.cp=2", "model.recompute=full"),
+    }
+    found = {name: one_step(*FP8, *more) for name, more in layouts.items()}
+    experts = ("parallel.ep=2", "parallel.etp=1")
+    return found | {"qwen tp2": one_step(*FP8, "parallel.tp=2", *experts, config=QWEN3)}
 
 
 @pytest.fixture(scope="module")
@@ -54,27 +62,26 @@ def two():
     return run_ranks(on_rank, 2)[0]
 
 
-@pytest.mark.parametrize("name", ["pp2 selective", "pp2 full", "pp2 vpp2 full"])
+@pytest.mark.parametrize("name", ["pp2 full", "pp2 vpp2 selective"])
 def test_take_replays_the_right_microbatch_when_te_recomputes(two, name):
     """Each recomputation used its own microbatch's routes (the probe looks at every router), so it
     changes nothing."""
-    for mine, want in zip(two[name], two["pp2 none"], strict=True):
-        if isinstance(mine, torch.Tensor):
-            torch.testing.assert_close(mine, want, atol=2e-2, rtol=1e-3)
-            continue
-        for key in want:
-            assert off(mine[key], want[key]) < 0.02, key
+    (logprobs, metrics, gradients), want = two[name], two["pp2"]
+    assert (logprobs - want[0]).abs().max() < 2e-2
+    assert metrics["grad_norm"] == pytest.approx(want[1]["grad_norm"], rel=0.02)
+    assert max(off(gradients[n], grad) for n, grad in want[2].items() if grad.any()) < 0.05
 
 
-@pytest.mark.parametrize("name", ["tp2 ep2", "cp2 full", "pp2 none"])
+@pytest.mark.parametrize("name", ["qwen tp2", "cp2 full", "pp2"])
 def test_layouts_under_fp8_are_close_to_one_process(two, name):
     """Not equal: a tensor's scale is of the rows and columns that a rank has."""
-    alone, (logprobs, metrics, _) = one_step(*FP8), two[name]
+    config = QWEN3 if name.startswith("qwen") else CONFIG
+    alone, (logprobs, metrics, _) = one_step(*FP8, config=config), two[name]
     assert (logprobs - alone[0]).abs().mean() < 0.04
     assert metrics["grad_norm"] == pytest.approx(alone[1]["grad_norm"], rel=0.05)
 
 
-@pytest.mark.parametrize("config", [None, QWEN3], ids=["tiny", "tiny_qwen3"])
+@pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["tiny", "tiny_qwen3"])
 def test_fp8_is_near_bfloat16(config, capsys):
     """Log-probs of both, and their gradients; `make test-te` shows how far they are apart."""
     wide, narrow = (one_step(*given, config=config) for given in (BF16, FP8))
@@ -92,7 +99,7 @@ def test_fp8_is_near_bfloat16(config, capsys):
 
 
 def test_weights_under_fp8_are_those_of_bfloat16():
-    """What is published, digested and offloaded has 16 bits, and products use what was loaded last:
+    """Publishing, digests and offloading see 16 bits, and products use what was loaded last:
     TransformerEngine keeps the 8-bit copies that it made."""
     batch, plan = random_batch(9), tiny_plan(*FP8)
     with topology.start(plan) as topo:

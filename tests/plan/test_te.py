@@ -1,0 +1,80 @@
+"""A plan names the package of TransformerEngine that is missing, and imports none."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.rules.te import INSTALL
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+TE = ("device=cuda", "model.backend=te")
+
+
+def install(folder: Path, version: str, without: str = "") -> None:
+    """Put files of the names that pip would write into ``folder``, without what they hold."""
+    for name in ("transformer_engine/__init__.py", "transformer_engine/pytorch/fp8.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("raise AssertionError('imported')")
+    (folder / "transformer_engine_torch.py").write_text("raise AssertionError('imported')")
+    metadata = folder / f"transformer_engine-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {version}\n")
+    if without:
+        (folder / without).unlink()
+
+
+@pytest.mark.parametrize(
+    ("version", "without", "problem"),
+    [
+        ("2.20.2", "", None),
+        ("2.14.0", "", None),
+        ("2.13.9", "", "transformer-engine 2.13.9, expected 2.14 to before 3.0"),
+        ("3.0.0", "", "transformer-engine 3.0.0, expected 2.14 to before 3.0"),
+        ("2.20.2", "transformer_engine_torch.py", "transformer_engine_torch is not installed"),
+        ("2.20.2", "transformer_engine/pytorch/fp8.py", "takes its own layers in silence"),
+    ],
+)
+def test_te_problems_name_the_package_and_the_command(
+    tmp_path, monkeypatch, version, without, problem
+):
+    if "transformer_engine" in sys.modules:
+        pytest.skip("TransformerEngine is imported in this process")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install(tmp_path, version, without)
+    found = [each for each in compile_plan(TINY, TE).unsupported if "model.backend" in each]
+    assert len(found) == (problem is not None), found
+    if problem:
+        assert problem in found[0] and INSTALL in found[0]
+
+
+def test_te_problems_without_any_package():
+    if "transformer_engine" in sys.modules:
+        pytest.skip("TransformerEngine is imported in this process")
+    (found,) = (x for x in compile_plan(TINY, TE).unsupported if "model.backend" in x)
+    assert "transformer_engine is not installed" in found and INSTALL in found
+    assert not any("backend" in each for each in compile_plan(TINY, TE[:1]).unsupported)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "fp8_param",
+            "fp8_output_proj",
+            "fp8_amax_history_len",
+            "apply_rope_fusion",
+            "tp_comm_overlap",
+        ),
+        *("mla_down_proj_fusion", "moe_router_fusion", "moe_router_padding_for_quantization"),
+        *("use_transformer_engine_op_fuser", "cuda_graph_impl", "fp8_dot_product_attention"),
+        *("attention_backend", "fp8_recipe", "moe_grouped_gemm"),
+    ],
+)
+def test_megatron_fields_that_te_cannot_have_are_refused_with_the_reason(name):
+    from pyrl_ext.plan import ConfigError
+
+    words = rf"model\.megatron\.{name}=true: true, expected it (left out|unset); "
+    with pytest.raises(ConfigError, match=words):
+        compile_plan(TINY, (*TE, f"model.megatron.{name}=true"))
