@@ -46,7 +46,7 @@ class KnownShapes(P2PCommunicator):
         self._received, self._sent = edges(False, -1), edges(False, 0)
         self._gradients, self._sent_back = edges(True, 0), edges(True, -1)
 
-    def _communicate_shapes(
+    def _communicate_shapes(  # type: ignore[override]
         self,
         tensor_send_next: Tensor | None,
         tensor_send_prev: Tensor | None,

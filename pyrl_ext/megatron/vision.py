@@ -88,7 +88,7 @@ class VisionTower(MegatronModule):
         if self.post_process:
             self.output_layer = Projections(config, tower, width, topo.groups.tp)
 
-    def handed_on(self, grids: Grids, stage: int) -> tuple[int, int, int]:
+    def handed_on(self, grids: Sequence[Sequence[int]], stage: int) -> tuple[int, int, int]:
         """The shape of the output of a stage that is not the last."""
         before = sum(self.tower.stages(self.pg_collection.pp.size())[: stage + 1])
         taken = sum(layer < before for layer in self.tower.deepstack)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from pyrl_ext.dist.upload import to_device
 from pyrl_ext.megatron.p2p import Shape
+from pyrl_ext.megatron.vision import VisionTower
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.trainer.edges import Edges, Outlet, RunsAhead, embedded_depths, give, swap
 from pyrl_ext.trainer.module import Module
@@ -39,7 +40,7 @@ def encode(module: Module, shard: BatchShard, edges: Edges, more: int, forward_o
     )
 
     topo, (chunk,), images = module.topo, module.chunks, shard.images[module.name]
-    route = images.work.route
+    route, tower = images.work.route, cast(VisionTower, module.models[0])
     outlets = [Outlet(edge, partial(route, depth=depth)) for (_, depth), edge in edges.items()]
 
     def step(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., tuple]]:
@@ -54,7 +55,7 @@ def encode(module: Module, shard: BatchShard, edges: Edges, more: int, forward_o
 
     def handed_on(number: int, stage: int) -> Shape:
         _, grids, _ = images.microbatch(number, topo.dp_rank)
-        return module.models[0].handed_on(grids, stage)
+        return tower.handed_on(grids, stage)
 
     num_microbatches = len(images.work.schedule)
     # what a stage receives asks for a gradient, also in a frozen encoder: its graph would be kept

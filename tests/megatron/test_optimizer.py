@@ -51,7 +51,8 @@ def on_rank(group: Any, folder: Path) -> Saving:
     ours, peak = optimizer._sharded_distributed, dict[str, int]()
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
-        (model,), held = policy.llm.models, policy.llm.optimizer
+        model: Any = policy.llm.models[0]
+        held = policy.llm.optimizer
         models = {0: model.sharded_state_dict(metadata={"dp_cp_group": topo.groups.dp_cp})}
         sharded_state(held, models)  # makes the moments
         tensors = [t for t in state_tensors(held) if t.dim()]  # not the counts of steps
