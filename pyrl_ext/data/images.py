@@ -23,6 +23,7 @@ from PIL import Image as PIL
 from torch import Tensor
 
 from pyrl_ext.data.files import Broken, DataError, cut
+from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.samples import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -79,8 +80,8 @@ class Scale:
 
     def __call__(self, patches: Tensor) -> Tensor:
         """[P, width] float32 of patches in 8 bits."""
-        device = patches.device
-        return torch.addcmul(self.offset.to(device), patches.float(), self.factor.to(device))
+        offset, factor = (to_device(x, patches.device) for x in (self.offset, self.factor))
+        return torch.addcmul(offset, patches.float(), factor)
 
 
 class ImageReader:

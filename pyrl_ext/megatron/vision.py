@@ -244,7 +244,7 @@ class PackedImages(PackedSequences):
         at = to_device(torch.stack([flat // widths, flat % widths], -1), device)  # [P, 2]
         half = tower.hidden_size // tower.num_attention_heads // 2
         frequencies = ROPE_THETA ** -(torch.arange(0, half, 2, dtype=torch.float32) / half)
-        angles = at[:, :, None].float() * frequencies.to(device)  # [P, 2, D / 4]
+        angles = at[:, :, None].float() * to_device(frequencies, device)  # [P, 2, D / 4]
         if kind.pairs == "neighbours":
             angles = angles.flip(1).transpose(1, 2)
         angles = angles.flatten(1)[:, None]
