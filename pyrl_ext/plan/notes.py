@@ -18,6 +18,11 @@ def notes(plan: Plan) -> tuple[str, ...]:
             f"model.mtp is off: the {sizes.num_nextn_predict_layers} multi-token-prediction layers "
             "of the checkpoint are neither loaded nor trained"
         )
+    if model.backend == "te":
+        found.append(
+            "model.backend te has run on no GPU so far: its wiring is tested with torch formulas "
+            "in place of its kernels" + (", and of its quantizers" if model.fp8 else "")
+        )
     found += _placement(plan)
     if model.weights is None:
         found.append("model.weights is null: training starts from random weights")
@@ -125,7 +130,7 @@ def _engine(plan: Plan) -> list[str]:
 def _not_built(plan: Plan) -> list[tuple[str, object]]:
     """(key, value) of every field that is set and that nothing in the trainer reads yet."""
     fields = {
-        "model": ("offload_layers", "fp8"),
+        "model": ("offload_layers",),
         "optimizer": ("offload",),
     }
     sections = ((name, getattr(plan, name)) for name in fields)
