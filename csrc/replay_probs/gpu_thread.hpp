@@ -58,19 +58,16 @@ struct CudaOrder {
   static constexpr bool kSoftmax = true;
 
   // A reduction: the terms are dealt to the largest power of two of threads up to `count`, then
-  // neighbours are added.
+  // threads half the number apart are added.
   template <class A>
   PYRL_DEVICE static A sum(const Slots<A>& s, int count) {
     int threads = 1;
     while (threads * 2 <= count) threads *= 2;
     for (int i = threads; i < count; ++i) s.term(i - threads) += s.term(i);
-    for (int apart = 1; apart < threads; apart *= 2)
-      for (int i = 0; i < threads; i += 2 * apart) s.term(i) += s.term(i + apart);
-    return s.term(0);
+    return tree(s, threads);
   }
 
-  // values := softmax(values). Each of a power of two of lanes has a term or 0; lanes half the
-  // number apart are added first.
+  // values := softmax(values). Each of a power of two of lanes has a term or 0, added in that order.
   template <class A>
   PYRL_DEVICE static void softmax(const Slots<A>& s, int count) {
     int lanes = 1;
@@ -79,10 +76,16 @@ struct CudaOrder {
     for (int j = 1; j < count; ++j) top = s.value(j) > top ? s.value(j) : top;
     for (int j = 0; j < lanes; ++j)
       s.term(j) = j < count ? s.value(j) = std::exp(s.value(j) - top) : A(0);
+    const A sum = tree(s, lanes);
+    for (int j = 0; j < count; ++j) s.value(j) /= sum;
+  }
+
+ private:
+  template <class A>
+  PYRL_DEVICE static A tree(const Slots<A>& s, int lanes) {
     for (int apart = lanes / 2; apart > 0; apart /= 2)
       for (int i = 0; i < apart; ++i) s.term(i) += s.term(i + apart);
-    const A sum = s.term(0);
-    for (int j = 0; j < count; ++j) s.value(j) /= sum;
+    return s.term(0);
   }
 };
 

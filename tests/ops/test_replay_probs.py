@@ -96,19 +96,13 @@ def test_replay_probs_native_has_the_bits_of_torch(shape, norm):
             assert torch.equal(grads, reference.replay_probs_grad(grad, *call)), (dtype, out, ids)
 
 
-def cuda_order(v, apart_first):
-    """The sum over columns as torch adds it on CUDA, from single additions."""
+def cuda_order(v):
+    """The sum over columns as torch adds it on CUDA from 2.11 on, from single additions: zeros fill
+    a power of two, then halves are added to each other."""
     K = v.shape[1]
-    if apart_first:  # softmax: the next power of two, halves first
-        v = torch.nn.functional.pad(v, (0, (1 << (K - 1).bit_length()) - K))
-        while v.shape[1] > 1:
-            v = v[:, : v.shape[1] // 2] + v[:, v.shape[1] // 2 :]
-        return v
-    threads = 1 << (K.bit_length() - 1)
-    rest = torch.nn.functional.pad(v[:, threads:], (0, 2 * threads - K))
-    v = v[:, :threads] + rest
+    v = torch.nn.functional.pad(v, (0, (1 << (K - 1).bit_length()) - K))
     while v.shape[1] > 1:
-        v = v[:, ::2] + v[:, 1::2]
+        v = v[:, : v.shape[1] // 2] + v[:, v.shape[1] // 2 :]
     return v
 
 
@@ -133,14 +127,14 @@ def test_replay_probs_cuda_threads_add_in_the_order_of_torch(shape):
     scores, experts, _ = case(shape)
     values = scores.gather(1, experts)
     if shape[2] > 1:
-        values = values / (cuda_order(values, apart_first=False) + 1e-20)
+        values = values / (cuda_order(values) + 1e-20)
     probs, _ = emulated.replay_probs(scores, experts, "sum", 0.0, torch.float32)
     assert torch.equal(probs.gather(1, experts), values)
     spread = (1e4 * scores).float()  # all but the largest score are 0: no exp, whatever its bits
     spread[0] = 3.0  # and one of equal scores, whose sum is exact
     values = torch.exp((v := spread.gather(1, experts)) - v.amax(1, keepdim=True))
     probs, _ = emulated.replay_probs(spread, experts, "softmax", 0.0, torch.float32)
-    values = values / cuda_order(values, apart_first=True)
+    values = values / cuda_order(values)
     torch.testing.assert_close(probs.gather(1, experts), values, rtol=2e-7, atol=0)
 
 

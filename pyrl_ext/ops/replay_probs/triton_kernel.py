@@ -6,14 +6,14 @@ import triton.language as tl
 def _sum_of_threads(x, ROWS: tl.constexpr, SLOTS: tl.constexpr, THREADS: tl.constexpr):
     """[ROWS, SLOTS] -> [ROWS, 1], added in the order in which torch reduces on CUDA.
 
-    THREADS of a row take its elements in turn, then neighbours are added. A sum of two has one
-    order, so the layout that Triton chooses does not matter.
+    THREADS of a row take its elements in turn, then those half the number apart are added. A sum
+    of two has one order, so the layout that Triton chooses does not matter.
     """
     if SLOTS > THREADS:
         x = tl.sum(tl.reshape(x, (ROWS, 2, THREADS)), 1)
     for level in tl.static_range(5):  # type: ignore[general]
         if THREADS >> level > 1:
-            x = tl.sum(tl.reshape(x, (ROWS, THREADS >> (level + 1), 2)), 2)
+            x = tl.sum(tl.reshape(x, (ROWS, 2, THREADS >> (level + 1))), 1)
     return tl.reshape(x, (ROWS, 1))
 
 
