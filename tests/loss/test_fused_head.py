@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyrl_ext.loss.fused_head import linear_logprob, linear_logprob_loss, tiles
+from pyrl_ext.loss.fused_head.chunking import chunk_tokens
 from pyrl_ext.loss.kept_sets import KeptSets
 from tests.helpers.ranks import run_ranks
 
@@ -146,6 +147,12 @@ def test_linear_logprob_refuses_sets_of_other_tokens():
     short = kept_of(targets).select(torch.arange(T - 1))
     with pytest.raises(ValueError, match="47 kept sets, expected 48"):
         linear_logprob(hidden, weight, targets, kept=short)
+
+
+def test_chunk_tokens_are_whole_tiles_of_a_gpu():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [chunk_tokens(fit, cuda) for fit in (0, 1, 255, 256, 1155)] == [1, 1, 255, 256, 1024]
+    assert [chunk_tokens(fit, cpu) for fit in (0, 1, 511, 9999)] == [1, 1, 511, 512]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -14,6 +14,7 @@ from pyrl_ext.loss.arguments import check_targets, check_valid_vocab, logit_scal
 from pyrl_ext.loss.kept_sets import KeepMasks, KeptSets
 from pyrl_ext.ops.dtypes import accum_dtype
 
+GPU_TOKENS = 256  # of two tiles of a product: a chunk that holds no whole tile wastes a part of it
 CPU_TOKENS = 512  # most tokens of a chunk on a CPU; more do not make a product faster
 
 
@@ -105,13 +106,11 @@ def plan_call(
     valid_vocab = check_valid_vocab(where, valid_vocab, weight.shape[0], ranks)
     if main_grad:
         _check_main_grad(where, weight)
-    # gradients are written over the logits, and copied where the products take another dtype
+    # gradients are written over the logits, or beside them where the products take another dtype
     sums = accum_dtype(weight.dtype)
     bytes_per_logit = sums.itemsize + (0 if weight.dtype == sums else weight.itemsize)
     bytes_per_logit += kept is not None  # of the mask
-    max_tokens = max(1, chunk_bytes // (bytes_per_logit * weight.shape[0]))
-    if not hidden.is_cuda:
-        max_tokens = min(max_tokens, CPU_TOKENS)
+    max_tokens = chunk_tokens(chunk_bytes // (bytes_per_logit * weight.shape[0]), hidden.device)
     computed = _computed(where, rows, len(targets)).view(shards, hidden.shape[0])
     chunks, on_host = _chunks(computed, max_tokens, hidden.device)
     masks = None
@@ -131,6 +130,13 @@ def plan_call(
         cache_bytes=cache_bytes,
         masks=masks,
     )
+
+
+def chunk_tokens(fit: int, device: torch.device) -> int:
+    """Tokens of a chunk where ``fit`` have room: whole tiles of a product on a GPU."""
+    if device.type == "cpu":
+        return max(1, min(fit, CPU_TOKENS))
+    return max(1, fit // GPU_TOKENS * GPU_TOKENS or fit)
 
 
 def _check_tensors(

@@ -151,15 +151,19 @@ class Head:
                 logits, offset = (_mm(x, rows.t()), 0.0) if cache is None else cache.pop(0)
                 if self.weight.dtype == scale.dtype:
                     logits = logits.to(scale.dtype)
-                # in place, except for logits cached in bfloat16: a second backward reads them
-                in_place = logits.dtype == scale.dtype
-                gradient = token_logprob_grad_ if in_place else token_logprob_grad
                 column = self.first + first
                 keep = self._mask(part, column, len(rows))
                 statistics = top - offset, log_sum, entropy, grads[0], grads[1]
-                grad = gradient(logits, targets, scale, column, width, *statistics, keep)
+                args = logits, targets, scale, column, width, *statistics, keep
+                # in place, except for logits cached in bfloat16, which a second backward reads, and
+                # for products of halves, which take half as much to write
+                wide = logits.dtype == scale.dtype
+                if wide and logits.dtype == rows.dtype:
+                    grad = token_logprob_grad_(*args)
+                else:
+                    grad = token_logprob_grad(*args, dtype=rows.dtype if wide else None)
                 grad = grad.to(rows.dtype)
-                del logits  # before those of the next tile are allocated
+                del logits, args  # before those of the next tile are allocated
                 _add_mm(hidden_grad, grad, rows)
                 if weight_grad is not None:
                     _add_mm(weight_grad[first : first + len(rows)], grad.t(), x)
