@@ -1,5 +1,6 @@
 // The grids of the CUDA kernels walked on the host, block after block and thread after thread: their
 // index arithmetic is tested on machines without a GPU. Built only with -DPYRL_TESTS=ON.
+#include <memory>
 #include <vector>
 
 #include "gather_routes/gpu_thread.hpp"
@@ -27,7 +28,7 @@ void gather_routes_emulated(const GatherRoutesArgs& args) {
                     [&](const ThreadIndex& at) { run(task, at, shared); });
       };
       phase(routes_index);
-      phase(routes_load_words);
+      phase(routes_load_words<decltype(element)>);
       phase(routes_write_units<decltype(element)>);
     }
   });
@@ -39,8 +40,15 @@ void sum_rows_emulated(const SumRowsArgs& args) {
                       : args.dtype == DType::bf16 ? sum_thread<BF16>
                       : args.dtype == DType::f16  ? sum_thread<F16>
                                                   : sum_thread<F64>;
-  for (int64_t block = 0; block < g.blocks; ++block)
-    each_thread(block, g.blocks, kSumThreads, [&](ThreadIndex at) { thread(g, at); });
+  const auto shared = std::make_unique<SumShared>();
+  for (int64_t block = 0; block < g.blocks; ++block) {
+    const auto phase = [&](const auto& run) {
+      each_thread(block, g.blocks, kSumThreads, [&](ThreadIndex at) { run(g, at, *shared); });
+    };
+    phase(sum_starts);
+    phase(sum_firsts);
+    phase(thread);
+  }
 }
 
 namespace {

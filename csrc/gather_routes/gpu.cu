@@ -4,23 +4,16 @@
 namespace pyrl {
 namespace {
 
-// Blocks per multiprocessor that registers are allotted for: all, where it holds 2048 threads.
-#if !defined(__CUDA_ARCH__)
-#define PYRL_BLOCKS 1
-#elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
-#define PYRL_BLOCKS (2048 / kRoutesThreads)
-#else
-#define PYRL_BLOCKS 1
-#endif
+constexpr int kBlocksPerSm = 5;  // more threads would have fewer loads in flight
 
 template <class T>
-__global__ void __launch_bounds__(kRoutesThreads, PYRL_BLOCKS)
+__global__ void __launch_bounds__(kRoutesThreads, kBlocksPerSm)
     gather_routes_kernel(const __grid_constant__ RoutesTask task) {
   __shared__ RoutesShared shared;
   const ThreadIndex at = thread_index();
   routes_index(task, at, shared);
   __syncthreads();
-  routes_load_words(task, at, shared);
+  routes_load_words<T>(task, at, shared);
   __syncthreads();
   routes_write_units<T>(task, at, shared);
 }

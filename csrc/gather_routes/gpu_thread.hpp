@@ -4,7 +4,12 @@
 // A block takes a tile of tokens and a group of layers. It reads their tuples as the widest words
 // that divide them (neighbouring threads: neighbouring layers of a token) and lays them out layer by
 // layer in shared memory; from there neighbouring threads write neighbouring tokens.
+//
+// Tuples of 4 and 8 bytes of neighbouring layers, which are most, go the wide way: 16 bytes of
+// several layers are read at once and dealt to the rows of these layers, and 16 bytes of several
+// tokens are written at once.
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 
 #include "common/thread.hpp"
@@ -28,7 +33,9 @@ struct RoutesTask {
   uint32_t layers, group, tokens, top_k, tuple, num_experts;
   uint32_t word;      // bytes
   uint32_t stride;    // bytes between layers in shared memory: an odd count of words or of banks
-  uint32_t unit;      // elements that a thread writes at once
+  uint32_t unit;      // elements that a thread writes at once; 0: the wide way
+  uint32_t chunks;    // of kWideLanes windows of 16 bytes that a token's layers lie in
+  const unsigned char* end;  // of routes
   uint64_t per_top_k;  // x / top_k = x * per_top_k >> 40 for x below 2^20
   int16_t slots[kRoutesLayers];
 
@@ -110,7 +117,7 @@ PYRL_DEVICE void routes_load(const RoutesTask& r, const ThreadIndex& at, RoutesS
   }
 }
 
-PYRL_DEVICE void routes_load_words(const RoutesTask& r, const ThreadIndex& at, RoutesShared& shared) {
+PYRL_DEVICE void routes_load_any(const RoutesTask& r, const ThreadIndex& at, RoutesShared& shared) {
   switch (r.word) {
     case 16: return routes_load<16>(r, at, shared);
     case 8: return routes_load<8>(r, at, shared);
@@ -118,6 +125,104 @@ PYRL_DEVICE void routes_load_words(const RoutesTask& r, const ThreadIndex& at, R
     case 2: return routes_load<2>(r, at, shared);
     default: return routes_load<1>(r, at, shared);
   }
+}
+
+constexpr int kWideLanes = 8, kWideTokens = 4;  // of a warp: windows of a token, tokens
+
+// Where a tuple of a tile is in shared memory. The 16-byte units of a layer change places with its
+// window, so that the layers of a window, and those of its neighbours, are in different banks.
+template <int Tuple>
+PYRL_DEVICE uint32_t wide_place(uint32_t layer, uint32_t token) {
+  constexpr uint32_t kPer = 16 / Tuple;  // tokens of a unit, layers of a window
+  const uint32_t unit = token / kPer ^ (layer / kPer & 7u);
+  return layer * (kRoutesTokens * Tuple) + unit * 16 + token % kPer * Tuple;
+}
+
+template <class T, int Tuple>
+PYRL_DEVICE RoutesWord<Tuple> padding_tuple(const RoutesTask& r, uint32_t first) {
+  T experts[Tuple / sizeof(T)];
+  for (uint32_t j = 0; j < Tuple / sizeof(T); ++j) experts[j] = T((first + j) % r.num_experts);
+  RoutesWord<Tuple> tuple;
+  memcpy(&tuple, experts, Tuple);
+  return tuple;
+}
+
+// The window of 16 bytes at `from`; of one that begins before the routes or ends behind them only
+// the tuples inside.
+template <int Tuple>
+PYRL_DEVICE void load_window(const RoutesTask& r, const unsigned char* from,
+                             RoutesWord<Tuple> (&tuples)[16 / Tuple]) {
+  if (from >= r.routes && from + 16 <= r.end) {
+    const auto window = *reinterpret_cast<const RoutesWord<16>*>(from);
+    memcpy(tuples, &window, 16);
+    return;
+  }
+  for (int s = 0; s < 16 / Tuple; ++s)
+    if (from + s * Tuple >= r.routes && from + (s + 1) * Tuple <= r.end)
+      tuples[s] = *reinterpret_cast<const RoutesWord<Tuple>*>(from + s * Tuple);
+}
+
+template <class T, int Tuple>
+PYRL_DEVICE void wide_load(const RoutesTask& r, const ThreadIndex& at, RoutesShared& shared) {
+  constexpr int kPer = 16 / Tuple, kBatch = 2;
+  const RoutesTile tile(r, at);
+  const uint32_t lane = at.thread % 32, warps = at.threads / 32;
+  const uint32_t items = (tile.tokens + kWideTokens - 1) / kWideTokens * r.chunks;
+  for (uint32_t item = at.thread / 32; item < items; item += kBatch * warps) {
+    RoutesWord<Tuple> tuples[kBatch][kPer];
+    int layer[kBatch];  // of the first tuple
+    uint32_t token[kBatch];
+    PYRL_UNROLL
+    for (int n = 0; n < kBatch; ++n) {
+      const uint32_t i = item + n * warps, tokens = i / r.chunks;
+      const uint32_t window = (i - tokens * r.chunks) * kWideLanes + lane % kWideLanes;
+      token[n] = tokens * kWideTokens + lane / kWideLanes;
+      layer[n] = int(tile.layers);
+      if (i >= items || token[n] >= tile.tokens) continue;
+      const int64_t row = shared.rows[token[n]];
+      if (row < 0) {
+        layer[n] = int(window * kPer);
+        const auto padding =
+            padding_tuple<T, Tuple>(r, shared.fill + token[n] * (Tuple / uint32_t(sizeof(T))));
+        for (int s = 0; s < kPer; ++s) tuples[n][s] = padding;
+        continue;
+      }
+      const unsigned char* from =
+          r.routes + row * r.row_bytes + (r.slots[0] + int64_t(tile.layer)) * Tuple;
+      const auto shift = uint32_t(reinterpret_cast<uintptr_t>(from) % 16);
+      layer[n] = (int(window * 16) - int(shift)) / Tuple;
+      if (layer[n] < int(tile.layers)) load_window(r, from + (int(window * 16) - int(shift)), tuples[n]);
+    }
+    PYRL_UNROLL
+    for (int n = 0; n < kBatch; ++n) {
+      PYRL_UNROLL
+      for (int s = 0; s < kPer; ++s) {
+        const auto to = uint32_t(layer[n] + s);  // below 0: large
+        if (to < tile.layers)
+          *reinterpret_cast<RoutesWord<Tuple>*>(shared.stage + wide_place<Tuple>(to, token[n])) =
+              tuples[n][s];
+      }
+    }
+  }
+}
+
+template <int Tuple>
+PYRL_DEVICE void wide_write(const RoutesTask& r, const ThreadIndex& at, const RoutesShared& shared) {
+  using Unit = RoutesWord<16>;
+  constexpr uint32_t kPer = 16 / Tuple;
+  const RoutesTile tile(r, at);
+  const int64_t units = r.num_out / kPer;  // of a layer
+  auto* out = reinterpret_cast<Unit*>(r.out) + tile.layer * units + tile.token / kPer;
+  for (Walk walk(at, tile.tokens / kPer); walk.i < tile.layers; walk.next())
+    out[walk.i * units + walk.j] =
+        *reinterpret_cast<const Unit*>(shared.stage + wide_place<Tuple>(walk.i, walk.j * kPer));
+}
+
+template <class T>
+PYRL_DEVICE void routes_load_words(const RoutesTask& r, const ThreadIndex& at, RoutesShared& shared) {
+  if (r.unit == 0)
+    return r.tuple == 4 ? wide_load<T, 4>(r, at, shared) : wide_load<T, 8>(r, at, shared);
+  routes_load_any(r, at, shared);
 }
 
 // Elements that a thread writes at once.
@@ -152,8 +257,17 @@ constexpr int kRoutesUnit = 4 / int(sizeof(T));  // a bank of shared memory
 template <class T>
 PYRL_DEVICE void routes_write_units(const RoutesTask& r, const ThreadIndex& at,
                                     const RoutesShared& shared) {
+  if (r.unit == 0) return r.tuple == 4 ? wide_write<4>(r, at, shared) : wide_write<8>(r, at, shared);
   if (r.unit == 1) return routes_write<T, 1>(r, at, shared);
   routes_write<T, kRoutesUnit<T>>(r, at, shared);
+}
+
+// Whether a launch can go the wide way: slots side by side, tuples and layers at whole words.
+inline bool wide_way(const RoutesTask& r) {
+  for (uint32_t i = 1; i < r.layers; ++i)
+    if (r.slots[i] != r.slots[0] + int(i)) return false;
+  return (r.tuple == 4 || r.tuple == 8) && r.word >= r.tuple &&
+         reinterpret_cast<uintptr_t>(r.out) % 16 == 0 && r.num_out * r.tuple % 16 == 0;
 }
 
 // The launch for the layers from `first` on.
@@ -185,6 +299,16 @@ RoutesTask routes_task(const GatherRoutesArgs& r, int64_t first) {
   task.unit = divides(r.top_k, unit) && divides(reinterpret_cast<uintptr_t>(out), 4) ? unit : 1;
   task.per_top_k = (uint64_t(1) << 40) / r.top_k + 1;
   for (uint32_t i = 0; i < task.layers; ++i) task.slots[i] = int16_t(r.layers[first + i]);
+  task.end = task.routes + (r.num_src - 1) * r.row_bytes + r.num_slots * tuple;
+  if (wide_way(task)) {
+    task.unit = 0;
+    task.tokens = kRoutesTokens;
+    task.group = std::min(kRoutesStage / (task.tokens * task.tuple), task.layers);
+    task.groups = (task.layers + task.group - 1) / task.group;
+    task.group = uint32_t((task.layers + task.groups - 1) / task.groups);
+    const uint32_t windows = (task.group * task.tuple + 16 - task.tuple + 15) / 16;
+    task.chunks = (windows + kWideLanes - 1) / kWideLanes;
+  }
   return task;
 }
 

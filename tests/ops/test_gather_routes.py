@@ -58,6 +58,24 @@ def test_gather_routes_takes_more_layers_than_one_launch_holds(kernel, K):
     assert same(run(kernel, *args), *args)
 
 
+@pytest.mark.parametrize("kernel", ["portable", "emulated"])
+def test_gather_routes_reads_and_writes_whole_words_of_layers_and_tokens(kernel):
+    """Tuples of 4 and 8 bytes of layers side by side, from rows at any multiple of a tuple; a last
+    tile that is not full, more layers than a tile holds."""
+    for dtype, K in [(torch.uint8, 4), (torch.uint8, 8), (torch.uint16, 2), (torch.uint16, 4)]:
+        for L, layers, M in [(47, range(1, 47), 132), (89, range(89), 206), (3, range(1, 2), 64)]:
+            routes, rows, _, experts = case(T=70, L=L, K=K, M=M, dtype=dtype, experts=200)
+            rows[:5], rows[-1] = torch.tensor([69, 0, -1, 69, 0]), 69
+            index = torch.tensor(list(layers))
+            out = torch.zeros(len(index), M, K).to(dtype)
+            for offset in (0, K):  # of the first row from a multiple of 16 bytes
+                moved = torch.cat([routes.new_zeros(offset), routes.flatten()])[offset:]
+                args = (moved.view_as(routes), rows, index, experts)
+                assert same(run(kernel, *args, out), *args), (dtype, K, L, offset)
+                part = (moved.view_as(routes)[1:-1], rows.clamp(max=67), index, experts)
+                assert same(run(kernel, *part, out), *part), (dtype, K, L, offset)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gather_routes_takes_memory_that_starts_anywhere(kernel):
     """Neither routes nor out begin at a multiple of a word, a line or a row."""
