@@ -12,8 +12,10 @@
 
 #ifdef __CUDA_ARCH__  // an array indexed by a loop stays in registers only if the loop is unrolled
 #define PYRL_UNROLL _Pragma("unroll")
+#define PYRL_NO_UNROLL _Pragma("unroll 1")
 #else
 #define PYRL_UNROLL
+#define PYRL_NO_UNROLL
 #endif
 
 namespace pyrl {

@@ -4,9 +4,18 @@
 namespace pyrl {
 namespace {
 
+constexpr int kBlocksPerSm = 4;
+
 template <class T>
-__global__ void __launch_bounds__(kSumThreads) sum_rows_kernel(const __grid_constant__ SumGrid g) {
-  sum_thread<T>(g, thread_index());
+__global__ void __launch_bounds__(kSumThreads, kBlocksPerSm)
+    sum_rows_kernel(const __grid_constant__ SumGrid g) {
+  __shared__ SumShared shared;
+  const ThreadIndex at = thread_index();
+  sum_starts(g, at, shared);
+  __syncthreads();
+  sum_firsts(g, at, shared);
+  __syncthreads();
+  sum_thread<T>(g, at, shared);
 }
 
 }  // namespace
