@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import measure as timing
-from benchmarks.cases import FAMILIES, FRESH_MEMORY, cases_of
+from benchmarks.cases import FAMILIES, FRESH_MEMORY, cases_of, with_gpu_bars
 from benchmarks.measure import keep_memory, measure
 from pyrl_ext.ops._native import C
 
@@ -70,7 +70,10 @@ def main() -> None:
     if kept == "keep":
         keep_memory()
     timing.clock = timing.CLOCKS[args.clock]
-    rows = [measure(case, args.device) for case in cases_of(family)(args.device)]
+    cases = cases_of(family)(args.device)
+    if args.device == "cuda":
+        cases = (with_gpu_bars(family, case) for case in cases)
+    rows = [measure(case, args.device) for case in cases]
     where = device_name(args.device)
     load = os.getloadavg()[0]  # above the threads used, others took part of the processor
     how = where if args.device == "cuda" else f"{where}, malloc {kept}, {args.clock} time"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cases import FAMILIES
+from benchmarks.cases import FAMILIES, cases_of, with_gpu_bars
 from benchmarks.gpu import parts, rates, report
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.jobs import ROOT, Folder, Job, Result, Running
@@ -21,6 +22,7 @@ from benchmarks.gpu.rows import read
 from pyrl_ext.plan.forecast import measured
 from pyrl_ext.plan.forecast.hardware import GPUS
 from pyrl_ext.plan.forecast.parts import REACHED
+from tests.helpers.deadline import DEADLINE
 
 NOTE = "from benchmarks.gpu.rows import note; "
 PROGRAMS = {
@@ -139,8 +141,9 @@ def test_Running_ends_the_processes_that_a_job_started(tmp_path: Path):
     while not log.read_text().endswith("\n"):
         assert running.poll() is None
     running.end()
-    status = Path(f"/proc/{log.read_text().strip()}/status")
-    assert not status.exists() or "State:\tZ" in status.read_text()
+    status, last = Path(f"/proc/{log.read_text().strip()}/status"), time.monotonic() + DEADLINE
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < last, "a process that the job started still runs"
 
 
 def test_read_leaves_out_a_line_that_was_cut_off(tmp_path: Path):
@@ -156,6 +159,16 @@ def test_parts_ask_every_test_for_a_gpu_and_every_family():
     assert {each.name for each in PARTS["bench"].jobs()} == FAMILIES.keys() - {"layout"}
     tools = [each.name.split()[0] for each in PARTS["sanitizer"].jobs()]
     assert {*tools} == {"memcheck", "racecheck", "synccheck"}
+
+
+def test_bench_has_a_bar_for_every_family():
+    """A bar names a baseline of its case, or what is measured of all."""
+    for family in (each.name for each in PARTS["bench"].jobs()):
+        found = [with_gpu_bars(family, case) for case in cases_of(family)("meta", 256)]
+        for case in found:
+            assert case.at_least.keys() <= {*case.baselines, "% of floor", "2 threads"}
+            assert case.at_most.keys() <= {"ms", "x written", "MB beyond the result"}
+        assert any({*case.at_least} - {"2 threads"} or case.at_most for case in found), family
 
 
 def test_sanitizer_checks_the_kernels_of_csrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from benchmarks.cases import FAMILIES, cases_of
+from benchmarks.cases import FAMILIES, cases_of, with_gpu_bars
 from benchmarks.gpu.rows import FAILED, MISSED, OK, first_line, note
 from benchmarks.measure import Case, measure
 
@@ -27,7 +27,7 @@ def cases(family: str, device: str) -> Iterator[Case]:
         except Exception as error:
             note(f"{family}: the next case", FAILED, first_line(error))
             return
-        yield case
+        yield with_gpu_bars(family, case)
 
 
 def timed(case: Case) -> None:
