@@ -119,4 +119,12 @@ def experts(device: str, shrink: int = 1) -> Iterator[Case]:
                 written=dtype.itemsize * (weights + 2 * rows * hidden),
                 agree=close,
                 flops=18 * rows * hidden * width,
+                product=_product(rows // count, hidden, 2 * width, dtype, device),
+                at_least={"SequentialMLP": 2} if hidden < 512 else {},
             )
+
+
+def _product(rows: int, hidden: int, width: int, dtype: torch.dtype, device: str) -> tuple:
+    """One expert's first product, and its floating-point operations."""
+    x, weight = (torch.randn(n, hidden, dtype=dtype, device=device) for n in (rows, width))
+    return lambda: x @ weight.T, 2 * rows * hidden * width
