@@ -47,7 +47,7 @@ TESTS = {
 
 
 # tables that no family of cases prints, by their first argument
-TABLES = {"dynamic_cp": "benchmarks.dynamic_cp:main"}
+TABLES = {"dynamic_cp": "benchmarks.dynamic_cp:main", "layer": "benchmarks.layer:main"}
 
 
 def main() -> None:

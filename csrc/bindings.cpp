@@ -13,8 +13,10 @@
 #include "expand_runs/api.hpp"
 #include "gather_routes/api.hpp"
 #include "gather_rows/api.hpp"
+#include "latent_keys/api.hpp"
 #include "plan_dynamic_cp/api.hpp"
 #include "replay_probs/api.hpp"
+#include "rotary/api.hpp"
 #include "sum_rows/api.hpp"
 #include "swiglu/api.hpp"
 #include "token_logprob/api.hpp"
@@ -193,6 +195,63 @@ void bind_sum_rows(py::module_& m) {
       arg("rows"), arg("num_in"), arg("num_out"), arg("starts"), arg("order"), nogil());
 }
 
+void bind_rotary(py::module_& m) {
+  using Part = pyrl::RotaryPart;
+  using Args = pyrl::RotaryArgs;
+  py::class_<Part>(m, "RotaryPart")
+      .def(py::init([](Address src, int64_t row, int64_t head, int64_t heads, int64_t width, Address out) {
+             return Part{at<const void>(src), row, head, heads, width, at<void>(out)};
+           }),
+           py::kw_only(), arg("src"), arg("row"), arg("head"), arg("heads"), arg("width"), arg("out"));
+  py::class_<Args>(m, "RotaryArgs")
+      .def(py::init([](const Part& query, const Part& key, pyrl::DType dtype, Address turns, int64_t rows,
+                       int64_t turned, bool last, bool src_neighbours, bool out_neighbours, bool back) {
+             return Args{{query, key}, dtype,          at<const void>(turns), rows, turned,
+                         last,         src_neighbours, out_neighbours,        back};
+           }),
+           py::kw_only(), arg("query"), arg("key"), arg("dtype"), arg("turns"), arg("rows"),
+           arg("turned"), arg("last"), arg("src_neighbours"), arg("out_neighbours"), arg("back"));
+  m.def(
+      "rotary_cpu",
+      [](const Args& args, const std::string& isa, int threads) {
+        pyrl::rotary_cpu(args, isa.c_str(), threads);
+      },
+      arg("args"), arg("isa"), arg("threads"), nogil());
+#ifdef PYRL_CUDA
+  m.def(
+      "rotary_cuda",
+      [](const Args& args, Address stream) { pyrl::rotary_cuda(args, at<void>(stream)); },
+      arg("args"), arg("stream"), nogil());
+#endif
+}
+
+void bind_latent_keys(py::module_& m) {
+  using Args = pyrl::LatentKeysArgs;
+  py::class_<Args>(m, "LatentKeysArgs")
+      .def(py::init([](pyrl::DType dtype, int64_t rows, int64_t heads, int64_t plain, int64_t common,
+                       int64_t rest, Address key, int64_t key_row, int64_t key_head, Address both,
+                       int64_t both_row, int64_t both_head, Address shared, int64_t shared_row,
+                       Address value, int64_t value_row, int64_t value_head, bool back) {
+             return Args{dtype,    rows,      heads,     plain,      common,     rest,
+                         at<void>(key),    key_row,   key_head,  at<void>(both),   both_row,   both_head,
+                         at<void>(shared), shared_row, at<void>(value), value_row, value_head, back};
+           }),
+           py::kw_only(), arg("dtype"), arg("rows"), arg("heads"), arg("plain"), arg("common"),
+           arg("rest"), arg("key"), arg("key_row"), arg("key_head"), arg("both"), arg("both_row"),
+           arg("both_head"), arg("shared"), arg("shared_row"), arg("value"), arg("value_row"),
+           arg("value_head"), arg("back"));
+  m.def(
+      "latent_keys_cpu",
+      [](const Args& args, int threads) { pyrl::latent_keys_cpu(args, threads); }, arg("args"),
+      arg("threads"), nogil());
+#ifdef PYRL_CUDA
+  m.def(
+      "latent_keys_cuda",
+      [](const Args& args, Address stream) { pyrl::latent_keys_cuda(args, at<void>(stream)); },
+      arg("args"), arg("stream"), nogil());
+#endif
+}
+
 void bind_replay_probs(py::module_& m) {
   using Args = pyrl::ReplayProbsArgs;
   using pyrl::DType;
@@ -358,6 +417,8 @@ void bind_emulation(py::module_& m) {
   m.def("gather_routes_emulated", &pyrl::gather_routes_emulated, arg("args"));
   m.def("sum_rows_emulated", &pyrl::sum_rows_emulated, arg("args"));
   m.def("swiglu_emulated", &pyrl::swiglu_emulated, arg("args"));
+  m.def("rotary_emulated", &pyrl::rotary_emulated, arg("args"));
+  m.def("latent_keys_emulated", &pyrl::latent_keys_emulated, arg("args"));
   m.def("replay_probs_emulated", &pyrl::replay_probs_emulated, arg("args"), arg("first"));
   m.def(
       "token_logprob_stats_emulated",
@@ -386,6 +447,8 @@ PYBIND11_MODULE(_C, m) {
   bind_gather_routes(m);
   bind_plan_dynamic_cp(m);
   bind_sum_rows(m);
+  bind_rotary(m);
+  bind_latent_keys(m);
   bind_replay_probs(m);
   bind_swiglu(m);
   bind_token_logprob(m);

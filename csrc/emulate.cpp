@@ -5,7 +5,9 @@
 
 #include "gather_routes/gpu_thread.hpp"
 #include "gather_rows/gpu_thread.hpp"
+#include "latent_keys/gpu_thread.hpp"
 #include "replay_probs/gpu_thread.hpp"
+#include "rotary/gpu_thread.hpp"
 #include "sum_rows/gpu_thread.hpp"
 #include "swiglu/gpu_thread.hpp"
 #include "token_logprob/gpu_thread.hpp"
@@ -50,6 +52,33 @@ void sum_rows_emulated(const SumRowsArgs& args) {
     phase(thread);
   }
 }
+
+void latent_keys_emulated(const LatentKeysArgs& args) {
+  const KeysGrid g = plan_keys(args);
+  const auto thread = args.dtype == DType::f32    ? keys_thread<F32>
+                      : args.dtype == DType::bf16 ? keys_thread<BF16>
+                      : args.dtype == DType::f16  ? keys_thread<F16>
+                                                  : keys_thread<F64>;
+  for (int64_t block = 0; block < g.blocks; ++block)
+    each_thread(block, g.blocks, kKeysThreads, [&](ThreadIndex at) { thread(g, at); });
+}
+
+namespace {
+
+struct RotaryWalk {
+  const RotaryGrid& g;
+
+  template <class T, bool From, bool To>
+  void run() const {
+    for (int64_t block = 0; block < g.blocks; ++block)
+      each_thread(block, g.blocks, kRotaryThreads,
+                  [&](ThreadIndex at) { rotary_thread<T, From, To>(g, at); });
+  }
+};
+
+}  // namespace
+
+void rotary_emulated(const RotaryArgs& args) { with_rotary(args, RotaryWalk{plan_rotary(args)}); }
 
 namespace {
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttention,
@@ -19,7 +19,9 @@ from megatron.core.transformer.utils import (
 from megatron.core.typed_torch import apply_module
 from torch import Tensor
 
-from pyrl_ext.megatron.packed_attention import PackedSequences, gather_over
+from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences, gather_over
+from pyrl_ext.megatron.rotary import PackedRotary
+from pyrl_ext.ops import latent_keys, rotary
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -29,6 +31,28 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class TurnedAttention(SelfAttention):
+    """megatron's self-attention; queries and keys are turned in one pass, by cosines and sines that
+    all layers of a microbatch share, instead of the angles that megatron hands over."""
+
+    rotary: PackedRotary  # set by model.build
+
+    def forward(  # type: ignore[override]
+        self, *args: Any, packed_seq_params: Any, rotary_pos_emb: Any = None, **more: Any
+    ) -> Any:
+        self._packed = packed_seq_params
+        try:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **more)
+        finally:
+            self._packed = None
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        turns = self.rotary.turns(self._packed)
+        query, key = rotary(query.squeeze(1), key.squeeze(1), turns)
+        return query[:, None], key[:, None], value
 
 
 class LatentAttention(MLASelfAttention):
@@ -66,31 +90,35 @@ class LatentAttention(MLASelfAttention):
         """Queries, keys and values, and the compressed queries, keys and values.
 
         Returns:
-            query [T_local, heads, D]; then, if latents are gathered, this sequence shard's latents
-            [T_local / tp, kv_lora_rank] and rotated key [T_local / tp, qk_rope_head_dim] in the
-            place of keys and values.
+            query [T_local, heads, D]; then, in the place of keys and values, what
+            `_keys_and_values` makes them of: all heads' parts [T_local, heads, D' + V] and the
+            rotated key [T_local, qk_rope_head_dim]; or, if latents are gathered, this sequence
+            shard's latents [T_local / tp, kv_lora_rank] and rotated key.
         """
-        if not self._gathers(packed_seq_params):
-            return super().get_query_key_value_tensors(
-                hidden_states, key_value_states, position_ids, packed_seq_params, inference_context
-            )
         packed: PackedSequences = packed_seq_params
         compressed, combined = self._qkv_down_projection(hidden_states)
         compressed, combined = compressed.squeeze(1), combined.squeeze(1)
-        angles = self.rotary_pos_emb(packed.positions)
-        angles, scale = angles if isinstance(angles, tuple) else (angles, 1.0)
+        latents, shared = combined.split([self.config.kv_lora_rank, self._rotary_width], dim=-1)
+        latents = apply_module(self.kv_layernorm)(latents)
         narrow = self.config.q_lora_rank is not None
         if narrow:
             compressed = apply_module(self.q_layernorm)(compressed)
         query, _ = (self.linear_q_up_proj if narrow else self.linear_q_proj)(compressed)
         query = query.unflatten(-1, (self.num_attention_heads_per_partition, self.q_head_dim))
-        plain, turned = query.split([self.config.qk_head_dim, self._rotary_width], dim=-1)
-        query = torch.cat([plain, self._rotate(turned, angles, scale)], dim=-1)
-        latents, shared = combined.split([self.config.kv_lora_rank, self._rotary_width], dim=-1)
-        latents = apply_module(self.kv_layernorm)(latents)
-        of_shard = packed.layout.shard(angles, packed.place.tp_rank)
-        shared = self._rotate(shared[:, None], of_shard, scale)[:, 0]
-        return query, latents, shared, compressed, latents
+        turns, shared = self.rotary_pos_emb.turns(packed), shared[:, None]
+        if not self._gathers(packed):
+            if self.config.sequence_parallel:
+                shared = gather_over(self.tp_group, shared)
+            query, shared = _turn(query, shared, turns)
+            both, _ = self.linear_kv_up_proj(latents)
+            return query, self._by_head(both), shared[:, 0], compressed, latents
+        if self.config.sequence_parallel:
+            query, _ = _turn(query, query[:, :0], turns)
+            of_shard = packed.layout.shard(turns, packed.place.tp_rank)
+            _, shared = _turn(shared[:, :0], shared, of_shard)
+        else:
+            query, shared = _turn(query, shared, turns)
+        return query, latents, shared[:, 0], compressed, latents
 
     def _run_core_attention(  # type: ignore[override]
         self,
@@ -102,38 +130,39 @@ class LatentAttention(MLASelfAttention):
         attn_mask_type: Any = None,
         **extra: Any,
     ) -> Tensor:
-        """Core attention; with gathered latents, ``key`` and ``value`` are what
-        `get_query_key_value_tensors` has returned."""
+        """Core attention; ``key`` and ``value`` are what `get_query_key_value_tensors` returned.
+        megatron's would pad narrow values here, before context parallelism gathers them."""
+        key, value = self._keys_and_values(key, value, packed_seq_params)
         if self._gathers(packed_seq_params):
-            key, value = self._keys_and_values(key, value, packed_seq_params.place.cp_group)
             extra["chunks"] = packed_seq_params.over_shards
-        return super()._run_core_attention(
-            query, key, value, attention_mask, packed_seq_params, attn_mask_type, **extra
+        run = super()._run_core_attention
+        if isinstance(self.core_attention, PackedAttention):
+            run = self.core_attention
+        return run(
+            *(query, key, value, attention_mask),
+            packed_seq_params=packed_seq_params,
+            attn_mask_type=attn_mask_type or self.attn_mask_type,
+            **extra,
         )
 
-    def _keys_and_values(self, latents: Tensor, shared: Tensor, group: Any) -> tuple[Tensor, ...]:
-        """[cp * T_local, heads, D] keys, and values, in the order of `PackedSequences.over_shards`,
-        from latents and rotated key of this rank's sequence shard."""
-        rank, wide = self.config.kv_lora_rank, self.config.qk_head_dim + self.config.v_head_dim
-        both = gather_over(group, torch.cat([latents, shared], dim=-1))
-        latents, shared = both.split([rank, self._rotary_width], dim=-1)
-        heads, _ = self.linear_kv_up_proj(latents.contiguous())
-        if self.config.sequence_parallel:
-            shared = gather_over(self.tp_group, shared)
-        heads = heads.unflatten(-1, (self.num_attention_heads_per_partition, wide))
-        plain, value = heads.split([self.config.qk_head_dim, self.config.v_head_dim], dim=-1)
-        shared = shared[:, None].expand(-1, heads.shape[1], -1)
-        return torch.cat([plain, shared], dim=-1), value
+    def _keys_and_values(
+        self, both: Tensor, shared: Tensor, packed: PackedSequences
+    ) -> tuple[Tensor, Tensor]:
+        """Keys [T_local, heads, D], and values; with gathered latents those of cp * T_local rows,
+        in the order of `PackedSequences.over_shards`."""
+        if self._gathers(packed):
+            widths = [self.config.kv_lora_rank, self._rotary_width]
+            gathered = gather_over(packed.place.cp_group, torch.cat([both, shared], dim=-1))
+            latents, shared = gathered.split(widths, dim=-1)
+            heads, _ = self.linear_kv_up_proj(latents.contiguous())
+            if self.config.sequence_parallel:
+                shared = gather_over(self.tp_group, shared)
+            both = self._by_head(heads)
+        return latent_keys(both, shared, self.config.qk_head_dim)
 
-    def _rotate(self, rows: Tensor, angles: Tensor, scale: float) -> Tensor:
-        return apply_rotary_pos_emb(
-            rows,
-            angles,
-            config=self.config,
-            mscale=scale,
-            cp_group=self.pg_collection.cp,  # not read: every row comes with its angle
-            mla_rotary_interleaved=True,
-        )
+    def _by_head(self, both: Tensor) -> Tensor:
+        wide = self.config.qk_head_dim + self.config.v_head_dim
+        return both.unflatten(-1, (self.num_attention_heads_per_partition, wide))
 
     @property
     def _rotary_width(self) -> int:
@@ -142,6 +171,11 @@ class LatentAttention(MLASelfAttention):
     def _gathers(self, packed: Any) -> bool:
         is_packed = isinstance(packed, PackedSequences)
         return self.gathers_latents and is_packed and packed.place.cp_group is not None
+
+
+def _turn(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """The last elements of heads turned: pairs of neighbours, which come out in halves."""
+    return rotary(query, key, turns, last=True, source="neighbours", result="halves")
 
 
 class ReplicatedLinear(MegatronModule):

@@ -58,15 +58,19 @@ def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -
 
 def _finish(chunk: Module, plan: Plan, topo: Topology) -> None:
     """Hand the built layers what megatron does not pass through its specs."""
-    from pyrl_ext.megatron.local_layers import LatentAttention, ReplicatedLinear
+    from pyrl_ext.megatron.local_layers import LatentAttention, ReplicatedLinear, TurnedAttention
     from pyrl_ext.megatron.rotary import PackedRotary
 
     sizes, latents = plan.sizes, gathers_latents(plan)
-    rotary = sizes.rotary_width, sizes.rope_base, topo.device, sizes.yarn, sizes.rope_sections
+    rotary = PackedRotary(
+        sizes.rotary_width, sizes.rope_base, topo.device, sizes.yarn, sizes.rope_sections
+    )
     for module in chunk.modules():
         if hasattr(module, "rotary_pos_emb"):  # the model, or with latent attention every layer
-            module.rotary_pos_emb = PackedRotary(*rotary)
+            module.rotary_pos_emb = rotary
         elif isinstance(module, ReplicatedLinear):
             module.tp_group = topo.groups.tp
+        elif isinstance(module, TurnedAttention):
+            module.rotary = rotary
         if isinstance(module, LatentAttention):
             module.gathers_latents = latents

@@ -68,6 +68,7 @@ class PackedSequences(PackedSeqParams):
         mtp_tokens: [T_local] each, input of every MTP layer.
         causal: whether a row sees the rows before it alone; False: all of its sequence.
         ahead: depth of an MTP layer -> `FeatureGPT`'s features, in place of its input's embeddings.
+        turns: `PackedRotary` -> its cosines and sines of these rows, once they are computed.
     """
 
     layout: TokenLayout
@@ -76,6 +77,7 @@ class PackedSequences(PackedSeqParams):
     mtp_tokens: tuple[Tensor, ...] = ()
     causal: bool = True
     ahead: Mapping[int, Sequence[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    turns: dict[Any, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, micro: Microbatch) -> PackedSequences:
@@ -220,8 +222,8 @@ class PackedAttention(MegatronModule):
     def forward(
         self,
         query: Tensor,  # [T_local, heads, D]
-        key: Tensor,  # [T_local, heads or a divisor of them, D], as the values
-        value: Tensor,
+        key: Tensor,  # [T_local, heads or a divisor of them, D]
+        value: Tensor,  # as the keys, of any width
         attention_mask: Tensor | None = None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
@@ -272,6 +274,10 @@ class PackedAttention(MegatronModule):
         sizes = chunks.varlen
         if (rows := sizes["key_rows"]) is not None:
             key, value = rows.take(key), rows.take(value)
+        # FlashAttention-2, all that varlen_attn runs on without a package of another, has one width
+        narrow = query.shape[2] - value.shape[2]
+        if narrow:
+            value = F.pad(value, (0, narrow))
         # from torch 2.12 on, fewer key/value heads than query heads need an explicit flag
         grouped: dict[str, Any] = {}
         if query.shape[1] != key.shape[1] and "enable_gqa" in signature(varlen_attn).parameters:
@@ -289,4 +295,4 @@ class PackedAttention(MegatronModule):
             **grouped,
         )
         assert isinstance(out, Tensor)
-        return out
+        return out[..., : out.shape[2] - narrow]

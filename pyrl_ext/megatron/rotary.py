@@ -51,10 +51,22 @@ class PackedRotary(torch.nn.Module):
     def forward(self, positions: Tensor, packed_seq: bool = True, cp_group: Any = None) -> Any:
         """Positions [T_local] or [3, T_local] -> angles [T_local, 1, dim]; with YaRN also the
         factor of the rotated queries and keys, as megatron's class returns it."""
-        of_rows = positions[:, None] if positions.dim() == 1 else positions[self.axes].T
-        half = of_rows.float() * self.inv_freq
+        half = self._half(positions)
         angles = torch.cat((half, half), dim=-1)[:, None]
         return angles if self.yarn is None else (angles, self.yarn.rotation_scale)
+
+    def turns(self, packed: PackedSequences) -> Tensor:
+        """[T_local, dim] float32, cosines and sines of each row's angles, times YaRN's factor of
+        the rotated queries and keys: what `ops.rotary` turns by. Computed once a microbatch."""
+        if self not in packed.turns:
+            half = self._half(packed.positions)
+            turns = torch.cat((half.cos(), half.sin()), dim=-1)
+            packed.turns[self] = turns * self.yarn.rotation_scale if self.yarn else turns
+        return packed.turns[self]
+
+    def _half(self, positions: Tensor) -> Tensor:
+        of_rows = positions[:, None] if positions.dim() == 1 else positions[self.axes].T
+        return of_rows.float() * self.inv_freq
 
 
 def _stretched_share(dim: int, base: float, yarn: Yarn) -> Tensor:

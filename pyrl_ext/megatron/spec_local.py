@@ -68,7 +68,12 @@ def _fit(layer: Any, config: Any) -> None:
 
     from pyrl_ext.megatron.expert_rows import RowMoELayer
     from pyrl_ext.megatron.grouped_experts import GroupedExperts
-    from pyrl_ext.megatron.local_layers import LatentAttention, ReplicatedLinear, RMSNorm
+    from pyrl_ext.megatron.local_layers import (
+        LatentAttention,
+        ReplicatedLinear,
+        RMSNorm,
+        TurnedAttention,
+    )
     from pyrl_ext.megatron.packed_attention import PackedAttention
 
     parts = layer.submodules
@@ -84,6 +89,8 @@ def _fit(layer: Any, config: Any) -> None:
         parts.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
-    elif config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    else:
+        parts.self_attention.module = TurnedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm

@@ -6,7 +6,9 @@ from .expand_runs import expand_runs
 from .gather_fields import Fields, gather_fields
 from .gather_routes import gather_routes
 from .gather_rows import Inverse, gather_rows, invert_rows
+from .latent_keys import latent_keys
 from .replay_probs import replay_probs
+from .rotary import rotary
 from .sum_rows import sum_rows
 from .swiglu import swiglu
 from .token_logprob import (
@@ -26,7 +28,9 @@ __all__ = [
     "gather_routes",
     "gather_rows",
     "invert_rows",
+    "latent_keys",
     "replay_probs",
+    "rotary",
     "serve_gpu_from",
     "sum_rows",
     "swiglu",

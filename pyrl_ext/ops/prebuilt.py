@@ -19,7 +19,9 @@ from triton import knobs
 from pyrl_ext.ops._triton import Launch
 from pyrl_ext.ops.gather_routes import triton as gather_routes
 from pyrl_ext.ops.gather_rows import triton as gather_rows
+from pyrl_ext.ops.latent_keys import triton as latent_keys
 from pyrl_ext.ops.replay_probs import triton as replay_probs
+from pyrl_ext.ops.rotary import triton as rotary
 from pyrl_ext.ops.sum_rows import triton as sum_rows
 from pyrl_ext.ops.swiglu import triton as swiglu
 from pyrl_ext.ops.token_logprob import triton as token_logprob
@@ -38,7 +40,8 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     Returns:
         (name, a call with the given number of rows) of each.
     """
-    for op in (gather_routes, replay_probs, token_logprob, gather_rows, sum_rows, swiglu):
+    ops = gather_routes, replay_probs, token_logprob, gather_rows, sum_rows, swiglu
+    for op in (*ops, rotary, latent_keys):
         yield from op.launches(plan, config)
 
 

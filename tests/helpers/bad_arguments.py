@@ -15,7 +15,9 @@ from pyrl_ext.ops import (
     gather_routes,
     gather_rows,
     invert_rows,
+    latent_keys,
     replay_probs,
+    rotary,
     sum_rows,
     swiglu,
     token_logprob_combine,
@@ -24,6 +26,7 @@ from pyrl_ext.ops import (
     token_logprob_rows,
     token_logprob_stats,
 )
+from pyrl_ext.ops.latent_keys import latent_keys_grad
 from pyrl_ext.ops.replay_probs import grad_op
 from pyrl_ext.ops.swiglu import swiglu_grad
 
@@ -54,6 +57,8 @@ def bad_calls() -> list[Bad]:
         *_expand_runs(),
         *_sum_rows(),
         *_swiglu(),
+        *_rotary(),
+        *_latent_keys(),
         *_replay_probs(),
         *_token_logprob(),
     ]
@@ -205,6 +210,45 @@ def _sum_rows() -> list[Bad]:
         bad(ValueError, "src is on meta", torch.zeros(2, device="meta"), rows, one),
         other(given, [0, 0, 2], [0, 2]),
         *(other("inverse.starts", starts, [0, 1]) for starts in ([0, 3, 2], [-1, 0, 2], [0, 2, 1])),
+    ]
+
+
+def _rotary() -> list[Bad]:
+    def bad(error: type[Exception], message: str, *args: Any, **how: Any) -> Bad:
+        return Bad("rotary", lambda: rotary(*args, **how), error, message)
+
+    heads, turns = torch.zeros(3, 2, 8), torch.zeros(3, 4)
+    meta: Any = heads.to("meta")
+    return [
+        bad(ValueError, "query [3, 8], key", heads[:, 0], heads, turns),
+        bad(ValueError, "turns [3, 3], expected", heads, heads, turns[:, :3]),
+        bad(ValueError, "expected as many rows in all", heads, heads[:2], turns),
+        bad(ValueError, "expected R up to the width of heads", heads, heads[..., :2], turns),
+        bad(TypeError, "key torch.float16", heads, heads.half(), turns),
+        bad(TypeError, "turns torch.bfloat16", heads, heads, turns.bfloat16()),
+        bad(ValueError, "key on meta, turns on cpu, expected one device", heads, meta, turns),
+        bad(ValueError, "result 'thirds', expected", heads, heads, turns, result="thirds"),
+    ]
+
+
+def _latent_keys() -> list[Bad]:
+    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
+        return Bad("latent_keys", lambda: latent_keys(*args), error, message)
+
+    both, shared = torch.zeros(3, 2, 8), torch.zeros(3, 4)
+    key = torch.zeros(3, 2, 6)
+    rows = Bad(
+        "latent_keys_grad",
+        lambda: latent_keys_grad(key, both[:2], 2),
+        *(ValueError, "value torch.float32 [2, 2, 8], expected [T, heads, plain + R]"),
+    )
+    return [
+        bad(ValueError, "both [3, 8], shared [3, 4], expected", both[:, 0], shared, 4),
+        bad(ValueError, "shared [2, 4], expected", both, shared[:2], 4),
+        bad(ValueError, "plain is 9, expected 0 to 8", both, shared, 9),
+        bad(TypeError, "shared torch.float16, expected", both, shared.half(), 4),
+        bad(ValueError, "shared on meta, expected one device", both, shared.to("meta"), 4),
+        rows,
     ]
 
 

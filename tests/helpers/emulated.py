@@ -10,7 +10,9 @@ from pyrl_ext.ops._native import C, dtype_of
 from pyrl_ext.ops.gather_fields.flat import flat_layout, pattern
 from pyrl_ext.ops.gather_routes.native import arguments as routes_arguments
 from pyrl_ext.ops.gather_rows.native import rows_of
+from pyrl_ext.ops.latent_keys.native import arguments as keys_arguments
 from pyrl_ext.ops.replay_probs.native import arguments as probs_arguments
+from pyrl_ext.ops.rotary.native import arguments as rotary_arguments
 from pyrl_ext.ops.sum_rows.native import arguments as sum_arguments
 from pyrl_ext.ops.swiglu.native import arguments as swiglu_arguments
 from pyrl_ext.ops.token_logprob.native import Shard, new_rows, row_grad, shard_stats
@@ -161,3 +163,26 @@ def token_logprob_grad(
         dtype=dtype_of(out),
     )
     return out
+
+
+def rotary(
+    query: Tensor, key: Tensor, turns: Tensor, last: bool, source: str, result: str, back: bool
+) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(query.shape), key.new_empty(key.shape)
+    args = rotary_arguments((query, key), turns, last, source, result, back, out)
+    C.rotary_emulated(args=args)
+    return out
+
+
+def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    key = both.new_empty(*both.shape[:2], plain + shared.shape[1])
+    value = both.new_empty(*both.shape[:2], both.shape[2] - plain)
+    C.latent_keys_emulated(args=keys_arguments(key, value, both, shared, back=False))
+    return key, value
+
+
+def latent_keys_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    both = key.new_empty(*key.shape[:2], plain + value.shape[2])
+    shared = key.new_empty(len(key), key.shape[2] - plain)
+    C.latent_keys_emulated(args=keys_arguments(key, value, both, shared, back=True))
+    return both, shared

@@ -111,6 +111,18 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "expand_runs": ("expand_runs", (torch.tensor([2, -1]), torch.tensor([3, 2]), 7)),
     "expand_runs, no runs": ("expand_runs", (ROWS[:0], ROWS[:0], 3)),
     **{
+        f"rotary, {source}": (
+            "rotary",
+            (
+                *(real(3, 2, 8, grad=True), real(3, 1, 6, grad=True), real(3, 4)),
+                *(True, source, "halves", False),
+            ),
+        )
+        for source in ("halves", "neighbours")
+    },
+    "latent_keys": ("latent_keys", (real(3, 2, 8, grad=True), real(3, 4, grad=True), 5)),
+    "latent_keys_grad": ("latent_keys_grad", (real(3, 2, 9), real(3, 2, 3), 5)),
+    **{
         f"replay_probs, {norm}": (
             "replay_probs",
             (real(3, 8, dtype=torch.float32, grad=True), IDS, norm, 1.5, torch.bfloat16),
@@ -226,7 +238,7 @@ def test_Op_refuses_arguments_that_do_not_fit(bad: Bad, backend: str):
 # Triton, interpreted: one process for all, since importing torch and Triton takes longest ---------
 
 # operators that a file of tests speaks for together
-FILES = {"replay_probs_grad": "replay_probs", "swiglu_grad": "swiglu"} | {
+FILES = {f"{name}_grad": name for name in ("replay_probs", "swiglu", "latent_keys")} | {
     f"token_logprob_{name}": "token_logprob"
     for name in ("stats", "rows", "combine", "grad", "grad_")
 }

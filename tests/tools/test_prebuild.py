@@ -168,6 +168,17 @@ def launch_name(op: str, args: tuple) -> str | None:
     if op.startswith("replay_probs"):
         scores, ids, _, scale = args[:4] if op == "replay_probs" else args[1:5]
         return f"replay_probs {ids.shape[1]} of {scores.shape[1]} x {scale:g}"
+    if op.startswith("rotary"):
+        query, key, turns, *_, back = args
+        shape = f"{query.shape[1]} x {query.shape[2]}, {key.shape[1]} x {key.shape[2]}"
+        return f"rotary {query.dtype} {shape}, {turns.shape[1]} turned{' back' * back}"
+    if op.startswith("latent_keys"):
+        key, second, plain = args
+        back = op == "latent_keys_grad"
+        rest = second.shape[2] if back else key.shape[2] - plain
+        shared = key.shape[2] - plain if back else second.shape[1]
+        name = f"latent_keys {key.dtype} {key.shape[1]} x {plain}, {rest}, {shared} shared"
+        return name + " back" * back
     if op.startswith("swiglu"):
         gate_up = args[op == "swiglu_grad"]
         return f"swiglu {gate_up.dtype} x {gate_up.shape[1]}"
@@ -188,6 +199,7 @@ def test_launches_names_all_that_a_real_step_launches():
             passes.update(policy, batch, schedule, build_loss(plan.objective))
     found = {name.replace("torch.", "") for name in called.names}
     assert {name.split()[0] for name in found} == {
-        *("gather_routes", "replay_probs", "token_logprob", "sum_rows", "swiglu")
+        *("gather_routes", "replay_probs", "token_logprob", "sum_rows", "swiglu"),
+        *("rotary", "latent_keys"),
     }
     assert found <= {name for name, _ in prebuilt.launches(plan, config_of(plan))}

@@ -1,0 +1,238 @@
+"""One decoder layer forward and backward: milliseconds, launches, bytes and their floor.
+
+``python -m benchmarks.run layer [--device cpu|cuda] [--causes]``. Launches and bytes are counted
+as torch dispatches them (`benchmarks.launches`): a kernel's inputs and outputs, each once. The
+floor is what operators that cannot be merged must move: products, attention, and one pass for what
+lies between two of them. On a GPU also the kernels that the profiler saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.launches import Launches
+from benchmarks.whole import microbatch
+from pyrl_ext.dist import topology
+from pyrl_ext.megatron.packed_attention import PackedSequences
+from pyrl_ext.pack.batch import Batch
+from pyrl_ext.plan import compile_plan
+from pyrl_ext.trainer.policy import Policy
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+TWO_LAYERS = {"num_hidden_layers": 2, "num_nextn_predict_layers": 0, "vocab_size": 512}
+TWO_LAYERS |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+# title: config, tokens and experts on a CPU, on a GPU
+CASES = {
+    "latent attention, tiny": ("tiny", (512, 8), (8192, 8)),
+    "grouped queries, tiny": ("tiny_qwen3", (512, 8), (8192, 8)),
+    "GLM-4.7-Flash's widths": ("glm47", (512, 8), (16384, 64)),
+}
+
+
+@dataclass(frozen=True)
+class OneLayer:
+    """A layer with experts, its input [T, 1, H] and a gradient of its output."""
+
+    layer: Any
+    arguments: dict[str, Any]
+    hidden: Tensor
+    gradient: Tensor
+
+    def forward(self) -> Tensor:
+        return self.layer(hidden_states=self.hidden, **self.arguments)[0]
+
+    def both(self) -> None:
+        self.forward().backward(self.gradient)
+
+    def counted(self) -> tuple[Launches, Launches]:
+        """Forward and backward, after one of each that is not counted."""
+        self.both()
+        forward, backward = Launches(), Launches()
+        with forward:
+            out = self.forward()
+        with backward:
+            out.backward(self.gradient)
+        return forward, backward
+
+
+@contextmanager
+def one_layer(
+    config: str, tokens: int, experts: int = 8, device: str = "cpu", dtype: str = "float32"
+) -> Iterator[OneLayer]:
+    """The second layer of a random model of two, with ``tokens`` in sequences of a few lengths."""
+    hf = json.loads((CONFIGS / config / "config.json").read_text()) | TWO_LAYERS
+    hf |= {key: experts for key in ("n_routed_experts", "num_experts") if key in hf}
+    hf.pop("mlp_layer_types", None)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(hf))
+        plan = compile_plan(
+            CONFIGS / "tiny.yaml",
+            [
+                *(f"model.family={hf['model_type']}", f"model.config={folder}/config.json"),
+                *(f"model.dtype={dtype}", f"device={device}", f"run={folder}/run", "replay=off"),
+                *("hardware.gpu=H100",) * (device == "cuda"),
+            ],
+        )
+        with topology.start(plan) as topo:
+            policy = Policy.build(plan, topo)
+            yield _of(policy, tokens)
+
+
+def _of(policy: Policy, tokens: int) -> OneLayer:
+    model: Any = policy.llm.models[0]
+    while hasattr(model, "module"):
+        model = model.module
+    seqlens = (tokens // 2, tokens // 4, tokens // 8, tokens - tokens // 8 * 7)
+    batch = Batch(
+        seqlens=seqlens,
+        tokens=torch.zeros(tokens, dtype=torch.int64),
+        targets=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.cat([torch.arange(n) for n in seqlens]),
+        loss_mask=torch.ones(tokens, dtype=torch.bool),
+        rollout_logprobs=torch.zeros(tokens),
+        advantages=torch.zeros(tokens),
+        routes=None,
+        layer_ids=(),
+        route_mask=torch.zeros(tokens, dtype=torch.bool),
+    )
+    device = policy.topo.device
+    micro = microbatch(batch, range(len(seqlens)), policy.topo.place())
+    packed = PackedSequences.of(micro)
+    layer = model.decoder.layers[1]
+    arguments: dict[str, Any] = {"attention_mask": None, "packed_seq_params": packed}
+    if not model.config.multi_latent_attention:
+        arguments["rotary_pos_emb"] = model.rotary_pos_emb(packed.positions)
+    dtype = next(layer.parameters()).dtype
+    shape = tokens, 1, model.config.hidden_size
+    hidden, gradient = torch.randn(2, *shape, device=device).to(dtype)
+    return OneLayer(layer, arguments, hidden.requires_grad_(), gradient)
+
+
+def floor(one: OneLayer) -> int:
+    """Bytes that forward and backward must move.
+
+    A product reads its input and weight and writes its output; backward it reads the gradient of
+    the output twice, the input and the weight once, writes the gradient of the input, and adds to
+    the weight's in fp32. Between two products what one wrote is read once and what the next reads
+    is written once, and so are their gradients. Attention reads queries, keys and values and
+    writes as much as values; backward it reads those and the gradient, and writes three gradients.
+    """
+    config, layer, rows = one.layer.config, one.layer, len(one.hidden)
+    size = one.hidden.element_size()
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    copies, width = rows * config.moe_router_topk, config.moe_ffn_hidden_size
+    experts = layer.mlp.experts
+    # rows, input, output, weights of every product
+    shared = config.moe_shared_expert_intermediate_size or 0
+    products = [
+        (copies, hidden, 2 * width, experts.linear_fc1.numel()),
+        (copies, width, hidden, experts.linear_fc2.numel()),
+    ]
+    products += [(rows, hidden, 2 * shared, 2 * shared * hidden)] * bool(shared)
+    products += [(rows, shared, hidden, shared * hidden)] * bool(shared)
+    products += [(rows, hidden, config.num_moe_experts, config.num_moe_experts * hidden)]
+    for name, linear in layer.self_attention.named_children():
+        if name.startswith("linear_"):
+            out, inner = linear.weight.shape
+            products.append((rows, inner, out, out * inner))
+    if config.multi_latent_attention:
+        query = key = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+        value = heads * config.v_head_dim
+    else:
+        query = heads * config.kv_channels
+        key = value = config.num_query_groups * config.kv_channels
+    out = query if not config.multi_latent_attention else value
+    moved = rows * size * (query + key + value + out + 2 * (query + key + value) + 2 * out)
+    for n, inner, wide, weights in products:
+        moved += size * (n * (inner + wide) + weights)  # forward
+        moved += size * (n * (2 * wide + 2 * inner) + weights) + 8 * weights
+        moved += 2 * size * n * (inner + wide)  # what lies between products, and its gradient
+    return moved
+
+
+def milliseconds(one: OneLayer, device: str, least: int = 5) -> float:
+    """The fastest of a few calls of forward and backward."""
+    one.both()
+    times = []
+    for _ in range(least):
+        _wait(device)
+        start = time.perf_counter()
+        one.both()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return 1e3 * min(times)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def kernels(one: OneLayer) -> tuple[int, str]:
+    """Kernels of one forward and backward on a GPU, and the profiler's table of them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        one.both()
+        torch.cuda.synchronize()
+    found = [
+        e
+        for e in trace.events() or ()
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Mem")
+    ]
+    averages = trace.key_averages()
+    return len(found), averages.table(
+        sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run layer", description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--causes", action="store_true", help="launches by who called them")
+    parser.add_argument("--only", help="cases whose title has this in it")
+    args = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)
+    gpu = args.device == "cuda"
+    table = Table(title=f"one layer on {args.device}, torch {torch.__version__}")
+    names = ("layer", "tokens", "ms", "launches forward", "backward", "MB", "floor MB", "x floor")
+    for name in (*names, *("kernels",) * gpu):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    causes = []
+    for title, (config, *sizes) in CASES.items():
+        if args.only and args.only not in title:
+            continue
+        tokens, experts = sizes[gpu]
+        dtype = "bfloat16" if gpu else "float32"
+        with one_layer(config, tokens, experts, args.device, dtype) as one:
+            ms = milliseconds(one, args.device)
+            ways = one.counted()
+            moved, least = sum(way.moved for way in ways), floor(one)
+            cells = [f"{title}, {dtype}", f"{tokens}", f"{ms:.2f}", *(f"{w.count}" for w in ways)]
+            cells += [f"{moved / 1e6:.1f}", f"{least / 1e6:.1f}", f"{moved / least:.2f}"]
+            seen = kernels(one) if gpu else (0, "")
+            table.add_row(*cells, *(f"{seen[0]}",) * gpu)
+            for way, launches in zip(("forward", "backward"), ways, strict=True):
+                causes.append(f"\n{title}, {way}, {launches.count} launches")
+                for (place, name), count in launches.by_place().most_common():
+                    causes.append(f"{count:5}  {place:50} {name}")
+            causes.append(seen[1])
+    console = Console(width=max(Console().width, 140))
+    if args.causes:
+        console.print("\n".join(causes), markup=False, highlight=False)
+    console.print(table)
+    return 0

@@ -1,0 +1,100 @@
+"""latent_keys: keys and values of all heads from what heads have and what they share.
+
+Backends: native (C++ threads on CPU, CUDA), triton, reference (torch). The gradient of both inputs
+is one pass too, ``latent_keys_grad``.
+"""
+
+from torch import Tensor
+
+from pyrl_ext.ops._op import Op
+from pyrl_ext.ops.rotary import DTYPES
+
+from . import native, reference, triton
+
+
+def _fake(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    key = both.new_empty(*both.shape[:2], plain + shared.shape[1])
+    return key, both.new_empty(*both.shape[:2], both.shape[2] - plain)
+
+
+def _fake_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    both = key.new_empty(*key.shape[:2], plain + value.shape[2])
+    return both, key.new_empty(key.shape[0], key.shape[2] - plain)
+
+
+op = Op("latent_keys(Tensor both, Tensor shared, int plain) -> (Tensor, Tensor)", fake=_fake)
+op.backend("native", native.latent_keys, refuse=native.refuse)
+op.backend("triton", triton.latent_keys, refuse=triton.refuse)
+op.backend("reference", reference.latent_keys)
+grad_op = Op(
+    "latent_keys_grad(Tensor key, Tensor value, int plain) -> (Tensor, Tensor)", fake=_fake_grad
+)
+grad_op.backend("native", native.latent_keys_grad, refuse=native.refuse)
+grad_op.backend("triton", triton.latent_keys_grad, refuse=triton.refuse_grad)
+grad_op.backend("reference", reference.latent_keys_grad)
+
+
+def _save(ctx, inputs, output):
+    ctx.plain = inputs[2]
+
+
+def _backward(ctx, key_grad, value_grad):
+    return *latent_keys_grad(key_grad, value_grad, ctx.plain), None
+
+
+def _backward_again(ctx, both, shared):
+    return *op(both, shared, ctx.plain), None  # the gradient is linear
+
+
+op.gradient(_backward, _save)
+grad_op.gradient(_backward_again, _save)
+
+
+def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    """``key[t, h] = (both[t, h, :plain], shared[t])``, ``value[t, h] = both[t, h, plain:]``.
+
+    The gradient of ``shared`` is added in fp32 (fp64 in fp64) and rounded once.
+
+    Args:
+        both:   [T, heads, plain + V] float32, bfloat16, float16 or float64. Rows and heads may lie
+            any stride apart.
+        shared: [T, R], dtype and device of ``both``.
+        plain:  elements of a key that belong to its head.
+
+    Returns:
+        keys [T, heads, plain + R] and values [T, heads, V], contiguous.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not fit.
+    """
+    if both.ndim != 3 or shared.ndim != 2 or both.shape[0] != shared.shape[0]:
+        raise ValueError(
+            f"latent_keys: both {list(both.shape)}, shared {list(shared.shape)}, "
+            "expected [T, heads, plain + V], [T, R]"
+        )
+    if not 0 <= plain <= both.shape[2]:
+        raise ValueError(f"latent_keys: plain is {plain}, expected 0 to {both.shape[2]}")
+    if both.dtype not in DTYPES or shared.dtype != both.dtype:
+        raise TypeError(
+            f"latent_keys: both is {both.dtype}, shared {shared.dtype}, expected one of "
+            f"{list(DTYPES)} twice"
+        )
+    if both.device != shared.device:
+        raise ValueError(
+            f"latent_keys: both is on {both.device}, shared on {shared.device}, expected one device"
+        )
+    return op(both, shared, plain)
+
+
+def latent_keys_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    """The gradients of ``both`` and ``shared`` from those of keys and values.
+
+    Raises: ValueError: shapes or dtypes do not fit.
+    """
+    rows = key.shape[:2] == value.shape[:2] and key.dtype == value.dtype
+    if not (key.ndim == value.ndim == 3 and rows and plain <= key.shape[2]):
+        raise ValueError(
+            f"latent_keys_grad: key {key.dtype} {list(key.shape)}, value {value.dtype} "
+            f"{list(value.shape)}, expected [T, heads, plain + R], [T, heads, V] of one dtype"
+        )
+    return grad_op(key, value, plain)

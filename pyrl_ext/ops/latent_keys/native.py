@@ -1,0 +1,60 @@
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+from pyrl_ext.ops.rotary.native import heads_of
+
+
+def refuse(both: Tensor, *_: Any) -> str | None:
+    return refuse_device(both, "latent_keys")
+
+
+def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    both, shared = heads_of(both), heads_of(shared)
+    key = both.new_empty(*both.shape[:2], plain + shared.shape[1])
+    value = both.new_empty(*both.shape[:2], both.shape[2] - plain)
+    _run(arguments(key, value, both, shared, back=False), both)
+    return key, value
+
+
+def latent_keys_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    key, value = heads_of(key), heads_of(value)
+    both = key.new_empty(*key.shape[:2], plain + value.shape[2])
+    shared = key.new_empty(len(key), key.shape[2] - plain)
+    _run(arguments(key, value, both, shared, back=True), key)
+    return both, shared
+
+
+def arguments(key: Tensor, value: Tensor, both: Tensor, shared: Tensor, back: bool) -> Any:
+    """``C.LatentKeysArgs``; what is written, the first two or with ``back`` the others, is
+    contiguous."""
+    return C.LatentKeysArgs(
+        dtype=dtype_of(key),
+        rows=key.shape[0],
+        heads=key.shape[1],
+        plain=key.shape[2] - shared.shape[1],
+        common=shared.shape[1],
+        rest=value.shape[2],
+        key=key.data_ptr(),
+        key_row=key.stride(0),
+        key_head=key.stride(1),
+        value=value.data_ptr(),
+        value_row=value.stride(0),
+        value_head=value.stride(1),
+        both=both.data_ptr(),
+        both_row=both.stride(0),
+        both_head=both.stride(1),
+        shared=shared.data_ptr(),
+        shared_row=shared.stride(0),
+        back=back,
+    )
+
+
+def _run(args: Any, tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        with torch.cuda.device(tensor.device):
+            C.latent_keys_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
+    else:
+        C.latent_keys_cpu(args=args, threads=threads())

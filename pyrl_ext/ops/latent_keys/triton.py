@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
+from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.rotary.native import heads_of
+
+if TYPE_CHECKING:
+    from pyrl_ext.plan import Plan
+
+
+def refuse(both: Tensor, *_: Any) -> str | None:
+    return refuse_device("both", both)
+
+
+def refuse_grad(key: Tensor, *_: Any) -> str | None:
+    return refuse_device("key", key)
+
+
+def latent_keys(both: Tensor, shared: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    both, shared = heads_of(both), heads_of(shared)
+    key = both.new_empty(*both.shape[:2], plain + shared.shape[1])
+    value = both.new_empty(*both.shape[:2], both.shape[2] - plain)
+    _launch(key, value, both, shared, back=False)
+    return key, value
+
+
+def latent_keys_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    key, value = heads_of(key), heads_of(value)
+    both = key.new_empty(*key.shape[:2], plain + value.shape[2])
+    shared = key.new_empty(len(key), key.shape[2] - plain)
+    _launch(key, value, both, shared, back=True)
+    return both, shared
+
+
+def _launch(key: Tensor, value: Tensor, both: Tensor, shared: Tensor, back: bool) -> None:
+    import triton.language as tl  # triton takes a while to import
+
+    from .triton_kernel import latent_keys_kernel, tiles
+
+    if not len(key):
+        return
+    common = shared.shape[1]
+    sizes = key.shape[1], key.shape[2] - common, common, value.shape[2]
+    kernel: Any = latent_keys_kernel
+    kernel[(len(key),)](
+        *(key, *key.stride()[:2], value, *value.stride()[:2]),
+        *(both, *both.stride()[:2], shared, shared.stride(0), *sizes),
+        BACK=back,
+        ACC=tl.float64 if key.dtype == torch.float64 else tl.float32,
+        **tiles(*sizes),
+    )
+
+
+def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
+    """The launches of a run of ``plan``; none without latent attention."""
+    if not config.get("multi_latent_attention"):
+        return
+    heads, dtype = config["num_attention_heads"] // plan.parallel.tp, dtype_of(plan.model.dtype)
+    plain, rest, turned = config["qk_head_dim"], config["v_head_dim"], plan.sizes.rotary_width
+
+    def join(rows: int) -> object:
+        both, shared = meta(rows, heads, plain + rest, dtype=dtype), meta(rows, turned, dtype=dtype)
+        return latent_keys(both, shared, plain)
+
+    def part(rows: int) -> object:
+        key = meta(rows, heads, plain + turned, dtype=dtype)
+        return latent_keys_grad(key, meta(rows, heads, rest, dtype=dtype), plain)
+
+    name = f"latent_keys {short(dtype)} {heads} x {plain}, {rest}, {turned} shared"
+    yield name, join
+    yield f"{name} back", part

@@ -1,0 +1,82 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def latent_keys_kernel(
+    key,  # [T, HEADS, PLAIN + COMMON]: written; with BACK its gradient, read
+    key_row,
+    key_head,
+    value,  # [T, HEADS, REST], as `key`
+    value_row,
+    value_head,
+    both,  # [T, HEADS, PLAIN + REST]: read; with BACK its gradient, written
+    both_row,
+    both_head,
+    shared,  # [T, COMMON], as `both`
+    shared_row,
+    HEADS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    COMMON: tl.constexpr,
+    REST: tl.constexpr,
+    BACK: tl.constexpr,
+    ACC: tl.constexpr,
+    TALL: tl.constexpr,  # heads of a tile
+    P: tl.constexpr,  # powers of two from PLAIN up,
+    C: tl.constexpr,  # from COMMON up,
+    R: tl.constexpr,  # from REST up
+):
+    t = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, P)[None, :]
+    c = tl.arange(0, C)[None, :]
+    r = tl.arange(0, R)[None, :]
+    total = tl.zeros((1, C), ACC)
+    for first in range(0, HEADS, TALL):
+        h = first + tl.arange(0, TALL)[:, None].to(tl.int64)
+        k = key + t * key_row + h * key_head
+        v = value + t * value_row + h * value_head
+        b = both + t * both_row + h * both_head
+        here = (h < HEADS) & (p < PLAIN)
+        common = (h < HEADS) & (c < COMMON)
+        rest = (h < HEADS) & (r < REST)
+        if BACK:
+            tl.store(b + p, tl.load(k + p, here, other=0), here)
+            tl.store(b + PLAIN + r, tl.load(v + r, rest, other=0), rest)
+            term = tl.load(k + PLAIN + c, common, other=0).to(ACC)
+            total += tl.sum(term, 0, keep_dims=True)
+        else:
+            tl.store(k + p, tl.load(b + p, here, other=0), here)
+            one = tl.load(shared + t * shared_row + c, c < COMMON, other=0)
+            tl.store(k + PLAIN + c, tl.broadcast_to(one, (TALL, C)), common)
+            tl.store(v + r, tl.load(b + PLAIN + r, rest, other=0), rest)
+    if BACK:
+        tl.store(shared + t * shared_row + c, total.to(shared.dtype.element_ty), c < COMMON)
+
+
+def tiles(heads: int, plain: int, common: int, rest: int) -> dict[str, int]:
+    """Sizes of tiles: powers of two."""
+
+    def up(n: int) -> int:
+        return 1 << (max(n, 1) - 1).bit_length()
+
+    sizes = {"P": up(plain), "C": up(common), "R": up(rest)}
+    return {"TALL": max(1, min(up(heads), 2048 // max(sizes.values()))), **sizes}
+
+
+def _build(dtype: str, acc: tl.dtype, back: bool) -> tuple:
+    signature: dict[str, str] = {}
+    for name in ("key", "value", "both", "shared"):
+        signature |= {name: f"*{dtype}", f"{name}_row": "i64"}
+        if name != "shared":
+            signature |= {f"{name}_head": "i64"}
+    sizes = {"HEADS": 20, "PLAIN": 192, "COMMON": 64, "REST": 256}
+    constants: dict[str, object] = {**sizes, "BACK": back, "ACC": acc}
+    constants |= tiles(*sizes.values())
+    return latent_keys_kernel, signature | dict.fromkeys(constants, "constexpr"), constants
+
+
+BUILDS = {
+    f"latent_keys {dtype}{' back' if back else ''}": _build(dtype, acc, back)
+    for dtype, acc in (("bf16", tl.float32), ("fp32", tl.float32))
+    for back in (False, True)
+}

@@ -1,0 +1,72 @@
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+
+
+def refuse(query: Tensor, *_: Any) -> str | None:
+    return refuse_device(query, "rotary")
+
+
+def rotary(
+    query: Tensor,
+    key: Tensor,
+    turns: Tensor,
+    last: bool,
+    source: str,
+    result: str,
+    back: bool,
+    isa: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    inputs = tuple(heads_of(x) for x in (query, key))
+    turns = turns.contiguous()
+    outputs = tuple(x.new_empty(x.shape) for x in inputs)
+    args = arguments(inputs, turns, last, source, result, back, outputs)
+    if query.is_cuda:
+        with torch.cuda.device(query.device):
+            C.rotary_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
+    else:
+        C.rotary_cpu(args=args, isa=isa, threads=threads())
+    return outputs[0], outputs[1]
+
+
+def heads_of(x: Tensor) -> Tensor:
+    """[T, heads, D] whose elements of a head are neighbours; rows and heads lie where they are."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def arguments(
+    inputs: tuple[Tensor, ...],
+    turns: Tensor,
+    last: bool,
+    source: str,
+    result: str,
+    back: bool,
+    outputs: tuple[Tensor, ...],
+) -> Any:
+    """``C.RotaryArgs`` of `heads_of` inputs and contiguous outputs."""
+    query, key = (
+        C.RotaryPart(
+            src=x.data_ptr(),
+            row=x.stride(0),
+            head=x.stride(1),
+            heads=x.shape[1],
+            width=x.shape[2],
+            out=out.data_ptr(),
+        )
+        for x, out in zip(inputs, outputs, strict=True)
+    )
+    return C.RotaryArgs(
+        query=query,
+        key=key,
+        dtype=dtype_of(inputs[0]),
+        turns=turns.data_ptr(),
+        rows=turns.shape[0],
+        turned=turns.shape[1],
+        last=last,
+        src_neighbours=source == "neighbours",
+        out_neighbours=result == "neighbours",
+        back=back,
+    )

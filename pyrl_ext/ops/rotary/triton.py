@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
+from pyrl_ext.ops.dtypes import dtype_of
+
+from .native import heads_of
+
+if TYPE_CHECKING:
+    from pyrl_ext.plan import Plan
+
+
+def refuse(query: Tensor, *_: Any) -> str | None:
+    return refuse_device("query", query)
+
+
+def rotary(
+    query: Tensor, key: Tensor, turns: Tensor, last: bool, source: str, result: str, back: bool
+) -> tuple[Tensor, Tensor]:
+    from .triton_kernel import rotary_kernel, tiles  # triton takes a while to import
+
+    query, key = heads_of(query), heads_of(key)
+    outputs = query.new_empty(query.shape), key.new_empty(key.shape)
+    sizes = *query.shape[1:], *key.shape[1:], turns.shape[1]
+    if not len(turns):
+        return outputs
+    kernel: Any = rotary_kernel
+    kernel[(len(turns),)](
+        *(query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1)),
+        *(turns.contiguous(), *outputs, *sizes),
+        LAST=last,
+        FROM=source == "neighbours",
+        TO=result == "neighbours",
+        BACK=back,
+        **tiles(*sizes),
+    )
+    return outputs
+
+
+def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
+    """The launches of a run of ``plan``, forward and back."""
+    sizes, dtype = plan.sizes, dtype_of(plan.model.dtype)
+    latent, turned = config.get("multi_latent_attention", False), sizes.rotary_width
+    heads = config["num_attention_heads"] // plan.parallel.tp
+    if latent:
+        wide, keys = config["qk_head_dim"] + turned, (1, turned)
+    else:
+        wide = config["kv_channels"]
+        keys = config["num_query_groups"] // plan.parallel.tp, wide
+    places = ("neighbours", "halves") if latent else ("halves", "halves")
+    for back in (False, True):
+
+        def turn(rows: int, back: bool = back) -> object:
+            query, key = meta(rows, heads, wide, dtype=dtype), meta(rows, *keys, dtype=dtype)
+            return rotary(
+                query, key, meta(rows, turned), latent, *places[:: -1 if back else 1], back
+            )
+
+        name = f"rotary {short(dtype)} {heads} x {wide}, {keys[0]} x {keys[1]}, {turned} turned"
+        yield name + (" back" if back else ""), turn

@@ -1,0 +1,119 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _turn(
+    src,
+    row,
+    head,
+    out,
+    cos,
+    sin,
+    t,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TURNED: tl.constexpr,
+    LAST: tl.constexpr,
+    FROM: tl.constexpr,
+    TO: tl.constexpr,
+    TALL: tl.constexpr,
+    HALF: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    half: tl.constexpr = TURNED // 2
+    plain: tl.constexpr = WIDTH - TURNED
+    at: tl.constexpr = plain if LAST else 0
+    rest: tl.constexpr = 0 if LAST else TURNED
+    j = tl.arange(0, HALF)[None, :]
+    for first in range(0, HEADS, TALL):
+        h = first + tl.arange(0, TALL)[:, None]
+        inside = (h < HEADS) & (j < half)
+        source = src + t * row + h.to(tl.int64) * head
+        result = out + (t * HEADS + h) * WIDTH
+        a_at = 2 * j if FROM else j
+        b_at = 2 * j + 1 if FROM else j + half
+        a = tl.load(source + at + a_at, inside, other=0).to(cos.dtype)
+        b = tl.load(source + at + b_at, inside, other=0).to(cos.dtype)
+        x = (a * cos - b * sin).to(out.dtype.element_ty)
+        y = (b * cos + a * sin).to(out.dtype.element_ty)
+        tl.store(result + at + (2 * j if TO else j), x, inside)
+        tl.store(result + at + (2 * j + 1 if TO else j + half), y, inside)
+        if plain > 0:
+            i = tl.arange(0, PLAIN)[None, :]
+            there = (h < HEADS) & (i < plain)
+            tl.store(result + rest + i, tl.load(source + rest + i, there, other=0), there)
+
+
+@triton.jit
+def rotary_kernel(
+    query,  # [T, QUERIES, Q] read
+    query_row,
+    query_head,
+    key,  # [T, KEYS, K] read
+    key_row,
+    key_head,
+    turns,  # [T, TURNED] cosines, then sines
+    query_out,  # contiguous, written
+    key_out,
+    QUERIES: tl.constexpr,
+    Q: tl.constexpr,
+    KEYS: tl.constexpr,
+    K: tl.constexpr,
+    TURNED: tl.constexpr,
+    LAST: tl.constexpr,
+    FROM: tl.constexpr,  # pairs are neighbours in what is read,
+    TO: tl.constexpr,  # in what is written
+    BACK: tl.constexpr,
+    TALL: tl.constexpr,  # heads of a tile
+    HALF: tl.constexpr,  # powers of two: from TURNED / 2 up,
+    QP: tl.constexpr,  # from Q - TURNED up,
+    KP: tl.constexpr,  # from K - TURNED up
+):
+    t = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, HALF)[None, :]
+    half: tl.constexpr = TURNED // 2
+    cos = tl.load(turns + t * TURNED + j, j < half, other=0)
+    sin = tl.load(turns + t * TURNED + half + j, j < half, other=0)
+    if BACK:
+        sin = -sin
+    _turn(
+        *(query, query_row, query_head, query_out, cos, sin, t),
+        *(QUERIES, Q, TURNED, LAST, FROM, TO, TALL, HALF, QP),
+    )
+    _turn(
+        *(key, key_row, key_head, key_out, cos, sin, t),
+        *(KEYS, K, TURNED, LAST, FROM, TO, TALL, HALF, KP),
+    )
+
+
+def _build(dtype: str, sizes: tuple[int, int, int, int, int], latent: bool, back: bool) -> tuple:
+    queries, q, keys, k, turned = sizes
+    signature = {"query": f"*{dtype}", "query_row": "i64", "query_head": "i64"}
+    signature |= {"key": f"*{dtype}", "key_row": "i64", "key_head": "i64", "turns": "*fp32"}
+    signature |= {"query_out": f"*{dtype}", "key_out": f"*{dtype}"}
+    constants = {"QUERIES": queries, "Q": q, "KEYS": keys, "K": k, "TURNED": turned}
+    constants |= {"LAST": latent, "FROM": latent and not back, "TO": latent and back, "BACK": back}
+    constants |= tiles(*sizes)
+    return rotary_kernel, signature | dict.fromkeys(constants, "constexpr"), constants
+
+
+def tiles(queries: int, q: int, keys: int, k: int, turned: int) -> dict[str, int]:
+    """Sizes of tiles: powers of two."""
+
+    def up(n: int) -> int:
+        return 1 << (max(n, 1) - 1).bit_length()
+
+    tall = max(1, min(up(queries), 2048 // up(max(q, k))))
+    return {"TALL": tall, "HALF": up(turned // 2), "QP": up(q - turned), "KP": up(k - turned)}
+
+
+BUILDS = {
+    f"rotary {name}{' back' if back else ''}": _build(dtype, sizes, latent, back)
+    for name, dtype, sizes, latent in (
+        ("latent bf16", "bf16", (20, 256, 1, 64, 64), True),
+        ("halves bf16", "bf16", (32, 128, 4, 128, 128), False),
+        ("partial fp32", "fp32", (96, 128, 8, 128, 64), False),
+    )
+    for back in (False, True)
+}
