@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 NOTHING = {
     *("_unsafe_view", "_reshape_alias", "detach", "empty", "empty_like", "empty_strided"),
     *("new_empty", "new_empty_strided", "lift_fresh", "record_stream", "_local_scalar_dense"),
+    "promote_types",
 }
 ATTENTION = "attention"  # in the name of every operator of torch that computes it
 

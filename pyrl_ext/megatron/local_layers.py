@@ -111,14 +111,14 @@ class LatentAttention(MLASelfAttention):
                 shared = gather_over(self.tp_group, shared)
             query, shared = _turn(query, shared, turns)
             both, _ = self.linear_kv_up_proj(latents)
-            return query, self._by_head(both), shared[:, 0], compressed, latents
+            return query, self._by_head(both), shared.squeeze(1), compressed, latents
         if self.config.sequence_parallel:
             query, _ = _turn(query, query[:, :0], turns)
             of_shard = packed.layout.shard(turns, packed.place.tp_rank)
             _, shared = _turn(shared[:, :0], shared, of_shard)
         else:
             query, shared = _turn(query, shared, turns)
-        return query, latents, shared[:, 0], compressed, latents
+        return query, latents, shared.squeeze(1), compressed, latents
 
     def _run_core_attention(  # type: ignore[override]
         self,
