@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
 
 from pyrl_ext.megatron.quiet import quiet
@@ -40,10 +42,39 @@ def wrap_ddp(
             )
             for i, chunk in enumerate(chunks)
         ]
+    for chunk in wrapped:
+        _add_weight_gradients(chunk)
     if ddp.overlap_grad_reduce:  # only the last microbatch's backward passes may reduce
         pauses = [chunk.no_sync for chunk in wrapped]
         get_model_config(chunks[0]).no_sync_func = pauses if len(pauses) > 1 else pauses[0]
     return wrapped
+
+
+class _IntoMainGrad:
+    """What megatron's linears call ``fused_weight_gradient_mlp_cuda``, an extension of Apex: without
+    it each product's gradient is written, read again, and added to the buffer in fp32."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(rows: Tensor, grad: Tensor, main_grad: Tensor) -> None:
+        if rows.dtype == main_grad.dtype:
+            main_grad.addmm_(grad.t(), rows)
+        elif rows.is_cuda:
+            torch.addmm(main_grad, grad.t(), rows, out_dtype=main_grad.dtype, out=main_grad)
+        else:
+            main_grad.add_(grad.t().mm(rows))
+
+
+def _add_weight_gradients(chunk: Module) -> None:
+    """Let the linears of a wrapped chunk add their weights' gradients to its buffers themselves."""
+    from megatron.core.tensor_parallel import layers
+
+    from pyrl_ext.megatron.local_layers import ReplicatedLinear
+
+    layers.fused_weight_gradient_mlp_cuda = _IntoMainGrad  # type: ignore[attr-defined]
+    ours = layers.ColumnParallelLinear, layers.RowParallelLinear, ReplicatedLinear
+    for module in chunk.modules():
+        if isinstance(module, ours):
+            module.gradient_accumulation_fusion = True
 
 
 def release(chunks: Sequence[Any]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import (
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import (
@@ -198,6 +200,7 @@ class ReplicatedLinear(MegatronModule):
         **_: Any,
     ):
         super().__init__(config=config)
+        self.gradient_accumulation_fusion = False  # set by `wrap_ddp`
         self.tp_group: Any = None  # set by model.build; megatron passes none to a replicated linear
         if bias or parallel_mode != "duplicated":
             raise ValueError(
@@ -213,7 +216,10 @@ class ReplicatedLinear(MegatronModule):
         self.weight.allreduce = True  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return F.linear(x, self.weight), None
+        fused = self.gradient_accumulation_fusion
+        return linear_with_grad_accumulation_and_async_allreduce(
+            x, self.weight, None, fused, False, False, tp_group=self.tp_group
+        ), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

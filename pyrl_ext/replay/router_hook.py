@@ -287,8 +287,8 @@ def _attach(chunk: torch.nn.Module, device: torch.device, clock: Clock) -> list[
 
 
 def _route(router: Any, hook: RouterHook) -> None:
-    """If every row's experts are given, one kernel replaces megatron's ten [M, E] operations
-    (bit-equal in fp32). Otherwise megatron's hook is used.
+    """If every row's experts are given, or none, one kernel replaces megatron's ten [M, E]
+    operations (bit-equal in fp32). Otherwise megatron's hook is used.
 
     Routing that adds to a loss or drops tokens is left to megatron as a whole.
     """
@@ -303,7 +303,7 @@ def _route(router: Any, hook: RouterHook) -> None:
     def route(logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         flat = logits.view(-1, config.num_moe_experts)
         routes = hook.take(len(flat), router.topk)
-        if not plain or routes is None or routes.use is not None or hook.counting:
+        if not plain or hook.counting or (routes is not None and routes.use is not None):
             return routing(logits, padding_mask)
         with record_function("pyrl: router"):  # not counted as replay: a router does no less
             if router.score_function == "sigmoid":
@@ -313,8 +313,23 @@ def _route(router: Any, hook: RouterHook) -> None:
             else:
                 scores, norm = flat, "softmax"
             scale = config.moe_router_topk_scaling_factor
-            probs, routing_map = replay_probs(scores, routes.ids, norm, scale, flat.dtype)
+            ids = _choose(router, scores) if routes is None else routes.ids
+            probs, routing_map = replay_probs(scores, ids, norm, scale, flat.dtype)
         router._apply_expert_bias(routing_map, padding_mask=padding_mask)
         return probs, routing_map
 
     router.routing = route
+
+
+def _choose(router: Any, scores: Tensor) -> Tensor:
+    """[M, K] experts that megatron's router chooses by scores [M, E], in its order."""
+    from megatron.core.transformer.moe.moe_utils import group_limited_topk
+
+    config, in_order = router.config, torch.is_grad_enabled()
+    scores = scores.detach()
+    if router.score_function == "sigmoid" and router.expert_bias is not None:
+        scores = scores + router.expert_bias.float()
+    if config.moe_router_group_topk:
+        groups = config.moe_router_num_groups, config.moe_router_group_topk
+        return group_limited_topk(scores, router.topk, *scores.shape, *groups)[1]
+    return scores.topk(router.topk, dim=1, sorted=in_order)[1]

@@ -1,6 +1,7 @@
 """The experts a router uses are the experts the samples say, in every pass and also recomputed."""
 
 from collections import defaultdict
+from itertools import product
 
 import pytest
 import torch
@@ -88,13 +89,15 @@ def test_use_forces_the_given_ids(recompute):
     [
         (CONFIG, {}),
         (QWEN3, {}),
+        (CONFIG, {"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
         # tokens above an expert's capacity are dropped by megatron (the plan refuses this field)
         (CONFIG, {"moe_expert_capacity_factor": 0.5}),
     ],
-    ids=["sigmoid with bias", "softmax", "capacity"],
+    ids=["sigmoid with bias", "softmax", "groups", "capacity"],
 )
-def test_use_routes_given_experts_as_megatron_does(config, fields):
-    """One kernel in the place of megatron's function gives the same bits and the same gradient."""
+def test_use_routes_as_megatron_does(config, fields):
+    """One kernel in the place of megatron's function gives the same bits and the same gradient, of
+    given experts and of those that the router chooses."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     plan, batch = tiny_plan(config=config), random_batch(6, unrouted=0.0)
@@ -104,9 +107,11 @@ def test_use_routes_given_experts_as_megatron_does(config, fields):
         prefetch = passes.prefetch(policy, batch, schedule_of([range(6)]), replayed=True)
         _, ready = next(prefetch.microbatches(0))
         assert ready.routes is not None and ready.routes.use is None
-        policy.llm.replay.use(0, ready.routes)
         routers = [m for m in policy.llm.chunks[0].modules() if isinstance(m, TopKRouter)]
-        for router in routers:
+        for router, routes in product(routers, (ready.routes, None)):
+            policy.llm.replay.use(0, routes)
+            if router.expert_bias is not None:
+                router.expert_bias.normal_()
             logits = torch.randn(len(ready.micro.rows), 1, plan.sizes.num_experts)
             found = []
             for routing in (router.routing, lambda x, r=router: TopKRouter.routing(r, x)):
