@@ -163,7 +163,7 @@ MUTANTS = [
         "a capacity of experts is overlooked where all experts are given",
         HOOK,
         [("        and config.moe_expert_capacity_factor is None\n", "")],
-        ["tests/replay/test_router_hook.py::test_use_routes_given_experts_as_megatron_does"],
+        ["tests/replay/test_router_hook.py::test_use_routes_as_megatron_does"],
     ),
     Mutant(
         "a rank without samples computes row 0",

@@ -51,8 +51,8 @@ def wrap_ddp(
 
 
 class _IntoMainGrad:
-    """What megatron's linears call ``fused_weight_gradient_mlp_cuda``, an extension of Apex: without
-    it each product's gradient is written, read again, and added to the buffer in fp32."""
+    """In place of ``fused_weight_gradient_mlp_cuda``, the extension of Apex that megatron's linears
+    call: else each product's gradient is written, read again, and added to the buffer in fp32."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(rows: Tensor, grad: Tensor, main_grad: Tensor) -> None:
