@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves
 
 # operators that only describe memory, beside those whose schema says that they return a view
 NOTHING = {
     *("_unsafe_view", "_reshape_alias", "detach", "empty", "empty_like", "empty_strided"),
     *("new_empty", "new_empty_strided", "lift_fresh", "record_stream", "_local_scalar_dense"),
-    "promote_types",
+    *("promote_types", "_record_function_enter_new", "_record_function_exit"),
 }
-ATTENTION = "attention"  # in the name of every operator of torch that computes it
 
 
 @dataclass(frozen=True)
@@ -39,29 +46,38 @@ class Launch:
 class Launches(TorchDispatchMode):
     """The operators dispatched inside, in order; a call of one counts as one launch.
 
-    On a GPU an operator may launch more than one kernel, as attention's gradient does, or
-    ``F.rms_norm`` fewer than here, where a CPU has no fused norm.
+    What is one operator on a GPU counts as one on a CPU, too: ``F.rms_norm``, and what `as_one`
+    runs. There an operator may launch more than one kernel, as the gradients of attention and of
+    norms do.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.all: list[Launch] = []
+        self._norms = _Norms()
+
+    def __enter__(self) -> Launches:
+        self._norms.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._norms.__exit__(*error)
+
+    def add(self, name: str, tensors: Iterable[Any]) -> None:
+        read = {id(x): x for x in tensors if isinstance(x, Tensor)}
+        self.all.append(Launch(name, sum(map(_bytes, read.values())), _caller()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         if not (func.is_view or name in NOTHING):
-            tensors = {id(x): x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)}
-            moved = sum(_bytes(x) for x in tensors.values())
-            self.all.append(Launch(name, moved, _caller()))
+            self.add(name, tree_leaves((args, kwargs, out)))
         return out
 
     @property
     def count(self) -> int:
-        """Launches, with all calls of attention forward as one, and backward: a CPU computes it
-        shape by shape."""
-        ways = {x.name for x in self.all if ATTENTION in x.name}
-        return sum(ATTENTION not in x.name for x in self.all) + len(ways)
+        return len(self.all)
 
     @property
     def moved(self) -> int:
@@ -69,6 +85,51 @@ class Launches(TorchDispatchMode):
 
     def by_place(self) -> Counter[tuple[str, str]]:
         return Counter((each.place, each.name) for each in self.all)
+
+
+def _counters() -> list[Launches]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Launches)]
+
+
+class _AsOne(torch.autograd.Function):
+    """``run`` of tensors, forward and backward a launch each for the `Launches` around it."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        counters = _counters()
+        with _disable_current_modes(), torch.enable_grad():
+            ctx.inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+            ctx.out, ctx.name = run(*ctx.inputs), name
+        for counter in counters:
+            counter.add(name, [*tensors, ctx.out])
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        counters = _counters()
+        wanted = [x for x in ctx.inputs if x.requires_grad]
+        with _disable_current_modes():
+            found = iter(torch.autograd.grad(ctx.out, wanted, grad))
+            grads = [next(found) if x.requires_grad else None for x in ctx.inputs]
+        for counter in counters:
+            counter.add(f"{ctx.name}_backward", [*ctx.inputs, grad, *grads])
+        return None, None, *grads
+
+
+def as_one(name: str, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """``run(*tensors)``, which `Launches` around it counts as one operator each way."""
+    out: Tensor = _AsOne.apply(name, run, *tensors)  # type: ignore[assignment]
+    return out
+
+
+class _Norms(TorchFunctionMode):
+    """``F.rms_norm`` as one operator each way: CUDA has it fused, a CPU computes it in six."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.rms_norm:
+            return func(*args, **(kwargs or {}))
+        x, shape, weight, eps = args + tuple((kwargs or {}).values())
+        return as_one("rms_norm", lambda x, w: F.rms_norm(x, shape, w, eps), x, weight)
 
 
 def _bytes(x: Tensor) -> int:

@@ -107,7 +107,8 @@ class LatentAttention(MLASelfAttention):
             compressed = apply_module(self.q_layernorm)(compressed)
         query, _ = (self.linear_q_up_proj if narrow else self.linear_q_proj)(compressed)
         query = query.unflatten(-1, (self.num_attention_heads_per_partition, self.q_head_dim))
-        turns, shared = self.rotary_pos_emb.turns(packed), shared[:, None]
+        turns: Any = self.rotary_pos_emb
+        turns, shared = turns.turns(packed), shared[:, None]
         if not self._gathers(packed):
             if self.config.sequence_parallel:
                 shared = gather_over(self.tp_group, shared)

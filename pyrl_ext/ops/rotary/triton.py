@@ -56,9 +56,8 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
 
         def turn(rows: int, back: bool = back) -> object:
             query, key = meta(rows, heads, wide, dtype=dtype), meta(rows, *keys, dtype=dtype)
-            return rotary(
-                query, key, meta(rows, turned), latent, *places[:: -1 if back else 1], back
-            )
+            source, result = places[:: -1 if back else 1]
+            return rotary(query, key, meta(rows, turned), latent, source, result, back)
 
         name = f"rotary {short(dtype)} {heads} x {wide}, {keys[0]} x {keys[1]}, {turned} turned"
         yield name + (" back" if back else ""), turn

@@ -23,8 +23,8 @@ def _turn(
 ):
     half: tl.constexpr = TURNED // 2
     plain: tl.constexpr = WIDTH - TURNED
-    at: tl.constexpr = plain if LAST else 0
-    rest: tl.constexpr = 0 if LAST else TURNED
+    at: tl.constexpr = plain if LAST else 0  # type: ignore[assignment]
+    rest: tl.constexpr = 0 if LAST else TURNED  # type: ignore[assignment]
     j = tl.arange(0, HALF)[None, :]
     for first in range(0, HEADS, TALL):
         h = first + tl.arange(0, TALL)[:, None]
