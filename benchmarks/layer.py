@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch import Tensor
 from benchmarks.launches import Launches, as_one
 from benchmarks.whole import microbatch
 from pyrl_ext.dist import topology
+from pyrl_ext.megatron import grouped_experts
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import compile_plan
@@ -63,7 +65,9 @@ class OneLayer:
         """Forward and backward, after one of each that is not counted."""
         self.both()
         forward, backward = Launches(), Launches()
-        with _attention_as_one(self.hidden.is_cuda):
+        for weight in self.layer.parameters():
+            weight.grad_added_to_main_grad = False  # what a gradient has added itself, as each step
+        with _as_on_gpu(self.hidden.is_cuda):
             with forward:
                 out = self.forward()
             with backward:
@@ -72,15 +76,24 @@ class OneLayer:
 
 
 @contextmanager
-def _attention_as_one(on_gpu: bool) -> Iterator[None]:
-    """Where a CPU computes attention shape by shape, it counts as the one operator of a GPU."""
+def _as_on_gpu(on_gpu: bool) -> Iterator[None]:
+    """Where a CPU computes attention shape by shape, it counts as the one operator of a GPU, and
+    the gradients of experts' weights are one grouped product as there."""
     whole = PackedAttention._by_shape
 
     def run(self: PackedAttention, q: Tensor, k: Tensor, v: Tensor, chunks: Any) -> Tensor:
-        return as_one("attention", lambda *qkv: whole(self, *qkv, chunks), q, k, v)
+        return as_one("attention", lambda q, k, v: whole(self, q, k, v, chunks), q, k, v)
 
-    with patch.object(PackedAttention, "_by_shape", whole if on_gpu else run):
+    if on_gpu:
         yield
+        return
+    experts = patch.object(grouped_experts, "_weight_grad", _weight_grad)
+    with patch.object(PackedAttention, "_by_shape", run), experts:
+        yield
+
+
+def _weight_grad(weight: Tensor, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(grad.mT, rows, offs=ends)
 
 
 @contextmanager
@@ -206,7 +219,7 @@ def kernels(one: OneLayer) -> tuple[int, str]:
     found = [
         e
         for e in trace.events() or ()
-        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Mem")
+        if e.device_type.name == "CUDA" and not e.name.startswith("Mem")
     ]
     averages = trace.key_averages()
     return len(found), averages.table(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences, gather_over
 from pyrl_ext.megatron.rotary import PackedRotary
-from pyrl_ext.ops import latent_keys, rotary
+from pyrl_ext.ops import latent_keys, rotary, swiglu
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -40,6 +40,7 @@ class TurnedAttention(SelfAttention):
     all layers of a microbatch share, instead of the angles that megatron hands over."""
 
     rotary: PackedRotary  # set by model.build
+    _packed: Any = None  # of the call
 
     def forward(  # type: ignore[override]
         self, *args: Any, packed_seq_params: Any, rotary_pos_emb: Any = None, **more: Any
@@ -51,7 +52,8 @@ class TurnedAttention(SelfAttention):
             self._packed = None
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        found: Any = super().get_query_key_value_tensors(*args, **kwargs)
+        query, key, value = found
         turns = self.rotary.turns(self._packed)
         query, key = rotary(query.squeeze(1), key.squeeze(1), turns)
         return query[:, None], key[:, None], value
@@ -116,9 +118,9 @@ class LatentAttention(MLASelfAttention):
             both, _ = self.linear_kv_up_proj(latents)
             return query, self._by_head(both), shared.squeeze(1), compressed, latents
         if self.config.sequence_parallel:
-            query, _ = _turn(query, query[:, :0], turns)
+            query = _turn(query, query[:, :0], turns)[0]
             of_shard = packed.layout.shard(turns, packed.place.tp_rank)
-            _, shared = _turn(shared[:, :0], shared, of_shard)
+            shared = _turn(shared[:, :0], shared, of_shard)[1]
         else:
             query, shared = _turn(query, shared, turns)
         return query, latents, shared.squeeze(1), compressed, latents
@@ -174,6 +176,11 @@ class LatentAttention(MLASelfAttention):
     def _gathers(self, packed: Any) -> bool:
         is_packed = isinstance(packed, PackedSequences)
         return self.gathers_latents and is_packed and packed.place.cp_group is not None
+
+
+def gated_unit(gate_up: Tensor, bias: None, *_: bool) -> Tensor:
+    """[..., 2 W] -> silu(gate) * up [..., W], by one kernel."""
+    return swiglu(gate_up.flatten(0, -2), None).unflatten(0, gate_up.shape[:-1])
 
 
 def _turn(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
+
 # Fields of megatron's config that this spec requires: it has no fused kernels.
 LOCAL_FIELDS = {
     "transformer_impl": "local",
@@ -22,9 +24,14 @@ LOCAL_FIELDS = {
 def local_spec(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     """megatron's decoder block spec with the layers that packed sequences and features need."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import mlp
 
     from pyrl_ext.megatron.features import FeatureLayer
-    from pyrl_ext.megatron.local_layers import RMSNorm
+    from pyrl_ext.megatron.local_layers import RMSNorm, gated_unit
+
+    # the function that megatron's MLP calls for a fused SwiGLU
+    mlp.bias_swiglu_impl = gated_unit  # type: ignore[assignment]
+    config.bias_activation_fusion = config.gated_linear_unit and config.activation_func is F.silu
 
     spec = get_gpt_decoder_block_spec(
         config,

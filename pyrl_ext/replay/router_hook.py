@@ -315,7 +315,8 @@ def _route(router: Any, hook: RouterHook) -> None:
             scale = config.moe_router_topk_scaling_factor
             ids = _choose(router, scores) if routes is None else routes.ids
             probs, routing_map = replay_probs(scores, ids, norm, scale, flat.dtype)
-        router._apply_expert_bias(routing_map, padding_mask=padding_mask)
+        if config.moe_router_bias_update_rate:  # else nothing reads the load of experts
+            router._apply_expert_bias(routing_map, padding_mask=padding_mask)
         return probs, routing_map
 
     router.routing = route
@@ -330,6 +331,7 @@ def _choose(router: Any, scores: Tensor) -> Tensor:
     if router.score_function == "sigmoid" and router.expert_bias is not None:
         scores = scores + router.expert_bias.float()
     if config.moe_router_group_topk:
-        groups = config.moe_router_num_groups, config.moe_router_group_topk
-        return group_limited_topk(scores, router.topk, *scores.shape, *groups)[1]
+        (rows, experts), groups = scores.shape, config.moe_router_num_groups
+        kept = config.moe_router_group_topk
+        return group_limited_topk(scores, router.topk, rows, experts, groups, kept)[1]
     return scores.topk(router.topk, dim=1, sorted=in_order)[1]

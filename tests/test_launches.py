@@ -1,0 +1,34 @@
+"""Launches and bytes of a decoder layer, counted as torch dispatches its operators."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.launches import Launches
+from benchmarks.layer import floor, one_layer
+
+# of 7ca64b2, counted the same way: forward and backward
+BEFORE = {"tiny": 182, "tiny_qwen3": 120}
+
+
+@pytest.mark.parametrize("config", BEFORE)
+def test_Launches_of_a_layer_are_at_most_half_of_those_before(config):
+    with one_layer(config, tokens=512) as one:
+        forward, backward = one.counted()
+        least = floor(one)
+    count, moved = forward.count + backward.count, forward.moved + backward.moved
+    causes = forward.by_place() + backward.by_place()
+    assert 2 * count <= BEFORE[config], causes.most_common()
+    assert moved <= 1.5 * least, causes.most_common()
+
+
+def test_Launches_counts_operators_and_their_bytes_but_no_views():
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    with Launches() as found:
+        y = F.rms_norm(x, (8,), weight, 1e-6).view(2, 16).t()
+        (y + y).sum().backward()
+    assert [each.name for each in found.all[:3]] == ["rms_norm", "add", "sum"]
+    assert found.all[0].moved == 4 * (4 * 8 + 8 + 4 * 8)
+    assert "rms_norm_backward" in [each.name for each in found.all]
+    expected = torch.autograd.grad((2 * F.rms_norm(x, (8,), weight, 1e-6)).sum(), (x, weight))
+    torch.testing.assert_close((x.grad, weight.grad), expected)
