@@ -1,4 +1,4 @@
-"""What a computation launches and moves, counted as torch dispatches it: on a CPU, too."""
+"""Launches of a computation and the bytes they move, counted as torch dispatches operators."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class _Norms(TorchFunctionMode):
 
 
 def _bytes(x: Tensor) -> int:
-    """Of the elements in memory: an expanded dimension is there once."""
+    """Bytes of the elements in memory: an expanded dimension is there once."""
     number = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         number *= size if stride else min(size, 1)

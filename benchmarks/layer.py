@@ -77,7 +77,7 @@ class OneLayer:
 
 @contextmanager
 def _as_on_gpu(on_gpu: bool) -> Iterator[None]:
-    """Where a CPU computes attention shape by shape, it counts as the one operator of a GPU, and
+    """Attention counts as the one operator of a GPU, though a CPU computes it shape by shape, and
     the gradients of experts' weights are one grouped product as there."""
     whole = PackedAttention._by_shape
 
