@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton.compiler")
 
-from benchmarks import binaries
+from benchmarks import binaries, sass
 
 SOURCES = sorted((Path(__file__).parents[2] / "csrc").glob("*/*.cu"))
 GLOBAL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s+)?(\w+)\s*\(")
@@ -65,3 +65,33 @@ Resource usage:
 """
     assert list(binaries.parse(text)) == [binaries.Binary("add<uint, 4>", 90, 40, 24, 512)]
     assert binaries.readable("gather_rows_kernel") == "gather_rows_kernel"
+
+
+def test_parse_counts_instructions_of_a_loop_and_the_bytes_it_moves():
+    lines = [
+        "        Function : _Z3addPf",
+        "        /*0000*/                   LDC R1, c[0x0][0x28] ;",
+        "        /*0010*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;",
+        "        /*0020*/               @P0 LDG.E R8, desc[UR4][R2.64] ;",
+        "        /*0030*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;",
+        "        /*0040*/              @!P1 STG.E.U8 desc[UR4][R2.64], R4 ;",
+        "        /*0050*/               @P2 BRA 0x10 ;",
+        "        /*0060*/                   BRA 0x60 ;",
+    ]
+    ((name, code),) = sass.parse("\n".join(lines))
+    assert name.startswith("add") and len(code) == 7
+    assert sass.widths(code, "LDG") == "1x16 1x4" and sass.widths(code, "STG") == "1x1"
+    assert sass.per_16_bytes(code) == 16 * 5 / 21
+    assert sass.share(5.0, "H100") == 1 and sass.share(400.0, "H200") == 5.12 / 19
+    assert sass.per_16_bytes(code[:2]) is None
+
+
+def test_rows_are_those_of_every_cuda_kernel():
+    file = binaries.extension()
+    usage = binaries.read_usage(file) if file else []
+    if not usage:
+        pytest.skip("pyrl_ext._C was built without CUDA")
+    found = {row[0]: row for row in sass.rows(file)}
+    assert found.keys() == {b.kernel for b in usage}
+    (wide,) = (row for name, row in found.items() if name == "gather_routes_kernel<uchar>")
+    assert "x16" in wide[4] and "2x16" in wide[5]  # whole words in and out
