@@ -119,7 +119,7 @@ test-te: $(VENV)/te  ## TransformerEngine's layers on this CPU, with torch formu
 te: build  ## needs a GPU: TransformerEngine with its kernels, for model.backend te
 	headers=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia; \
 	CUDA_HOME=$${CUDA_HOME:-/usr/local/cuda} NVTE_PYTORCH_FORCE_BUILD=TRUE \
-	CPATH=$$headers/cudnn/include:$$headers/nccl/include \
+	CPATH=$$headers/cudnn/include:$$headers/nccl/include:$$headers/cu13/include \
 	  $(BIN)/pip install -c constraints.txt --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.20.2'
 
 parity: build  ## layouts of 1 to 4 ranks in which every two features meet, against one process
