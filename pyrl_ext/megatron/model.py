@@ -11,7 +11,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.config import transformer_config
 from pyrl_ext.megatron.quiet import quiet
 from pyrl_ext.megatron.spec_local import local_mtp_spec, local_spec
-from pyrl_ext.megatron.te import te_mtp_spec, te_spec
+from pyrl_ext.megatron.te import te_mtp_spec, te_spec, use_kernels
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.cp_gather import gathers_latents
 
@@ -30,6 +30,7 @@ def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -
     sizes = plan.sizes
     if reasons := sizes.unsupported():
         raise NotImplementedError(f"model.config: {reasons[0]}")
+    use_kernels(plan.model.backend)
     of_te = plan.model.backend == "te"
     spec, mtp_spec = (te_spec, te_mtp_spec) if of_te else (local_spec, local_mtp_spec)
     stages = [None] if topo.vpp_size is None else list(range(topo.vpp_size))

@@ -121,7 +121,8 @@ def _fit(layer: Any, config: Any) -> None:
 
 
 def use_kernels(backend: str) -> None:
-    """Let megatron's optimizer take ``backend``'s Adam, and its kernels of norm, scale and copy.
+    """Let megatron take ``backend``'s Adam, its kernels of norm, scale and copy, and its product of
+    routers.
 
     megatron-core 0.19.2 takes TransformerEngine's wherever it can be imported, for models of local
     layers too: their arithmetic would depend on what else is installed.
@@ -129,11 +130,13 @@ def use_kernels(backend: str) -> None:
     from megatron.core import optimizer, utils
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer import optimizer as mixed
+    from megatron.core.transformer.moe import moe_utils
 
     from pyrl_ext.megatron import multi_tensor
 
     norms, mixes, builds = vars(clip_grads), vars(mixed), vars(optimizer)
     if backend == "te":
+        from megatron.core.extensions.transformer_engine import te_general_gemm as route
         from transformer_engine.pytorch import optimizers as te
 
         adam, apply, scale = te.FusedAdam, te.multi_tensor_applier, te.multi_tensor_scale
@@ -141,8 +144,10 @@ def use_kernels(backend: str) -> None:
     else:
         from torch.optim import AdamW as adam
 
+        route = None
         apply, scale = utils.local_multi_tensor_applier, multi_tensor.scale
         norm, scale_by_tensor = multi_tensor.l2_norm, None
+    vars(moe_utils)["te_general_gemm"] = route
     builds |= {"Adam": adam, "USING_PYTORCH_OPTIMIZER": backend != "te"}
     norms |= {"multi_tensor_applier": apply, "l2_norm_impl": norm, "multi_tensor_scale_impl": scale}
     norms["multi_tensor_scale_tensor_impl"] = scale_by_tensor

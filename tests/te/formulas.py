@@ -80,7 +80,8 @@ def generic_gemm(A, transA, B, transB, D, quantizer, output_dtype, bias, bias_ty
     _plain(quantizer=quantizer, gelu=gelu or None, comm_overlap=comm_overlap)
     a, b = A.flatten(0, -2), B.flatten(0, -2)
     a, b = a.T if transA else a, b.T if transB else b
-    out = alpha * (b @ a)
+    wide = torch.promote_types(B.dtype, torch.float32)  # products are summed in 32 bits
+    out = alpha * (b.to(wide) @ a.to(wide))
     bias_grad = None
     if bias is not None and not grad:
         out = out + bias

@@ -126,7 +126,7 @@ def test_load_restores_what_the_other_backend_saved(model, name, two, folder):
     saved, back = (content(folder / model / n) for n in (TWO[name][0], f"{name}, loaded"))
     assert saved.keys() == back.keys() and not any("_extra_state" in key for key in saved)
     moments = [key for key in saved if key.startswith("optimizer.state.exp_avg_sq.")]
-    assert len(moments) > 40 and all(saved[key].any() for key in moments)
+    assert len(moments) > 30 and all(saved[key].any() for key in moments)
     for key in saved.keys() - {"optimizer"}:
         assert saved[key].dtype == back[key].dtype and torch.equal(saved[key], back[key]), key
 
@@ -135,12 +135,20 @@ def test_load_restores_what_the_other_backend_saved(model, name, two, folder):
 
 
 def test_use_kernels_keeps_the_local_backend_as_without_transformer_engine():
-    """The same bits after a step with TransformerEngine imported here, and in a process without."""
-    from tests.te.local_step import step_digest
-
+    """The same bits after two steps in a process that has TransformerEngine, and in one without."""
     here = Path(__file__).parents[2]
-    kept = [p for p in os.environ["PYTHONPATH"].split(":") if not (here / p / PACKAGE).is_dir()]
-    environment = os.environ | {"PYTHONPATH": ":".join(kept)}
-    command = [sys.executable, "-c", "from tests.te import local_step as s; print(s.step_digest())"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-2:] == step_digest().split()
+    paths = os.environ["PYTHONPATH"].split(":")
+    kept = [path for path in paths if not (here / path / PACKAGE).is_dir()]
+    found = []
+    for shown, first in ((kept, ""), (paths, "import tests.te.formulas; ")):
+        command = f"{first}from tests.te import local_step; print(local_step.step_digest())"
+        done = subprocess.run(
+            [sys.executable, "-c", command],
+            env=os.environ | {"PYTHONPATH": ":".join(shown)},
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.append(done.stdout.split()[-2:])
+    assert found[0] == found[1] and found[0][0] == "torch.AdamW"
