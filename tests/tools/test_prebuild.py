@@ -182,8 +182,10 @@ def launch_name(op: str, args: tuple) -> str | None:
     if op.startswith("swiglu"):
         gate_up = args[op == "swiglu_grad"]
         return f"swiglu {gate_up.dtype} x {gate_up.shape[1]}"
+    if op == "token_logprob_combine":
+        return None  # launched with the statistics of a shard
     if op.startswith("token_logprob"):
-        start, width = args[3:5]
+        start, width = (0, args[3]) if op == "token_logprob_rows" else args[3:5]
         return f"token_logprob {first.dtype} {width} of {first.shape[1]} from {start}"
     return f"{op} {first.dtype} x {math.prod(first.shape[1:])}"
 

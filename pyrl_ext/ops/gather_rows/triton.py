@@ -83,10 +83,16 @@ def attention_widths(plan: Plan, config: Mapping[str, Any]) -> list[int]:
     return sorted({number * width for number in heads for width in widths})
 
 
+def row_widths(plan: Plan, config: Mapping[str, Any]) -> list[int]:
+    """`attention_widths`, and that of hidden states in the order of experts."""
+    experts = {plan.sizes.hidden_size} if plan.sizes.num_experts else set[int]()
+    return sorted({*attention_widths(plan, config), *experts})
+
+
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``: keys and values in the order of attention."""
+    """The launches of a run of ``plan``: rows in the order of attention and of experts."""
     dtype = dtype_of(plan.model.dtype)
-    for width in attention_widths(plan, config):
+    for width in row_widths(plan, config):
 
         def gather(rows: int, width: int = width) -> Tensor:
             src, fill = meta(rows, width, dtype=dtype), meta(width, dtype=dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.ops.gather_rows.native import rows_of
-from pyrl_ext.ops.gather_rows.triton import TILE, attention_widths
+from pyrl_ext.ops.gather_rows.triton import TILE, row_widths
 
 if TYPE_CHECKING:
     from pyrl_ext.plan import Plan
@@ -41,9 +41,9 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor
 
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``: gradients of keys and values."""
+    """The launches of a run of ``plan``: gradients of keys and values, sums over experts."""
     dtype = dtype_of(plan.model.dtype)
-    for width in attention_widths(plan, config):
+    for width in row_widths(plan, config):
 
         def add(rows: int, dtype: torch.dtype = dtype, width: int = width) -> Tensor:
             src, order = meta(rows, width, dtype=dtype), meta(rows, dtype=torch.int64)

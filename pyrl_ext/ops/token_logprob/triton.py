@@ -135,11 +135,16 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
             width = min(plan.sizes.vocab_size - first, columns)
 
             def score(
-                rows: int, dtype: torch.dtype = dtype, first: int = first, width: int = width
+                tokens: int, dtype: torch.dtype = dtype, first: int = first, width: int = width
             ) -> None:
-                logits, targets = meta(rows, columns, dtype=dtype), meta(rows, dtype=torch.int64)
-                scale, *vectors = (meta(rows) for _ in range(6))
-                stats(logits, targets, scale, first, width)
-                grad(logits, targets, scale, first, width, *vectors)
+                logits = meta(tokens, columns, dtype=dtype)
+                targets = meta(tokens, dtype=torch.int64)
+                scale, *vectors = (meta(tokens) for _ in range(6))
+                if plan.logprob.head == "logits" and tp == 1:
+                    rows(logits, targets, scale, width)
+                else:
+                    stats(logits, targets, scale, first, width)
+                    combine(meta(tp, 4, tokens), targets, scale, plan.sizes.vocab_size)
+                grad(logits, targets, scale, first, width, *vectors, dtype=model)
 
             yield f"token_logprob {short(dtype)} {width} of {columns} from {first}", score
