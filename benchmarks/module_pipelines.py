@@ -67,6 +67,12 @@ WAYS, STEPS, BOUND = ("megatron", "mended", "edges"), 10, 2e-5
 # a rank ------------------------------------------------------------------------------------------
 
 
+class Asking(RunsAhead):
+    """Asks for shapes, as megatron does in the other ways."""
+
+    _communicate_shapes = P2PCommunicator._communicate_shapes  # type: ignore[assignment]
+
+
 class Rank:
     """This process' module of a case, one way."""
 
@@ -197,7 +203,10 @@ class Rank:
             schedules.forward_backward_pipelining_without_interleaving(
                 forward_step_func=encode,
                 forward_only=self.case.frozen,
-                p2p_communicator=RunsAhead(self.groups.pp, self.config, ahead),
+                p2p_communicator=Asking(
+                    *(ahead, self.groups.pp, self.config, MICROBATCHES),
+                    lambda micro, stage: (0, 1, H),  # unread
+                ),
                 pg_collection=self.groups,
                 **common,
             )
