@@ -147,7 +147,7 @@ def use_kernels(backend: str) -> None:
         route = None
         apply, scale = utils.local_multi_tensor_applier, multi_tensor.scale
         norm, scale_by_tensor = multi_tensor.l2_norm, None
-    vars(moe_utils)["te_general_gemm"] = route
+    moe_utils.te_general_gemm = route  # type: ignore[assignment]
     builds |= {"Adam": adam, "USING_PYTORCH_OPTIMIZER": backend != "te"}
     norms |= {"multi_tensor_applier": apply, "l2_norm_impl": norm, "multi_tensor_scale_impl": scale}
     norms["multi_tensor_scale_tensor_impl"] = scale_by_tensor
