@@ -191,6 +191,8 @@ def test_accumulate_leaves_nothing_behind_after_an_exception(ranks):
 
 def unmended_projections(folder):
     """Worst gradient deviation at tp2 with megatron's own down projections."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
     fit = spec_local._fit
 
     def as_megatron_has_it(layer, config):
@@ -198,6 +200,7 @@ def unmended_projections(folder):
         theirs = parts.linear_q_down_proj, parts.linear_kv_down_proj
         fit(layer, config)
         parts.linear_q_down_proj, parts.linear_kv_down_proj = theirs
+        layer.submodules.self_attention.module = MLASelfAttention
 
     def split_rows(shape, mtp_layers):
         return [

@@ -60,6 +60,9 @@ def swiglu_grad(grad: Tensor, gate_up: Tensor, weight: Tensor | None) -> tuple[T
     return out, weight_grad
 
 
+SHARED = "moe_shared_expert_intermediate"
+
+
 def _dense(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else weight.contiguous()
 
@@ -70,15 +73,18 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
-    """The launches of a run of ``plan``: routed experts."""
-    if not plan.router_layers:
-        return
-    width = config["moe_ffn_hidden_size"] // plan.parallel.etp_size
-    dtype = dtype_of(plan.model.dtype)
+    """The launches of a run of ``plan``: routed experts, shared experts and dense layers."""
+    dtype, tp = dtype_of(plan.model.dtype), plan.parallel.tp
+    plain = [config.get(f"{name}_size") or 0 for name in (SHARED, "ffn_hidden")]
+    widths = {size // tp for size in plain}
+    if plan.router_layers:
+        widths.add(config["moe_ffn_hidden_size"] // plan.parallel.etp_size)
+    for width in sorted(widths - {0}):
 
-    def both(rows: int) -> None:
-        gate_up, weight = meta(rows, 2 * width, dtype=dtype), meta(rows)
-        swiglu(gate_up, weight)
-        swiglu_grad(meta(rows, width, dtype=dtype), gate_up, weight)
+        def both(rows: int, width: int = width) -> None:
+            gate_up, grad = meta(rows, 2 * width, dtype=dtype), meta(rows, width, dtype=dtype)
+            for weight in (meta(rows), None):
+                swiglu(gate_up, weight)
+                swiglu_grad(grad, gate_up, weight)
 
-    yield f"swiglu {short(dtype)} x {2 * width}", both
+        yield f"swiglu {short(dtype)} x {2 * width}", both
