@@ -78,7 +78,11 @@ def test_replay_probs_has_the_bits_of_megatron_core(router, E, device):
             assert ours.grad is not None and theirs.grad is not None
             error = (ours.grad.double() - theirs.grad.double()).abs().max()
             bound = 1e-6 if dtype == torch.float32 else 2**-8
-            assert error <= bound * theirs.grad.double().abs().max() + 1e-12, (M, K)
+            # a softmax subtracts the mean of its gradients, of one choice the gradient itself: what
+            # is left has the rounding of what was subtracted
+            taken = 1e-6 * (scale or 1) * float(grad.double().abs().max())
+            least = taken if norm == "softmax" else 1e-12
+            assert error <= bound * theirs.grad.double().abs().max() + least, (M, K)
 
 
 @pytest.mark.parametrize("norm", ["none", "sum"])

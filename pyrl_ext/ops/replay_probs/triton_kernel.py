@@ -73,6 +73,8 @@ def replay_probs_kernel(
         dense = tl.where(hit, tl.sum(tl.where(j == i, share, 0), 1)[:, None], dense)
         chosen = chosen | hit
     here = (m < M) & (e < E)
+    if dense.dtype == tl.float64 and out.dtype.element_ty != tl.float64:
+        dense = dense.to(tl.float32)  # halves of doubles are rounded twice, as torch does it
     tl.store(out + m * E + e, dense.to(out.dtype.element_ty), here)
     if routing_map is not None:
         tl.store(routing_map + m * E + e, chosen, here)
