@@ -193,6 +193,7 @@ PYRL_DEVICE void tile_load(const ReplayProbsArgs& r, int64_t tile, const Tile<A>
   constexpr int kBatch = 2;  // pairs of a thread that are read at once
   const TileRows t(r, tile);
   const auto experts = uint32_t(r.experts);
+  const A scale = A(r.scale != 0 ? r.scale : 1);
   for (uint32_t begin = at.thread; begin < t.pairs || begin == uint32_t(at.thread);
        begin += kBatch * at.threads) {
     int64_t id[kBatch];
@@ -214,7 +215,7 @@ PYRL_DEVICE void tile_load(const ReplayProbsArgs& r, int64_t tile, const Tile<A>
       if (id[n] < 0) continue;
       const int64_t from = (t.first + pair / uint32_t(r.top_k)) * r.experts + id[n];
       value[n] = load_real<A>(r.scores, r.scores_dtype, from);
-      if (r.grad) grad[n] = load_real<A>(r.grad, r.grad_dtype, from);
+      if (r.grad) grad[n] = load_real<A>(r.grad, r.grad_dtype, from) * scale;
     }
     PYRL_UNROLL
     for (int n = 0; n < kBatch; ++n) {
@@ -234,9 +235,8 @@ PYRL_DEVICE void tile_values(const ReplayProbsArgs& r, int64_t tile, const Tile<
   if (uint32_t(at.thread) >= TileRows(r, tile).rows || r.top_k == 0) return;
   const Slots<A> s{shared.values + at.thread, shared.terms + at.thread, kStep};
   if (!r.grad) return probs_row<CudaOrder>(r, s);
-  const A scale = s.all(r.scale != 0 ? r.scale : 1);
-  const A* const grads = shared.grads + at.thread;
-  grad_row<CudaOrder>(r, s, [=](int j) { return grads[j * kStep] * scale; });
+  const A* const grads = shared.grads + at.thread;  // rounded with the scale before anything else
+  grad_row<CudaOrder>(r, s, [=](int j) { return grads[j * kStep]; });
 }
 
 // Third phase: the values take their places among the zeros.
