@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -138,7 +138,7 @@ def _of(policy: Policy, tokens: int) -> OneLayer:
     )
     device = policy.topo.device
     micro = microbatch(batch, range(len(seqlens)), policy.topo.place())
-    packed = PackedSequences.of(micro)
+    packed = PackedSequences.of(replace(micro, positions=micro.positions.to(device)))
     layer = model.decoder.layers[1]
     arguments: dict[str, Any] = {"attention_mask": None, "packed_seq_params": packed}
     if not model.config.multi_latent_attention:
