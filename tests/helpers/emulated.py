@@ -150,6 +150,7 @@ def token_logprob_grad(
     grad_logprob: Tensor,
     grad_entropy: Tensor,
     keep_mask: Tensor | None = None,
+    *,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:

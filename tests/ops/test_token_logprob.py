@@ -87,9 +87,9 @@ def test_token_logprob_grad_equals_float64(isa, dtype, V):
     width = max(V - 3, 1)
     rows = rows_of(logits, scale, width)
     narrow = [row.float() for row in rows]
-    exact = reference.grad(logits.double(), targets, scale.double(), 0, width, *rows)
+    exact = reference.grad(logits.double(), targets, scale.double(), 0, width, *rows)  # type: ignore[arg-type]
     ours = grad_on(isa, logits, targets, scale, 0, width, *narrow)
-    peer = reference.grad(logits, targets, scale, 0, width, *narrow)
+    peer = reference.grad(logits, targets, scale, 0, width, *narrow)  # type: ignore[arg-type]
     assert ours.dtype == dtype and torch.equal(ours[:, width:], torch.zeros_like(ours[:, width:]))
     error, peer_error = ((g.double() - exact).abs().max() for g in (ours, peer))
     assert error <= 2 * peer_error + 1e-6

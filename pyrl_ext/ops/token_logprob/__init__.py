@@ -197,6 +197,7 @@ def token_logprob_grad(
     grad_logprob: Tensor,
     grad_entropy: Tensor,
     keep_mask: Tensor | None = None,
+    *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``scale * (gl * ([j == target] - p) - ge * p * (log p + entropy))`` in one pass.

@@ -185,7 +185,7 @@ BUILDS: dict[str, tuple[triton.JITFunction, dict[str, str], dict[str, object]]] 
 for _dtype in ("bf16", "fp32"):
     for _masked in (False, True):
         _name = f"{_dtype}{' masked' if _masked else ''}"
-        _sizes = dict(MASKED=_masked, BLOCK=4096)
+        _sizes: dict[str, object] = dict(MASKED=_masked, BLOCK=4096)
         for _whole in (False, True):
             BUILDS[f"stats {_name}{' whole' if _whole else ''}"] = (
                 token_logprob_stats_kernel,
