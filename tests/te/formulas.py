@@ -314,6 +314,20 @@ def _build_without_cuda() -> None:
         importlib.import_module(f"transformer_engine.pytorch.{name}").torch = _TorchWithoutCuda()
 
 
+class _TorchWithWideProducts:
+    """``torch`` with products of 8-bit matrices in 32 bits: its own on a CPU are a plain loop."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _scaled_product if name == "_scaled_mm" else getattr(torch, name)
+
+
+def _scaled_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, **options: Any
+) -> Tensor:
+    _plain(bias=options.get("bias"))
+    return ((a.float() @ b.float()) * (scale_a * scale_b)).to(out_dtype)
+
+
 class _TorchWithoutCuda:
     """``torch`` as seen by a module that writes ``device="cuda"``."""
 
@@ -360,6 +374,9 @@ def _quantize_in_python() -> None:
         return found
 
     config.te_fields = te_fields
+    module = "transformer_engine.pytorch.custom_recipes.reference_current_scaling"
+    reference: Any = importlib.import_module(module)
+    reference.torch = _TorchWithWideProducts()
 
 
 _quantize_in_python()
