@@ -115,6 +115,10 @@ class Tower(MegatronModule):
             self.merge = torch.nn.Linear(MERGE**2 * WIDTH, 2 * WIDTH)
             self.project = torch.nn.Linear(2 * WIDTH, width)
 
+    def handed_on(self, grids: list[tuple[int, ...]], _stage: int) -> tuple[int, int, int]:
+        """The shape of the output of a stage that is not the last."""
+        return sum(t * h * w for t, h, w in grids), 1, WIDTH
+
     def set_input_tensor(self, tensor: Any) -> None:
         """megatron's schedules call it."""
         self.decoder.set_input_tensor(tensor[0] if isinstance(tensor, list) else tensor)

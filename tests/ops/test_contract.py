@@ -242,6 +242,7 @@ FILES = {f"{name}_grad": name for name in ("replay_probs", "swiglu", "latent_key
     f"token_logprob_{name}": "token_logprob"
     for name in ("stats", "rows", "combine", "grad", "grad_")
 }
+FILES["invert_rows"] = "gather_rows"
 INTERPRET = """
 import importlib, json, sys, traceback
 failures = {}

@@ -223,13 +223,13 @@ def test_stage_memory_offloads_an_encoder_with_the_trainer():
     away = "rollout.offload_trainer=all"
     for stage, of in ((stage_memory(plan_of(*SHARED, away))[0], " of vision"),
                       (of_vision(plan_of(away))[0], "")):  # fmt: skip
-        for name in ("weights", "gradients", "optimizer"):
-            on_device, on_host = (
-                [item for item in stage.items if item.name == f"{name}{of}{where}"]
-                for where in ("", " on the host")
-            )
-            assert "rollout" not in on_device[0].phases and "rollout" in on_host[0].phases
-            assert on_device[0].bytes == on_host[0].bytes
+        items = {item.name: item for item in stage.items}
+        for name in ("weights", "optimizer"):
+            on_device, on_host = items[f"{name}{of}"], items[f"{name}{of} on the host"]
+            assert "rollout" not in on_device.phases and "rollout" in on_host.phases
+            assert on_device.bytes == on_host.bytes
+        assert "rollout" not in items[f"gradients{of}"].phases
+        assert f"gradients{of} on the host" not in items  # their contents are dropped
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, None), (2, None), (4, None), (2, 2), (4, 3)])

@@ -25,7 +25,7 @@ class Layer(NamedTuple):
     norms: float
     """The norms before attention and before the feed-forward part."""
     projections: float
-    """Inputs of attention's matrix products, its inner norms and the rotary angles."""
+    """Inputs of attention's matrix products, and its inner norms."""
     core: float
     """Core attention."""
     core_inputs: float
@@ -46,10 +46,7 @@ def layer(plan: Plan, sparse: bool) -> Layer:
     heads = heads_of(plan)
     projections = (each * sizes.hidden_size + _latent_inputs(plan)) / tp
     projections += _norms_of_heads(plan, heads)
-    # ranks that rotate a part each of the key that heads share
-    shared = tp if gathers_latents(plan) else 1
-    # angles of queries and keys; input of the last product
-    projections += each * (2 * heads.rotary * (1 + 1 / shared) + heads.output)
+    projections += each * heads.output  # input of the last product
     feed_forward_input = each * sizes.hidden_size / tp
     feed_forward = _experts(plan) if sparse else _gated(plan, sizes.intermediate_size)
     return Layer(
@@ -143,8 +140,8 @@ def _core(plan: Plan, heads: Heads) -> float:
 
 
 def _gated(plan: Plan, width: int) -> float:
-    """A gated MLP saves gate and up, the activated gate, up again, and their product."""
-    return 5 * DTYPE_BYTES[plan.model.dtype] * width / plan.parallel.tp
+    """A gated MLP saves gate and up, and their product."""
+    return 3 * DTYPE_BYTES[plan.model.dtype] * width / plan.parallel.tp
 
 
 def dispatched(plan: Plan) -> float:
@@ -156,11 +153,11 @@ def _experts(plan: Plan) -> float:
     """Router and dispatch of a row, its copies for the routed experts, and the shared expert."""
     sizes, parallel = plan.sizes, plan.parallel
     each, experts = DTYPE_BYTES[plan.model.dtype], sizes.num_experts
-    # scores, the order of all pairs of row and expert, the chosen pairs; a router that chooses for
-    # itself saves its scores, their sum, what it divides and what it scatters
-    router = (4 if plan.replay.train else 16) * experts + 8 * experts + 8 * sizes.topk
+    # scores and probabilities; of the chosen pairs the row, its place among the row's and in the
+    # map, and where a row's begin; the pairs themselves, unless they are replayed
+    router = 8 * experts + 24 * sizes.topk + 8 + 8 * sizes.topk * (not plan.replay.train)
     width = sizes.moe_intermediate_size / parallel.etp_size
-    row = each * (sizes.hidden_size + 5 * width) + 4
+    row = each * (sizes.hidden_size + 3 * width) + 4
     shared = _gated(plan, sizes.shared_expert_width)
     return router / parallel.tp + dispatched(plan) * row + shared
 
@@ -214,7 +211,9 @@ def _recomputed(plan: Plan, saved: Layer, sparse: bool) -> tuple[float, float]:
     core = saved.core if takes_equal_shapes(plan) else saved.core - saved.core_inputs
     experts = saved.feed_forward - saved.feed_forward_input if sparse else 0
     kept = saved.whole - saved.core + saved.core_inputs - experts
-    return kept, max(core, experts)
+    # core attention is recomputed when the part behind it is done
+    behind = saved.norms / 2 + saved.feed_forward - experts
+    return kept, max(core - behind, experts)
 
 
 def in_flight(plan: Plan, stage: int) -> tuple[int, ...]:
@@ -239,8 +238,9 @@ def stage_activations(plan: Plan, stage: int) -> Kept:
     chunks: Sequence[ModelChunk] = plan.stages[stage]
     parts = [chunk_activations(plan, chunk) for chunk in chunks]
     counts = in_flight(plan, stage)
+    angles = 4 * heads_of(plan).rotary  # cosines and sines, which all layers of a pass share
     return Kept(
-        sum(n * part.kept for n, part in zip(counts, parts, strict=True)),
+        sum(n * part.kept for n, part in zip(counts, parts, strict=True)) + max(counts) * angles,
         max(part.again for part in parts),
         sum(n * part.offloaded for n, part in zip(counts, parts, strict=True)),
     )
