@@ -91,7 +91,9 @@ def test_rotary_on_a_gpu_turns_pairs_as_a_loop_does(backend, shape):
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-@pytest.mark.parametrize("shape", SHAPES[2:6], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 8, 1, 4, 4), (3, 2, 6, 2, 6, 2), (2, 2, 7, 0, 7, 6)], ids=str
+)
 def test_rotary_has_gradients_of_both_orders(shape, backend):
     query, key, turns = case(shape, torch.float64)
     inputs = [x.clone().requires_grad_() for x in (query, key)]
