@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -102,6 +103,13 @@ def test_house_imports_go_one_way():
             elif ORDER.index(other) > ORDER.index(room):
                 wrong.append(f"{place(file, line)}: {room} imports {module}, a room above it")
     assert not wrong, "\n".join(wrong)
+
+
+def test_house_has_its_tests_collected(pytestconfig: pytest.Config):
+    """pytest's default leaves out folders with the name "dist", which a room has."""
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {file.parent for file in (REPOSITORY / "tests").rglob("test_*.py")}
+    assert not [f for f in folders if any(fnmatch(f.name, pattern) for pattern in left_out)]
 
 
 def test_house_has_a_room_for_every_file():

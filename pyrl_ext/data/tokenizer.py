@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.data.files import DataError
 
@@ -19,6 +17,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     if not Path(path).is_dir():
         raise DataError(f"tokenizer {path}: no such folder, expected one with a tokenizer.json")
+    from transformers import AutoTokenizer  # brings the hub, and takes seconds
+
     try:
         loaded: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         return loaded

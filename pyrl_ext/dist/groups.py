@@ -28,9 +28,10 @@ GLOBALS = {
     # attention that are not compressed: multi_latent_attention.py:510)
     "_DATA_PARALLEL_GROUP": "dp",
     "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",  # multi_token_prediction.py:635: which rank has MTP
-    # fp8_utils.py:801 wants one; only delayed scaling, which no plan has, reduces over it
-    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp",
 }
+# FP8 contexts want one more (fp8_utils.py:801); only delayed scaling, which no plan has, reduces
+# over it
+FP8_GLOBALS = {"_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp"}
 
 
 class GroupMaker:
@@ -107,18 +108,22 @@ def make_groups(maker: GroupMaker, grid: Grid, embedding: Sequence[int]) -> Any:
     return ProcessGroupCollection(**groups, embd=maker.make(f"{grid.name} embd", embedding))
 
 
-def adopt(groups: Any, vpp_size: int | None) -> None:
+def adopt(groups: Any, vpp_size: int | None, fp8: bool) -> None:
     """Let megatron's global parallel state name the groups of this rank's module.
 
     ``initialize_model_parallel`` makes all groups of the world on every rank, and knows one layout
     for all ranks, so it is not called. megatron-core 0.19.2 reads few globals where it is given a
-    collection of groups: those of `GLOBALS`, the number of chunks (pipeline_parallel_layer_layout)
-    and the buffer that sequence-parallel layers gather into (tensor_parallel/layers.py:570).
+    collection of groups: those of `GLOBALS` and `FP8_GLOBALS`, the number of chunks
+    (pipeline_parallel_layer_layout) and the buffer that sequence-parallel layers gather into
+    (tensor_parallel/layers.py:570).
+
+    Args:
+        fp8: whether the module's layers run in FP8.
     """
     from megatron.core import parallel_state
 
     state: Any = parallel_state
-    for name, kind in GLOBALS.items():
+    for name, kind in (GLOBALS | FP8_GLOBALS if fp8 else GLOBALS).items():
         if getattr(state, name) is not None:  # AttributeError: another megatron-core
             raise RuntimeError(
                 f"topology: megatron's {name} is set, expected one topology at a time"

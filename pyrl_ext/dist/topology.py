@@ -253,7 +253,7 @@ def _topology(
     if not places:
         raise RuntimeError(f"topology: rank {rank} is in no grid of {plan.grids}, expected one")
     first, *beside = places
-    adopt(first.groups, first.vpp_size)
+    adopt(first.groups, first.vpp_size, plan.model.fp8 is not None)
     return replace(first, beside={topo.module: topo for topo in beside})
 
 
