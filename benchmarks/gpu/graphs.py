@@ -21,7 +21,7 @@ from pyrl_ext.loss.fused_head import linear_logprob
 from pyrl_ext.loss.vocab_parallel import vocab_parallel_logprob
 from pyrl_ext.ops import gather_fields, use_backend
 from pyrl_ext.ops._op import Backend
-from tests.ops.test_contract import CASES, every_op, results
+from tests.helpers.contract_cases import CASES, every_op, results
 
 ON_HOST = {"gather_routes": (2,)}  # arguments that stay on the host: layers
 HOST_ONLY = ("expand_runs",)  # serves the host alone

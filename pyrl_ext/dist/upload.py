@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pyrl_ext.ops.to_device import to_device
 
-__all__ = ["Upload", "to_device"]
-
 
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:

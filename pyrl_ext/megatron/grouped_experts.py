@@ -13,9 +13,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from pyrl_ext.dist.upload import to_device
 from pyrl_ext.loss.fused_head import stand_in
 from pyrl_ext.ops import swiglu
+from pyrl_ext.ops.to_device import to_device
 
 
 class GroupedExperts(MegatronModule):

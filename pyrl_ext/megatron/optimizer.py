@@ -47,9 +47,7 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
     _gather_once(optimizer)
     if plan.device == "cuda" and plan.model.backend == "local":
         for group in optimizer.param_groups:
-            group["fused"] = (
-                True  # torch's AdamW in one kernel a list of tensors; megatron asks not
-            )
+            group["fused"] = True  # few kernels for all tensors; megatron has no option for it
     return optimizer
 
 

@@ -16,8 +16,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from pyrl_ext.dist.topology import Place
-from pyrl_ext.dist.upload import to_device
 from pyrl_ext.ops import Inverse, expand_runs, gather_rows, invert_rows
+from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.microbatch import Microbatch
 

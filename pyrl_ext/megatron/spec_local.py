@@ -13,7 +13,7 @@ LOCAL_FIELDS = {
     "moe_permute_fusion": False,
     "moe_grouped_gemm": False,
     "gradient_accumulation_fusion": False,
-    "bias_activation_fusion": False,
+    "bias_activation_fusion": False,  # checked with megatron's own; then `local_spec` has ours
     "bias_dropout_fusion": False,
     "masked_softmax_fusion": False,
     "apply_rope_fusion": False,

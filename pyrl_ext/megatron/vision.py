@@ -28,10 +28,10 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor
 
 from pyrl_ext.dist.topology import Place, Topology
-from pyrl_ext.dist.upload import to_device
 from pyrl_ext.megatron.config import TowerKind, tower_config
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
 from pyrl_ext.megatron.quiet import quiet
+from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.towers import Tower

@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.dist.topology import Topology
-from pyrl_ext.dist.upload import to_device
 from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.encoder_work import Route
 from pyrl_ext.pack.shard import Seat
 from pyrl_ext.plan import Plan

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pyrl_ext.dist.upload import to_device
 from pyrl_ext.megatron.p2p import Shape
 from pyrl_ext.megatron.vision import VisionTower
+from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.trainer.edges import Edges, Outlet, RunsAhead, embedded_depths, give, swap
 from pyrl_ext.trainer.module import Module

@@ -18,13 +18,13 @@ from torch.profiler import record_function
 from pyrl_ext.dist.buckets import BucketStream
 from pyrl_ext.dist.reduce import sum_over_ranks
 from pyrl_ext.dist.topology import Topology
-from pyrl_ext.dist.upload import to_device
 from pyrl_ext.loss.inputs import LossFn
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.megatron.head import score_tokens
 from pyrl_ext.megatron.optimizer import join_build_optimizer, step_all
 from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.models import hf_folder
+from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan

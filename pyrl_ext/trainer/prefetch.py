@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.profiler import record_function
 
@@ -75,12 +76,16 @@ class MicrobatchPrefetcher:
     def handed_on(self, plan: Plan, number: int, place: int) -> Shape:
         """The shape of what the chunk at ``place`` of the pipeline hands to the next one for
         microbatch ``number``; from the MTP layers on, rows of all depths."""
-        shard = self.shard
-        group = shard.schedule.group_of(number, shard.seat.grid_rank)
-        rows = layout_of(group, shard.lengths, shard.seat).num_local // shard.seat.tp_size
         chunks = [chunk for turn in zip(*plan.stages, strict=True) for chunk in turn]
         behind = any(chunk.mtp for chunk in chunks[: place + 1])
-        return rows * (1 + self.depths * behind), 1, plan.sizes.hidden_size
+        return self._rows[number] * (1 + self.depths * behind), 1, plan.sizes.hidden_size
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        """The rows of each microbatch on one tensor-parallel rank."""
+        shard, seat = self.shard, self.shard.seat
+        groups = (shard.schedule.group_of(i, seat.grid_rank) for i in range(len(self)))
+        return [layout_of(g, shard.lengths, seat).num_local // seat.tp_size for g in groups]
 
     def microbatches(self, chunk: int) -> Iterator[tuple[int, DeviceMicrobatch]]:
         """(``chunk``, microbatch) in the order of the schedule, for one model chunk."""

@@ -11,7 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyrl_ext.dist.upload import Upload, to_device
+from pyrl_ext.dist.upload import Upload
+from pyrl_ext.ops.to_device import to_device
 
 CPU = torch.device("cpu")
 

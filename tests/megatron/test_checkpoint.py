@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import traceback
-import warnings
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.checkpoints import assert_goes_on, content
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch, tiny_plan
 
@@ -175,25 +174,15 @@ def results(two, four, one):
 @pytest.mark.parametrize("name", JOBS)
 def test_load_continues_with_the_numbers_of_an_uninterrupted_run(name, results, never_stopped):
     bf16 = BF16 in JOBS[name].overrides
-    close, close_weights = ((0.03, 1e-2), (2e-3, 0.02)) if bf16 else ((2e-5, 1e-6), (1e-6, 1e-4))
     for updates, metrics, weights in results[name]:
-        want, want_weights = never_stopped["bfloat16" if bf16 else "float32"][updates]
-        assert metrics == pytest.approx(want, rel=close[0], abs=close[1])
-        for key, tensor in weights.items():
-            torch.testing.assert_close(
-                *(tensor, want_weights[key]), atol=close_weights[0], rtol=close_weights[1], msg=key
-            )
+        wanted = never_stopped["bfloat16" if bf16 else "float32"][updates]
+        assert_goes_on(metrics, weights, wanted, bf16)
 
 
-@cache
-def content(folder):
-    """All of a checkpoint, tensors put together; without the rows that pad the vocabulary."""
-    from megatron.core import dist_checkpointing
-
-    with topology.start(tiny_plan()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch tells that it reads in a single process
-        found = dist_checkpointing.load_plain_tensors(str(folder))
+def unpadded(folder):
+    """A checkpoint without the rows that pad the vocabulary."""
     is_vocab = ("word_embeddings.weight", "output_layer.weight")
+    found = content(folder)
     return {k: t[:VOCAB] if k.endswith(is_vocab) else t for k, t in found.items()}
 
 
@@ -201,7 +190,7 @@ def content(folder):
 def test_load_restores_what_save_wrote(name, results, folder):
     """Bit for bit, under names that no layout shows in; model and optimizer."""
     source = JOBS[name].source
-    saved, back = content(folder / source), content(folder / f"{name}, loaded")
+    saved, back = unpadded(folder / source), unpadded(folder / f"{name}, loaded")
     assert saved.keys() == back.keys()
     assert saved["optimizer"] == back["optimizer"] == {"step": results[name][0][0] - 1}
     moments = [key for key in saved if key.startswith("optimizer.state.exp_avg_sq.")]

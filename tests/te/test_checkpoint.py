@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-import warnings
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from pyrl_ext.megatron.optimizer import name_of
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.checkpoints import assert_goes_on, content
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QWEN3, random_batch, tiny_plan
 
@@ -100,23 +99,8 @@ def test_load_continues_under_the_other_backend(model, name, two, never_stopped)
     assert optimizer == ("transformer_engine.FusedAdam" if "te" in name.split() else "torch.AdamW")
     bf16 = name.startswith("bf16")
     number = 1 + [n for n in TWO if n.startswith("bf16") == bf16].index(name)
-    want, want_weights = never_stopped[model, "bfloat16" if bf16 else "float32"][number]
-    close, close_weights = ((0.03, 1e-2), (2e-3, 0.02)) if bf16 else ((2e-5, 1e-6), (1e-6, 1e-4))
-    assert metrics == pytest.approx(want, rel=close[0], abs=close[1])
-    for key, tensor in weights.items():
-        torch.testing.assert_close(
-            *(tensor, want_weights[key]), atol=close_weights[0], rtol=close_weights[1], msg=key
-        )
-
-
-@cache
-def content(folder):
-    """All of a checkpoint, tensors put together."""
-    from megatron.core import dist_checkpointing
-
-    with topology.start(tiny_plan()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch tells that it reads in a single process
-        return dist_checkpointing.load_plain_tensors(str(folder))
+    wanted = never_stopped[model, "bfloat16" if bf16 else "float32"][number]
+    assert_goes_on(metrics, weights, wanted, bf16)
 
 
 @pytest.mark.parametrize("name", TWO)

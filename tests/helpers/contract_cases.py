@@ -1,0 +1,156 @@
+"""A call of every operator, for whoever tests all of them."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext import ops
+from pyrl_ext.ops._op import Op
+
+INT = torch.int64
+
+
+def every_op() -> dict[str, Op]:
+    """The operators of the package, by name."""
+    names = [m.name for m in pkgutil.walk_packages(ops.__path__, "pyrl_ext.ops.") if m.ispkg]
+    modules = [
+        importlib.import_module(name) for name in (*names, "pyrl_ext.ops.gather_rows.inverse")
+    ]
+    instances = [value for m in modules for value in vars(m).values() if isinstance(value, Op)]
+    return {op.qualname.removeprefix("pyrl_ext::"): op for op in instances}
+
+
+def real(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+    )
+
+
+def logprob_args(dtype: torch.dtype) -> tuple[Any, ...]:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    logits, targets = real(5, 20, dtype=dtype), torch.tensor([0, 3, 19, 7, 25])
+    return logits, targets, 0.5 + real(5, dtype=wide), 0, 17
+
+
+def grad_args(dtype: torch.dtype, masked: bool) -> tuple[Any, ...]:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    vectors = [1 + real(5, dtype=wide) for _ in range(5)]  # max, log_sum, entropy, two gradients
+    keep = (real(5, 20) < 0.7,) if masked else ()
+    return *logprob_args(dtype), *vectors, *keep
+
+
+def rows_args(dtype: torch.dtype) -> tuple[Any, ...]:
+    logits, targets, scale, _, width = logprob_args(dtype)
+    return logits, targets.clamp(max=width - 1), scale, width
+
+
+ROWS = torch.tensor([2, -1, 0, 2])
+STARTS, ORDER = torch.tensor([0, 1, 1, 3]), torch.tensor([2, 0, 3, -1])  # ROWS inverted
+IDS = torch.tensor([[0, 5], [3, 1], [7, 6]])
+CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "gather_rows": ("gather_rows", (real(3, 7, grad=True), ROWS, real(7, grad=True))),
+    "gather_rows, inverse": (
+        "gather_rows",
+        (real(3, 7, grad=True), ROWS, real(7, grad=True), STARTS, ORDER),
+    ),
+    "gather_rows, no rows": ("gather_rows", (real(3, 7), ROWS[:0], real(7))),
+    "invert_rows": ("invert_rows", (ROWS, 3)),
+    "sum_rows": ("sum_rows", (real(4, 2, grad=True), ROWS, STARTS, ORDER)),
+    **{
+        f"swiglu, {dtype}, weight {weighted}": (
+            "swiglu",
+            (
+                real(3, 10, dtype=dtype, grad=True),
+                real(3, dtype=wide, grad=True) if weighted else None,
+            ),
+        )
+        for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32))
+        for weighted in (False, True)
+    },
+    **{
+        f"swiglu_grad, {dtype}": (
+            "swiglu_grad",
+            (real(3, 5, dtype=dtype), real(3, 10, dtype=dtype), weight),
+        )
+        for dtype, weight in ((torch.bfloat16, real(3, dtype=torch.float32)), (torch.float32, None))
+    },
+    "gather_fields": (
+        "gather_fields",
+        (
+            [real(3), torch.arange(6).view(3, 2), real(3, dtype=torch.bfloat16)],
+            ROWS,
+            [0, -1, 1],
+            False,
+        ),
+    ),
+    "gather_routes, uint8": (
+        "gather_routes",
+        (torch.arange(24).view(3, 4, 2).to(torch.uint8), ROWS, torch.tensor([3, 0]), 64),
+    ),
+    "gather_routes, uint16": (
+        "gather_routes",
+        ((torch.arange(24).view(3, 4, 2) * 15).to(torch.uint16), ROWS, torch.tensor([1]), 384),
+    ),
+    "expand_runs": ("expand_runs", (torch.tensor([2, -1]), torch.tensor([3, 2]), 7)),
+    "expand_runs, no runs": ("expand_runs", (ROWS[:0], ROWS[:0], 3)),
+    **{
+        f"rotary, {source}": (
+            "rotary",
+            (
+                *(real(3, 2, 8, grad=True), real(3, 1, 6, grad=True), real(3, 4)),
+                *(True, source, "halves", False),
+            ),
+        )
+        for source in ("halves", "neighbours")
+    },
+    "latent_keys": ("latent_keys", (real(3, 2, 8, grad=True), real(3, 4, grad=True), 5)),
+    "latent_keys_grad": ("latent_keys_grad", (real(3, 2, 9), real(3, 2, 3), 5)),
+    **{
+        f"replay_probs, {norm}": (
+            "replay_probs",
+            (real(3, 8, dtype=torch.float32, grad=True), IDS, norm, 1.5, torch.bfloat16),
+        )
+        for norm in ("none", "sum", "softmax")
+    },
+    **{
+        f"replay_probs_grad, {norm}": (
+            "replay_probs_grad",
+            (real(3, 8, dtype=torch.float32), real(3, 8, dtype=torch.float32), IDS, norm, 1.5),
+        )
+        for norm in ("none", "sum", "softmax")
+    },
+    **{
+        f"token_logprob_stats, {dtype}": ("token_logprob_stats", logprob_args(dtype))
+        for dtype in (torch.float64, torch.bfloat16)
+    },
+    **{
+        f"token_logprob_rows, {dtype}": ("token_logprob_rows", rows_args(dtype))
+        for dtype in (torch.float64, torch.bfloat16)
+    },
+    "token_logprob_combine": (
+        "token_logprob_combine",
+        (real(3, 4, 5), torch.tensor([0, 3, 19, 7, 25]), 0.5 + real(5), 26),
+    ),
+    "token_logprob_grad, to bfloat16": (
+        "token_logprob_grad",
+        (*grad_args(torch.float32, True), torch.bfloat16),
+    ),
+    **{
+        f"{op}, {dtype}, masked {masked}": (op, grad_args(dtype, masked))
+        for op in ("token_logprob_grad", "token_logprob_grad_")
+        for dtype in (torch.float64, torch.bfloat16)
+        for masked in (False, True)
+    },
+}
+
+
+def results(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors that the operator returned or, where it writes in place, wrote."""
+    out = op(*args)
+    return [args[0]] if out is None else [out] if isinstance(out, Tensor) else list(out)
