@@ -60,7 +60,10 @@ def _kinds(pattern: str) -> list[str]:
 
 
 MTP = ("model.mtp=true", "objective.mtp_coef=0.3")
+# and narrow projections that no two ranks divide: every rank has them whole
 MANY_EXPERTS = {
+    "q_lora_rank": 33,
+    "kv_lora_rank": 31,
     "num_hidden_layers": 2,
     "mlp_layer_types": _kinds("dm"),
     "n_routed_experts": 384,

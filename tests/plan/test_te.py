@@ -1,11 +1,12 @@
 """A plan names the package of TransformerEngine that is missing, and imports none."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.rules.te import INSTALL
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
@@ -58,6 +59,36 @@ def test_te_problems_without_any_package():
 
 
 @pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        # what a rank holds whole, over 4 ranks: a quarter of it is no multiple, and need not be
+        ({"q_lora_rank": 48, "kv_lora_rank": 16}, None),
+        ({"q_lora_rank": 40}, "q_lora_rank 40"),
+        ({"kv_lora_rank": 40, "qk_rope_head_dim": 24}, "kv_lora_rank 40"),
+        ({"qk_rope_head_dim": 8}, "kv_lora_rank + qk_rope_head_dim 40"),
+        ({"hidden_size": 72}, "hidden_size 72"),
+        # what ranks split
+        ({"intermediate_size": 96}, "intermediate_size 96 / tp 4"),
+        ({"moe_intermediate_size": 32}, "moe_intermediate_size * n_shared_experts 32 / tp 4"),
+    ],
+    ids=str,
+)
+def test_fp8_widths_are_those_of_a_rank(tmp_path, changes, problem):
+    wide = {"moe_intermediate_size": 64, "intermediate_size": 192}
+    hf = json.loads((TINY.parent / "tiny/config.json").read_text()) | wide | changes
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    ranks = ("parallel.tp=4", "parallel.ep=4", "parallel.etp=1")
+    given = (f"model.config={tmp_path}/config.json", "model.dtype=bfloat16", *ranks)
+    given = (*TE, *given, "model.fp8=tensorwise", "batching.tokens_per_microbatch=512")
+    if problem is None:
+        assert compile_plan(TINY, given).model.fp8 == "tensorwise"
+        return
+    with pytest.raises(ConfigError) as caught:
+        compile_plan(TINY, given)
+    assert f"model.fp8=tensorwise: tensorwise with {problem} (" in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "name",
     [
         *(
@@ -73,8 +104,6 @@ def test_te_problems_without_any_package():
     ],
 )
 def test_megatron_fields_that_te_cannot_have_are_refused_with_the_reason(name):
-    from pyrl_ext.plan import ConfigError
-
     words = rf"model\.megatron\.{name}=true: true, expected it (left out|unset); "
     with pytest.raises(ConfigError, match=words):
         compile_plan(TINY, (*TE, f"model.megatron.{name}=true"))

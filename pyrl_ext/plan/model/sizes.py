@@ -99,6 +99,11 @@ class ModelSizes(BaseModel, ABC):
         }
 
     @property
+    def whole_widths(self) -> dict[str, int]:
+        """Name -> width of what every tensor-parallel rank holds whole; 0: not there."""
+        return {"hidden_size": self.hidden_size}
+
+    @property
     def query_groups(self) -> int | None:
         """Key/value heads, each shared by a group of query heads; None: every head has its own."""
         return None

@@ -89,7 +89,7 @@ def the_gpu_has_fp8(plan: Plan) -> Found:
 @rule("model.fp8")
 def fp8_widths_are_multiples_of_16(plan: Plan) -> Found:
     sizes, tp = plan.sizes, plan.parallel.tp
-    parts = {f"hidden_size {sizes.hidden_size}": sizes.hidden_size} | {
+    parts = {f"{name} {width}": width for name, width in sizes.whole_widths.items()} | {
         f"{name} {width} / tp {tp}": width // tp for name, width in sizes.tp_widths.items()
     }
     width, etp = sizes.moe_intermediate_size, plan.parallel.etp_size

@@ -67,10 +67,11 @@ class Latent(ModelSizes):
         return self.qk_rope_head_dim
 
     @property
-    def tp_widths(self) -> dict[str, int]:
-        return super().tp_widths | {
+    def whole_widths(self) -> dict[str, int]:
+        return super().whole_widths | {
             "q_lora_rank": self.q_lora_rank or 0,
             "kv_lora_rank + qk_rope_head_dim": self.kv_lora_rank + self.qk_rope_head_dim,
+            "kv_lora_rank": self.kv_lora_rank,
         }
 
     @property
