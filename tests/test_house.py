@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A room imports rooms to its left.
 ORDER: list[str] = [
     *("plan", "ops", "samples", "dist", "metrics", "loss", "pack", "replay", "data", "rollout"),
-    *("megatron", "models", "weights", "trainer", "run", "train", "tools"),
+    *("megatron", "models", "weights", "trainer", "run", "serve", "train", "tools"),
 ]
 
 MAX_FUNCTION_LINES = 60
@@ -51,6 +51,10 @@ CORE = {
             *("loss/kept_sets", "pack/kept_parts", "rollout/vllm/kept_sets"),
         ),
     ),
+    "servers": (
+        *("rollout/servers", "rollout/ahead", "serve"),
+        *("plan/schema/servers", "plan/rules/servers"),
+    ),
     "turns": ("rollout/turns", "rollout/groups", "plan/schema/turns", "plan/rules/turns"),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),
@@ -66,6 +70,7 @@ MAX_CODE = {
     "te": 450,
     "encoders": 1200,
     "objectives": 680,
+    "servers": 1800,
     "turns": 900,
     "core": 7500,
     "plan core": 2500,

@@ -24,6 +24,7 @@ from pyrl_ext.plan.language.fields import (
 from pyrl_ext.plan.model.cp_cost import CpCost
 from pyrl_ext.plan.schema.layout import Module, Parallel
 from pyrl_ext.plan.schema.objective import Name, Objective
+from pyrl_ext.plan.schema.servers import Servers
 from pyrl_ext.plan.schema.turns import Turns
 
 __all__ = ["Config", "Module", "Objective", "Parallel", "Turns"]
@@ -111,7 +112,7 @@ class Kernels(Section):
     null: they are compiled when first used"""
 
 
-class Rollout(Section):
+class Rollout(Servers):
     """The engine that generates responses."""
 
     engine: Literal["hf", "recorded", "vllm"] | None = None

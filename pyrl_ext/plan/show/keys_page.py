@@ -12,7 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from pyrl_ext.plan.language.errors import Key, fields_of, kind_at
 from pyrl_ext.plan.language.fields import Section
-from pyrl_ext.plan.schema import Config
+from pyrl_ext.plan.schema import Config, Rollout
 from pyrl_ext.plan.show.explain import about, default_of, type_of
 from pyrl_ext.plan.show.rule_reads import rules_of_fields
 
@@ -62,7 +62,7 @@ class _Untitled(GenerateJsonSchema):
 def schema() -> str:
     """JSON Schema of a config file, with descriptions."""
     tree = Config.model_json_schema(schema_generator=_Untitled)
-    kinds = {kind.__name__: kind for kind in Section.__subclasses__()}
+    kinds = {kind.__name__: kind for kind in (*Section.__subclasses__(), Rollout)}
     needed = {"required": tree.pop("required"), "properties": {}}
     owners = {tree["properties"][name].get("$ref"): name for name in fields_of()}
     for name, section in tree["$defs"].items():

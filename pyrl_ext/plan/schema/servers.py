@@ -1,0 +1,53 @@
+"""The keys of `rollout` about engines that run apart, and about training while they generate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pyrl_ext.plan.language.fields import Count, Positive, Rate, Section, Text
+
+Address = Annotated[str, Field(pattern=r"^https?://[^/\s:]+:\d{1,5}$")]
+
+
+class Launch(Section):
+    """Hosts on which `python -m pyrl_ext.serve` starts the engines, in place of their addresses."""
+
+    hosts: list[Text] = Field(default=[])
+    """names or numbers by which the trainer reaches the hosts"""
+    gpus: Positive = 8
+    """of each host; each engine takes rollout.tp of them (on a CPU: number of engines)"""
+    port: Annotated[int, Field(ge=1024, le=65000)] = 8000
+    """of the first engine of a host; each further engine takes the next"""
+
+
+class Servers(Section):
+    """Engines on other hosts, which the trainer reaches over HTTP."""
+
+    servers: list[Address] = Field(default=[])
+    """addresses of the engines, http://host:port each; empty with launch empty: the engines run
+    beside the trainer's ranks"""
+    launch: Launch = Field(default=Launch())
+    """where python -m pyrl_ext.serve starts them, in place of servers"""
+    min_servers: Positive = 1
+    """the run stops when fewer engines are left"""
+    keys: Text | None = None
+    """folder with the files generate and control, a secret each, that servers ask for; null: none,
+    which only loopback addresses allow"""
+    request_timeout: Rate = 120.0
+    """longest time without a token of a request, before its engine is taken out [seconds]"""
+    publish_timeout: Rate = 600.0
+    """longest time that one engine may take for a publish, before it is taken out [seconds]"""
+    ahead: Count = 0
+    """steps that the engines may generate ahead of the trainer; 0: they wait for each other. A
+    token is trained on at most so many versions after the one that generated it"""
+    pause: Literal["finish", "keep", "abort"] = "abort"
+    """requests that run when weights are published: finish them first; keep them, with the keys and
+    values of the old weights; or abort them and go on from their tokens with the new weights"""
+    second_span_routes: Literal["masked", "recorded"] = "masked"
+    """routes of what was generated before an update within a sample: masked, the trainer routes
+    these tokens itself; or as the engine recorded them, with the old weights"""
+    too_old: Literal["drop", "train"] = "drop"
+    """samples with tokens older than ahead allows: dropped and counted, or trained on, with the
+    objective's correction"""
