@@ -1,0 +1,1 @@
+"""Engines that run apart: HTTP servers, and how the trainer speaks to them."""
