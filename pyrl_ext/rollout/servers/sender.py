@@ -1,0 +1,305 @@
+"""Transfer: the trainer's end of a publish: one stream of buckets to all engines at once.
+
+The caller's thread gathers tensors into one buffer while the event loop, which runs in another
+thread, writes the other buffer to every engine. A buffer is free when each engine has taken it or
+has failed. An engine's time counts only while it takes bytes, so a slow one delays the others by at
+most its limit, and uses up none of theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import secrets
+import socket
+import time
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.dist.buckets import Bucket, Named, Slot, buckets_of
+from pyrl_ext.rollout.servers import wire
+from pyrl_ext.rollout.servers.staged import MEET, UpdateInfo
+
+CHUNK = 4 << 20  # bytes after which the place in a bucket is noted
+HELLO = 4 + 2 * wire.PROOF  # number of the engine, its nonce and proof [bytes]
+
+
+@dataclass
+class _Engine:
+    """One receiver.
+
+    Attributes:
+        left: time that it may still take [s]
+        at: the tensor that it is taking
+    """
+
+    name: str
+    host: str
+    left: float
+    secret: str = field(default_factory=lambda: secrets.token_hex(32))
+    at: str = "the first tensor"
+    error: str | None = None
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    socket: socket.socket | None = None
+
+    def fail(self, reason: str) -> None:
+        self.error = self.error or reason
+        self.ready.set()
+        if self.socket is not None:
+            with suppress(OSError):  # not closed: a write may be waiting for it
+                self.socket.shutdown(socket.SHUT_RDWR)
+
+
+class Transfer:
+    """Sends one version of the weights.
+
+    Args:
+        loop: runs in another thread than the caller's
+        engines: name of each -> address of this host by which the engine reaches it
+        version: of the weights
+        limit: longest time that one engine may take for the bytes [seconds]
+        bucket_bytes: of each of the two buffers; they grow to the largest bucket
+        device: of the tensors; from a GPU they pass through one more buffer there
+        only: see `Engine.load_weights`
+
+    Attributes:
+        bytes: sent to each engine
+        tensors: name -> shape of what was sent
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        engines: dict[str, str],
+        version: int,
+        limit: float,
+        *,
+        bucket_bytes: int = 2**30,
+        device: torch.device | str = "cpu",
+        only: Collection[str] | None = None,
+    ):
+        self.loop, self.version, self.limit = loop, version, limit
+        self.bucket_bytes, self.device = bucket_bytes, torch.device(device)
+        self.only = None if only is None else tuple(only)
+        self._engines = [_Engine(name, host, limit) for name, host in engines.items()]
+        self.bytes, self.tensors = 0, dict[str, tuple[int, ...]]()
+        self._doors: dict[str, socket.socket] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._on_device = torch.empty(0, dtype=torch.uint8, device=device)
+        self._sending: list[list[Future[None]]] = [[], []]
+        self._number = 0
+
+    def open(self) -> None:
+        """Listen for the engines; called in the loop's thread."""
+        for host in sorted({each.host for each in self._engines}):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            door = self._doors[host] = socket.socket(family)
+            door.setblocking(False)
+            door.bind((host, 0))
+            door.listen(len(self._engines))
+            self._spawn(self._accept(door))
+
+    def info(self, number: int) -> UpdateInfo:
+        """The update info of engine ``number``. It waits twice as long as another may take."""
+        each = self._engines[number]
+        port = self._doors[each.host].getsockname()[1]
+        silence = 2 * self.limit
+        return UpdateInfo(each.host, port, number, each.secret, self.version, silence, self.only)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Engine -> why it does not get the weights."""
+        return {each.name: each.error for each in self._engines if each.error}
+
+    def fail(self, number: int, reason: str) -> None:
+        """Engine ``number`` gets no more bytes; called in the loop's thread."""
+        self._engines[number].fail(reason)
+
+    def send(self, named: Named, keep: Callable[[str], bool] = lambda name: True) -> None:
+        """Send all tensors to every engine that has not failed; called in the caller's thread.
+
+        Args:
+            keep: whether the engines hold a tensor of that name
+
+        Raises: what ``named`` raises; then no engine has the weights.
+        Communicates: every byte once to each engine. Syncs: a bucket, for digests and the copy.
+        """
+        try:
+            for bucket, buffer in buckets_of(named, self.bucket_bytes, self._allocate):
+                if slots := [slot for slot in bucket.slots if keep(slot.name)]:
+                    self._give(*_packed(bucket, slots, buffer))
+            self._free(0)
+            self._free(1)
+            end = wire.end_frame(self._number, self.version, self.tensors)
+            self._sending[0] = self._start(end, None)
+        except BaseException:
+            self.loop.call_soon_threadsafe(self._fail_all)
+            raise
+        finally:
+            for sending in self._sending:
+                wait(sending)
+
+    def _fail_all(self) -> None:
+        for each in self._engines:
+            each.fail("the trainer could not gather its weights")
+
+    async def close(self) -> None:
+        """End what still runs; called in the loop's thread."""
+        for task in self._tasks:
+            task.cancel()
+        for each in self._engines:
+            if each.socket is not None:
+                each.socket.close()
+        for door in self._doors.values():
+            door.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # the caller's thread -------------------------------------------------------------------------
+
+    def _allocate(self, size: int) -> Tensor:
+        """Memory for the next bucket."""
+        self._free(0)
+        if self.device.type != "cpu":
+            if self._on_device.numel() < size:
+                self._on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
+            return self._on_device
+        return self._host(size)
+
+    def _free(self, index: int) -> None:
+        """Waits until every engine has taken what lies in a buffer."""
+        wait(self._sending[index])
+        self._sending[index] = []
+
+    def _host(self, size: int) -> Tensor:
+        if self._buffers[0].numel() < size:
+            pinned = self.device.type != "cpu"
+            self._buffers[0] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        return self._buffers[0]
+
+    def _give(self, bucket: Bucket, buffer: Tensor) -> None:
+        frame = wire.bucket_frame(self._number, bucket, buffer)
+        if buffer.device.type != "cpu":
+            host = self._host(buffer.numel())
+            buffer = host[: bucket.bytes].copy_(buffer[: bucket.bytes])
+        self.tensors |= {slot.name: slot.shape for slot in bucket.slots}
+        self.bytes += len(frame) + bucket.bytes
+        self._number += 1
+        sending = self._start(frame, (bucket, buffer))
+        self._buffers.reverse()  # the next bucket goes into the other one
+        self._sending = [self._sending[1], sending]
+
+    def _start(self, frame: bytes, bucket: tuple[Bucket, Tensor] | None) -> list[Future[None]]:
+        return [
+            asyncio.run_coroutine_threadsafe(self._send(each, frame, bucket), self.loop)
+            for each in self._engines
+        ]
+
+    # the loop's thread ---------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, door: socket.socket) -> None:
+        while True:
+            connection, _ = await self.loop.sock_accept(door)
+            self._spawn(self._meet(connection))
+
+    async def _meet(self, connection: socket.socket) -> None:
+        """Lets in who proves that it knows the secret of an engine."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        each: _Engine | None = None
+        try:
+            async with asyncio.timeout(MEET):
+                ours = secrets.token_bytes(wire.PROOF)
+                await self.loop.sock_sendall(connection, wire.MAGIC + ours)
+                hello = await self._recv(connection, HELLO)
+                number, theirs = int.from_bytes(hello[:4], "little"), hello[4 : 4 + wire.PROOF]
+                if number >= len(self._engines):
+                    return
+                asked = self._engines[number]
+                proof = wire.prove(asked.secret, b"engine", ours, theirs)
+                if asked.socket or asked.error or not wire.same(hello[-wire.PROOF :], proof):
+                    return
+                each, asked.socket = asked, connection
+                answer = wire.prove(each.secret, b"trainer", theirs, ours)
+                await self.loop.sock_sendall(connection, answer)
+                each.ready.set()
+        except (OSError, EOFError) as error:  # also of time
+            if each is not None:
+                each.fail(f"left before the first tensor ({error})")
+        finally:
+            if each is None:
+                connection.close()
+
+    async def _recv(self, connection: socket.socket, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            more = await self.loop.sock_recv(connection, size - len(data))
+            if not more:
+                raise EOFError
+            data += more
+        return data
+
+    async def _send(
+        self, each: _Engine, frame: bytes, bucket: tuple[Bucket, Tensor] | None
+    ) -> None:
+        """One frame to one engine; what goes wrong is the engine's failure, not an error here."""
+        async with each.turn:
+            if each.error:
+                return
+            begin = time.monotonic()
+            try:
+                async with asyncio.timeout(each.left):
+                    await each.ready.wait()
+                    if each.socket is None:
+                        return
+                    await self.loop.sock_sendall(each.socket, frame)
+                    if bucket is not None:
+                        await self._send_tensors(each, *bucket)
+            except TimeoutError:
+                each.fail(f"took no bytes of {each.at} within its {self.limit:g} s")
+            except (OSError, ValueError) as error:  # a socket that was closed has no number
+                each.fail(f"closed its connection at {each.at} ({error})")
+            each.left -= time.monotonic() - begin
+
+    async def _send_tensors(self, each: _Engine, bucket: Bucket, buffer: Tensor) -> None:
+        assert each.socket is not None
+        starts = [slot.start for slot in bucket.slots]
+        view = memoryview(buffer.numpy())[: bucket.bytes]
+        for begin in range(0, bucket.bytes, CHUNK):
+            each.at = bucket.slots[max(0, bisect.bisect_right(starts, begin) - 1)].name
+            await self.loop.sock_sendall(each.socket, view[begin : begin + CHUNK])
+
+
+def _packed(bucket: Bucket, slots: Sequence[Slot], buffer: Tensor) -> tuple[Bucket, Tensor]:
+    """The bucket with these of its slots only, moved together within its buffer."""
+    if len(slots) == len(bucket.slots):
+        return bucket, buffer
+    less = Bucket.of((slot.name, slot.dtype, slot.shape) for slot in slots)
+    for old, new in zip(slots, less.slots, strict=True):
+        if old.start != new.start:
+            new.view(buffer).copy_(old.view(buffer).clone())
+    return less, buffer
+
+
+def address_towards(server: str, port: int) -> str:
+    """This host's address on the way to ``server``; no packet is sent."""
+    with suppress(OSError):
+        for family, kind, number, _, place in socket.getaddrinfo(
+            server, port, type=socket.SOCK_DGRAM
+        ):
+            with socket.socket(family, kind, number) as way:
+                way.connect(place)
+                return way.getsockname()[0]
+    raise wire.WireError(f"publish: no way to {server}, expected a host that can be reached")

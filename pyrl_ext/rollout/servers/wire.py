@@ -1,0 +1,190 @@
+"""Frames in which named tensors cross a network from the trainer to its engines.
+
+An engine connects to the trainer, and each proves to the other that it knows the transfer's secret,
+without sending it. Then frames come: buckets of tensors, and an end. A frame is a head of fixed
+size, a description in JSON, and the bytes of its tensors. Nothing is pickled. What a description
+says is compared with the tensors that the engine holds before memory is allocated, so nobody makes
+it allocate more than those have in float32. Bytes are neither encrypted nor signed: digests find
+faults, not forgery, so the network has to be a private one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.dist.buckets import Bucket
+from pyrl_ext.ops.digest import digest_on_device
+from pyrl_ext.ops.digest import read as read_digests
+
+MAGIC = b"pyrl weights 1\r\n"
+PROOF = 32  # of a nonce, and of a proof [bytes]
+HEAD = struct.Struct("<cxxxIQ")  # kind, size of the description, size of the tensors [bytes]
+BUCKET, END = b"B", b"E"
+MAX_DESCRIPTION = 1 << 24  # [bytes]
+MAX_NAME = 512  # of a tensor [characters]
+DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+Size = Sequence[int]
+# Fills the memory with the bytes that come next; raises WireError if they do not come.
+Read = Callable[[memoryview], None]
+
+
+class WireError(RuntimeError):
+    """The other end sent something wrong; nothing of it is used."""
+
+
+def need(ok: bool, found: str, rule: str) -> None:
+    """Raises WireError unless ``ok``."""
+    if not ok:
+        raise WireError(f"weights: {found}, expected {rule}; what came of them is dropped")
+
+
+# proofs of the secret ----------------------------------------------------------------------------
+
+
+def prove(secret: str, role: bytes, theirs: bytes, ours: bytes) -> bytes:
+    """That ``role`` knows the secret: HMAC-SHA256 of both nonces."""
+    return hmac.digest(secret.encode(), role + theirs + ours, "sha256")
+
+
+def same(proof: bytes, expected: bytes) -> bool:
+    """Whether a proof is right, in a time that does not depend on how far it is."""
+    return hmac.compare_digest(proof, expected)
+
+
+# sending -----------------------------------------------------------------------------------------
+
+
+def bucket_frame(number: int, bucket: Bucket, buffer: Tensor) -> bytes:
+    """The head and the description of a bucket, which its ``bucket.bytes`` bytes follow.
+
+    Syncs: once, for the digests.
+    """
+    slots = bucket.slots
+    digests = read_digests({s.name: digest_on_device(s.view(buffer)) for s in slots})
+    tensors = [[s.name, str(s.dtype)[6:], list(s.shape), digests[s.name]] for s in slots]
+    return _frame(BUCKET, {"number": number, "tensors": tensors}, bucket.bytes)
+
+
+def end_frame(number: int, version: int, tensors: Mapping[str, Size]) -> bytes:
+    """The frame after the last bucket: how many tensors there were, and which."""
+    known = {"number": number, "version": version, "count": len(tensors)}
+    return _frame(END, known | {"names": names_digest(tensors)}, 0)
+
+
+def names_digest(tensors: Mapping[str, Size]) -> str:
+    """SHA-256 of names and shapes, whatever their order."""
+    lines = sorted(f"{name} {list(shape)}" for name, shape in tensors.items())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _frame(kind: bytes, description: Mapping[str, Any], payload: int) -> bytes:
+    text = json.dumps(description, separators=(",", ":")).encode()
+    assert len(text) <= MAX_DESCRIPTION, f"a bucket whose names take {len(text)} bytes"
+    return HEAD.pack(kind, len(text), payload) + text
+
+
+# receiving ---------------------------------------------------------------------------------------
+
+
+def receive(read: Read, wanted: Mapping[str, Size], version: int) -> dict[str, Tensor]:
+    """All tensors of one transfer, each verified, or none.
+
+    Args:
+        read: gives the bytes of the frames
+        wanted: name -> shape of the tensors that have to come, each exactly once
+
+    Raises: WireError naming what is wrong.
+    """
+    found, number = dict[str, Tensor](), 0
+    while True:
+        kind, size, payload = HEAD.unpack(_bytes(read, HEAD.size))
+        need(kind in (BUCKET, END), f"a frame of kind {kind!r}", "a bucket or the end")
+        need(
+            size <= MAX_DESCRIPTION, f"a description of {size} bytes", f"at most {MAX_DESCRIPTION}"
+        )
+        fields = _description(_bytes(read, size))
+        need(fields.get("number") == number, f"frame {fields.get('number')!r}", f"{number}")
+        if kind == END:
+            need(payload == 0, f"{payload} bytes after the end", "none")
+            _check_end(fields, found, wanted, version)
+            return found
+        found |= _bucket(read, fields, payload, wanted, found)
+        number += 1
+
+
+def _bytes(read: Read, size: int) -> bytes:
+    data = bytearray(size)
+    read(memoryview(data))
+    return bytes(data)
+
+
+def _description(text: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"weights: a description that is no JSON ({error})") from None
+    need(isinstance(fields, dict), "a description of another kind", "an object")
+    return fields
+
+
+def _bucket(
+    read: Read,
+    fields: Mapping[str, Any],
+    payload: int,
+    wanted: Mapping[str, Size],
+    found: Collection[str],
+) -> dict[str, Tensor]:
+    tensors = fields.get("tensors")
+    need(isinstance(tensors, list) and bool(tensors), "a bucket without tensors", "some")
+    digests, layout = dict[str, int](), list[tuple[str, torch.dtype, Size]]()
+    for name, dtype, shape, digest in map(_tensor, tensors or ()):
+        need(name in wanted, f"{name[:MAX_NAME]!r}", "a tensor that the engine holds")
+        need(name not in found and name not in digests, f"{name} twice", "each tensor once")
+        rule = f"{list(wanted[name])}"
+        need(shape == list(wanted[name]), f"{name} of shape {str(shape)[:200]}", rule)
+        digests[name] = digest
+        layout.append((name, dtype, shape))
+    bucket = Bucket.of(layout)
+    need(payload == bucket.bytes, f"{payload} bytes of tensors", f"{bucket.bytes}")
+    buffer = torch.empty(bucket.bytes, dtype=torch.uint8)
+    if bucket.bytes:
+        read(memoryview(buffer.numpy()))
+    views = {slot.name: slot.view(buffer) for slot in bucket.slots}
+    for name, digest in read_digests({n: digest_on_device(v) for n, v in views.items()}).items():
+        told = f"{name} with digest {digest:016x}"
+        need(digest == digests[name], told, f"{digests[name]:016x}, as it left the trainer")
+    return views
+
+
+def _tensor(each: object) -> tuple[str, torch.dtype, list[int], int]:
+    need(isinstance(each, list) and len(each) == 4, "a tensor of other fields", "four")
+    assert isinstance(each, list)
+    name, dtype, shape, digest = each
+    need(isinstance(name, str) and len(name) <= MAX_NAME, "a name", f"{MAX_NAME} characters")
+    need(isinstance(dtype, str) and dtype in DTYPES, f"dtype {str(dtype)[:40]}", f"{[*DTYPES]}")
+    good = isinstance(shape, list) and all(type(size) is int for size in shape)
+    need(good, f"{name}: shape {str(shape)[:80]}", "integers")
+    need(type(digest) is int and 0 <= digest < 2**64, f"{name}: a digest", "64 bits")
+    return name, DTYPES[dtype], shape, digest
+
+
+def _check_end(
+    fields: Mapping[str, Any],
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Size],
+    version: int,
+) -> None:
+    need(fields.get("version") == version, f"version {fields.get('version')!r}", f"{version}")
+    missing = [name for name in wanted if name not in found]
+    need(not missing, f"{len(missing)} tensors missing, {missing[:4]}", "all that it holds")
+    need(fields.get("count") == len(found), "another count of tensors", f"{len(found)}")
+    need(fields.get("names") == names_digest(wanted), "names of other tensors", "the same")

@@ -1,0 +1,221 @@
+"""One stream of weights to several engines over sockets: whole, or the old ones; within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyrl_ext.rollout.servers import wire
+from pyrl_ext.rollout.servers.sender import Transfer
+from pyrl_ext.rollout.servers.staged import StagedUpdate, UpdateInfo, _meet
+from tests.helpers.deadline import DEADLINE
+
+BUCKET = 1 << 20
+SHAPES = {f"layers.{i}.w": (200, 300 + i) for i in range(40)}
+
+
+def weights(seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        yield name, torch.randn(shape, generator=g).to((torch.float32, torch.bfloat16)[i % 2])
+
+
+def same(found: dict[str, Tensor], seed: int = 0, keep: Callable[[str], bool] = bool) -> bool:
+    sent = {name: tensor for name, tensor in weights(seed) if keep(name)}
+    return found.keys() == sent.keys() and all(torch.equal(found[n], t) for n, t in sent.items())
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    running = asyncio.new_event_loop()
+    thread = threading.Thread(target=running.run_forever)
+    thread.start()
+    yield running
+    running.call_soon_threadsafe(running.stop)
+    thread.join()
+    running.close()
+
+
+@contextmanager
+def transfer(
+    loop: asyncio.AbstractEventLoop, engines: int, limit: float = DEADLINE, **more: Any
+) -> Iterator[Transfer]:
+    names = {f"engine {i}": "127.0.0.1" for i in range(engines)}
+    sending = Transfer(loop, names, 7, limit, bucket_bytes=BUCKET, **more)
+
+    async def open() -> None:
+        sending.open()
+
+    asyncio.run_coroutine_threadsafe(open(), loop).result()
+    try:
+        yield sending
+    finally:
+        asyncio.run_coroutine_threadsafe(sending.close(), loop).result()
+
+
+def engine(info: dict[str, Any], wanted: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    staged = StagedUpdate(wanted)
+    staged.start()
+    staged.update(info)
+    return staged.finish(7)[1]
+
+
+def test_send_gives_every_engine_all_tensors_within_two_buffers(loop: asyncio.AbstractEventLoop):
+    with ThreadPoolExecutor(3) as pool:
+        for seed in range(2):
+            with transfer(loop, 3) as sending:
+                came = [pool.submit(engine, sending.info(i).to_json()) for i in range(3)]
+                sending.send(weights(seed))
+                assert all(same(each.result(), seed) for each in came)
+                assert sending.failed == {} and sending.tensors == SHAPES
+                assert sum(b.numel() for b in sending._buffers) <= 2 * BUCKET
+                assert sending.bytes > sum(t.nbytes for _, t in weights())
+
+
+def test_send_leaves_out_what_engines_do_not_hold(loop: asyncio.AbstractEventLoop):
+    def keep(name: str) -> bool:
+        return int(name.split(".")[1]) % 3 != 1
+
+    wanted = {name: shape for name, shape in SHAPES.items() if keep(name)}
+    with ThreadPoolExecutor(1) as pool, transfer(loop, 1) as sending:
+        came = pool.submit(engine, sending.info(0).to_json(), wanted)
+        sending.send(weights(), keep)
+        assert same(came.result(), keep=keep)
+
+
+def test_send_goes_on_without_an_engine_that_fails(loop: asyncio.AbstractEventLoop):
+    """One never comes, one leaves in the middle, one stops reading; the others get everything."""
+    with ThreadPoolExecutor(4) as pool, transfer(loop, 5, limit=1.0) as sending:
+        stalled, gone = (joined(sending.info(i).to_json()) for i in (1, 2))
+        good = [pool.submit(engine, sending.info(i).to_json()) for i in (0, 4)]
+        threading.Timer(0.05, gone.close).start()
+        sending.send(weights())
+        assert all(same(each.result()) for each in good)
+        assert sending.failed.keys() == {"engine 1", "engine 2", "engine 3"}
+        assert (
+            "layers." in sending.failed["engine 1"]
+            and "within its 1 s" in sending.failed["engine 1"]
+        )
+        assert "took no bytes of the first tensor" in sending.failed["engine 3"]
+        stalled.close()
+
+
+def joined(info: dict[str, Any]) -> socket.socket:
+    """A connection that proved its secret and reads nothing more."""
+    known = UpdateInfo.from_json(info)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((known.host, known.port))
+    connection.settimeout(DEADLINE)
+    _meet(connection, known)
+    return connection
+
+
+def test_send_lets_nobody_in_without_the_secret(loop: asyncio.AbstractEventLoop):
+    with ThreadPoolExecutor(1) as pool, transfer(loop, 1) as sending:
+        info = sending.info(0).to_json()
+        for wrong in ({"secret": "other"}, {"engine": 1}, {"engine": 9999}):
+            with pytest.raises(wire.WireError, match="an end after 0 of 32 bytes"):
+                engine(info | wrong)
+        with socket.create_connection((info["host"], info["port"])) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n" + bytes(100))
+            stranger.settimeout(DEADLINE)
+            greeting = stranger.recv(1000)
+            assert greeting.startswith(wire.MAGIC) and len(greeting) == 16 + wire.PROOF
+            with suppress(ConnectionResetError):
+                assert not stranger.recv(1000)
+        came = pool.submit(engine, info)
+        sending.send(weights())
+        assert same(came.result()) and not sending.failed
+
+
+def test_update_refuses_a_trainer_without_the_secret():
+    with socket.create_server(("127.0.0.1", 0)) as door, ThreadPoolExecutor(1) as pool:
+        info = {"host": "127.0.0.1", "port": door.getsockname()[1], "engine": 0, "secret": "s"}
+        came = pool.submit(engine, info | {"version": 7, "silence": DEADLINE, "only": None})
+        connection, _ = door.accept()
+        connection.sendall(wire.MAGIC + bytes(wire.PROOF))
+        connection.recv(1000)
+        connection.sendall(bytes(wire.PROOF))
+        with pytest.raises(wire.WireError, match="a trainer with another secret"):
+            came.result()
+        connection.close()
+
+
+def test_send_that_fails_leaves_engines_without_new_weights(loop: asyncio.AbstractEventLoop):
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        for i, each in enumerate(weights()):
+            if i == 30:
+                raise FloatingPointError("no more")
+            yield each
+
+    with ThreadPoolExecutor(1) as pool, transfer(loop, 1) as sending:
+        came = pool.submit(engine, sending.info(0).to_json())
+        with pytest.raises(FloatingPointError):
+            sending.send(broken())
+        with pytest.raises(wire.WireError, match="an end after"):
+            came.result()
+
+
+def test_update_names_what_the_trainer_did_not_send(loop: asyncio.AbstractEventLoop):
+    fewer = dict(list(SHAPES.items())[:-1])
+    more = SHAPES | {"layers.40.w": (2,)}
+    for wanted, says in ((fewer, "'layers.39.w', expected a tensor"), (more, "1 tensors missing")):
+        with ThreadPoolExecutor(1) as pool, transfer(loop, 1) as sending:
+            came = pool.submit(engine, sending.info(0).to_json(), wanted)
+            sending.send(weights())
+            with pytest.raises(wire.WireError, match=says):
+                came.result()
+
+
+def test_staged_update_keeps_its_order(loop: asyncio.AbstractEventLoop):
+    staged = StagedUpdate(SHAPES)
+    with pytest.raises(wire.WireError, match="not started"):
+        staged.update({})
+    with pytest.raises(wire.WireError, match="a finish without weights"):
+        staged.finish(7)
+    staged.start()
+    with pytest.raises(wire.WireError, match="a finish without weights"):
+        staged.finish(7)
+    for change in ({"port": "1"}, {"host": 3}, {"more": 1}, {"port": 1 << 20}, {"only": [1]}):
+        staged.start()
+        info = {"host": "h", "port": 1, "engine": 0, "secret": "", "version": 1, "silence": 1.0}
+        with pytest.raises(wire.WireError):
+            staged.update(info | {"only": None} | change)
+    with ThreadPoolExecutor(1) as pool:
+        for version, only in ((7, None), (8, None), (7, ("layers.1.w", "layers.0.w"))):
+            with transfer(loop, 1, only=only) as sending:
+                staged.start()
+                staged.start()  # of a trainer that came back
+                came = pool.submit(staged.update, sending.info(0).to_json())
+                sending.send(each for each in weights() if only is None or each[0] in only)
+                came.result()
+            if version == 8:
+                with pytest.raises(wire.WireError, match="a finish of version 8, expected 7"):
+                    staged.finish(version)
+            else:
+                assert same(staged.finish(version)[1], keep=(only or SHAPES).__contains__)
+            with pytest.raises(wire.WireError, match="a finish without weights"):
+                staged.finish(version)
+        with transfer(loop, 1, only=["another"]) as sending:
+            staged.start()
+            with pytest.raises(wire.WireError, match="'another'"):
+                staged.update(sending.info(0).to_json())
+
+
+def test_update_ends_when_the_trainer_is_silent(loop: asyncio.AbstractEventLoop):
+    with ThreadPoolExecutor(1) as pool, transfer(loop, 1) as sending:
+        info = sending.info(0).to_json() | {"silence": 0.1}
+        with pytest.raises(wire.WireError, match=r"sent nothing for 0\.1 s"):
+            pool.submit(engine, info).result()
+    with pytest.raises(wire.WireError, match="is gone"):
+        engine(info)
