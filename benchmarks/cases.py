@@ -14,6 +14,7 @@ FAMILIES = {
     "feed": "benchmarks.cases_feed:feed",
     "replay_probs": "benchmarks.cases_router:replay_probs",
     "swiglu": "benchmarks.cases_swiglu:swiglu",
+    "expert_rows": "benchmarks.cases_expert_rows:expert_rows",
     "experts": "benchmarks.cases_experts:experts",
     "token_logprob": "benchmarks.cases_logprob:token_logprob",
     "linear_logprob": "benchmarks.cases_linear:linear_logprob",
@@ -42,6 +43,7 @@ GPU_BARS: dict[str, list[tuple[str, dict[str, float], dict[str, float]]]] = {
     "feed": [("a microbatch", {}, {"ms": 0.15})],
     "replay_probs": [("probs and map", {"% of floor": 80}, {}), ("router", {"megatron": 1}, {})],
     "swiglu": [("", {"% of floor": 80}, {})],
+    "expert_rows": [("", {"torch": 2}, {})],
     "experts": [("", {"SequentialMLP": 2}, {})],
 }
 

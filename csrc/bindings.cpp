@@ -11,6 +11,7 @@
 #include "common/dtype.hpp"
 #include "common/sources.hpp"
 #include "expand_runs/api.hpp"
+#include "expert_rows/api.hpp"
 #include "gather_routes/api.hpp"
 #include "gather_rows/api.hpp"
 #include "latent_keys/api.hpp"
@@ -59,6 +60,53 @@ void bind_expand_runs(py::module_& m) {
       },
       arg("starts"), arg("lengths"), arg("num_runs"), arg("out"), arg("size"), arg("isa"),
       arg("threads"), nogil());
+}
+
+void bind_expert_rows(py::module_& m) {
+  using Args = pyrl::ExpertRowsArgs;
+  using Grad = pyrl::ExpertRowsGradArgs;
+  py::class_<Args>(m, "ExpertRowsArgs")
+      .def(py::init([](Address map, int64_t tokens, int64_t experts, int64_t top_k, Address probs, int word,
+                       Address rows, Address starts, Address order, Address places, Address weights,
+                       Address counts) {
+             return Args{at<const uint8_t>(map), tokens,
+                         experts,                top_k,
+                         at<const void>(probs),  word,
+                         at<int64_t>(rows),      at<int64_t>(starts),
+                         at<int64_t>(order),     at<int64_t>(places),
+                         at<void>(weights),      at<int32_t>(counts)};
+           }),
+           py::kw_only(), arg("map"), arg("tokens"), arg("experts"), arg("top_k"), arg("probs"), arg("word"),
+           arg("rows"), arg("starts"), arg("order"), arg("places"), arg("weights"), arg("counts"));
+  py::class_<Grad>(m, "ExpertRowsGradArgs")
+      .def(py::init([](Address grad, int word, Address order, Address places, int64_t tokens,
+                       int64_t experts, int64_t top_k, Address out) {
+             return Grad{at<const void>(grad), word,    at<const int64_t>(order), at<const int64_t>(places),
+                         tokens,               experts, top_k,                    at<void>(out)};
+           }),
+           py::kw_only(), arg("grad"), arg("word"), arg("order"), arg("places"), arg("tokens"),
+           arg("experts"), arg("top_k"), arg("out"));
+  m.def(
+      "expert_rows_cpu",
+      [](const Args& args, int threads) { pyrl::expert_rows_cpu(args, threads); }, arg("args"),
+      arg("threads"), nogil());
+  m.def(
+      "expert_rows_grad_cpu",
+      [](const Grad& args, int threads) { pyrl::expert_rows_grad_cpu(args, threads); }, arg("args"),
+      arg("threads"), nogil());
+  m.def("expert_rows_scratch", &pyrl::expert_rows_scratch, arg("tokens"), arg("experts"));
+#ifdef PYRL_CUDA
+  m.def(
+      "expert_rows_cuda",
+      [](const Args& args, Address scratch, Address stream) {
+        pyrl::expert_rows_cuda(args, at<int32_t>(scratch), at<void>(stream));
+      },
+      arg("args"), arg("scratch"), arg("stream"), nogil());
+  m.def(
+      "expert_rows_grad_cuda",
+      [](const Grad& args, Address stream) { pyrl::expert_rows_grad_cuda(args, at<void>(stream)); },
+      arg("args"), arg("stream"), nogil());
+#endif
 }
 
 void bind_gather_rows(py::module_& m) {
@@ -414,6 +462,13 @@ void bind_emulation(py::module_& m) {
                                    num_out);
       },
       arg("fields"), arg("rows"), arg("num_out"));
+  m.def(
+      "expert_rows_emulated",
+      [](const pyrl::ExpertRowsArgs& args, Address scratch) {
+        pyrl::expert_rows_emulated(args, at<int32_t>(scratch));
+      },
+      arg("args"), arg("scratch"));
+  m.def("expert_rows_grad_emulated", &pyrl::expert_rows_grad_emulated, arg("args"));
   m.def("gather_routes_emulated", &pyrl::gather_routes_emulated, arg("args"));
   m.def("sum_rows_emulated", &pyrl::sum_rows_emulated, arg("args"));
   m.def("swiglu_emulated", &pyrl::swiglu_emulated, arg("args"));
@@ -443,6 +498,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("sources") = pyrl::sources;
   bind_common(m);
   bind_expand_runs(m);
+  bind_expert_rows(m);
   bind_gather_rows(m);
   bind_gather_routes(m);
   bind_plan_dynamic_cp(m);

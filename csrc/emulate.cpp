@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "expert_rows/gpu_thread.hpp"
 #include "gather_routes/gpu_thread.hpp"
 #include "gather_rows/gpu_thread.hpp"
 #include "latent_keys/gpu_thread.hpp"
@@ -13,6 +14,42 @@
 #include "token_logprob/gpu_thread.hpp"
 
 namespace pyrl {
+
+void expert_rows_emulated(const ExpertRowsArgs& args, int32_t* scratch) {
+  using namespace expert_rows;
+  std::vector<int64_t> memory(Tile::bytes(args) / 8);
+  const Tile shared(args, memory.data());
+  const int64_t tiles = num_tiles(args.tokens);
+  int64_t tile = 0;
+  const auto phase = [&](const auto& run) { each_thread(tile, tiles, kThreads, run); };
+  for (; tile < tiles; ++tile) {
+    phase([&](const ThreadIndex& at) { tile_bits(args, tile, shared, at); });
+    phase([&](const ThreadIndex& at) { tile_counts(args, tile, shared, scratch, at); });
+  }
+  for (tile = 0; tile < tiles; ++tile) {
+    phase([&](const ThreadIndex& at) {
+      tile_bits(args, tile, shared, at);
+      tile_sums(args, tile, shared, scratch, at);
+    });
+    phase([&](const ThreadIndex& at) { tile_totals(args, tile, shared, at); });
+    phase([&](const ThreadIndex& at) { tile_firsts(args, shared, at); });
+    phase([&](const ThreadIndex& at) { tile_order(args, tile, shared, at); });
+    with_word(args.word, [&](auto word) {
+      phase([&](const ThreadIndex& at) { tile_rows<decltype(word)>(args, tile, shared, at); });
+    });
+  }
+}
+
+void expert_rows_grad_emulated(const ExpertRowsGradArgs& args) {
+  using namespace expert_rows;
+  with_word(args.word, [&](auto word) {
+    using Word = decltype(word);
+    for (int64_t tile = 0, tiles = num_grad_tiles(args); tile < tiles; ++tile) {
+      each_thread(tile, tiles, kThreads, [&](ThreadIndex at) { grad_zeros<Word>(args, tile, at); });
+      each_thread(tile, tiles, kThreads, [&](ThreadIndex at) { grad_places<Word>(args, tile, at); });
+    }
+  });
+}
 
 void gather_rows_emulated(const Field* fields, int count, const int64_t* rows, int64_t num_out) {
   each_gather(fields, count, rows, num_out, [](const Gather& g) {

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from pyrl_ext.ops import Inverse, gather_rows, sum_rows
+from pyrl_ext.ops import expert_rows, gather_rows, sum_rows
 
 
 class RowDispatcher(MoEAlltoAllTokenDispatcher):
@@ -37,16 +36,17 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         self.hidden_shape = hidden_states.shape
         self.probs = probs  # megatron's combine_preprocess asks for its type
         tokens = hidden_states.reshape(-1, self.hidden_shape[-1])
+        found = expert_rows(routing_map, probs, self.config.moe_router_topk)
+        self._rows, self._inverse = found.rows, found.inverse
         if self._alone:
-            self.tokens_per_expert = routing_map.sum(0)
+            self.tokens_per_expert = found.counts
         else:
             counts = self.preprocess(routing_map)
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
                 "before_permutation_1", counts
             )
-        self._rows, self._inverse, places = expert_rows(routing_map, self.config.moe_router_topk)
         rows = gather_rows(tokens, self._rows, tokens.new_zeros(tokens.shape[1]), self._inverse)
-        return rows, probs.reshape(-1).gather(0, places)
+        return rows, found.weights
 
     def dispatch_postprocess(
         self, global_input_tokens: Tensor, global_probs: Tensor
@@ -77,26 +77,3 @@ class RowMoELayer(MoELayer):
             config=config,
             pg_collection=kwargs["pg_collection"],
         )
-
-
-def expert_rows(routing_map: Tensor, top_k: int) -> tuple[Tensor, Inverse, Tensor]:
-    """The tokens of each expert, in order, experts one after the other.
-
-    Args:
-        routing_map: [T, E] bool, ``top_k`` True in a row.
-
-    Returns:
-        rows [T * top_k] int64, tokens; the inverse of rows; and of each its place in the flattened
-        map, [T * top_k] int64.
-    """
-    tokens, experts = routing_map.shape
-    size = tokens * top_k
-    by_expert = torch.nonzero_static(routing_map.T.reshape(-1), size=size).squeeze(1)
-    by_token = torch.nonzero_static(routing_map.reshape(-1), size=size).squeeze(1)
-    expert = by_expert.div(max(tokens, 1), rounding_mode="floor")
-    rows = by_expert - expert * tokens
-    places = rows * experts + expert
-    row_of = rows.new_empty(tokens * experts)
-    row_of[places] = torch.arange(size, device=rows.device)
-    starts = torch.arange(0, size + 1, top_k, device=rows.device)
-    return rows, Inverse(starts, row_of[by_token]), places

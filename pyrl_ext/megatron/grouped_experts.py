@@ -84,12 +84,12 @@ class GroupedExperts(MegatronModule):
 
         Args:
             rows: [N, hidden], expert by expert.
-            rows_per_expert: [E] int64, on the host or the device.
+            rows_per_expert: [E] integers, on the host or the device.
             probs: [N], weight of each row's output.
 
         Returns: [N, hidden], this rank's part of a sum over expert-tensor-parallel ranks; no bias.
         """
-        ends = rows_per_expert.cumsum(0).int()
+        ends = rows_per_expert.cumsum(0, dtype=torch.int32)
         ends = ends if ends.device == rows.device else to_device(ends, rows.device)
         inner = swiglu(grouped_linear(rows, self.linear_fc1, ends), probs.float())
         return grouped_linear(inner, self.linear_fc2, ends), None

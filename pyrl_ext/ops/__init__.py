@@ -3,6 +3,7 @@
 from ._native import check_extension
 from ._op import serve_gpu_from, use_backend
 from .expand_runs import expand_runs
+from .expert_rows import ExpertRows, expert_rows
 from .gather_fields import Fields, gather_fields
 from .gather_routes import gather_routes
 from .gather_rows import Inverse, gather_rows, invert_rows
@@ -20,10 +21,12 @@ from .token_logprob import (
 )
 
 __all__ = [
+    "ExpertRows",
     "Fields",
     "Inverse",
     "check_extension",
     "expand_runs",
+    "expert_rows",
     "gather_fields",
     "gather_routes",
     "gather_rows",

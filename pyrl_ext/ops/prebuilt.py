@@ -17,6 +17,7 @@ import triton
 from triton import knobs
 
 from pyrl_ext.ops._triton import Launch
+from pyrl_ext.ops.expert_rows import triton as expert_rows
 from pyrl_ext.ops.gather_routes import triton as gather_routes
 from pyrl_ext.ops.gather_rows import triton as gather_rows
 from pyrl_ext.ops.latent_keys import triton as latent_keys
@@ -41,7 +42,7 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
         (name, a call with the given number of rows) of each.
     """
     ops = gather_routes, replay_probs, token_logprob, gather_rows, sum_rows, swiglu
-    for op in (*ops, rotary, latent_keys):
+    for op in (*ops, rotary, latent_keys, expert_rows):
         yield from op.launches(plan, config)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyrl_ext.ops import (
     Inverse,
     expand_runs,
+    expert_rows,
     gather_fields,
     gather_routes,
     gather_rows,
@@ -26,6 +27,7 @@ from pyrl_ext.ops import (
     token_logprob_rows,
     token_logprob_stats,
 )
+from pyrl_ext.ops.expert_rows import expert_rows_grad
 from pyrl_ext.ops.latent_keys import latent_keys_grad
 from pyrl_ext.ops.replay_probs import grad_op
 from pyrl_ext.ops.swiglu import swiglu_grad
@@ -55,6 +57,7 @@ def bad_calls() -> list[Bad]:
         *_gather_fields(),
         *_gather_routes(),
         *_expand_runs(),
+        *_expert_rows(),
         *_sum_rows(),
         *_swiglu(),
         *_rotary(),
@@ -249,6 +252,32 @@ def _latent_keys() -> list[Bad]:
         bad(TypeError, "shared torch.float16, expected", both, shared.half(), 4),
         bad(ValueError, "shared on meta, expected one device", both, shared.to("meta"), 4),
         rows,
+    ]
+
+
+def _expert_rows() -> list[Bad]:
+    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
+        return Bad("expert_rows", lambda: expert_rows(*args), error, message)
+
+    chosen, probs = torch.arange(8).expand(3, 8) < 2, torch.zeros(3, 8)
+    more = chosen.logical_or(torch.arange(24).view(3, 8) == 13)
+    grad = Bad(
+        "expert_rows_grad",
+        lambda: expert_rows_grad(torch.zeros(5), ZERO, ZERO, 1, 1),
+        *(ValueError, "grad [5], order [1], places [1], expected [T * K] three times"),
+    )
+    return [
+        bad(ValueError, "routing_map [3, 8], probs [2, 8], expected [T, E]", chosen, probs[:2], 2),
+        bad(ValueError, "top_k is 9, expected 1 to the 8 experts", chosen, probs, 9),
+        bad(ValueError, "top_k is 0, expected 1 to the 8 experts", chosen, probs, 0),
+        bad(TypeError, "routing_map is torch.uint8, probs torch.float32", chosen.byte(), probs, 2),
+        bad(
+            TypeError, "probs torch.int64, expected torch.bool and one of", chosen, probs.long(), 2
+        ),
+        bad(ValueError, "routing_map is on cpu, probs on meta", chosen, probs.to("meta"), 2),
+        bad(ValueError, "routing_map[1] has 3 experts, expected top_k 2", more, probs, 2),
+        bad(ValueError, "routing_map[0] has 2 experts, expected top_k 3", chosen, probs, 3),
+        grad,
     ]
 
 

@@ -53,6 +53,7 @@ def rows_args(dtype: torch.dtype) -> tuple[Any, ...]:
 ROWS = torch.tensor([2, -1, 0, 2])
 STARTS, ORDER = torch.tensor([0, 1, 1, 3]), torch.tensor([2, 0, 3, -1])  # ROWS inverted
 IDS = torch.tensor([[0, 5], [3, 1], [7, 6]])
+MAP = torch.zeros(3, 8, dtype=torch.bool).scatter(1, IDS, True)
 CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "gather_rows": ("gather_rows", (real(3, 7, grad=True), ROWS, real(7, grad=True))),
     "gather_rows, inverse": (
@@ -96,6 +97,20 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "gather_routes, uint16": (
         "gather_routes",
         ((torch.arange(24).view(3, 4, 2) * 15).to(torch.uint16), ROWS, torch.tensor([1]), 384),
+    ),
+    **{
+        f"expert_rows, {dtype}": ("expert_rows", (MAP, real(3, 8, dtype=dtype, grad=True), 2))
+        for dtype in (torch.float64, torch.bfloat16)
+    },
+    "expert_rows_grad": (
+        "expert_rows_grad",
+        # the rows of MAP: order of tokens, places of rows
+        (
+            real(6, grad=True),
+            torch.tensor([0, 3, 1, 2, 4, 5]),
+            torch.tensor([0, 9, 11, 5, 22, 23]),
+            *(3, 8),
+        ),
     ),
     "expand_runs": ("expand_runs", (torch.tensor([2, -1]), torch.tensor([3, 2]), 7)),
     "expand_runs, no runs": ("expand_runs", (ROWS[:0], ROWS[:0], 3)),

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of
+from pyrl_ext.ops.expert_rows.native import arguments as expert_rows_arguments
+from pyrl_ext.ops.expert_rows.native import grad_arguments as expert_rows_grad_arguments
+from pyrl_ext.ops.expert_rows.reference import new_outputs
 from pyrl_ext.ops.gather_fields.flat import flat_layout, pattern
 from pyrl_ext.ops.gather_routes.native import arguments as routes_arguments
 from pyrl_ext.ops.gather_rows.native import rows_of
@@ -187,3 +190,19 @@ def latent_keys_grad(key: Tensor, value: Tensor, plain: int) -> tuple[Tensor, Te
     shared = key.new_empty(len(key), key.shape[2] - plain)
     C.latent_keys_emulated(args=keys_arguments(key, value, both, shared, back=True))
     return both, shared
+
+
+def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, ...]:
+    out = new_outputs(probs, top_k)
+    scratch = torch.empty(C.expert_rows_scratch(*probs.shape), dtype=torch.int32)
+    args = expert_rows_arguments(routing_map.contiguous(), probs.contiguous(), top_k, out)
+    C.expert_rows_emulated(args=args, scratch=scratch.data_ptr())
+    return out
+
+
+def expert_rows_grad(
+    grad: Tensor, order: Tensor, places: Tensor, tokens: int, experts: int
+) -> Tensor:
+    out = grad.new_empty(tokens, experts)
+    C.expert_rows_grad_emulated(args=expert_rows_grad_arguments(grad, order, places, out))
+    return out

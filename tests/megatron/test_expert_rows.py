@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.megatron.expert_rows import RowDispatcher, expert_rows
-from pyrl_ext.ops import gather_rows, invert_rows, sum_rows
+from pyrl_ext.megatron.expert_rows import RowDispatcher
+from pyrl_ext.ops import expert_rows, gather_rows, invert_rows, sum_rows
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
@@ -43,9 +43,10 @@ def test_expert_rows_are_megatrons_permutation(shape, crowded, device):
     theirs, their_probs, their_rows, *_ = permute(
         x, routing_map, probs, num_out_tokens=tokens * top_k
     )
-    rows, inverse, places = expert_rows(routing_map, top_k)
-    assert torch.equal(rows, their_rows)
-    assert their_probs is not None and torch.equal(probs.flatten()[places], their_probs)
+    weights, rows, inverse, places, counts = expert_rows(routing_map, probs, top_k)
+    assert torch.equal(rows, their_rows) and torch.equal(counts, routing_map.sum(0))
+    assert their_probs is not None and torch.equal(weights, their_probs)
+    assert torch.equal(probs.flatten()[places], their_probs)
     for ours, expected in zip(inverse, invert_rows(rows.cpu(), tokens), strict=True):
         assert torch.equal(ours.cpu(), expected)
     ours = gather_rows(x, rows, x.new_zeros(5), inverse)
@@ -54,18 +55,12 @@ def test_expert_rows_are_megatrons_permutation(shape, crowded, device):
     torch.testing.assert_close(sum_rows(ours, rows, inverse), back)
 
 
-def test_expert_rows_of_no_tokens_are_none():
-    rows, inverse, places = expert_rows(torch.zeros(0, 8, dtype=torch.bool), 2)
-    assert len(rows) == len(places) == len(inverse.order) == 0
-    assert inverse.starts.tolist() == [0]
-
-
 @needs_gpu
 def test_expert_rows_do_not_wait_for_the_device():
     routing_map = random_map(50, 8, 3, "cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        expert_rows(routing_map, 3)
+        expert_rows(routing_map, torch.rand(50, 8, device="cuda"), 3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -94,5 +89,5 @@ def test_RowDispatcher_takes_the_place_of_sorting_and_scattered_sums():
         with Named(sum(batch.seqlens)) as called:
             passes.update(policy, batch, schedule, build_loss(plan.objective))
         assert not any(hasattr(d, "d2h_event") for d in dispatchers)  # nothing to wait for
-    assert {"pyrl_ext::sum_rows", "aten::nonzero_static"} <= called.names
-    assert not called.names & {"aten::sort", "aten::index_add_"}
+    assert {"pyrl_ext::sum_rows", "pyrl_ext::expert_rows"} <= called.names
+    assert not called.names & {"aten::sort", "aten::index_add_", "aten::scatter_add"}

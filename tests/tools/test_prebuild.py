@@ -182,6 +182,10 @@ def launch_name(op: str, args: tuple) -> str | None:
     if op.startswith("swiglu"):
         gate_up = args[op == "swiglu_grad"]
         return f"swiglu {gate_up.dtype} x {gate_up.shape[1]}"
+    if op == "expert_rows":
+        return f"expert_rows {args[2]} of {first.shape[1]}"
+    if op == "expert_rows_grad":
+        return f"expert_rows {len(first) // args[3]} of {args[4]}"
     if op == "token_logprob_combine":
         return None  # launched with the statistics of a shard
     if op.startswith("token_logprob"):
@@ -202,6 +206,6 @@ def test_launches_names_all_that_a_real_step_launches():
     found = {name.replace("torch.", "") for name in called.names}
     assert {name.split()[0] for name in found} == {
         *("gather_routes", "replay_probs", "token_logprob", "sum_rows", "swiglu"),
-        *("rotary", "latent_keys"),
+        *("rotary", "latent_keys", "expert_rows"),
     }
     assert found <= {name for name, _ in prebuilt.launches(plan, config_of(plan))}

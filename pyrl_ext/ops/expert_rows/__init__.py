@@ -1,0 +1,154 @@
+"""expert_rows: the tokens of each expert, experts one after the other, and the weight of each row.
+
+Backends: native (C++ threads on CPU; CUDA, two launches), triton (the same two), reference (torch,
+13 operators). The order is fixed: every backend has the same bits in every run; no atomics.
+Gradient: to ``probs``, one kernel; of any order.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._op import Op
+from pyrl_ext.ops.gather_rows import Inverse
+
+from . import native, reference, triton
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class ExpertRows(NamedTuple):
+    """The rows of T tokens with K experts each.
+
+    Args:
+        weights: [T * K] the probability of each row, dtype of ``probs``.
+        rows: [T * K] int64, the token of each row.
+        inverse: of ``rows``.
+        places: [T * K] int64, of each row its place in the flattened routing map.
+        counts: [E] int32, rows of each expert.
+    """
+
+    weights: Tensor
+    rows: Tensor
+    inverse: Inverse
+    places: Tensor
+    counts: Tensor
+
+
+def _fake(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, ...]:
+    return reference.new_outputs(probs, top_k)
+
+
+def _grad_fake(grad: Tensor, order: Tensor, places: Tensor, tokens: int, experts: int) -> Tensor:
+    return grad.new_empty(tokens, experts)
+
+
+op = Op(
+    "expert_rows(Tensor routing_map, Tensor probs, SymInt top_k)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+)
+op.backend("native", native.expert_rows, refuse=native.refuse)
+op.backend("triton", triton.expert_rows, refuse=triton.refuse)
+op.backend("reference", reference.expert_rows)
+
+grad_op = Op(
+    "expert_rows_grad(Tensor grad, Tensor order, Tensor places, SymInt tokens, SymInt experts)"
+    " -> Tensor",
+    fake=_grad_fake,
+)
+grad_op.backend("native", native.expert_rows_grad, refuse=native.refuse_grad)
+grad_op.backend("triton", triton.expert_rows_grad, refuse=triton.refuse_grad)
+grad_op.backend("reference", reference.expert_rows_grad)
+
+
+def _save(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # none of zeros for the integers
+    _weights, _rows, _starts, order, places, _counts = output
+    ctx.save_for_backward(order, places)
+    ctx.shape = inputs[0].shape
+
+
+def _backward(ctx, *grads):
+    grad = grads[0]
+    return (
+        None,
+        None if grad is None else expert_rows_grad(grad, *ctx.saved_tensors, *ctx.shape),
+        None,
+    )
+
+
+def _save_again(ctx, inputs, output):
+    ctx.save_for_backward(inputs[2])
+
+
+def _backward_again(ctx, grad):
+    (places,) = ctx.saved_tensors
+    return grad.reshape(-1).gather(0, places), None, None, None, None  # the gradient is linear
+
+
+op.gradient(_backward, _save)
+grad_op.gradient(_backward_again, _save_again)
+
+
+def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> ExpertRows:
+    """``rows, places, weights[m] = t, t * E + e, probs[t, e]`` of the m-th (e, t) in the map.
+
+    Args:
+        routing_map: [T, E] bool, ``top_k`` True in a row.
+        probs: [T, E] float32, bfloat16, float16 or float64.
+        top_k: K.
+
+    Returns:
+        ExpertRows, on the device of ``probs``.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not fit; on CPU also where a token has
+            more or fewer experts than ``top_k``. On a GPU that is not checked, since that would
+            wait for the device.
+    """
+    if routing_map.ndim != 2 or probs.shape != routing_map.shape:
+        raise ValueError(
+            f"expert_rows: routing_map {list(routing_map.shape)}, probs {list(probs.shape)}, "
+            "expected [T, E] twice"
+        )
+    if not 0 < top_k <= routing_map.shape[1]:
+        raise ValueError(
+            f"expert_rows: top_k is {top_k}, expected 1 to the {routing_map.shape[1]} experts"
+        )
+    if routing_map.dtype != torch.bool or probs.dtype not in DTYPES:
+        raise TypeError(
+            f"expert_rows: routing_map is {routing_map.dtype}, probs {probs.dtype}, expected "
+            f"torch.bool and one of {list(DTYPES)}"
+        )
+    if routing_map.device != probs.device:
+        raise ValueError(
+            f"expert_rows: routing_map is on {routing_map.device}, probs on {probs.device}, "
+            "expected one device"
+        )
+    weights, rows, starts, order, places, counts = op(routing_map, probs, top_k)
+    return ExpertRows(weights, rows, Inverse(starts, order), places, counts)
+
+
+def expert_rows_grad(
+    grad: Tensor, order: Tensor, places: Tensor, tokens: int, experts: int
+) -> Tensor:
+    """The gradient of ``probs`` from that of the weights: ``out.flatten()[places] = grad``, else 0.
+
+    Args:
+        grad: [T * K]
+        order, places: as `expert_rows` gives them.
+        tokens, experts: T, E.
+
+    Returns:
+        [T, E] dtype of ``grad``.
+
+    Raises: ValueError: shapes do not fit.
+    """
+    if not grad.ndim == 1 or not grad.shape == order.shape == places.shape:
+        raise ValueError(
+            f"expert_rows_grad: grad {list(grad.shape)}, order {list(order.shape)}, places "
+            f"{list(places.shape)}, expected [T * K] three times"
+        )
+    return grad_op(grad, order, places, tokens, experts)

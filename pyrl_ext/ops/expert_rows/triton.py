@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._triton import Launch, meta, refuse_device
+
+from .reference import new_outputs
+
+if TYPE_CHECKING:
+    from pyrl_ext.plan import Plan
+
+MAX_EXPERTS = 1024
+
+
+def refuse(routing_map: Tensor, probs: Tensor, top_k: int) -> str | None:
+    tokens, experts = routing_map.shape
+    if experts > MAX_EXPERTS or tokens * top_k >= 2**31:
+        return (
+            f"{tokens} tokens, {top_k} of {experts} experts, expected at most {MAX_EXPERTS} "
+            "experts and 2**31 rows"
+        )
+    return refuse_device("probs", probs)
+
+
+def refuse_grad(
+    grad: Tensor, order: Tensor, places: Tensor, tokens: int, experts: int
+) -> str | None:
+    if experts > MAX_EXPERTS:
+        return f"{experts} experts, expected at most {MAX_EXPERTS}"
+    return refuse_device("grad", grad)
+
+
+def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, ...]:
+    from .triton_kernel import expert_rows_count_kernel, expert_rows_kernel, tiles
+
+    routing_map, probs = routing_map.contiguous(), probs.contiguous()
+    tokens, experts = probs.shape
+    out, sizes = new_outputs(probs, top_k), tiles(experts)
+    number = max(1, -(-tokens // 256))
+    per_tile = probs.new_empty(number, experts, dtype=torch.int32)
+    count: Any = expert_rows_count_kernel
+    count[(number,)](routing_map, per_tile, tokens, experts, **sizes)
+    place: Any = expert_rows_kernel
+    place[(number,)](
+        *(routing_map, probs, per_tile, *out, tokens, experts, top_k, number),
+        CHUNK=1024 // sizes["WIDTH"],
+        **sizes,
+    )
+    return out
+
+
+def expert_rows_grad(
+    grad: Tensor, order: Tensor, places: Tensor, tokens: int, experts: int
+) -> Tensor:
+    from .triton_kernel import expert_rows_grad_kernel, tiles
+
+    out = grad.new_empty(tokens, experts)
+    if tokens:
+        sizes = tiles(experts)
+        kernel: Any = expert_rows_grad_kernel
+        kernel[(-(-tokens // sizes["TALL"]),)](
+            *(grad.contiguous(), order, places, out, tokens, experts),
+            K=len(order) // tokens,
+            TALL=sizes["TALL"],
+            WIDTH=sizes["WIDTH"],
+        )
+    return out
+
+
+def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
+    """The launches of a run of ``plan``: of every layer with experts."""
+    if not plan.router_layers:
+        return
+    top_k, experts = plan.sizes.topk, plan.sizes.num_experts
+
+    def both(rows: int) -> None:
+        routing_map = meta(rows, experts, dtype=torch.bool)
+        expert_rows(routing_map, meta(rows, experts), top_k)
+        order = meta(rows * top_k, dtype=torch.int64)
+        expert_rows_grad(meta(rows * top_k), order, order, rows, experts)
+
+    yield f"expert_rows {top_k} of {experts}", both
