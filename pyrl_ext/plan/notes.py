@@ -122,7 +122,7 @@ def _engine(plan: Plan) -> list[str]:
     if rollout.gpus is not None and ranks + rollout.gpus > node:
         found.append(
             f"rollout.gpus: {rollout.gpus} beside {ranks} ranks of the trainer are more than the "
-            f"{node} GPUs of a node; engines on other nodes are not built yet"
+            f"{node} GPUs of a node; use rollout.launch"
         )
     return found
 

@@ -33,6 +33,8 @@ FREE_ON_RESUME = (
     *("rollout.gpus", "rollout.gpu_memory_utilization", "rollout.sleep", "rollout.offload_trainer"),
     *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
     *("rollout.transport", "turns.timeout", "turns.min_share"),
+    *("rollout.servers", "rollout.launch", "rollout.min_servers", "rollout.keys"),
+    *("rollout.request_timeout", "rollout.publish_timeout"),
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "fetched")
@@ -196,7 +198,24 @@ class Plan(Config):
     def shares_gpus(self) -> bool:
         """Whether the engine uses the trainer's GPUs."""
         rollout = self.rollout
-        return self.device == "cuda" and rollout.gpus is None and rollout.engine in ("hf", "vllm")
+        own = rollout.gpus is not None or self.engines_apart
+        return self.device == "cuda" and not own and rollout.engine in ("hf", "vllm")
+
+    @property
+    def engines_apart(self) -> bool:
+        """Whether the engines are servers, on other hosts, that the trainer reaches over HTTP."""
+        return bool(self.rollout.servers or self.rollout.launch.hosts)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of the engines apart: as given, or of those that `launch` starts."""
+        return (*self.rollout.servers, *self.rollout.launch.addresses(self.rollout.tp))
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that generate at the same time; each has rollout.tp GPUs."""
+        gpus = self.rollout.gpus or self.parallel.world_size
+        return len(self.addresses) or gpus // self.rollout.tp
 
     @property
     def engine_sleeps(self) -> bool:
@@ -204,8 +223,10 @@ class Plan(Config):
         return self.shares_gpus and self.rollout.sleep
 
     @property
-    def transport(self) -> Literal["inprocess", "shm", "ipc", "broadcast"]:
-        """How weights reach the engine, with auto resolved."""
+    def transport(self) -> Literal["inprocess", "shm", "ipc", "broadcast", "servers"]:
+        """How weights reach the engine, with auto resolved; servers: one send to all of them."""
+        if self.engines_apart:
+            return "servers"
         if self.rollout.transport != "auto":
             return self.rollout.transport
         return "inprocess" if self.rollout.gpus is None else "broadcast"
@@ -216,9 +237,11 @@ class Plan(Config):
 
         One in a separate process belongs to one rank, one in process to as many as it has parts.
         Ranks of an encoder alone hold none: their memory is not made for the language model.
+        Every rank asks engines apart, all of them, for its share of the prompts.
         """
-        ranks, tp, gpus = self.parallel.world_size, self.rollout.tp, self.rollout.gpus
-        engines = (ranks if gpus is None else gpus) // tp
+        if self.engines_apart:
+            return tuple(range(self.world_size))
+        ranks, tp, engines = self.parallel.world_size, self.rollout.tp, self.num_engines
         owners = {engine * ranks // engines: engine for engine in range(engines)}
         if self.transport == "inprocess":
             owners = {rank: rank // tp for rank in range(ranks)}

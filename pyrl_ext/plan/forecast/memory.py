@@ -246,10 +246,10 @@ def _publish(plan: Plan) -> Item:
     if uses_buckets(plan):
         held += bucket
         why = f"a bucket, {why}"
-        if plan.rollout.engine == "vllm" and plan.rollout.gpus is None:
+        if plan.rollout.engine == "vllm" and not (plan.rollout.gpus or plan.engines_apart):
             held += experts
             why += ", one layer's experts (vLLM keeps them until it has all)"
-    if plan.transport in ("ipc", "broadcast"):
+    if plan.transport in ("ipc", "broadcast", "servers"):
         held += 2 * plan.rollout.bucket_bytes
         why = f"{why}, and two buckets in flight"
     return Item("publish", held, ("publish",), why, exact=False)
@@ -258,6 +258,8 @@ def _publish(plan: Plan) -> Item:
 def _engine(plan: Plan, load: Load) -> Iterator[Item]:
     """The rollout engine, if it shares the trainer's devices."""
     rollout, each = plan.rollout, DTYPE_BYTES[plan.rollout_dtype]
+    if plan.engines_apart:
+        return
     always, loaded = (START, *MEMORY_PHASES), (START, *MEMORY_PHASES[:2])
     weights = each * (parameters(plan.sizes).total + encoder_parameters(plan))
     if rollout.engine == "hf":

@@ -40,7 +40,7 @@ class Decoder:
     @property
     def engines(self) -> int:
         """Engines of the run; each generates an equal share of the samples."""
-        return max(1, (self.plan.rollout.gpus or self.plan.parallel.world_size) // self.tp)
+        return max(1, self.plan.num_engines)
 
     @cached_property
     def prompts(self) -> tuple[int, ...]:

@@ -142,7 +142,7 @@ class World:
     @property
     def generated_bytes(self) -> float:
         """Rows that this rank's engine generated, with the routes of all layers."""
-        engines = self.llm_ranks / self.plan.rollout.tp
+        engines = self.llm_ranks / (1 if self.plan.engines_apart else self.plan.rollout.tp)
         routed = ROUTE_MASK + self.route_bytes(len(self.plan.router_layers))
         loss = sum(LOSS.values()) + self.kept_bytes(1)
         return self.rows / engines * (self.token_bytes + loss + routed)

@@ -90,7 +90,7 @@ def own_gpus_are_not_shared_and_have_an_owner(plan: Plan) -> Found:
 def weights_can_reach_the_engine(plan: Plan) -> Found:
     rollout, shared = plan.rollout, plan.rollout.gpus is None
     way, on_cpu = rollout.transport, plan.device == "cpu"
-    if rollout.engine == "recorded":
+    if rollout.engine == "recorded" or plan.engines_apart:
         return None
     if way == "inprocess" and not shared:
         return (
@@ -144,7 +144,9 @@ def engines_fill_their_gpus(plan: Plan) -> Found:
     if rollout.engine != "vllm":
         return None
     wholes = {"rollout.gpus": rollout.gpus or 0}
-    if rollout.gpus is None:
+    if plan.engines_apart:
+        wholes = {"rollout.launch.gpus": rollout.launch.gpus if rollout.launch.hosts else node}
+    elif rollout.gpus is None:
         wholes = {"the language model's ranks": plan.parallel.world_size}
     if max(wholes.values()) > node:
         wholes["hardware.gpus_per_node"] = node

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
+from pyrl_ext.plan.forecast.engine_memory import engine_memory
+from pyrl_ext.plan.forecast.units import size
 from pyrl_ext.plan.language.errors import show
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, rule
 from pyrl_ext.plan.schema.servers import Servers
+
+LOOPBACK = re.compile(r"https?://(localhost|127\.\d+\.\d+\.\d+):\d+")
+# Keys that only engines apart read; those that only training while they generate reads.
+APART = ("min_servers", "keys", "request_timeout", "publish_timeout", "pause")
+AHEAD = ("second_span_routes", "too_old")
+# Of an engine that shares the trainer's GPUs, or that the trainer starts -> what is expected
+BESIDE = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none", "transport": "auto"}
 
 
 @rule("rollout")
@@ -14,3 +26,79 @@ def engines_apart_are_built(plan: Plan) -> Found:
         if changed(plan.rollout, name):
             value = show(getattr(plan.rollout, name))
             yield name, f"{value}, expected it left out; engines apart are not built yet"
+
+
+@rule("rollout")
+def engines_apart_share_nothing_with_the_trainer(plan: Plan) -> Found:
+    rollout = plan.rollout
+    if not plan.engines_apart:
+        return
+    if rollout.servers and rollout.launch.hosts:
+        yield (
+            "servers",
+            f"{show(rollout.servers)} with rollout.launch, expected one of both; addresses of "
+            "servers that run, or hosts on which they are started",
+        )
+    if rollout.engine not in ("hf", "vllm"):
+        yield "engine", f"{rollout.engine} with engines apart, expected hf or vllm; they generate"
+    for name, rule_ in BESIDE.items():
+        asked = rollout.sleep and "sleep" in rollout.model_fields_set
+        if asked if name == "sleep" else changed(rollout, name):
+            yield (
+                name,
+                f"{show(getattr(rollout, name))} with engines apart, expected {rule_}; they share "
+                "no GPU with the trainer, and take weights over the network",
+            )
+
+
+@rule("rollout")
+def engines_apart_read_what_is_set(plan: Plan) -> Found:
+    rollout, why = plan.rollout, "only engines apart (rollout.servers, rollout.launch) read it"
+    unread = () if plan.engines_apart else APART
+    if not plan.engines_apart and rollout.engine != "recorded":
+        unread = (*unread, "ahead")
+    for name in filter(lambda name: changed(rollout, name), unread):
+        yield name, f"{show(getattr(rollout, name))}, expected it left out; {why}"
+    for name in AHEAD if not rollout.ahead else ():
+        if changed(rollout, name):
+            value = show(getattr(rollout, name))
+            yield name, f"{value} with rollout.ahead 0, expected it left out; no sample is old then"
+
+
+@rule("rollout")
+def engines_apart_have_addresses(plan: Plan) -> Found:
+    key = "servers" if plan.rollout.servers else "launch"
+    twice = [each for each, times in Counter(plan.addresses).items() if times > 1]
+    if twice:
+        yield key, f"{twice[0]} twice, expected an address for each engine"
+    port = max((int(each.rpartition(":")[2]) for each in plan.addresses), default=0)
+    if port > 65535:
+        yield key, f"port {port}, expected at most 65535"
+    others = [each for each in plan.addresses if not LOOPBACK.fullmatch(each)]
+    if others and plan.rollout.keys is None:
+        yield (
+            "keys",
+            f"null with an engine at {others[0]}, expected a folder with the files generate and "
+            "control; whoever reaches that address could change its weights",
+        )
+
+
+@rule("rollout.min_servers")
+def enough_engines_are_there_to_begin_with(plan: Plan) -> Found:
+    least, there = plan.rollout.min_servers, len(plan.addresses)
+    if plan.engines_apart and least > there:
+        return f"{least}, expected at most {there}, the number of engines; no run would begin"
+
+
+@rule("rollout.tp")
+def an_engine_holds_the_model_and_a_sample(plan: Plan) -> Found:
+    memory = engine_memory(plan)
+    if memory is None or memory.least <= memory.taken:
+        return None
+    return (
+        f"{plan.rollout.tp} needs {size(memory.least)} on each GPU of an engine, weights "
+        f"{size(memory.weights)} + a KV cache for {memory.sample:,} tokens, expected at most "
+        f"{size(memory.taken)}, rollout.gpu_memory_utilization "
+        f"{plan.rollout.gpu_memory_utilization:g} of {size(memory.limit)}; vLLM would not start. "
+        "Raise one of both"
+    )

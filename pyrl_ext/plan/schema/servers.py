@@ -21,6 +21,11 @@ class Launch(Section):
     port: Annotated[int, Field(ge=1024, le=65000)] = 8000
     """of the first engine of a host; each further engine takes the next"""
 
+    def addresses(self, tp: int) -> list[str]:
+        """Addresses of the engines of `tp` GPUs each, host by host."""
+        ports = range(self.port, self.port + self.gpus // tp)
+        return [f"http://{host}:{port}" for host in self.hosts for port in ports]
+
 
 class Servers(Section):
     """Engines on other hosts, which the trainer reaches over HTTP."""
