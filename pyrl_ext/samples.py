@@ -96,6 +96,7 @@ class Sampling:
         seed: already mixed with the training step by the caller
         greedy: argmax instead of a draw; log-probs are then those of the unfiltered model
         kept_sets: samples carry the tokens that top_k and top_p kept (not with greedy)
+        step: that trains on the samples, by which recorded ones are found; None: it is not known
 
     Raises:
         ValueError: a field outside its range
@@ -111,6 +112,7 @@ class Sampling:
     seed: int = 0
     greedy: bool = False
     kept_sets: bool = False
+    step: int | None = None
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, rule: str) -> None:
@@ -166,7 +168,7 @@ class Sample:
             that processed token t as an input; None if the engine reports none
         layer_ids: [L] 0-based global ids of the layers that have a router
         route_mask: [T] bool, tokens that have a route (the last token never was an input)
-        weight_version: of the weights that generated the sample
+        weight_version: of the weights that generated the sample, of several the oldest
         finish_reason: "stop" (a stop token was sampled or a stop string is complete) or
             "length" (the budget ran out)
         reward: nan until it is computed
@@ -179,6 +181,8 @@ class Sample:
         kept_counts: [T] int32, number of tokens that token t was drawn from; -1: all of the
             vocabulary, as where nothing was sampled. None: all of it everywhere
         kept_ids: [sum of counts >= 0] int32, these tokens, token by token, rising in each
+        version_spans: (begin, end, version), tokens that these weights sampled, in order; together
+            all sampled tokens. Empty: weight_version sampled all of them
     """
 
     prompt_id: int
@@ -200,6 +204,15 @@ class Sample:
     last: bool = True
     kept_counts: Tensor | None = None
     kept_ids: Tensor | None = None
+    version_spans: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def versions(self) -> Tensor:
+        """[T] int32, of the weights that sampled each token; the oldest where none was sampled."""
+        found = torch.full_like(self.tokens, self.weight_version, dtype=torch.int32)
+        for begin, end, version in self.version_spans:
+            found[begin:end] = version
+        return found
 
     @property
     def response(self) -> list[int]:
@@ -236,6 +249,7 @@ class Sample:
         )
         self._check_tokens()
         self._check_spans()
+        self._check_versions()
         self._check_kept()
         self._check_routes()
         self._check_images()
@@ -263,6 +277,23 @@ class Sample:
         self._need(first == self.prompt_len, f"turn {self.turn} begins at {first}", "prompt_len")
         rule = "False on observed tokens"
         self._first(self.loss_mask & ~sampled, self.loss_mask, "loss_mask", rule)
+
+    def _check_versions(self) -> None:
+        end, oldest, sampled = 0, self.weight_version, torch.zeros_like(self.loss_mask)
+        for begin, stop, version in self.version_spans:
+            found = f"version {version} of tokens {begin} to {stop - 1}"
+            free = end <= begin < stop <= self.tokens.numel()
+            self._need(free, found, f"at least one token from {end} on, of {self.tokens.numel()}")
+            rule = "weight_version first, and none lower than before"
+            self._need(version >= oldest and bool(end or version == oldest), found, rule)
+            sampled[begin:stop], end, oldest = True, stop, version
+        if not self.version_spans:
+            return
+        expected = torch.zeros_like(sampled)
+        for begin, stop in self.spans or ((self.prompt_len, self.tokens.numel()),):
+            expected[begin:stop] = True
+        rule = "one where a token was sampled, and nowhere else"
+        self._first(sampled != expected, sampled, "a version", rule)
 
     def _check_kept(self) -> None:
         counts, ids = self.kept_counts, self.kept_ids

@@ -52,7 +52,7 @@ CORE = {
         ),
     ),
     "servers": (
-        *("rollout/servers", "rollout/ahead", "serve"),
+        *("rollout/servers", "rollout/ahead", "rollout/versions", "serve"),
         *("plan/schema/servers", "plan/rules/servers"),
     ),
     "turns": ("rollout/turns", "rollout/groups", "plan/schema/turns", "plan/rules/turns"),

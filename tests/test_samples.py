@@ -45,6 +45,10 @@ def kept(counts: tuple[int, ...], ids: tuple[int, ...]) -> dict[str, torch.Tenso
     return {"kept_counts": int32(*counts), "kept_ids": int32(*ids)}
 
 
+def versions(*spans: tuple[int, int, int]) -> dict[str, Any]:
+    return {"version_spans": spans}
+
+
 def sample() -> Sample:
     return Sample(
         prompt_id=7,
@@ -90,11 +94,22 @@ def sample() -> Sample:
         (kept((-1, -1, 2, 2), (9, 7, 0, 1)), r"token 2 was drawn from \[9, 7\], expected rising"),
         (kept((-1, -1, 2, 2), (7, 7, 0, 1)), r"token 2 was drawn from \[7, 7\], expected rising"),
         (kept((-1, -1, 2, 2), (7, 9, 2, 3)), "token 3 has token id 1, expected one of the kept"),
+        (versions((2, 3, 0)), "token 3 has a version False, expected one where a token was"),
+        (versions((1, 4, 0)), "token 1 has a version True"),
+        (versions((2, 3, 0), (2, 4, 1)), "version 1 of tokens 2 to 3, expected .* from 3 on, of 4"),
+        (versions((2, 3, 0), (3, 5, 1)), "version 1 of tokens 3 to 4, expected .* of 4"),
+        (versions((2, 2, 0), (2, 4, 1)), "version 0 of tokens 2 to 1"),
+        (versions((2, 3, 1), (3, 4, 0)), "version 1 of tokens 2 to 2, expected weight_version"),
+        (versions((2, 3, 0), (3, 4, -1)), "version -1 of .*, expected .* none lower than before"),
+        (versions((2, 3, 0), (3, 4, 1)) | {"spans": ((2, 3),)}, "token 3 has loss_mask True"),
     ],
 )
 def test_check_names_the_prompt_and_the_field(change: dict[str, Any], message: str):
     assert sample().check().response == [7, 1]
     sets = kept((-1, -1, 3, 2), (2, 7, 9, 0, 1))
     assert dataclasses.replace(sample(), **sets).check().response == [7, 1]
+    both = versions((2, 3, 0), (3, 4, 5))
+    assert dataclasses.replace(sample(), **both).check().versions.tolist() == [0, 0, 0, 5]
+    assert sample().versions.tolist() == [0] * 4
     with pytest.raises(ValueError, match=rf"prompt 7, sample 2\): {message}"):
         dataclasses.replace(sample(), **change).check()

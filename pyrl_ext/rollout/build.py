@@ -129,4 +129,5 @@ def sampling_of(plan: Plan, source: Source, step: int) -> Sampling:
         samples_per_prompt=plan.batching.samples_per_prompt,
         seed=plan.seed * 1_000_003 + step,
         kept_sets=plan.trains_on_kept_sets,
+        step=step,
     )

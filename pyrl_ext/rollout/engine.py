@@ -41,6 +41,8 @@ class Capabilities:
         images: it generates from prompts with images
         kept_sets: samples carry the tokens that top-p and top-k kept, if `Sampling` asks for them
         turns: `Engine.answer` continues trajectories with what it computed of their contexts
+        concurrent: several streams and answers, from several threads, may be open at once, and stay
+            open while weights are loaded
     """
 
     routes: bool
@@ -52,6 +54,7 @@ class Capabilities:
     images: bool = False
     kept_sets: bool = False
     turns: bool = False
+    concurrent: bool = False
 
 
 class TurnFeed(Protocol):

@@ -74,7 +74,7 @@ class Recorder:
         alone = self.topo.world_size == 1
         suffix = "" if alone else f"-rank-{self.topo.rank}"
         file = self.folder / f"step-{version:06d}{suffix}.safetensors"
-        save_samples(file, samples)
+        save_samples(file, samples, version)
         return {
             "version": version,
             "file": file.name,
@@ -87,9 +87,9 @@ class Recorder:
 class RecordedEngine(Engine):
     """Plays stored samples back: `stream` yields what was recorded for each prompt.
 
-    A prompt is found by the weight version last given to `load_weights` and by its id, so a
-    resumed run, and a run over more ranks, gets the same samples as the first. Weights are not
-    used.
+    A prompt is found by the step (`Sampling.step`; None: the weight version last given to
+    `load_weights`) and by its id, so a resumed run, and a run over more ranks, gets the same
+    samples as the first. Weights are not used.
 
     Args:
         path: a file of `save_samples`, or a folder of such files (*.safetensors)
@@ -105,17 +105,21 @@ class RecordedEngine(Engine):
         files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
         if not files:
             raise ValueError(f"{path}: no *.safetensors in it, expected recorded rollout batches")
-        self.files: dict[tuple[int, int], Path] = {}  # (weight version, prompt id) -> file
+        self.files: dict[tuple[int, int], Path] = {}  # (step, prompt id) -> file
         self.routes = self.kept_sets = True
+        self.steps: dict[Path, int | None] = {}  # None: each sample is of its version's
         for file in files:
             index = read_index(file)
+            step = self.steps[file] = index.get("step")
             self.routes &= bool(index["layer_ids"])
             self.kept_sets &= all("kept" in entry for entry in index["samples"])
-            for key in {(e["weight_version"], e["prompt_id"]) for e in index["samples"]}:
+            entries = index["samples"]
+            steps = (e["weight_version"] if step is None else step for e in entries)
+            for key in {*zip(steps, (e["prompt_id"] for e in entries), strict=True)}:
                 if key in self.files:
                     raise ValueError(
-                        f"{file}: prompt {key[1]} of weight version {key[0]} is also in "
-                        f"{self.files[key]}, expected each once"
+                        f"{file}: prompt {key[1]} of step {key[0]} is also in {self.files[key]}, "
+                        "expected each once"
                     )
                 self.files[key] = file
         self.version: int | None = None
@@ -124,7 +128,11 @@ class RecordedEngine(Engine):
     def capabilities(self) -> Capabilities:
         """Routes if every batch has them; whatever the recording engine sampled."""
         return Capabilities(
-            routes=self.routes, weights=False, images=True, kept_sets=self.kept_sets
+            routes=self.routes,
+            weights=False,
+            images=True,
+            kept_sets=self.kept_sets,
+            concurrent=True,
         )
 
     def load_weights(
@@ -146,26 +154,27 @@ class RecordedEngine(Engine):
         """The recorded samples of these prompts, in their order.
 
         Raises:
-            RuntimeError: no version was given
+            RuntimeError: no step and no version was given
             ValueError: a prompt was not recorded, or its tokens or group size differ
         """
-        if self.version is None:
+        if (step := self.version if sampling.step is None else sampling.step) is None:
             raise RuntimeError(
                 "RecordedEngine.stream: no weight version, expected load_weights first"
             )
-        keys = [(self.version, p.id) for p in prompts]
+        keys = [(step, p.id) for p in prompts]
         if not self.whole:  # all trajectories of a prompt may be missing, but not of all prompts
             keys = [key for key in keys if key in self.files] or keys
         if missing := [prompt for _, prompt in (k for k in keys if k not in self.files)]:
-            known = sorted({version for version, _ in self.files})
+            known = sorted({each for each, _ in self.files})
             raise ValueError(
-                f"{self.path}: no samples of weight version {self.version} for prompts "
-                f"{_short(missing)}, expected some; recorded versions are {_short(known)}"
+                f"{self.path}: no samples of step {step} for prompts {_short(missing)}, expected "
+                f"some; recorded steps are {_short(known)}"
             )
         groups: dict[int, list[Sample]] = {p.id: [] for p in prompts}
         for file in dict.fromkeys(self.files[key] for key in keys):
             for sample in load_samples(file):
-                if sample.weight_version == self.version and sample.prompt_id in groups:
+                mine = self.steps[file] in (None, step) and sample.prompt_id in groups
+                if mine and step in (self.steps[file], sample.weight_version):
                     groups[sample.prompt_id].append(sample)
         for prompt in prompts:
             if self.whole:

@@ -24,7 +24,8 @@ from pyrl_ext.samples import Image, Sample
 FORMAT = "pyrl_ext rollout 2"
 _WITH_IMAGES = "pyrl_ext rollout 3"  # the same, and images beside the samples
 _WITH_KEPT = "pyrl_ext rollout 4"  # with images or not, and the sets that top-p and top-k kept
-_FORMATS = (FORMAT, _WITH_IMAGES, _WITH_KEPT)
+_WITH_VERSIONS = "pyrl_ext rollout 5"  # the same, of weights older than the step's
+_FORMATS = (FORMAT, _WITH_IMAGES, _WITH_KEPT, _WITH_VERSIONS)
 _FORMAT_1 = "pyrl_ext rollout 1"  # read as well; its header has no checksum
 _HEADER_CRC = re.compile(rb'("header_crc32":")([0-9a-f]{8})(")')
 _RAGGED = ("tokens", "loss_mask", "rollout_logprobs", "route_mask", "routes", "kept_counts")
@@ -32,7 +33,7 @@ _TURNS = ("turn", "spans", "last")  # of samples that hold several turns, or not
 _SCALARS = ("prompt_id", "index", "prompt_len", "weight_version", "finish_reason", "reward")
 
 
-def save_samples(path: str | Path, samples: Sequence[Sample]) -> None:
+def save_samples(path: str | Path, samples: Sequence[Sample], step: int | None = None) -> None:
     """Write samples to one safetensors file; a reader never sees half of it.
 
     Every token-wise field is one tensor over the tokens of all samples. Patches of images are one
@@ -44,12 +45,48 @@ def save_samples(path: str | Path, samples: Sequence[Sample]) -> None:
         path: file to write or to replace
         samples: at least one, all with the same router layers, or all without routes; patches of
             all images with as many numbers
+        step: that trains on them; None: the one whose number is their weight version
 
     Raises:
         ValueError: no sample, an inconsistent one, different router layers or sizes of patches, or
             kept sets in some samples only
         OSError: naming the file, when it cannot be written
     """
+    first = _checked(path, samples)
+    names = [n for n in (*_RAGGED, "kept_ids") if getattr(first, n) is not None]
+    tensors = {n: torch.cat([getattr(s, n) for s in samples]).contiguous() for n in names}
+    entries = [
+        {n: getattr(s, n) for n in (*_SCALARS, *(_TURNS if s.spans else ()))}
+        | {"size": s.tokens.numel(), "crc32": _crc({n: getattr(s, n) for n in names})}
+        | ({} if s.kept_ids is None else {"kept": len(s.kept_ids)})
+        for s in samples
+    ]
+    for sample, entry in zip(samples, entries, strict=True):
+        if sample.components:
+            entry["components"] = dict(sample.components)
+        if sample.version_spans:
+            entry["version_spans"] = sample.version_spans
+    index: dict[str, Any] = {"layer_ids": first.layer_ids, "samples": entries}
+    if pictures := _add_images(path, samples, entries):
+        index["pictures"] = [
+            {"grid": each.grid, "crc32": _crc({"patches": each.patches})} for each in pictures
+        ]
+        tensors["patches"] = torch.cat([each.patches for each in pictures])
+    form = _WITH_IMAGES if pictures else FORMAT
+    form = form if first.kept_ids is None else _WITH_KEPT
+    if any(s.version_spans or step not in (None, s.weight_version) for s in samples):
+        form, index["step"] = _WITH_VERSIONS, step
+    metadata = {"format": form, "index": json.dumps(index), "header_crc32": "0" * 8}
+    with replacing(Path(path)) as partial:
+        try:
+            save_file(tensors, partial, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        _seal_header(partial)
+
+
+def _checked(path: str | Path, samples: Sequence[Sample]) -> Sample:
+    """The first sample, which the others may share a file with."""
     if not samples:
         raise ValueError(f"save_samples({path}): 0 samples, expected at least one")
     first, layers = samples[0], samples[0].layer_ids
@@ -65,32 +102,7 @@ def save_samples(path: str | Path, samples: Sequence[Sample]) -> None:
                 f"save_samples({path}): prompt {sample.prompt_id}, sample {sample.index} differs "
                 "from the first one in having kept sets, expected them in all samples or in none"
             )
-    names = [n for n in (*_RAGGED, "kept_ids") if getattr(first, n) is not None]
-    tensors = {n: torch.cat([getattr(s, n) for s in samples]).contiguous() for n in names}
-    entries = [
-        {n: getattr(s, n) for n in (*_SCALARS, *(_TURNS if s.spans else ()))}
-        | {"size": s.tokens.numel(), "crc32": _crc({n: getattr(s, n) for n in names})}
-        | ({} if s.kept_ids is None else {"kept": len(s.kept_ids)})
-        for s in samples
-    ]
-    for sample, entry in zip(samples, entries, strict=True):
-        if sample.components:
-            entry["components"] = dict(sample.components)
-    index: dict[str, Any] = {"layer_ids": layers, "samples": entries}
-    if pictures := _add_images(path, samples, entries):
-        index["pictures"] = [
-            {"grid": each.grid, "crc32": _crc({"patches": each.patches})} for each in pictures
-        ]
-        tensors["patches"] = torch.cat([each.patches for each in pictures])
-    form = _WITH_IMAGES if pictures else FORMAT
-    form = form if first.kept_ids is None else _WITH_KEPT
-    metadata = {"format": form, "index": json.dumps(index), "header_crc32": "0" * 8}
-    with replacing(Path(path)) as partial:
-        try:
-            save_file(tensors, partial, metadata=metadata)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-        _seal_header(partial)
+    return first
 
 
 def _add_images(
@@ -187,6 +199,7 @@ def _samples(
             "images": tuple(images),
             "components": entry.get("components", {}),
             "layer_ids": tuple(index["layer_ids"]),
+            "version_spans": tuple(tuple(span) for span in entry.get("version_spans", ())),
         }
         fields |= {name: entry[name] for name in _SCALARS}
         if "spans" in entry:

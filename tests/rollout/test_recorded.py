@@ -223,7 +223,8 @@ def test_RecordedEngine_finds_a_batch_by_version_and_prompts(tmp_path: Path):
     other = [dataclasses.replace(s, prompt_id=-1 - s.prompt_id) for s in random_samples(version=1)]
     save_samples(tmp_path / "eval.safetensors", other)
     engine = RecordedEngine(tmp_path)
-    assert engine.capabilities == Capabilities(routes=True, weights=False, images=True)
+    expected = Capabilities(routes=True, weights=False, images=True, concurrent=True)
+    assert engine.capabilities == expected
     sampling = Sampling(4, samples_per_prompt=2)
     with pytest.raises(RuntimeError, match="no weight version"):
         engine.generate(prompts_of(random_samples()), sampling)
@@ -237,8 +238,31 @@ def test_RecordedEngine_finds_a_batch_by_version_and_prompts(tmp_path: Path):
     chosen = [s for p in some for s in random_samples(version=1) if s.prompt_id == p.id]
     assert_same(engine.generate(some, sampling), chosen)
     engine.load_weights([], 7)
-    with pytest.raises(ValueError, match=r"version 7 for prompts 0, 1, 2, .* versions are 0, 1"):
+    with pytest.raises(ValueError, match=r"step 7 for prompts 0, 1, 2, .* recorded steps are 0, 1"):
         engine.generate(prompts_of(random_samples()), sampling)
+
+
+def of_two_versions(sample: Sample) -> Sample:
+    """Its last token is one version newer."""
+    size, version = sample.tokens.numel(), sample.weight_version
+    spans = ((sample.prompt_len, size - 1, version), (size - 1, size, version + 1))
+    return dataclasses.replace(sample, version_spans=spans)
+
+
+def test_RecordedEngine_finds_older_samples_by_the_step_that_trained_on_them(tmp_path: Path):
+    recorder = Recorder(tmp_path, one_rank(tiny_plan()))
+    now, older = random_samples(version=0), random_samples(version=1)
+    older[1] = of_two_versions(older[1])
+    for step, samples in enumerate((now, now, older, older)):
+        recorder.save(step, samples)
+    engine, prompts = RecordedEngine(tmp_path), prompts_of(now)
+    for step, samples in enumerate((now, now, older, older)):
+        asked = Sampling(4, samples_per_prompt=2, step=step)
+        assert_same(engine.generate(prompts, asked), samples)
+    with safe_open(tmp_path / "step-000000.safetensors", framework="pt") as file:
+        assert file.metadata()["format"] == "pyrl_ext rollout 2"
+    with safe_open(tmp_path / "step-000001.safetensors", framework="pt") as file:
+        assert file.metadata()["format"] == "pyrl_ext rollout 5"
 
 
 def test_RecordedEngine_refuses_other_prompts_and_groups(tmp_path: Path):
@@ -259,9 +283,7 @@ def test_RecordedEngine_refuses_a_folder_without_batches_and_repeated_ones(tmp_p
         RecordedEngine(tmp_path)
     save_samples(tmp_path / "a.safetensors", random_samples())
     save_samples(tmp_path / "b.safetensors", random_samples())
-    with pytest.raises(
-        ValueError, match=r"prompt 0 of weight version 2 is also in .*, expected each once"
-    ):
+    with pytest.raises(ValueError, match=r"prompt 0 of step 2 is also in .*, expected each once"):
         RecordedEngine(tmp_path)
 
 

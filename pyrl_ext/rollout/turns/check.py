@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from pyrl_ext.rollout.versions import newest
 from pyrl_ext.samples import Sample
 
 
@@ -48,7 +49,7 @@ def check_trajectory(samples: Sequence[Sample]) -> None:
         need(sample.last == last, f"last {sample.last} at sample {place} of {len(samples)}", rule)
     for before, sample in pairwise(samples):
         where = f"trajectory (prompt {sample.prompt_id}, sample {sample.index}), turn {sample.turn}"
-        versions = before.weight_version, sample.weight_version
+        versions = newest(before), sample.weight_version
         need(
             versions[0] <= versions[1],
             f"weight version {versions[1]} after {versions[0]}",

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pyrl_ext.rollout.versions import joined_spans
 from pyrl_ext.samples import Sample
 
 
@@ -66,6 +67,8 @@ def _merged(turns: list[Sample], number: int, policy: str) -> tuple[Sample, int]
         kept_counts=kept_counts,
         kept_ids=kept_ids,
         images=first.images,
+        weight_version=first.weight_version,
+        version_spans=joined_spans(turns),
         turn=number,
         spans=tuple(spans),
     )
