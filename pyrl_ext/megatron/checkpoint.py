@@ -163,7 +163,12 @@ def load(folder: Path, parts: Sequence[Part], plan: Plan, topo: Topology) -> dic
         plan.check_resumes(Plan.read(folder / PLAN))
     try:
         with quiet():
-            state: Any = dist_checkpointing.load(_state(parts, loading=True), str(folder))
+            models = {number: each for part in parts for number, each in _models(part).items()}
+            state: Any = dist_checkpointing.load({"models": models}, str(folder))
+            for part in parts:
+                if part.optimizer is not None:
+                    step = state["optimizer"]["step"]
+                    load_state(part.optimizer, _models(part), folder, step)
     except (Exception, CheckpointException) as error:
         reason = f"{type(error).__name__}: {_last_line(error)}"
         raise ValueError(
@@ -175,8 +180,6 @@ def load(folder: Path, parts: Sequence[Part], plan: Plan, topo: Topology) -> dic
             loaded = state["models"][part.key(i)].items()
             tensors = {name.removeprefix(part.prefix): x for name, x in loaded}
             model.load_state_dict(tensors | without_states(model))
-        if part.optimizer is not None:
-            load_state(part.optimizer, state["optimizer"], part.key)
     return counters
 
 
@@ -317,21 +320,24 @@ def _last_line(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _state(parts: Sequence[Part], loading: bool = False) -> dict[str, Any]:
+def _state(parts: Sequence[Part]) -> dict[str, Any]:
     """Sharded tensors, whose names contain global layer numbers and do not depend on the layout."""
     state: dict[str, Any] = {"models": {}}
     for part in parts:
-        metadata = {"dp_cp_group": part.topo.groups.dp_cp}
-        models = {
-            part.key(i): with_local_keys(
-                model.sharded_state_dict(prefix=part.prefix, metadata=metadata),  # type: ignore
-                model.config,
-            )
-            for i, model in enumerate(part.models)
-        }
-        state["models"] |= models
+        state["models"] |= (models := _models(part))
         if part.optimizer is not None:
-            mine = sharded_state(part.optimizer, models, loading)
+            mine = sharded_state(part.optimizer, models)
             whole = state.setdefault("optimizer", {"step": mine["step"], "params": {}})
             whole["params"] |= {part.key(i): each for i, each in mine["params"].items()}
     return state
+
+
+def _models(part: Part) -> dict[Any, dict[str, Any]]:
+    metadata = {"dp_cp_group": part.topo.groups.dp_cp}
+    return {
+        part.key(i): with_local_keys(
+            model.sharded_state_dict(prefix=part.prefix, metadata=metadata),  # type: ignore
+            model.config,
+        )
+        for i, model in enumerate(part.models)
+    }

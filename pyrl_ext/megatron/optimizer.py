@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyrl_ext.dist.saved_tensors import Block, SavedTensors
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.quiet import quiet
 from pyrl_ext.megatron.te import use_kernels
@@ -156,60 +159,81 @@ def state_tensors(optimizer: Any) -> list[Tensor]:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def sharded_state(optimizer: Any, models: dict, loading: bool = False) -> dict[str, Any]:
+def sharded_state(optimizer: Any, models: dict) -> dict[str, Any]:
     """The optimizer's state for ``dist_checkpointing``, in a form independent of the layout.
 
     Args:
-        models:  sharded state dicts of the model chunks; their ``data`` are the live parameters.
-        loading: whether the tensors are only destinations to load into.
+        models: sharded state dicts of the model chunks; their ``data`` are the live parameters.
 
     Returns: ``step`` and, in ``params``, the sharded tensors ``optimizer.state.<kind>.<parameter>``
         (fp32; kind: param, exp_avg, exp_avg_sq) of each part of the optimizer.
         With a distributed optimizer the first data-parallel rank alone has those to save.
     Communicates: that rank gathers them from the others, over gloo and in host memory.
     """
-    parts = _parts(optimizer)
-    for part in parts:
-        part.init_state_fn(part.optimizer, part.config)  # zeros before the first step
+    parts = _parts_with_moments(optimizer)
     step = max((_step(part) for part in parts), default=0)
     for part in parts:
         _set_step(part, step)
     params = {
-        i: (_sharded_distributed(part, models, loading) or {})
-        if _is_distributed(part)
-        else _sharded_plain(part, models)
+        i: (_gathered(part, models) or {}) if _is_distributed(part) else _sharded(part, models)
         for i, part in enumerate(parts)
     }
     return {"step": step, "params": params}
 
 
-def _sharded_distributed(part: Any, models: dict, loading: bool) -> dict[int, Any] | None:
+def _gathered(part: Any, models: dict) -> dict[int, Any] | None:
     """megatron's form. Its default gathers the state on every rank: on its GPU, then on the host;
     its other way asks for a gloo group, which ours are for tensors on the host."""
     part.data_parallel_group_gloo = part.data_parallel_group
     sparing = {"distrib_optim_fully_reshardable_mem_efficient": True}
-    return part.sharded_param_state_fully_reshardable(models, loading, sparing)
+    return part.sharded_param_state_fully_reshardable(models, False, sparing)
+
+
+def _sharded(part: Any, models: dict) -> dict[int, dict[str, Any]]:
+    """Index in the inner optimizer -> its state by kind, sharded as the model's parameter is."""
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+
+    return {
+        i: {
+            kind: make_sharded_optimizer_tensor(parameter, tensor, f"optimizer.state.{kind}")
+            for kind, tensor in _tensors(part, main).items()
+        }
+        for i, (parameter, main, _) in enumerate(_places(part, models))
+    }
 
 
 @torch.no_grad()
-def load_state(optimizer: Any, state: dict[str, Any], key: Callable[[int], Any]) -> None:
-    """Copy what was loaded into `sharded_state` into the optimizer.
+def load_state(optimizer: Any, models: dict, folder: Path, step: int) -> None:
+    """Read the state that this rank steps, and no more, from a checkpoint of any layout.
+
+    megatron-core 0.19.2 lets every rank read the whole of what its data-parallel group steps, 12
+    bytes a parameter of host memory, and takes a shard of it.
 
     Args:
-        key: of a part of the optimizer in ``state``.
+        models: as for `sharded_state`.
+        step: number of finished steps.
     """
-    for i, part in enumerate(_parts(optimizer)):
-        # megatron builds a part for experts on all ranks if one has some; without any it is empty
-        loaded = state["params"].get(key(i), {})
-        if _is_distributed(part) and loaded:
-            for entry in part.optimizer.state.values():
-                entry.pop("step", None)  # megatron expects a loaded tensor for each entry
-            part.load_parameter_state_from_fully_reshardable(loaded)
-        else:
-            for j, main in enumerate(_mains(part)):
-                for kind, tensor in _tensors(part, main).items():
-                    tensor.copy_(loaded[j][kind])
-        _set_step(part, state["step"])
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    saved = SavedTensors(folder)
+    for part in _parts_with_moments(optimizer):
+        _set_step(part, step)
+        for parameter, main, first in _places(part, models):
+            for kind, tensor in _tensors(part, main).items():
+                key = f"optimizer.state.{kind}.{parameter.key}"
+                whole = torch.empty_like(parameter.data, device="meta")
+                state = replace(parameter, key=key, data=whole)
+                built = state.build() if isinstance(state, ShardedTensorFactory) else [state]
+                blocks = [Block(x.key, x.global_offset, x.data) for x in nested_values(built)]
+                saved.read_shard(tensor.view(-1), first, whole.shape, blocks)
+
+
+def _parts_with_moments(optimizer: Any) -> list[Any]:
+    """`_parts`; moments are zeros before the first step."""
+    for part in (parts := _parts(optimizer)):
+        part.init_state_fn(part.optimizer, part.config)
+    return parts
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -232,23 +256,25 @@ def _tensors(part: Any, main: Tensor) -> dict[str, Tensor]:
     return {"param": main, **{kind: part.optimizer.state[main][kind] for kind in MOMENTS}}
 
 
-def _sharded_plain(part: Any, models: dict) -> dict[int, dict[str, Any]]:
-    """Index in `_mains` -> its state by kind, sharded as the model's parameter is."""
+def _places(part: Any, models: dict) -> list[tuple[Any, Tensor, int]]:
+    """The parameter as the model's checkpoint has it, what the inner optimizer updates of it here,
+    and the element of the parameter at which that begins; in the inner optimizer's order."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-    tensors, _ = extract_sharded_tensors_and_factories(models)
-    sharded = {id(getattr(s.data, "main_param", s.data)): s for s in nested_values(tensors)}
-    return {
-        i: {
-            kind: make_sharded_optimizer_tensor(
-                sharded[id(main)], tensor, f"optimizer.state.{kind}"
-            )
-            for kind, tensor in _tensors(part, main).items()
-        }
-        for i, main in enumerate(_mains(part))
-    }
+    saved = list(nested_values(extract_sharded_tensors_and_factories(models)[0]))
+    if not _is_distributed(part):
+        by_main = {id(getattr(s.data, "main_param", s.data)): s for s in saved}
+        return [(by_main[id(main)], main, 0) for main in _mains(part)]
+    by_parameter, groups = {id(s.data): s for s in saved}, part.optimizer.param_groups
+    return [
+        (
+            by_parameter[id(parameter)],
+            groups[group]["params"][i],
+            part._get_model_param_range_map(parameter)["param"].start,
+        )
+        for parameter, (group, i) in part.model_param_group_index_map.items()
+    ]
 
 
 def _step(part: Any) -> int:

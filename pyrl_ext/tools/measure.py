@@ -114,7 +114,7 @@ class Live(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for storage in _storages(out):
             if storage not in self._seen:
-                size = self._seen[storage] = storage.nbytes()
+                size = self._seen[storage] = storage.nbytes() * (storage.device.type != "meta")
                 weakref.finalize(storage, self._free, size)
                 self.bytes += size
                 self.peak = max(self.peak, self.bytes)

@@ -1,4 +1,4 @@
-"""The learning rate of each step; what ranks hold while the optimizer's state is saved."""
+"""The learning rate of each step; what ranks hold while the optimizer's state is saved or read."""
 
 import os
 from pathlib import Path
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pyrl_ext.dist import topology
-from pyrl_ext.megatron import optimizer
-from pyrl_ext.megatron.optimizer import sharded_state, state_tensors, warmed_up
+from pyrl_ext.megatron import checkpoint, optimizer
+from pyrl_ext.megatron.optimizer import load_state, sharded_state, state_tensors, warmed_up
 from pyrl_ext.tools.measure import Live
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.ranks import run_ranks
@@ -31,24 +31,53 @@ def test_warmed_up_rises_from_a_part_of_lr_to_all_of_it(warmup_steps, expected):
     assert lrs == pytest.approx(expected, rel=1e-12)
 
 
-class Saving(NamedTuple):
-    """Bytes of the optimizer on a rank, and while it is saved."""
+class Cost(NamedTuple):
+    """Bytes of the optimizer on a rank, and while it is saved and read."""
 
     mine: int
     """Bytes of the optimizer's state that the rank steps."""
     peak: dict[str, int]
-    """Most bytes at a time, by who gathers: the first rank, or every rank."""
+    """Most bytes at a time while saving, by who gathers: the first rank, or every rank."""
+    reading: tuple[int, int]
+    """Most bytes at a time while it is read, and bytes read from files."""
 
 
-def gathers_everywhere(part: Any, models: dict, loading: bool) -> Any:
+def gathers_everywhere(part: Any, models: dict) -> Any:
     """megatron's default, which was ours."""
-    return part.sharded_param_state_fully_reshardable(models, loading, {})
+    return part.sharded_param_state_fully_reshardable(models, False, {})
 
 
-def on_rank(group: Any, folder: Path) -> Saving:
+def bytes_read() -> int:
+    """By this process, since it started."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def reading(policy: Policy, folder: Path) -> tuple[int, int]:
+    """Most bytes at a time while the optimizer's state is read, and bytes read from files."""
+    [part], models = [policy.llm.saved], checkpoint._models(policy.llm.saved)
+    before = bytes_read()
+    with Live() as live:
+        load_state(part.optimizer, models, folder, 1)
+    return live.peak, bytes_read() - before
+
+
+def in_another_layout(folder: Path) -> Cost:
+    """Ranks with half of each dense weight, and with half of the experts."""
+    plan = tiny_plan("parallel.tp=2", "parallel.ep=2", "parallel.etp=1", "model.dtype=bfloat16")
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        costs = reading(policy, folder)
+        return Cost(sum(t.nbytes for t in state_tensors(policy.llm.optimizer)), {}, costs)
+
+
+def on_rank(group: Any, folder: Path) -> tuple[Cost, Cost]:
     os.environ["WORLD_SIZE"] = "2"
+    return in_one_layout(folder), in_another_layout(folder / "first")
+
+
+def in_one_layout(folder: Path) -> Cost:
     plan = tiny_plan("parallel.dp=2", "optimizer.distributed=true", "model.dtype=bfloat16")
-    ours, peak = optimizer._sharded_distributed, dict[str, int]()
+    ours, peak = optimizer._gathered, dict[str, int]()
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         model: Any = policy.llm.models[0]
@@ -59,7 +88,7 @@ def on_rank(group: Any, folder: Path) -> Saving:
         for tensor in tensors:
             tensor.normal_()
         for name, how in (("first", ours), ("every", gathers_everywhere)):
-            with patch.object(optimizer, "_sharded_distributed", how):
+            with patch.object(optimizer, "_gathered", how):
                 with Live() as live:
                     state = sharded_state(held, models)
                 peak[name] = live.peak
@@ -72,14 +101,34 @@ def on_rank(group: Any, folder: Path) -> Saving:
                 tensor.zero_()
             policy.load(folder / name)
             assert all(map(torch.equal, tensors, before)), name
-        return Saving(sum(t.nbytes for t in tensors), peak)
+        for tensor in tensors:
+            tensor.zero_()
+        cost = Cost(sum(t.nbytes for t in tensors), peak, reading(policy, folder / "first"))
+        assert all(map(torch.equal, tensors, before))
+        return cost
 
 
-def test_sharded_state_is_gathered_on_the_first_rank_alone(tmp_path: Path):
-    first, second = run_ranks(on_rank, 2, tmp_path)
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory) -> list[tuple[Cost, Cost]]:
+    return run_ranks(on_rank, 2, tmp_path_factory.mktemp("optimizer"))
+
+
+def test_sharded_state_is_gathered_on_the_first_rank_alone(costs):
+    (first, _), (second, _) = costs
     whole = first.mine + second.mine
     print({n: [rank.peak[n] / whole for rank in (first, second)] for n in first.peak})
     for rank in (first, second):
         assert rank.peak["every"] > whole  # on a GPU a third of it there at the same time
     assert whole < first.peak["first"] <= first.peak["every"]
     assert second.peak["first"] < 1.2 * second.mine  # what it sends
+
+
+def test_load_state_reads_what_the_rank_steps_alone(costs):
+    """And the heads of the saved tensors, of which a small model has many for its bytes."""
+    whole = sum(same.mine for same, _ in costs)
+    for same, other in costs:
+        peak, read = same.reading
+        assert peak < 0.04 * whole and same.mine < read < 1.5 * same.mine
+        peak, read = other.reading
+        moments = 2 / 3 * other.mine  # the state was there in the other layout
+        assert moments < peak < moments + 0.04 * whole and other.mine < read < 1.8 * other.mine
