@@ -28,6 +28,10 @@ NOTHING = {
 }
 
 
+# arguments that an operator keeps for its gradient and does not read
+KEPT = {"gather_rows": (3, 4), "sum_rows": (1,)}
+
+
 @dataclass(frozen=True)
 class Launch:
     """One operator that computes.
@@ -72,7 +76,8 @@ class Launches(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         if not (func.is_view or name in NOTHING):
-            self.add(name, tree_leaves((args, kwargs, out)))
+            read = [arg for i, arg in enumerate(args) if i not in KEPT.get(name, ())]
+            self.add(name, tree_leaves((read, kwargs, out)))
         return out
 
     @property

@@ -64,6 +64,7 @@ class OneLayer:
     def counted(self) -> tuple[Launches, Launches]:
         """Forward and backward, after one of each that is not counted."""
         self.both()
+        self.hidden.grad = None  # inside a model it is no leaf that adds up
         forward, backward = Launches(), Launches()
         for weight in self.layer.parameters():
             weight.grad_added_to_main_grad = False  # what a gradient has added itself, as each step

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from benchmarks.launches import Launches
 from benchmarks.layer import floor, one_layer
 
-# launches forward and backward, and bytes as a multiple of the floor; 7ca64b2, counted the same
-# way, had 182 and 1.93, 120 and 2.63
-AT_MOST = {"tiny": (81, 1.35), "tiny_qwen3": (57, 1.6)}
+# launches forward and backward, and bytes as a multiple of the floor; 7ca64b2 had 182 and 1.93, 120
+# and 2.63, and was counted with one launch more: the input's gradient was added to an earlier one
+AT_MOST = {"tiny": (77, 1.3), "tiny_qwen3": (53, 1.5)}
 
 
 @pytest.mark.parametrize("config", AT_MOST)

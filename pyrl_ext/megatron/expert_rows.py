@@ -45,7 +45,7 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
                 "before_permutation_1", counts
             )
-        rows = gather_rows(tokens, self._rows, tokens.new_zeros(tokens.shape[1]), self._inverse)
+        rows = gather_rows(tokens, self._rows, inverse=self._inverse)
         return rows, found.weights
 
     def dispatch_postprocess(

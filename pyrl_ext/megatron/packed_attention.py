@@ -49,7 +49,7 @@ class RowMap:
     def take(self, stream: Tensor) -> Tensor:
         """[N, ...] -> [M, ...]; the gradient of a row adds up where it went."""
         inverse = self.inverse if stream.requires_grad else None
-        return gather_rows(stream, self.rows, stream.new_zeros(stream.shape[1:]), inverse)
+        return gather_rows(stream, self.rows, inverse=inverse)
 
 
 @dataclass(kw_only=True)

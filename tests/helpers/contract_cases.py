@@ -60,6 +60,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
         "gather_rows",
         (real(3, 7, grad=True), ROWS, real(7, grad=True), STARTS, ORDER),
     ),
+    "gather_rows, zeros": ("gather_rows", (real(3, 7, grad=True), ROWS, None)),
     "gather_rows, no rows": ("gather_rows", (real(3, 7), ROWS[:0], real(7))),
     "invert_rows": ("invert_rows", (ROWS, 3)),
     "sum_rows": ("sum_rows", (real(4, 2, grad=True), ROWS, STARTS, ORDER)),

@@ -3,6 +3,8 @@
 An extension built with PYRL_TESTS has them: `make build` makes one, wheels do without.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -21,14 +23,14 @@ from pyrl_ext.ops.swiglu.native import arguments as swiglu_arguments
 from pyrl_ext.ops.token_logprob.native import Shard, new_rows, row_grad, shard_stats
 
 
-def gather_rows(src: Tensor, rows: Tensor, fill: Tensor) -> Tensor:
+def gather_rows(src: Tensor, rows: Tensor, fill: Tensor | None) -> Tensor:
     out = src.new_empty(len(rows), *src.shape[1:])
     field = C.Field(
         src=src.data_ptr(),
         stride=src.stride(0) * src.element_size(),
         out=out.data_ptr(),
-        row_bytes=fill.numel() * fill.element_size(),
-        fill=fill.data_ptr(),
+        row_bytes=prod(src.shape[1:]) * src.element_size(),
+        fill=0 if fill is None else fill.data_ptr(),
     )
     C.gather_rows_emulated(fields=[field], rows=rows.data_ptr(), num_out=len(rows))
     return out

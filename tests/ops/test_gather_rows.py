@@ -49,6 +49,8 @@ def test_gather_rows_backends_equal_the_reference(backend, device, shape):
         if reason := backend.refuse(*args):
             pytest.skip(reason)
         assert torch.equal(backend.run(*args), reference.gather_rows(*args)), dtype
+        zeros = *args[:2], None
+        assert torch.equal(backend.run(*zeros), reference.gather_rows(*zeros)), dtype
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -56,6 +58,8 @@ def test_gather_rows_cuda_threads_on_the_host_equal_the_reference(shape):
     for dtype in DTYPES:
         args = case(shape, dtype)
         assert torch.equal(emulated.gather_rows(*args), reference.gather_rows(*args)), dtype
+        zeros = *args[:2], None
+        assert torch.equal(emulated.gather_rows(*zeros), reference.gather_rows(*zeros)), dtype
 
 
 @pytest.mark.parametrize("run", [native.gather_rows, emulated.gather_rows])
@@ -244,7 +248,8 @@ def triton_equals_reference():
         for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64):
             src, rows, fill = case(shape, dtype)
             for strided in (src, torch.cat([src, src], dim=1)[:, : src.shape[1]]):
-                with use_backend("triton"):
-                    out = gather_rows(strided, rows, fill)
-                with use_backend("reference"):
-                    assert torch.equal(out, gather_rows(src, rows, fill)), (shape, dtype)
+                for padding in (fill, None):
+                    with use_backend("triton"):
+                        out = gather_rows(strided, rows, padding)
+                    with use_backend("reference"):
+                        assert torch.equal(out, gather_rows(src, rows, padding)), (shape, dtype)

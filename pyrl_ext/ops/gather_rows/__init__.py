@@ -17,7 +17,7 @@ from .inverse import Inverse, invert_rows
 def _fake(
     src: Tensor,
     rows: Tensor,
-    fill: Tensor,
+    fill: Tensor | None,
     starts: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
@@ -25,7 +25,7 @@ def _fake(
 
 
 op = Op(
-    "gather_rows(Tensor src, Tensor rows, Tensor fill, Tensor? starts=None, Tensor? order=None)"
+    "gather_rows(Tensor src, Tensor rows, Tensor? fill, Tensor? starts=None, Tensor? order=None)"
     " -> Tensor",
     fake=_fake,
 )
@@ -57,14 +57,16 @@ def _backward(ctx, grad):
 op.gradient(_backward, _save)
 
 
-def gather_rows(src: Tensor, rows: Tensor, fill: Tensor, inverse: Inverse | None = None) -> Tensor:
+def gather_rows(
+    src: Tensor, rows: Tensor, fill: Tensor | None = None, inverse: Inverse | None = None
+) -> Tensor:
     """``out[i] = src[rows[i]]``, or ``fill`` where ``rows[i]`` is -1.
 
     Args:
         src:  [N, ...] any dtype, a row is everything behind the first dimension. Rows may lie any
             stride apart (``routes[:, a:b]``); a tensor strided within its rows is copied first.
         rows: [M] int64, entries in [-1, N). Repeated entries are allowed.
-        fill: [...] the shape of one row, dtype and device of ``src``.
+        fill: [...] the shape of one row, dtype and device of ``src``; None: zeros.
         inverse: ``invert_rows(rows, N)``, which the gradient of ``src`` needs. None: the backward
             makes it, in every call.
 
@@ -77,18 +79,20 @@ def gather_rows(src: Tensor, rows: Tensor, fill: Tensor, inverse: Inverse | None
             kernels do not check, since that would wait for the device; there, rows come from
             :class:`~pyrl_ext.pack.layout.TokenLayout`, which knows the range.
     """
-    if src.ndim < 1 or rows.ndim != 1 or fill.shape != src.shape[1:]:
+    shape = src.shape[1:] if fill is None else fill.shape
+    if src.ndim < 1 or rows.ndim != 1 or shape != src.shape[1:]:
         raise ValueError(
-            f"gather_rows: src {list(src.shape)}, rows {list(rows.shape)}, fill "
-            f"{list(fill.shape)}, expected [N, ...], [M], [...]"
+            f"gather_rows: src {list(src.shape)}, rows {list(rows.shape)}, fill {list(shape)}, "
+            "expected [N, ...], [M], [...]"
         )
     if rows.dtype != torch.int64:
         raise TypeError(f"gather_rows: rows is {rows.dtype}, expected torch.int64")
-    if fill.dtype != src.dtype:
+    if fill is not None and fill.dtype != src.dtype:
         raise TypeError(f"gather_rows: fill is {fill.dtype}, expected src's {src.dtype}")
-    if not src.device == rows.device == fill.device:
+    device = src.device if fill is None else fill.device
+    if not src.device == rows.device == device:
         raise ValueError(
-            f"gather_rows: src is on {src.device}, rows on {rows.device}, fill on {fill.device}, "
+            f"gather_rows: src is on {src.device}, rows on {rows.device}, fill on {device}, "
             "expected one device"
         )
     if inverse is None:

@@ -1,3 +1,4 @@
+from math import prod
 from typing import Any
 
 import torch
@@ -12,15 +13,16 @@ def refuse(src: Tensor, *rest: Tensor | None) -> str | None:
     return refuse_device(src, "gather_rows")
 
 
-def gather_rows(src: Tensor, rows: Tensor, fill: Tensor, *inverse: Tensor | None) -> Tensor:
-    src, rows, fill = rows_of(src), rows.contiguous(), fill.contiguous()
+def gather_rows(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor | None) -> Tensor:
+    src, rows = rows_of(src), rows.contiguous()
+    fill = None if fill is None else fill.contiguous()
     out = src.new_empty(rows.shape[0], *src.shape[1:])
     field = C.Field(
         src=src.data_ptr(),
         stride=src.stride(0) * src.element_size(),
         out=out.data_ptr(),
-        row_bytes=fill.numel() * src.element_size(),
-        fill=fill.data_ptr(),
+        row_bytes=prod(src.shape[1:]) * src.element_size(),
+        fill=0 if fill is None else fill.data_ptr(),  # 0: a pattern of zeros
     )
     launch("gather_rows", [field], src.shape[0], rows)
     return out

@@ -2,9 +2,10 @@ import torch
 from torch import Tensor
 
 
-def gather_rows(src: Tensor, rows: Tensor, fill: Tensor, *inverse: Tensor | None) -> Tensor:
+def gather_rows(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor | None) -> Tensor:
     """Append ``fill`` to ``src`` as a last row, and index. Syncs on cuda (the range check)."""
     check_range("gather_rows", rows, src.shape[0])
+    fill = src.new_zeros(src.shape[1:]) if fill is None else fill
     return torch.cat([src, fill[None]])[rows]  # -1 is the last row
 
 

@@ -19,16 +19,17 @@ TILE = 2048  # elements a program moves
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def refuse(src: Tensor, rows: Tensor, fill: Tensor, *inverse: Tensor | None) -> str | None:
+def refuse(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor | None) -> str | None:
     if src.dtype.is_complex:
         return f"src is {src.dtype}, expected a real dtype"
     return refuse_device("src", src)
 
 
-def gather_rows(src: Tensor, rows: Tensor, fill: Tensor, *inverse: Tensor | None) -> Tensor:
-    src, rows, fill = rows_of(src), rows.contiguous(), fill.contiguous()
+def gather_rows(src: Tensor, rows: Tensor, fill: Tensor | None, *inverse: Tensor | None) -> Tensor:
+    src, rows = rows_of(src), rows.contiguous()
     out = src.new_empty(rows.shape[0], *src.shape[1:])
-    launch([src], rows, [fill.view(-1).view(WORDS[src.element_size()])], [out])
+    word = WORDS[src.element_size()]
+    launch([src], rows, [0 if fill is None else fill.contiguous().view(-1).view(word)], [out])
     return out
 
 
@@ -95,7 +96,7 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
     for width in row_widths(plan, config):
 
         def gather(rows: int, width: int = width) -> Tensor:
-            src, fill = meta(rows, width, dtype=dtype), meta(width, dtype=dtype)
-            return gather_rows(src, meta(rows, dtype=torch.int64), fill)
+            src = meta(rows, width, dtype=dtype)
+            return gather_rows(src, meta(rows, dtype=torch.int64), None)
 
         yield f"gather_rows {short(dtype)} x {width}", gather

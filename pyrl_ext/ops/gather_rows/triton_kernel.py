@@ -60,6 +60,7 @@ def _build(width: int, pointer: str, fill: str, tall: int, wide: int):
 
 BUILDS = {
     "gather_rows hidden 2048 bf16": _build(2048, "*i16", "*i16", 2, 1024),
+    "gather_rows hidden 2048 bf16, zeros": _build(2048, "*i16", "i32", 2, 1024),
     "gather_rows token ids": _build(1, "*i64", "i64", 1024, 1),
     "gather_rows routes 188 B": _build(188, "*i8", "*i8", 8, 256),
 }

@@ -52,11 +52,14 @@ grad_op.backend("reference", reference.replay_probs_grad)
 
 
 def _save(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # none of zeros for the map
     scores, ids, ctx.norm, ctx.scale, _ = inputs
     ctx.save_for_backward(scores, ids)
 
 
 def _backward(ctx, grad_probs, _grad_map):
+    if grad_probs is None:
+        return None, None, None, None, None
     return grad_op(grad_probs, *ctx.saved_tensors, ctx.norm, ctx.scale), None, None, None, None
 
 

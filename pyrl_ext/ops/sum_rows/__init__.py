@@ -34,7 +34,7 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, grad):
     rows, starts, order = ctx.saved_tensors
-    return gather(grad, rows, grad.new_zeros(grad.shape[1:]), starts, order), None, None, None
+    return gather(grad, rows, None, starts, order), None, None, None
 
 
 op.gradient(_backward, _save)
