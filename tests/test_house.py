@@ -52,7 +52,7 @@ CORE = {
         ),
     ),
     "servers": (
-        *("rollout/servers", "rollout/ahead", "rollout/versions", "serve"),
+        *("rollout/servers", "rollout/ahead", "rollout/versions", "serve", "trainer/canary"),
         *("plan/schema/servers", "plan/rules/servers"),
     ),
     "turns": ("rollout/turns", "rollout/groups", "plan/schema/turns", "plan/rules/turns"),
@@ -70,7 +70,7 @@ MAX_CODE = {
     "te": 450,
     "encoders": 1200,
     "objectives": 680,
-    "servers": 1800,
+    "servers": 2600,
     "turns": 900,
     "core": 7500,
     "plan core": 2500,

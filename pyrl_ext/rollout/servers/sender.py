@@ -13,7 +13,7 @@ import bisect
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -64,6 +64,7 @@ class Transfer:
         loop: runs in another thread than the caller's
         engines: name of each -> address of this host by which the engine reaches it
         version: of the weights
+        wanted: name -> shape of every tensor that the engines hold; others are not sent
         limit: longest time that one engine may take for the bytes [seconds]
         bucket_bytes: of each of the two buffers; they grow to the largest bucket
         device: of the tensors; from a GPU they pass through one more buffer there
@@ -71,7 +72,6 @@ class Transfer:
 
     Attributes:
         bytes: sent to each engine
-        tensors: name -> shape of what was sent
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Transfer:
         loop: asyncio.AbstractEventLoop,
         engines: dict[str, str],
         version: int,
+        wanted: Mapping[str, Sequence[int]],
         limit: float,
         *,
         bucket_bytes: int = 2**30,
@@ -88,8 +89,9 @@ class Transfer:
         self.loop, self.version, self.limit = loop, version, limit
         self.bucket_bytes, self.device = bucket_bytes, torch.device(device)
         self.only = None if only is None else tuple(only)
+        self.wanted = {n: tuple(wanted[n]) for n in (wanted if only is None else self.only or ())}
         self._engines = [_Engine(name, host, limit) for name, host in engines.items()]
-        self.bytes, self.tensors = 0, dict[str, tuple[int, ...]]()
+        self.bytes, self._sent = 0, dict[str, tuple[int, ...]]()
         self._doors: dict[str, socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
@@ -123,22 +125,21 @@ class Transfer:
         """Engine ``number`` gets no more bytes; called in the loop's thread."""
         self._engines[number].fail(reason)
 
-    def send(self, named: Named, keep: Callable[[str], bool] = lambda name: True) -> None:
+    def send(self, named: Named) -> None:
         """Send all tensors to every engine that has not failed; called in the caller's thread.
 
-        Args:
-            keep: whether the engines hold a tensor of that name
-
-        Raises: what ``named`` raises; then no engine has the weights.
+        Raises: what ``named`` raises; RuntimeError when it is not what the engines hold. Then no
+            engine has the weights.
         Communicates: every byte once to each engine. Syncs: a bucket, for digests and the copy.
         """
         try:
             for bucket, buffer in buckets_of(named, self.bucket_bytes, self._allocate):
-                if slots := [slot for slot in bucket.slots if keep(slot.name)]:
+                if slots := [slot for slot in bucket.slots if slot.name in self.wanted]:
                     self._give(*_packed(bucket, slots, buffer))
+            self._check()
             self._free(0)
             self._free(1)
-            end = wire.end_frame(self._number, self.version, self.tensors)
+            end = wire.end_frame(self._number, self.version, self._sent)
             self._sending[0] = self._start(end, None)
         except BaseException:
             self.loop.call_soon_threadsafe(self._fail_all)
@@ -146,6 +147,14 @@ class Transfer:
         finally:
             for sending in self._sending:
                 wait(sending)
+
+    def _check(self) -> None:
+        wrong = [n for n, shape in self.wanted.items() if self._sent.get(n) != shape]
+        if wrong:
+            raise RuntimeError(
+                f"publish: {len(wrong)} of {len(self.wanted)} tensors of the engines were not sent "
+                f"in their shape, {wrong[:4]}, expected all of them"
+            )
 
     def _fail_all(self) -> None:
         for each in self._engines:
@@ -189,7 +198,7 @@ class Transfer:
         if buffer.device.type != "cpu":
             host = self._host(buffer.numel())
             buffer = host[: bucket.bytes].copy_(buffer[: bucket.bytes])
-        self.tensors |= {slot.name: slot.shape for slot in bucket.slots}
+        self._sent |= {slot.name: slot.shape for slot in bucket.slots}
         self.bytes += len(frame) + bucket.bytes
         self._number += 1
         sending = self._start(frame, (bucket, buffer))
