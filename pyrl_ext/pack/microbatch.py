@@ -99,7 +99,7 @@ class Microbatch:
         Args:
             place:  of the shard's rank in this microbatch.
             depths: MTP layers whose inputs are needed.
-            upload: copies the rows to its device; the caller waits by its `arrive`. None: they stay
+            upload: copies the rows to its device; the current stream waits for it. None: they stay
                 on the host.
             axes:   rows of images have positions in time, height and width.
 
@@ -121,6 +121,9 @@ class Microbatch:
         fields = gather_fields([*columns.values()], local, [0.0] * len(columns), pin=pin)
         on_host = dict(zip(columns, fields.views, strict=True))
         here = dict(zip(columns, fields.via(upload).views, strict=True))
+        # kernels below read the copies. The stream of the passes waits for them where it has got
+        # to, so behind what was launched of the microbatch before
+        upload.arrive()
         targets = [here[f"targets_{depth}"].long() for depth in range(1 + depths)]
         masks = [f"loss_mask_{depth}" for depth in range(1 + depths)]
         router_rows = layout.shard(rows, place.tp_rank)

@@ -17,6 +17,7 @@ from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard, Seat
+from tests.helpers.late_upload import LateUpload
 from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import local_rows
 from tests.helpers.ranks import run_ranks
@@ -144,6 +145,25 @@ def test_of_gives_rows_of_images_positions_in_three_axes(place):
 
 
 TOGETHER = (0, 3, 4)  # samples whose rows two ranks share
+
+
+@pytest.mark.parametrize("depths", [0, 2])
+def test_of_reads_no_copy_before_it_arrived(depths):
+    """Copies run on another stream than the kernels that make wider types of them: without a wait
+    these read what was in that memory before."""
+    shard, upload = shard_at(random_batch(6), range(6), Place(), depths), LateUpload()
+    late = Microbatch.of(shard, 0, Place(), depths, upload)
+    upload.arrive()
+    now = Microbatch.of(shard, 0, Place(), depths)
+    for name in ("tokens", "targets", "positions"):
+        assert torch.equal(getattr(late, name), getattr(now, name)), name
+    assert late.inputs is not None and now.inputs is not None
+    assert torch.equal(late.inputs.rollout_logprobs, now.inputs.rollout_logprobs)
+    assert all(
+        torch.equal(x, y)
+        for mine, other in zip(late.mtp, now.mtp, strict=True)
+        for x, y in zip(mine, other, strict=True)
+    )
 
 
 def over_sequences(batch: WholeBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.samples import route_dtype
+from pyrl_ext.trainer import prefetch
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.late_upload import LateUpload
 from tests.helpers.tiny import CONFIG, EXPERTS, LAYERS, random_batch, schedule_of, tiny_plan
 from tests.parity import batches, compiled
 
@@ -85,6 +88,25 @@ def test_microbatches_without_replay_spread_padding_over_all_experts(tmp_path, e
     assert padding.ids.dtype == route_dtype(experts)
     assert padding.ids.tolist() == [[0, 1]]
     assert scores.logprobs.isfinite().all()
+
+
+def test_microbatches_are_computed_after_their_copies_arrived(monkeypatch: pytest.MonkeyPatch):
+    """The same bits whether copies are there at once or as late as a GPU may have them."""
+    plan, batch = tiny_plan("objective.reduction=sequence"), random_batch(12)
+    schedule = plan_microbatches(batch.seqlens, 1, 64)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        found = []
+        for upload in (prefetch.Upload, LateUpload):
+            monkeypatch.setattr(prefetch, "Upload", upload)
+            scores = passes.scores(policy, batch, schedule)
+            weighed = passes.weighed(policy, batch.with_(old_logprobs=scores.logprobs), schedule)
+            metrics = policy.accumulate(weighed, build_loss(plan.objective))
+            found.append((scores, metrics, dict(policy.gradients())))
+    (scores, metrics, gradients), (late_scores, late_metrics, late_gradients) = found
+    assert torch.equal(scores.logprobs, late_scores.logprobs) and len(schedule) > 2
+    assert scores.agreement == late_scores.agreement and metrics == late_metrics
+    assert all(torch.equal(late_gradients[name], x) for name, x in gradients.items())
 
 
 @needs_gpu
