@@ -121,9 +121,7 @@ class Microbatch:
         fields = gather_fields([*columns.values()], local, [0.0] * len(columns), pin=pin)
         on_host = dict(zip(columns, fields.views, strict=True))
         here = dict(zip(columns, fields.via(upload).views, strict=True))
-        # kernels below read the copies. The stream of the passes waits for them where it has got
-        # to, so behind what was launched of the microbatch before
-        upload.arrive()
+        upload.arrive()  # kernels below read the copies; behind the microbatch that was launched
         targets = [here[f"targets_{depth}"].long() for depth in range(1 + depths)]
         masks = [f"loss_mask_{depth}" for depth in range(1 + depths)]
         router_rows = layout.shard(rows, place.tp_rank)
