@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 from pyrl_ext.metrics.costs import COSTS
 from pyrl_ext.metrics.metric import Metric
+from pyrl_ext.metrics.server_metrics import SERVER_METRICS
 from pyrl_ext.metrics.turn_metrics import TURN_METRICS
 
 _R3 = "Stabilizing MoE RL by aligning training and inference routers, arXiv:2510.11370"
@@ -217,6 +218,7 @@ _METRICS = (
         "tokens",
         "Tokens of complete responses in aborted groups, without responses that were cut off.",
     ),
+    *SERVER_METRICS,
     # records, of a run without rollouts
     Metric("data/epoch", "1", "Times the run has gone through its records, after this step."),
     Metric("data/tokens", "tokens", "Tokens of the step's records."),

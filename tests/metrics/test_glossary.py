@@ -11,14 +11,17 @@ from pyrl_ext.dist import topology
 from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.metrics import report
 from pyrl_ext.metrics.glossary import GLOSSARY, RENAMED, check_names, lookup, page
+from pyrl_ext.metrics.server_metrics import SERVER_METRICS
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan.schema.turns import REASONS
 from pyrl_ext.train import train
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 ROOT = Path(__file__).parents[2]
-# logged only by an engine that shares the trainer's GPU, and with objective.kl_in: reward
+# logged only by an engine that shares the trainer's GPU, and with objective.kl_in: reward; by
+# engines apart, tests/rollout/servers/test_engine.py
 ELSEWHERE = {
+    *(metric.name for metric in SERVER_METRICS),
     *("memory/engine_slept", "reward/kl", "reward/<name>"),
     # beside rollout.oversample a rule refuses what logs them: tests/rollout/test_dynamic.py
     *("rollout/refills", "rollout/dropped_groups", "rollout/dropped_tokens", "rollout/reward_all"),

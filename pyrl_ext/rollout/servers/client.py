@@ -165,6 +165,8 @@ class Server:
                     raise ServerFailed(f"{where}: {reply.status} {shown}")
         except TimeoutError:
             raise ServerFailed(f"{where}: no answer within {timeout:g} s") from None
+        except GONE as error:
+            raise ServerFailed(f"{where}: {error!r}, expected 200") from error
         try:
             found = json.loads(text) if text.strip() else {}
         except ValueError:

@@ -204,7 +204,7 @@ class Router:
             keeps: the tokens that it sent before are good
         """
         lane.server.fail(reason, keeps)
-        if not lane.used:
+        if not (lane.used or lane.there):
             return
         lane.used, lane.there, lane.pace = False, False, None
         lane.failures += 1
@@ -253,20 +253,21 @@ class Router:
             lane.server.address: lane.server.reason for lane in self.lanes if lane.server.reason
         }
 
-    def release(self, version: int | None, used: Mapping[str, str | None]) -> None:
+    def release(self, version: int | None, tried: Mapping[str, str | None]) -> None:
         """Go on after a publish.
 
         Args:
             version: of the weights that servers have now; None: requests go on waiting
-            used: address -> why the server is not used; None: it has the weights
+            tried: address -> why it failed, of the servers that took part; None: it has the
+                weights. The others are not used
         """
         self._publishes += 1
         for lane in self.lanes:
-            server, reason = lane.server, used[lane.server.address]
-            if reason is None:
+            server = lane.server
+            if server.address in tried and tried[server.address] is None:
                 lane.used, server.failure = True, None
-            else:
-                self.take_out(lane, reason)
+            elif lane.used or server.address in tried:
+                self.take_out(lane, tried.get(server.address) or "the first rank does not use it")
             server.paused = False
         self.version, self._held = version, version is None
         if sum(lane.used for lane in self.lanes) < self.least:

@@ -98,7 +98,8 @@ class Calls:
             wait: until there is one; there must be one under way.
         """
         if wait:
-            select.select([self._file], [], [])
+            (files := select.poll()).register(self._file, select.POLLIN)  # `select`: below 1024
+            files.poll()
         with self._lock:
             done, self._done = self._done, []
             with contextlib.suppress(BlockingIOError):
