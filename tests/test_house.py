@@ -51,8 +51,12 @@ CORE = {
             *("loss/kept_sets", "pack/kept_parts", "rollout/vllm/kept_sets"),
         ),
     ),
+    "serve": (
+        *("rollout/servers/embedded", "rollout/servers/lanes", "rollout/servers/worker"),
+        *("rollout/servers/guard", "rollout/servers/vllm", "serve"),
+    ),
     "servers": (
-        *("rollout/servers", "rollout/ahead", "rollout/versions", "serve", "trainer/canary"),
+        *("rollout/servers", "rollout/ahead", "rollout/versions", "trainer/canary"),
         *("plan/schema/servers", "plan/rules/servers"),
     ),
     "turns": ("rollout/turns", "rollout/groups", "plan/schema/turns", "plan/rules/turns"),
@@ -70,6 +74,7 @@ MAX_CODE = {
     "te": 450,
     "encoders": 1200,
     "objectives": 680,
+    "serve": 1200,
     "servers": 2600,
     "turns": 900,
     "core": 7500,

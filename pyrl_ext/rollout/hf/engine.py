@@ -180,11 +180,18 @@ class HFEngine(Engine):
 
     def _run(self, run: Run) -> Generator[Sample, None, None]:
         while run.goes_on():
-            first = run.slots.running
-            if run.should_admit():
-                yield from run.advance(first, self._prefill(run))
-            elif first:
-                yield from run.advance(0, self._decode(run.slots))
+            yield from self.step(run)
+
+    def step(self, run: Run) -> list[Sample]:
+        """One forward of ``run``, if it has turns; the samples that are finished with it."""
+        first = run.slots.running
+        if run.should_admit():
+            return run.advance(first, self._prefill(run))
+        return run.advance(0, self._decode(run.slots)) if first else []
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shape of every tensor that `load_weights` wants, by its checkpoint name."""
+        return {name: self._destinations.shape(name) for name in self._destinations.parts}
 
     def sleep(self) -> int:
         """Frees the memory of the weights until the next `load_weights`; returns bytes."""

@@ -167,6 +167,7 @@ class Run:
         places = torch.from_numpy(slots.length[span]).to(logits.device)
         tokens, logprobs, kept = draw(logits, slots.keys[span], places, self.sampling)
         slots.append(first, tokens, logprobs)
+        self.drawn(first, tokens, logprobs, logits)
         if kept is not None:
             self._keep(first, kept)
         stopped = torch.isin(tokens, self.stop).cpu().numpy()
@@ -179,6 +180,9 @@ class Run:
         finished = self._harvest(np.flatnonzero(done), stopped[done[span]])
         slots.retire(done, park=self.open)
         return finished
+
+    def drawn(self, first: int, tokens: Tensor, logprobs: Tensor, logits: Tensor) -> None:
+        """The rows first..running-1 got a token each; a server sends them on."""
 
     def _keep(self, first: int, kept: Tensor) -> None:
         """Add the sets [rows, V] of a token of each of the rows first..running-1.

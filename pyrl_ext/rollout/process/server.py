@@ -212,7 +212,7 @@ def _send_all(connection: Connection, stream: Generator[Sample, None, None], inb
                 return
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Let the kernel end this process when the thread that started it ends, for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it had ended already
@@ -227,7 +227,7 @@ def _beat(page: mmap.mmap) -> None:
 
 def main() -> None:
     parent, connection, page = map(int, sys.argv[1:])
-    _end_with(parent)
+    end_with(parent)
     threading.Thread(target=_beat, args=(mmap.mmap(page, BEATS.size),), daemon=True).start()
     serve(Connection(connection))
     sys.stderr.flush()

@@ -28,7 +28,7 @@ RPC, HEALTH, METRICS = "/collective_rpc", "/health", "/metrics"
 PAUSE_MODES = {"finish": "wait", "keep": "keep", "abort": "abort"}  # rollout.pause -> /pause?mode=
 FINISH_REASONS = ("stop", "length", "abort")
 MAX_BODY = 64 << 20  # of a request, and of a message of an answer [bytes]
-MAX_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 24  # of a context
 Stream = tuple[int, int, int]
 Span = tuple[int, int, int]
 

@@ -1,0 +1,116 @@
+"""Embedded engines' servers in this process, and calls to them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.servers.embedded import Server
+from pyrl_ext.rollout.servers.guard import Keys
+from pyrl_ext.rollout.servers.protocol import GENERATE, Answer, Partial, Request
+
+
+class Gate:
+    """Holds an engine's forwards; `allow` lets some of them run."""
+
+    def __init__(self, engine: HFEngine):
+        self._free, self.waits = threading.Semaphore(0), threading.Event()
+        self._open = False
+        engine.model.register_forward_pre_hook(self._pass)
+
+    def _pass(self, *_: object) -> None:
+        if not self._open and not self._free.acquire(blocking=False):
+            self.waits.set()
+            self._free.acquire()
+
+    async def allow(self, forwards: int) -> None:
+        """Returns once the engine waits in the forward after these."""
+        self.waits.clear()
+        self.release(forwards)
+        assert await asyncio.to_thread(self.waits.wait, 30)
+
+    def release(self, forwards: int) -> None:
+        for _ in range(forwards):
+            self._free.release()
+
+    def open(self) -> None:
+        self._open = True
+        self._free.release()
+
+
+class Client:
+    """Calls of one server."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, server: Server):
+        self.http, self.url, self.server = http, url, server
+
+    async def generate(self, request: Request) -> Answer:
+        async with self.http.post(self.url + GENERATE, json=request.to_json()) as reply:
+            if request.stream and reply.status == 200:
+                return (await self.parts(reply, request)).answer()
+            body = await reply.json(content_type=None)
+            assert reply.status == 200, (reply.status, body)
+            return Answer.from_json(body, request)
+
+    async def parts(self, reply: aiohttp.ClientResponse, request: Request) -> Partial:
+        part = Partial(request)
+        async for line in reply.content:
+            if line.startswith(b"data: {"):
+                part.add(json.loads(line[6:]))
+        return part
+
+    async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
+        async with self.http.post(self.url + path, json=body or {}) as reply:
+            return reply.status, await reply.json(content_type=None)
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with self.http.get(self.url + path) as reply:
+            return reply.status, await reply.text()
+
+    async def blocked(self, calls: int) -> None:
+        """Returns once the engine's thread has so many calls to make."""
+        while self.server.worker._calls.qsize() < calls:
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def served(
+    engine: HFEngine, max_tokens: int = 100, keys: Keys | None = None
+) -> AsyncIterator[Client]:
+    """The engine behind HTTP, on a port that the kernel chooses."""
+    server = Server(engine, max_tokens)
+    runner = web.AppRunner(server.application(keys), handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    server.worker.start()
+    async with aiohttp.ClientSession() as http:
+        yield Client(http, f"http://{host}:{port}", server)
+    server.worker.stop()
+    await runner.cleanup()
+
+
+@contextmanager
+def running(engine: HFEngine, max_tokens: int = 100) -> Iterator[Client]:
+    """`served`, with its loop in another thread, for tests that are not asynchronous."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    context = served(engine, max_tokens)
+    try:
+        yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result()
+    finally:
+        end = context.__aexit__(None, None, None)
+        asyncio.run_coroutine_threadsafe(end, loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
