@@ -7,7 +7,7 @@ can run in a separate process, as a `process.client.ProcessEngine`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,11 @@ class Capabilities:
     concurrent: bool = False
 
 
+# Samples of the first rank -> of each, the mean |log-prob difference| to the trainer's forward and,
+# by layer, the share of its experts that the trainer's routers do not choose. All ranks call it.
+ScoreCanaries = Callable[[Sequence[Sample]], list[tuple[float, Mapping[int, float]]]]
+
+
 class TurnFeed(Protocol):
     """Turns that come while an engine runs: answers lead to further turns."""
 
@@ -84,7 +89,13 @@ class TurnFeed(Protocol):
 
 
 class Engine(Protocol):
-    """Generates samples from weights. A class that inherits it gets `generate`."""
+    """Generates samples from weights. A class that inherits it gets `generate`.
+
+    Attributes:
+        score_canaries: set by a trainer, for engines that prove that they have its weights
+    """
+
+    score_canaries: ScoreCanaries | None = None
 
     @property
     def capabilities(self) -> Capabilities:

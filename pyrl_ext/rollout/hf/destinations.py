@@ -40,11 +40,11 @@ class Destinations:
         self.mtp_layers = range(layers, layers + extra)
 
     @classmethod
-    def on_paper(cls, folder: str | Path) -> Destinations:
-        """The destinations of the model in ``folder``; without memory, for `check` alone."""
-        config = read_config(folder)
+    def on_paper(cls, config: dict[str, Any] | str | Path) -> Destinations:
+        """The destinations of the model of a config; without memory, for names and shapes."""
+        known = read_config(config)
         with torch.device("meta"):
-            model = model_class(config).from_config(config)
+            model = model_class(known).from_config(known)
         model.tie_weights()
         return cls(model)
 

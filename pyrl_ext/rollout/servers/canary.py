@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.servers.client import Server, ServerFailed
 from pyrl_ext.rollout.servers.protocol import Answer, Partial, Request
 from pyrl_ext.samples import Sample, route_dtype
@@ -50,8 +51,9 @@ class Canary:
         layers: that have a router, 0-based; none: routes are not compared
         num_experts: of a layer
         temperature: of rollouts
-        limit: largest difference of log-probs [nat]
-        rows: share of (token, layer) whose experts may differ
+        limit: largest difference of log-probs between two answers of a server [nat]
+        trainer_limit: between a server and the trainer, the mean over tokens [nat]
+        apart: share of a layer's experts that may differ
     """
 
     tokens: tuple[int, ...]
@@ -59,7 +61,8 @@ class Canary:
     num_experts: int
     temperature: float
     limit: float
-    rows: float
+    trainer_limit: float
+    apart: float
 
     @classmethod
     def of(
@@ -81,8 +84,8 @@ class Canary:
         length = min(LONG if has_blocks else SHORT, room - NEW)
         draw = random.Random(0)
         tokens = tuple(draw.randrange(vocab_size) for _ in range(length))
-        limit, rows = (1e-5, 5e-3) if exact else (0.1, 0.3)
-        return cls(tokens, tuple(layers), num_experts, temperature, limit, rows)
+        limits = (1e-5, 1e-4, 5e-3) if exact else (0.1, 0.1, 0.3)
+        return cls(tokens, tuple(layers), num_experts, temperature, *limits)
 
     async def ask(self, server: Server, version: int) -> Seen:
         """A server's answers.
@@ -140,12 +143,43 @@ class Canary:
         return None
 
     def _routes_differ(self, one: Answer, other: Answer) -> str | None:
-        rows = len(self.tokens)
-        first, second = self._rows(one)[:rows], self._rows(other)[:rows]
-        apart = (np.sort(first, -1) != np.sort(second, -1)).any(-1)
-        for slot, layer in enumerate(self.layers):
-            if (share := float(apart[:, slot].mean())) > self.rows:
+        first, second = (self._rows(each)[: len(self.tokens)] for each in (one, other))
+        equal = (first[..., :, None] == second[..., None, :]).sum((0, 2, 3))  # experts of a layer
+        total = first.shape[0] * first.shape[2]
+        apart = {layer: 1 - int(equal[slot]) / total for slot, layer in enumerate(self.layers)}
+        return self._apart(apart, total)
+
+    def _apart(self, apart: Mapping[int, float], total: int) -> str | None:
+        """The first layer whose experts differ; one may, where two scores are almost equal."""
+        for layer, share in sorted(apart.items()):
+            if share > max(self.apart, 1.5 / total):
                 return f"{share:.1%} of the routes of layer {layer} differ"
+        return None
+
+    def groups(self, seen: Mapping[str, Seen]) -> list[tuple[list[str], Answer]]:
+        """Servers with the same answer through the cache, and the answer."""
+        found: list[tuple[list[str], Answer]] = []
+        for address, (through, _) in seen.items():
+            for addresses, answer in found:
+                same = through.token_ids == answer.token_ids
+                if same and self.differ(through, answer) is None:
+                    addresses.append(address)
+                    break
+            else:
+                found.append(([address], through))
+        return found
+
+    def verdict(self, gap: float, apart: Mapping[int, float]) -> str | None:
+        """How an answer differs from the trainer's forward; None: no more than rounding.
+
+        Args:
+            gap: mean |difference| of log-probs [nat]
+            apart: layer -> share of the experts that the trainer's router does not choose
+        """
+        if why := self._apart(apart, len(self.tokens) + NEW - 1):
+            return f"{why} from the trainer's"
+        if not gap <= self.trainer_limit:
+            return f"log-probs differ from the trainer's by {gap:.3g}"
         return None
 
     def _rows(self, answer: Answer) -> np.ndarray:
@@ -176,3 +210,22 @@ class Canary:
             finish_reason="length",
             reward=0.0,
         ).check()
+
+
+def prove(
+    canary: Canary, seen: Mapping[str, Seen], version: int, score: ScoreCanaries
+) -> dict[str, str]:
+    """Compares the servers' answers with the trainer's own forward; every rank has to call it.
+
+    Args:
+        seen: by the first rank, by address; empty on the others
+
+    Returns: address -> how its answer differs, on the first rank.
+    Communicates: as ``score`` does.
+    """
+    groups, failed = canary.groups(seen), dict[str, str]()
+    answers = [canary.sample(answer, version, n) for n, (_, answer) in enumerate(groups)]
+    for (addresses, _), (gap, apart) in zip(groups, score(answers), strict=False):
+        if why := canary.verdict(gap, apart):
+            failed |= {a: f"{a}: canary of version {version}: {why}" for a in addresses}
+    return failed

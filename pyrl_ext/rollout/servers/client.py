@@ -248,6 +248,8 @@ class Server:
             )
         key = self.keys.generate if path == GENERATE else self.keys.control
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        if path != GENERATE:  # vLLM's server ends a connection after an error, without saying so
+            headers["Connection"] = "close"
         given = {} if body is None else {"json": body}
         async with self._session.request(
             method, self.address + path, headers=headers, allow_redirects=False, **given

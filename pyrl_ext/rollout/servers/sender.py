@@ -113,7 +113,7 @@ class Transfer:
         """The update info of engine ``number``. It waits twice as long as another may take."""
         each = self._engines[number]
         port = self._doors[each.host].getsockname()[1]
-        silence = 2 * self.limit
+        silence = 2.0 * self.limit
         return UpdateInfo(each.host, port, number, each.secret, self.version, silence, self.only)
 
     @property

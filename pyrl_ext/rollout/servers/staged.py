@@ -44,7 +44,7 @@ class UpdateInfo:
     def from_json(cls, fields: Mapping[str, Any]) -> UpdateInfo:
         """Raises: WireError for fields of other kinds."""
         kinds = {"host": str, "port": int, "engine": int, "secret": str, "version": int}
-        kinds |= {"silence": float, "only": (list, type(None))}
+        kinds |= {"silence": (float, int), "only": (list, type(None))}
         wire.need(fields.keys() == kinds.keys(), f"fields {sorted(fields)}", f"{sorted(kinds)}")
         for name, kind in kinds.items():
             good = isinstance(fields[name], kind) and not isinstance(fields[name], bool)

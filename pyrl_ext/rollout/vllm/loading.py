@@ -70,6 +70,9 @@ class Loading:
 
     def weight_digests(self, names: Sequence[str] | None) -> dict[str, int]:
         """Digests of the tensors last loaded; with None also of the tensors in vLLM's memory."""
+        transfer = getattr(self, "weight_transfer_engine", None)
+        if isinstance(transfer, Loading):  # a server's worker has them from there
+            self._taken = transfer._taken
         if unknown := [name for name in names or () if name not in self._taken]:
             raise ValueError(f"VLLMEngine.checksums: {unknown[:4]}, expected names of its weights")
         if names is not None:

@@ -1,0 +1,103 @@
+"""Publisher: publishes the weights of a run, as its plan says, and counts what that takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.plan import Plan
+from pyrl_ext.rollout.engine import ScoreCanaries
+from pyrl_ext.rollout.hf.destinations import Destinations
+from pyrl_ext.rollout.servers.canary import Canary, Seen, prove
+from pyrl_ext.rollout.servers.client import Server
+from pyrl_ext.rollout.servers.identity import Identity
+from pyrl_ext.rollout.servers.publish import Weights, publish
+
+
+class Publisher:
+    """The first rank calls it, and every rank `prove`.
+
+    Args:
+        plan: of the run
+        device: of the weights
+
+    Attributes:
+        loop: of the servers; to be set before the first publish
+        metrics: of the last publish
+    """
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self, plan: Plan, device: torch.device):
+        self.plan, self.device = plan, device
+        self.metrics: dict[str, float] = {}
+        self._seen: dict[str, Seen] = {}
+        self.canary = canary_of(plan)
+        self._model: tuple[dict[str, torch.Size], Identity] | None = None
+
+    def __call__(
+        self,
+        servers: Sequence[Server],
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        only: Collection[str] | None,
+    ) -> Mapping[str, str]:
+        """Gives servers the weights; returns address -> reason of those that failed."""
+        rollout = self.plan.rollout
+        if self._model is None:
+            self._model = shapes_of(self.plan), identity_of(self.plan)
+        shapes, identity = self._model
+        size, device = rollout.bucket_bytes, self.device
+        weights = Weights(named, version, shapes, only, size, device)
+        done = publish(
+            *(self.loop, servers, weights),
+            pause=rollout.pause,
+            timeout=rollout.publish_timeout,
+            identity=identity,
+            canary=self.canary,
+        )
+        self._seen = done.seen
+        self.metrics = {f"publish/{step}_seconds": taken for step, taken in done.seconds.items()}
+        self.metrics["publish/bytes"] = done.bytes * len(servers)
+        return done.failed
+
+    def prove(self, version: int, score: ScoreCanaries | None) -> Mapping[str, str]:
+        """Compares what servers made of the canary with the trainer's forward; every rank calls it.
+
+        Returns: address -> how its answer differs, on the first rank.
+        Communicates: as ``score`` does.
+        """
+        seen, self._seen = self._seen, {}
+        if self.canary is None or score is None:
+            return {}
+        return prove(self.canary, seen, version, score)
+
+
+def shapes_of(plan: Plan) -> dict[str, torch.Size]:
+    """Shape of every tensor that an engine of this plan holds, by its checkpoint name."""
+    held = Destinations.on_paper(plan.hf)
+    return {name: held.shape(name) for name in held.parts}
+
+
+def identity_of(plan: Plan) -> Identity:
+    """The identity of the plan's engines."""
+    return Identity.of(plan.hf, shapes_of(plan), plan.rollout_dtype, plan.tokenizer_path)
+
+
+def canary_of(plan: Plan) -> Canary | None:
+    """The canary of this plan; None: its model takes images, which the canary has not."""
+    if plan.modules:
+        return None
+    room = int(plan.hf.get("max_position_embeddings") or 2**20)
+    return Canary.of(
+        plan.sizes.vocab_size,
+        room,
+        plan.rollout.engine == "vllm",
+        plan.router_layers,
+        plan.sizes.num_experts or 1,
+        plan.rollout.temperature,
+        {plan.model.dtype, plan.rollout_dtype} == {"float32"},
+    )
