@@ -1,0 +1,393 @@
+"""A run with engines apart, simulated event by event: who waits for whom, and for how long.
+
+The trainer publishes the weights of a step, waits for its samples, trains on them, and begins the
+next step. Requests of step s go to the engines once the weights of step s - ahead are published, so
+no token is more than `ahead` versions old when it is trained on. An engine decodes a token of all
+its running sequences at a time, and reads prompts in between; other requests wait in its queue.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from operator import itemgetter
+from typing import Literal, NamedTuple
+
+Pause = Literal["finish", "keep", "abort"]
+
+SAME = 1e-9
+"""Tokens: sequences that are no further apart end together."""
+
+
+class Trajectory(NamedTuple):
+    """Tokens of a prompt, and of the answer of every turn."""
+
+    prompt: int
+    turns: tuple[int, ...]
+
+
+Group = tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A run in tokens and seconds."""
+
+    engines: int
+    slots: int
+    """Sequences that an engine decodes at a time."""
+    token: Callable[[int], float]
+    """Seconds of a token of so many sequences."""
+    read: Callable[[int], float]
+    """Seconds in which an engine reads so many tokens and decodes none."""
+    train: float
+    """Seconds of the trainer's passes in a step."""
+    publish: float
+    """Seconds in which weights are published; engines and trainer wait."""
+    groups: Callable[[int], Sequence[Group]]
+    """The groups that a step asks for."""
+    keep: int
+    """The number of them that it trains on: the first; the others are aborted."""
+    ahead: int = 0
+    pause: Pause = "abort"
+    latency: float = 0.0
+    """Seconds after each turn in which an environment answers."""
+
+
+@dataclass
+class _Request:
+    """The trajectory that runs, or waits, on an engine."""
+
+    step: int
+    group: int
+    trajectory: Trajectory
+    turn: int = 0
+    left: float = 0.0
+    """Tokens left of this turn, when last looked at."""
+    context: float = 0.0
+    """Tokens that a new version of the weights has to read again, without the prompt."""
+    spans: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    """(version, tokens) in order."""
+
+
+class _Engine:
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.now = self.clock = self.stall = 0.0
+        self.running: list[tuple[float, int, _Request]] = []  # clock at the end of each
+        self.waiting: deque[_Request] = deque()
+        self.known: set[tuple[int, int]] = set()  # prompts in the cache, by (step, group)
+        self.open, self.stamp = False, 0
+        self.busy = self.ran = self.queued = 0.0  # seconds, and sequences times seconds
+        self._number = count()
+
+    @property
+    def load(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def advance(self, now: float) -> None:
+        """Decode until `now`; `clock` counts the tokens of a sequence that always runs."""
+        passed, self.now = now - self.now, now
+        self.queued += passed * len(self.waiting)
+        if self.running and (self.open or self.loop.pause == "finish"):
+            self.busy += passed
+            self.ran += passed * len(self.running)
+            read = min(self.stall, passed)
+            self.stall -= read
+            self.clock += (passed - read) / self.loop.token(len(self.running))
+
+    def admit(self, version: int) -> None:
+        """Let requests in that wait, while there is room."""
+        while self.open and self.waiting and len(self.running) < self.loop.slots:
+            each = self.waiting.popleft()
+            prompt = (each.step, each.group)
+            if prompt not in self.known:
+                self.known.add(prompt)
+                self.stall += self.loop.read(each.trajectory.prompt)
+            if each.context and (not each.spans or each.spans[-1][0] != version):
+                self.stall += self.loop.read(round(each.context))
+            heapq.heappush(self.running, (self.clock + each.left, next(self._number), each))
+
+    def next_end(self) -> float:
+        """The time at which the next sequence ends."""
+        if not self.running or not (self.open or self.loop.pause == "finish"):
+            return math.inf
+        left = max(0.0, self.running[0][0] - self.clock)
+        return self.now + self.stall + left * self.loop.token(len(self.running))
+
+    def ended(self, version: int) -> list[_Request]:
+        """The sequences that end now, one at least."""
+        self.clock = max(self.clock, self.running[0][0])
+        found: list[_Request] = []
+        while self.running and self.running[0][0] <= self.clock + SAME:
+            found.append(heapq.heappop(self.running)[-1])
+            self._mark(found[-1], 0.0, version)
+        return found
+
+    def publish(self, version: int) -> None:
+        """Note the tokens that `version` generated; with abort, requests wait for the next one."""
+        self.open = False
+        for end, _, request in self.running:
+            self._mark(request, end - self.clock, version)
+        if self.loop.pause == "abort":
+            going = [request for _, _, request in sorted(self.running, key=itemgetter(1))]
+            self.waiting.extendleft(reversed(going))
+            self.running.clear()
+        if self.loop.pause != "keep":
+            self.stall = 0.0
+        self.known.clear()
+
+    def drop(self, step: int) -> None:
+        """Abort the requests of a step."""
+        self.running = [each for each in self.running if each[2].step != step]
+        heapq.heapify(self.running)
+        self.waiting = deque(each for each in self.waiting if each.step != step)
+
+    @staticmethod
+    def _mark(request: _Request, left: float, version: int) -> None:
+        request.spans.append((version, request.left - left))
+        request.context += request.left - left
+        request.left = left
+
+
+class Step(NamedTuple):
+    """One step of the trainer [seconds since the start]."""
+
+    began: float
+    """The trainer was done with the step before."""
+    published: float
+    ready: float
+    """The last of its samples came, or the trainer did."""
+    trained: float
+    ages: tuple[tuple[int, float], ...]
+    """(versions between generating and training, tokens)."""
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A step of a run that goes on for long: means over the last simulated steps."""
+
+    ahead: int
+    seconds: float
+    train: float
+    publish: float
+    """Seconds of a step in which the trainer publishes, with waiting for requests to finish."""
+    wait: float
+    """Seconds of a step in which the trainer waits for samples."""
+    busy: float
+    """Share of the time in which an engine decodes or reads, mean over engines."""
+    running: float
+    """Sequences that run, on all engines, on average."""
+    queued: float
+    """Requests that wait in an engine's queue, on all engines, on average."""
+    ready: float
+    """Finished trajectories that wait to be trained on, on average."""
+    age: float
+    """Versions between generating and training on a token, on average."""
+    oldest: int
+
+    @property
+    def trainer_idle(self) -> float:
+        """Share of a step in which the trainer waits for samples."""
+        return self.wait / self.seconds
+
+    @property
+    def engines_idle(self) -> float:
+        """Share of a step in which an engine has nothing to do, or is paused."""
+        return 1 - self.busy
+
+
+class Simulation:
+    """A run from its start.
+
+    Attributes:
+        steps: those that the trainer has finished
+        readied: finished trajectories times seconds that they waited for the trainer
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.now, self.version = loop, 0.0, -1
+        self.engines = [_Engine(loop) for _ in range(loop.engines)]
+        self.steps: list[Step] = []
+        self.readied = 0.0
+        self._events: list[tuple[float, int, Callable[[], None] | tuple[_Engine, int]]] = []
+        self._number = count()
+        self._asked = self._step = 0
+        self._began = self._published = 0.0
+        self._training = self._draining = False
+        self._done: dict[int, dict[int, list[tuple[float, _Request]]]] = {}
+        self._kept: dict[int, list[int]] = {}
+        self._begin()
+
+    def run(self, steps: int) -> None:
+        """Go on until the trainer has finished so many steps."""
+        while len(self.steps) < steps:
+            time, _, what = heapq.heappop(self._events)
+            if isinstance(what, tuple):
+                engine, stamp = what
+                if stamp != engine.stamp:
+                    continue
+                self.now = time
+                engine.advance(time)
+                self._ended(engine)
+            else:
+                self.now = time
+                what()
+
+    # The trainer --------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._began, self._training = self.now, False
+        if self.loop.pause == "finish":  # what runs goes on, what waits waits
+            self._draining = True
+            for engine in self._advanced():
+                engine.open = False
+            self._drained()
+        else:
+            self._publish()
+
+    def _drained(self) -> None:
+        if self._draining and not any(engine.running for engine in self.engines):
+            self._draining = False
+            self._publish()
+
+    def _publish(self) -> None:
+        for engine in self._advanced():
+            engine.publish(self.version)
+            self._plan(engine)
+        self._at(self.loop.publish, self._resume)
+
+    def _resume(self) -> None:
+        self.version, self._published = self._step, self.now
+        for engine in self._advanced():
+            engine.open = True
+        while self._asked <= self._step + self.loop.ahead:
+            self._ask(self._asked)
+            self._asked += 1
+        for engine in self.engines:
+            engine.admit(self.version)
+            self._plan(engine)
+        self._train_if_ready()
+
+    def _train_if_ready(self) -> None:
+        kept = self._kept.get(self._step, ())
+        resumed = self.version == self._step
+        if self._training or not resumed or len(kept) < self.loop.keep:
+            return
+        self._training = True
+        self._at(self.loop.train, partial(self._trained, self.now))
+
+    def _trained(self, ready: float) -> None:
+        groups, ages = self._done.pop(self._step), dict[int, float]()
+        for group in self._kept.pop(self._step):
+            for ended, request in groups[group]:
+                self.readied += ready - ended
+                for version, tokens in request.spans:
+                    age = self._step - version
+                    ages[age] = ages.get(age, 0.0) + tokens
+        times = (self._began, self._published, ready, self.now)
+        self.steps.append(Step(*times, tuple(sorted(ages.items()))))
+        self._step += 1
+        self._begin()
+
+    # Requests -----------------------------------------------------------------------------------
+
+    def _ask(self, step: int) -> None:
+        """A group goes to the engine with the fewest requests, as a whole."""
+        self._done[step], self._kept[step] = {}, []
+        for number, group in enumerate(self.loop.groups(step)):
+            engine = min(self.engines, key=lambda each: each.load)
+            for each in group:
+                engine.waiting.append(_Request(step, number, each, left=each.turns[0]))
+
+    def _ended(self, engine: _Engine) -> None:
+        for request in engine.ended(self.version):
+            self._at(self.loop.latency, partial(self._answered, engine, request))
+        engine.admit(self.version)
+        self._plan(engine)
+        self._drained()
+
+    def _answered(self, engine: _Engine, request: _Request) -> None:
+        """The environment has answered; the next turn begins, or the trajectory has ended."""
+        kept = self._kept.get(request.step)
+        if kept is None or len(kept) == self.loop.keep:
+            return  # aborted in the meantime
+        request.turn += 1
+        if request.turn < len(request.trajectory.turns):
+            request.left = request.trajectory.turns[request.turn]
+            engine.advance(self.now)
+            engine.waiting.append(request)
+            engine.admit(self.version)
+            self._plan(engine)
+            return
+        done = self._done[request.step].setdefault(request.group, [])
+        done.append((self.now, request))
+        asked = self.loop.groups(request.step)
+        if len(done) == len(asked[request.group]):
+            kept.append(request.group)
+            if len(kept) == self.loop.keep < len(asked):
+                self._drop(request.step)
+            if request.step == self._step:
+                self._train_if_ready()
+
+    def _drop(self, step: int) -> None:
+        for engine in self._advanced():
+            engine.drop(step)
+            engine.admit(self.version)
+            self._plan(engine)
+        self._drained()
+
+    # Time ---------------------------------------------------------------------------------------
+
+    def _advanced(self) -> Iterator[_Engine]:
+        for engine in self.engines:
+            engine.advance(self.now)
+            yield engine
+
+    def _at(self, delay: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + delay, next(self._number), what))
+
+    def _plan(self, engine: _Engine) -> None:
+        """Look at the engine again when its next sequence ends."""
+        engine.stamp += 1
+        if (time := engine.next_end()) < math.inf:
+            heapq.heappush(self._events, (time, next(self._number), (engine, engine.stamp)))
+
+
+def simulate(loop: Loop, measured: int = 8) -> Steady:
+    """The mean of `measured` steps, after as many as the run takes to settle."""
+    run = Simulation(loop)
+    run.run(loop.ahead + 2)
+    before, busy = run.now, _sums(run)
+    run.run(loop.ahead + 2 + measured)
+    seconds, steps = run.now - before, run.steps[-measured:]
+    worked, ran, queued, readied = (
+        (after - was) / seconds for after, was in zip(_sums(run), busy, strict=True)
+    )
+    ages = [each for step in steps for each in step.ages]
+    return Steady(
+        loop.ahead,
+        seconds / measured,
+        sum(step.trained - step.ready for step in steps) / measured,
+        sum(step.published - step.began for step in steps) / measured,
+        sum(step.ready - step.published for step in steps) / measured,
+        worked / loop.engines,
+        ran,
+        queued,
+        readied,
+        sum(age * tokens for age, tokens in ages) / sum(tokens for _, tokens in ages),
+        max(age for age, _ in ages),
+    )
+
+
+def _sums(run: Simulation) -> tuple[float, float, float, float]:
+    for engine in run.engines:
+        engine.advance(run.now)
+    sums = ((each.busy, each.ran, each.queued) for each in run.engines)
+    busy, ran, queued = map(sum, zip(*sums, strict=True))
+    return busy, ran, queued, run.readied

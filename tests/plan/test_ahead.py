@@ -1,0 +1,255 @@
+"""Simulation of engines apart: against a loop that looks at every request at every event, and
+against what follows without any simulation."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import pytest
+
+from pyrl_ext.plan.forecast.ahead import Group, Loop, Pause, Simulation, Trajectory, simulate
+
+
+@dataclass
+class Held:
+    """A trajectory of the brute-force loop."""
+
+    step: int
+    group: int
+    tokens: Trajectory
+    engine: int
+    order: int
+    state: str = "waiting"  # running, thinking, done, aborted
+    turn: int = 0
+    left: float = 0.0
+    until: float = 0.0
+    admitted: int = 0
+    by_version: list[list[float]] = field(default_factory=list[list[float]])
+
+    def generate(self, version: int, tokens: float) -> None:
+        if not self.by_version or self.by_version[-1][0] != version:
+            self.by_version.append([version, 0.0])
+        self.by_version[-1][1] += tokens
+        self.left -= tokens
+
+
+class BruteForce:
+    """The same run, with one list of all requests, which every event walks through."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.now, self.held = loop, 0.0, list[Held]()
+        self.stall = [0.0] * loop.engines
+        self.known: set[tuple[int, int, int]] = set()
+        self.version, self.step, self.asked, self.turns = -1, 0, 0, 0
+        self.phase, self.until = "drain", math.inf
+        self.times: list[tuple[float, float, float, float]] = []
+        self.ages: list[dict[int, float]] = []
+        self.began = self.published = self.ready = 0.0
+
+    def at(self, engine: int, state: str) -> list[Held]:
+        found = [each for each in self.held if (each.engine, each.state) == (engine, state)]
+        return sorted(found, key=lambda each: each.admitted if state == "running" else each.order)
+
+    def decodes(self) -> bool:
+        return self.phase != "publish" and (self.phase != "drain" or self.loop.pause == "finish")
+
+    def admit(self) -> None:
+        for engine in range(self.loop.engines) if self.phase in ("wait", "train") else ():
+            while len(self.at(engine, "running")) < self.loop.slots:
+                waiting = self.at(engine, "waiting")
+                if not waiting:
+                    break
+                each = waiting[0]
+                key = (engine, each.step, each.group)
+                if key not in self.known:
+                    self.stall[engine] += self.loop.read(each.tokens.prompt)
+                self.known.add(key)
+                before = sum(tokens for _, tokens in each.by_version)
+                if before and each.by_version[-1][0] != self.version:
+                    self.stall[engine] += self.loop.read(round(before))
+                self.turns += 1
+                each.state, each.admitted = "running", self.turns
+
+    def kept(self, step: int) -> list[int]:
+        """Groups that are complete."""
+        groups = range(len(self.loop.groups(step)))
+        members = {g: [h for h in self.held if (h.step, h.group) == (step, g)] for g in groups}
+        return [g for g in groups if all(h.state == "done" for h in members[g])]
+
+    def run(self, steps: int) -> None:
+        while len(self.times) < steps:
+            self.settle()
+            if len(self.times) == steps:
+                break
+            ends = [self.until]
+            ends += [h.until for h in self.held if h.state == "thinking"]
+            for engine in range(self.loop.engines) if self.decodes() else ():
+                running = self.at(engine, "running")
+                rate = self.loop.token(len(running)) if running else 0.0
+                ends += [self.now + self.stall[engine] + h.left * rate for h in running]
+            self.pass_until(min(ends))
+
+    def pass_until(self, time: float) -> None:
+        for engine in range(self.loop.engines) if self.decodes() else ():
+            if running := self.at(engine, "running"):
+                passed = time - self.now
+                reads = min(self.stall[engine], passed)
+                self.stall[engine] -= reads
+                tokens = (passed - reads) / self.loop.token(len(running))
+                for each in running:
+                    each.generate(self.version, tokens)
+        self.now = time
+
+    def settle(self) -> None:
+        """Everything that happens now."""
+        for each in [h for h in self.held if h.state == "running" and h.left < 1e-7]:
+            each.state, each.until = "thinking", self.now + self.loop.latency
+        self.admit()
+        answered = [h for h in self.held if h.state == "thinking" and h.until <= self.now]
+        for each in sorted(answered, key=lambda each: (each.until, each.admitted)):
+            if each.state == "aborted":
+                continue
+            each.turn += 1
+            if each.turn < len(each.tokens.turns):
+                self.turns += 1
+                each.order, each.state = self.turns, "waiting"
+                each.left = each.tokens.turns[each.turn]
+                continue
+            each.state = "done"
+            kept = self.kept(each.step)
+            if len(kept) == self.loop.keep:
+                for other in self.held:
+                    if other.step == each.step and other.group not in kept:
+                        other.state = "aborted"
+        self.admit()
+        self.trainer()
+
+    def trainer(self) -> None:
+        if self.phase == "drain":
+            running = any(each.state == "running" for each in self.held)
+            if not (running and self.loop.pause == "finish"):
+                if self.loop.pause == "abort":
+                    for each in self.held:
+                        if each.state == "running":
+                            each.state, each.order = "waiting", each.admitted - 10**9
+                if self.loop.pause != "keep":
+                    self.stall = [0.0] * self.loop.engines
+                self.known.clear()
+                self.phase, self.until = "publish", self.now + self.loop.publish
+        elif self.phase == "publish" and self.now >= self.until:
+            self.phase, self.until, self.version = "wait", math.inf, self.step
+            self.published = self.now
+            while self.asked <= self.step + self.loop.ahead:
+                self.ask(self.loop.groups(self.asked))
+            self.settle()
+        elif self.phase == "wait" and len(self.kept(self.step)) >= self.loop.keep:
+            self.phase, self.until, self.ready = "train", self.now + self.loop.train, self.now
+        elif self.phase == "train" and self.now >= self.until:
+            self.times.append((self.began, self.published, self.ready, self.now))
+            kept, ages = self.kept(self.step), dict[int, float]()
+            for each in (h for h in self.held if h.step == self.step and h.group in kept):
+                for version, tokens in each.by_version:
+                    age = self.step - int(version)
+                    ages[age] = ages.get(age, 0.0) + tokens
+            self.ages.append(ages)
+            self.phase, self.until, self.began = "drain", math.inf, self.now
+            self.step += 1
+            self.settle()
+
+    def ask(self, groups: Any) -> None:
+        for number, group in enumerate(groups):
+            loads = [
+                sum(h.engine == e and h.state in ("waiting", "running") for h in self.held)
+                for e in range(self.loop.engines)
+            ]
+            for each in group:
+                self.turns += 1
+                engine = loads.index(min(loads))
+                new = Held(self.asked, number, each, engine, self.turns, left=each.turns[0])
+                self.held.append(new)
+        self.asked += 1
+
+
+def some_loop(seed: int) -> Loop:
+    """A small run at random, whose times never meet by chance."""
+    draw = random.Random(seed)
+    prompts, size = draw.randint(1, 4), draw.randint(1, 3)
+    turns, more = draw.randint(1, 2), draw.randint(0, 1)
+
+    def trajectory() -> Trajectory:
+        return Trajectory(draw.randint(1, 30), tuple(draw.randint(1, 4000) for _ in range(turns)))
+
+    steps: list[tuple[Group, ...]] = [
+        tuple(tuple(trajectory() for _ in range(size)) for _ in range(prompts + more))
+        for _ in range(12)
+    ]
+    fixed, each, reads = draw.uniform(1e-4, 1e-3), draw.uniform(0, 2e-4), draw.uniform(0, 1e-4)
+    return Loop(
+        engines=draw.randint(1, 3),
+        slots=draw.randint(1, 4),
+        token=lambda running: fixed + each * running,
+        read=lambda tokens: reads * tokens,
+        train=draw.uniform(0, 4),
+        publish=draw.uniform(0.01, 0.5),
+        groups=lambda step: steps[step],
+        keep=prompts,
+        ahead=draw.randint(0, 3),
+        pause=draw.choice(get_args(Pause)),
+        latency=draw.choice([0.0, draw.uniform(0.05, 1)]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_Simulation_equals_a_loop_over_every_request(seed: int):
+    loop = some_loop(seed)
+    fast, slow = Simulation(loop), BruteForce(loop)
+    fast.run(6)
+    slow.run(6)
+    for found, times, ages in zip(fast.steps, slow.times, slow.ages, strict=True):
+        assert found[:4] == pytest.approx(times, abs=1e-6)
+        ours = {age: tokens for age, tokens in found.ages if tokens > 1e-6}
+        assert ours == pytest.approx({a: t for a, t in ages.items() if t > 1e-6}, abs=1e-4)
+        assert max(ours) <= loop.ahead
+
+
+def equal_loop(ahead: int, train: float) -> Loop:
+    """One engine decodes four sequences of 10 tokens at 0.1 s each: a second a step."""
+    group = tuple(Trajectory(1, (10,)) for _ in range(4))
+    return Loop(1, 4, lambda k: 0.1, lambda n: 0.0, train, 0.25, lambda step: [group], 1, ahead)
+
+
+@pytest.mark.parametrize("train", [0.3, 1.0, 3.0])
+def test_simulate_gives_what_follows_by_hand(train: float):
+    """Without ahead everything adds up; with it a step is as long as the slower of both sides."""
+    zero = simulate(equal_loop(0, train))
+    assert zero.seconds == pytest.approx(0.25 + 1.0 + train)
+    assert (zero.wait, zero.busy) == pytest.approx((1.0, 1 / zero.seconds))
+    assert (zero.age, zero.oldest, zero.queued) == (0, 0, 0)
+    one = simulate(equal_loop(1, train))
+    assert one.seconds == pytest.approx(0.25 + max(1.0, train))
+    assert one.trainer_idle == pytest.approx(max(0, 1 - train) / one.seconds)
+    assert one.engines_idle == pytest.approx(1 - 1 / one.seconds)
+    assert one.train + one.publish + one.wait == pytest.approx(one.seconds)
+    assert one.oldest == 1
+
+
+def test_simulate_counts_what_waits():
+    """Two of four sequences wait for a second, then half of a group waits for the other half."""
+    loop = replace(equal_loop(0, 1.0), slots=2)
+    found = simulate(loop)
+    assert found.seconds == pytest.approx(0.25 + 2.0 + 1.0)
+    assert found.queued == pytest.approx(2 * 1.0 / found.seconds)
+    assert found.running == pytest.approx(2 * 2.0 / found.seconds)
+    assert found.ready == pytest.approx(2 * 1.0 / found.seconds)
+
+
+def test_simulate_rereads_after_an_abort_and_not_after_keep():
+    loop = replace(equal_loop(1, 0.5), read=lambda tokens: 0.01 * tokens)
+    abort, keep = (simulate(replace(loop, pause=pause)) for pause in ("abort", "keep"))
+    assert keep.seconds < abort.seconds
+    finish = simulate(replace(loop, pause="finish"))
+    assert finish.publish > abort.publish == pytest.approx(0.25)
+    assert finish.wait < abort.wait
