@@ -22,7 +22,7 @@ class Held:
     tokens: Trajectory
     engine: int
     order: int
-    state: str = "waiting"  # running, thinking, done, aborted
+    state: str = "unbound"  # waiting, running, thinking, done, aborted
     turn: int = 0
     left: float = 0.0
     until: float = 0.0
@@ -57,7 +57,24 @@ class BruteForce:
         return self.phase != "publish" and (self.phase != "drain" or self.loop.pause == "finish")
 
     def admit(self) -> None:
-        for engine in range(self.loop.engines) if self.phase in ("wait", "train") else ():
+        if self.phase not in ("wait", "train"):
+            return
+        self.fill()
+        while free := [each for each in self.held if each.state == "unbound"]:
+            loads = [
+                sum(h.engine == e and h.state in ("waiting", "running") for h in self.held)
+                for e in range(self.loop.engines)
+            ]
+            engine, first = loads.index(min(loads)), min(free, key=lambda each: each.order)
+            if len(self.at(engine, "running")) >= self.loop.slots:
+                break
+            for each in free:
+                if (each.step, each.group) == (first.step, first.group):
+                    each.engine, each.state = engine, "waiting"
+            self.fill()
+
+    def fill(self) -> None:
+        for engine in range(self.loop.engines):
             while len(self.at(engine, "running")) < self.loop.slots:
                 waiting = self.at(engine, "waiting")
                 if not waiting:
@@ -161,14 +178,9 @@ class BruteForce:
 
     def ask(self, groups: Any) -> None:
         for number, group in enumerate(groups):
-            loads = [
-                sum(h.engine == e and h.state in ("waiting", "running") for h in self.held)
-                for e in range(self.loop.engines)
-            ]
             for each in group:
                 self.turns += 1
-                engine = loads.index(min(loads))
-                new = Held(self.asked, number, each, engine, self.turns, left=each.turns[0])
+                new = Held(self.asked, number, each, -1, self.turns, left=each.turns[0])
                 self.held.append(new)
         self.asked += 1
 

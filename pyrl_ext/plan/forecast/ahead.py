@@ -2,8 +2,9 @@
 
 The trainer publishes the weights of a step, waits for its samples, trains on them, and begins the
 next step. Requests of step s go to the engines once the weights of step s - ahead are published, so
-no token is more than `ahead` versions old when it is trained on. An engine decodes a token of all
-its running sequences at a time, and reads prompts in between; other requests wait in its queue.
+no token is more than `ahead` versions old when it is trained on. A group goes to the
+engine with the fewest requests, as soon as one has room, and stays there. An engine decodes a token
+of all its running sequences at a time, and reads prompts in between.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Loop:
     """Seconds after each turn in which an environment answers."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     """The trajectory that runs, or waits, on an engine."""
 
@@ -184,7 +185,7 @@ class Steady:
     running: float
     """Sequences that run, on all engines, on average."""
     queued: float
-    """Requests that wait in an engine's queue, on all engines, on average."""
+    """Requests that wait for an engine, on average."""
     ready: float
     """Finished trajectories that wait to be trained on, on average."""
     age: float
@@ -207,6 +208,7 @@ class Simulation:
 
     Attributes:
         steps: those that the trainer has finished
+        queued: requests times seconds that they waited for any engine
         readied: finished trajectories times seconds that they waited for the trainer
     """
 
@@ -214,7 +216,8 @@ class Simulation:
         self.loop, self.now, self.version = loop, 0.0, -1
         self.engines = [_Engine(loop) for _ in range(loop.engines)]
         self.steps: list[Step] = []
-        self.readied = 0.0
+        self.queued = self.readied = 0.0
+        self._unbound: deque[list[_Request]] = deque()
         self._events: list[tuple[float, int, Callable[[], None] | tuple[_Engine, int]]] = []
         self._number = count()
         self._asked = self._step = 0
@@ -228,15 +231,13 @@ class Simulation:
         """Go on until the trainer has finished so many steps."""
         while len(self.steps) < steps:
             time, _, what = heapq.heappop(self._events)
+            if isinstance(what, tuple) and what[1] != what[0].stamp:
+                continue
+            self.queued += (time - self.now) * sum(map(len, self._unbound))
+            self.now = time
             if isinstance(what, tuple):
-                engine, stamp = what
-                if stamp != engine.stamp:
-                    continue
-                self.now = time
-                engine.advance(time)
-                self._ended(engine)
+                self._ended(what[0])
             else:
-                self.now = time
                 what()
 
     # The trainer --------------------------------------------------------------------------------
@@ -269,9 +270,7 @@ class Simulation:
         while self._asked <= self._step + self.loop.ahead:
             self._ask(self._asked)
             self._asked += 1
-        for engine in self.engines:
-            engine.admit(self.version)
-            self._plan(engine)
+        self._pump(self.engines)
         self._train_if_ready()
 
     def _train_if_ready(self) -> None:
@@ -298,18 +297,32 @@ class Simulation:
     # Requests -----------------------------------------------------------------------------------
 
     def _ask(self, step: int) -> None:
-        """A group goes to the engine with the fewest requests, as a whole."""
         self._done[step], self._kept[step] = {}, []
         for number, group in enumerate(self.loop.groups(step)):
+            requests = [_Request(step, number, each, left=each.turns[0]) for each in group]
+            self._unbound.append(requests)
+
+    def _pump(self, engines: Sequence[_Engine]) -> None:
+        """Give engines that have room what waits for them, then what waits for any."""
+        for engine in engines:
+            engine.admit(self.version)
+        touched = list(engines)
+        while self._unbound:
             engine = min(self.engines, key=lambda each: each.load)
-            for each in group:
-                engine.waiting.append(_Request(step, number, each, left=each.turns[0]))
+            if not engine.open or engine.load >= self.loop.slots:
+                break
+            engine.advance(self.now)
+            engine.waiting.extend(self._unbound.popleft())
+            engine.admit(self.version)
+            touched.append(engine)
+        for engine in dict.fromkeys(touched):
+            self._plan(engine)
 
     def _ended(self, engine: _Engine) -> None:
+        engine.advance(self.now)
         for request in engine.ended(self.version):
             self._at(self.loop.latency, partial(self._answered, engine, request))
-        engine.admit(self.version)
-        self._plan(engine)
+        self._pump([engine])
         self._drained()
 
     def _answered(self, engine: _Engine, request: _Request) -> None:
@@ -322,8 +335,7 @@ class Simulation:
             request.left = request.trajectory.turns[request.turn]
             engine.advance(self.now)
             engine.waiting.append(request)
-            engine.admit(self.version)
-            self._plan(engine)
+            self._pump([engine])
             return
         done = self._done[request.step].setdefault(request.group, [])
         done.append((self.now, request))
@@ -338,8 +350,8 @@ class Simulation:
     def _drop(self, step: int) -> None:
         for engine in self._advanced():
             engine.drop(step)
-            engine.admit(self.version)
-            self._plan(engine)
+        self._unbound = deque(each for each in self._unbound if each[0].step != step)
+        self._pump(self.engines)
         self._drained()
 
     # Time ---------------------------------------------------------------------------------------
@@ -390,4 +402,4 @@ def _sums(run: Simulation) -> tuple[float, float, float, float]:
         engine.advance(run.now)
     sums = ((each.busy, each.ran, each.queued) for each in run.engines)
     busy, ran, queued = map(sum, zip(*sums, strict=True))
-    return busy, ran, queued, run.readied
+    return busy, ran, queued + run.queued, run.readied
