@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 import pytest
 
-from pyrl_ext.plan.forecast.ahead import Group, Loop, Pause, Simulation, Trajectory, simulate
+from pyrl_ext.plan.forecast.ahead import Simulation, simulate
+from pyrl_ext.plan.forecast.loop import Group, Loop, Pause, Trajectory
 
 
 @dataclass

@@ -17,47 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Pause = Literal["finish", "keep", "abort"]
+from pyrl_ext.plan.forecast.loop import Loop, Trajectory
 
 SAME = 1e-9
 """Tokens: sequences that are no further apart end together."""
-
-
-class Trajectory(NamedTuple):
-    """Tokens of a prompt, and of the answer of every turn."""
-
-    prompt: int
-    turns: tuple[int, ...]
-
-
-Group = tuple[Trajectory, ...]
-
-
-@dataclass(frozen=True)
-class Loop:
-    """A run in tokens and seconds."""
-
-    engines: int
-    slots: int
-    """Sequences that an engine decodes at a time."""
-    token: Callable[[int], float]
-    """Seconds of a token of so many sequences."""
-    read: Callable[[int], float]
-    """Seconds in which an engine reads so many tokens and decodes none."""
-    train: float
-    """Seconds of the trainer's passes in a step."""
-    publish: float
-    """Seconds in which weights are published; engines and trainer wait."""
-    groups: Callable[[int], Sequence[Group]]
-    """The groups that a step asks for."""
-    keep: int
-    """The number of them that it trains on: the first; the others are aborted."""
-    ahead: int = 0
-    pause: Pause = "abort"
-    latency: float = 0.0
-    """Seconds after each turn in which an environment answers."""
 
 
 @dataclass(eq=False)
@@ -218,6 +183,7 @@ class Simulation:
         self.steps: list[Step] = []
         self.queued = self.readied = 0.0
         self._unbound: deque[list[_Request]] = deque()
+        self._free = 0  # requests in them
         self._events: list[tuple[float, int, Callable[[], None] | tuple[_Engine, int]]] = []
         self._number = count()
         self._asked = self._step = 0
@@ -233,7 +199,7 @@ class Simulation:
             time, _, what = heapq.heappop(self._events)
             if isinstance(what, tuple) and what[1] != what[0].stamp:
                 continue
-            self.queued += (time - self.now) * sum(map(len, self._unbound))
+            self.queued += (time - self.now) * self._free
             self.now = time
             if isinstance(what, tuple):
                 self._ended(what[0])
@@ -301,6 +267,7 @@ class Simulation:
         for number, group in enumerate(self.loop.groups(step)):
             requests = [_Request(step, number, each, left=each.turns[0]) for each in group]
             self._unbound.append(requests)
+            self._free += len(requests)
 
     def _pump(self, engines: Sequence[_Engine]) -> None:
         """Give engines that have room what waits for them, then what waits for any."""
@@ -312,7 +279,9 @@ class Simulation:
             if not engine.open or engine.load >= self.loop.slots:
                 break
             engine.advance(self.now)
-            engine.waiting.extend(self._unbound.popleft())
+            group = self._unbound.popleft()
+            self._free -= len(group)
+            engine.waiting.extend(group)
             engine.admit(self.version)
             touched.append(engine)
         for engine in dict.fromkeys(touched):
@@ -351,6 +320,7 @@ class Simulation:
         for engine in self._advanced():
             engine.drop(step)
         self._unbound = deque(each for each in self._unbound if each[0].step != step)
+        self._free = sum(map(len, self._unbound))
         self._pump(self.engines)
         self._drained()
 
@@ -371,7 +341,7 @@ class Simulation:
             heapq.heappush(self._events, (time, next(self._number), (engine, engine.stamp)))
 
 
-def simulate(loop: Loop, measured: int = 8) -> Steady:
+def simulate(loop: Loop, measured: int = 6) -> Steady:
     """The mean of `measured` steps, after as many as the run takes to settle."""
     run = Simulation(loop)
     run.run(loop.ahead + 2)

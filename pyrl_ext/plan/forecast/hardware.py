@@ -30,6 +30,10 @@ class Gpu:
     """Bandwidth to host memory, one direction [byte/s]."""
 
 
+# Assumed: the rate at which one process writes to TCP sockets, to all receivers together [byte/s].
+TCP = 2.5e9
+
+
 # Source: NVIDIA's data sheets of the SXM parts; memory as nvidia-smi reports it. Network: one
 # adapter a device, 200 Gbit/s in A100 nodes and 400 Gbit/s in the others. Host: PCIe of generation
 # 4 in A100 nodes and 5 in the others. float32 is the rate without tensor cores: torch uses them

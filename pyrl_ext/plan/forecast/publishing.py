@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from pyrl_ext.plan.forecast.compute_time import Spent
 from pyrl_ext.plan.forecast.counts import layers, parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
-from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.forecast.hardware import TCP, Gpu
+from pyrl_ext.plan.forecast.parts import reached
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES, duration
 from pyrl_ext.plan.plan import Plan
+
+
+def engine_costs(plan: Plan, gpu: Gpu, gathering: float) -> Iterator[Spent]:
+    """One rank sends the weights to all engines apart, which then load them.
+
+    Args:
+        gathering: seconds in which that rank gathers them; it sends a bucket meanwhile
+    """
+    total = parameters(plan.sizes).total + encoder_parameters(plan)
+    whole = total * DTYPE_BYTES[plan.model.dtype]
+    sent, rate = plan.num_engines * whole, min(TCP, gpu.network)
+    ring, _ = reached("ring", gpu.network, "byte")
+    why = (
+        f"from one rank to {plan.num_engines} engines by TCP, beside gathering; {rate / 1e9:g} GB/s"
+        f" of one process, assumed (NCCL would broadcast them in {duration(whole / ring)})"
+    )
+    yield Spent("send weights", sent, "byte", max(0.0, sent / rate - gathering), why)
+    taken = total * DTYPE_BYTES[plan.rollout_dtype] / plan.rollout.tp
+    rate, why = reached("host", gpu.host, "byte")
+    yield Spent.at("load weights", taken, "byte", rate, f"from the engine's host; {why}")
 
 
 def gathered(plan: Plan) -> tuple[int, int, int]:

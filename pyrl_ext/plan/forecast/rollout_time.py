@@ -105,6 +105,42 @@ class Decoder:
         """Fixed time of a layer for each token, beside memory traffic and FLOPs."""
         return GRAPH_SECONDS if self.plan.rollout.engine == "vllm" else EAGER_SECONDS
 
+    def decode(self, sequences: int) -> tuple[float, float]:
+        """(bytes read, seconds) of a token of each of `sequences`, without the layers' fixed time
+        and the exchange between an engine's GPUs."""
+        each = model_flops(self.plan.sizes).of(1, self.tokens, 1) / self.tp
+        memory, _ = reached("memory", self.gpu.bandwidth, "byte")
+        rate, _ = reached("projections", self.gpu.flops[self.plan.rollout_dtype])
+        held = self.weight_bytes * self.used(sequences)
+        held += sequences * self.tokens * self.cache_bytes
+        return held, max(held / memory, sequences * each / rate)
+
+    def token_seconds(self, sequences: int) -> float:
+        """Seconds of a token of each of `sequences`."""
+        layers = self.plan.sizes.num_hidden_layers * self.layer_seconds
+        return self.decode(sequences)[1] + layers + self._exchange(sequences)
+
+    def read_seconds(self, tokens: int) -> float:
+        """Seconds in which the engine reads so many tokens."""
+        rate, _ = reached("projections", self.gpu.flops[self.plan.rollout_dtype])
+        flops = model_flops(self.plan.sizes).of(tokens, tokens * (tokens + 1) / 2, 1)
+        return flops / self.tp / rate + self._exchange(tokens)
+
+    def _exchange(self, rows: int) -> float:
+        link, _ = reached("ring", self.link, "byte")
+        return self.sent(rows) / link
+
+    def sent(self, rows: int) -> float:
+        """Bytes that a GPU of an engine sends to the others for so many rows: two all-reduces a
+        layer, each a reduce-scatter and an all-gather."""
+        width = self.plan.sizes.hidden_size * DTYPE_BYTES[self.plan.rollout_dtype]
+        return 4 * self.plan.sizes.num_hidden_layers * rows * width * (self.tp - 1) / self.tp
+
+    @property
+    def link(self) -> float:
+        """Peak rate between the GPUs of an engine [byte/s]."""
+        return group_rate(self.gpu, self.plan.hardware.gpus_per_node, self.tp, 1)
+
 
 @lru_cache(maxsize=64)
 def running_over_time(responses: tuple[int, ...], slots: int) -> list[tuple[int, int]]:
@@ -131,13 +167,12 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> list[Spent]:
     samples, slots, prompts = engine.samples, engine.running, engine.prompts
     rate, why = reached("projections", gpu.flops[plan.rollout_dtype])
     first = each.of(sum(prompts), sum(n * (n + 1) / 2 for n in prompts), len(prompts)) / engine.tp
-    memory, how = reached("memory", gpu.bandwidth, "byte")
-    cached, one = engine.tokens * engine.cache_bytes, each.of(1, engine.tokens, 1) / engine.tp
+    _, how = reached("memory", gpu.bandwidth, "byte")
     moved = seconds = launched = 0.0
     for steps, sequences in running_over_time(tuple(s.response for s in samples), slots):
-        held = engine.weight_bytes * engine.used(sequences) + sequences * cached
+        held, took = engine.decode(sequences)
         moved += steps * held
-        seconds += steps * max(held / memory, sequences * one / rate)
+        seconds += steps * took
         launched += steps * plan.sizes.num_hidden_layers
     shared = (
         f"{len(samples)} samples on each of {engine.engines} engines, at most {slots} at a time"
@@ -160,11 +195,6 @@ def rollout_costs(plan: Plan, gpu: Gpu) -> list[Spent]:
     ]
     if engine.tp > 1:
         rows = sum(s.response for s in samples) + sum(prompts)
-        width = plan.sizes.hidden_size * DTYPE_BYTES[plan.rollout_dtype]
-        # two all-reduces a layer, each a reduce-scatter and an all-gather
-        sent = 4 * plan.sizes.num_hidden_layers * rows * width * (engine.tp - 1) / engine.tp
-        link, how = reached(
-            "ring", group_rate(gpu, plan.hardware.gpus_per_node, engine.tp, 1), "byte"
-        )
-        costs.append(Spent.at("tensor parallel", sent, "byte", link, how))
+        link, how = reached("ring", engine.link, "byte")
+        costs.append(Spent.at("tensor parallel", engine.sent(rows), "byte", link, how))
     return costs

@@ -26,6 +26,7 @@ from pyrl_ext.plan.forecast.parameters import (
 )
 from pyrl_ext.plan.forecast.parts import reached, sources
 from pyrl_ext.plan.forecast.phases import OFFLOADED
+from pyrl_ext.plan.forecast.publishing import engine_costs
 from pyrl_ext.plan.forecast.rollout_time import rollout_costs
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import (
@@ -186,7 +187,9 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     rate, why = reached("ring", group_rate(gpu, node, plan.world_size, 1), "byte")
     yield Spent.at("gather weights", each * (total - held), "byte", rate, why)
     taken = total * DTYPE_BYTES[plan.rollout_dtype] / plan.rollout.tp
-    if plan.rollout.gpus is None:
+    if plan.engines_apart:
+        yield from engine_costs(plan, gpu, each * (total - held) / rate)
+    elif plan.rollout.gpus is None:
         rate, why = reached("memory", gpu.bandwidth, "byte")
         yield Spent.at("load weights", 2 * taken, "byte", rate, f"read and written; {why}")
     else:

@@ -9,8 +9,10 @@ from typing import Literal, NamedTuple
 from pydantic.fields import FieldInfo
 
 from pyrl_ext.plan import rules
+from pyrl_ext.plan.forecast.ahead import Steady
 from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoders
+from pyrl_ext.plan.forecast.engines_apart import steady_states
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
@@ -66,6 +68,12 @@ class Summary:
         """Time of a step; None if the plan names no GPU."""
         return step_time(self.plan)
 
+    @cached_property
+    def states(self) -> tuple[Steady, ...]:
+        """Steps with some values of rollout.ahead; empty without engines apart, or a GPU."""
+        apart = self.plan.engines_apart and self.time
+        return steady_states(self.plan, apart) if apart else ()
+
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """Whether the plan is consistent, fits and can run."""
@@ -93,7 +101,13 @@ class Summary:
             unknown = "not estimated: hardware.gpu names no GPU"
             return Verdict("plain", "time", unknown)
         devices = f"{self.plan.world_size} {self.plan.hardware.gpu}"
-        took = f"about {duration(self.time.total)} a step on {devices}"
+        seconds = self.time.total
+        if self.states:
+            ahead = self.plan.rollout.ahead
+            (seconds,) = (each.seconds for each in self.states if each.ahead == ahead)
+            engines = self.plan.num_engines * self.plan.rollout.tp
+            devices += f" and {engines} that generate, {ahead} ahead"
+        took = f"about {duration(seconds)} a step on {devices}"
         return Verdict(
             "plain", "time", f"{took}, MFU of the update {self.time.mfu:.0%} (estimated)"
         )
@@ -266,6 +280,8 @@ def _turns(plan: Plan) -> list[tuple[str, str]]:
 
 def _engine(plan: Plan) -> str:
     rollout = plan.rollout
+    if plan.engines_apart:
+        return f"{rollout.engine}, apart from the trainer, over HTTP"
     way = "in the trainer's process"
     if plan.transport != "inprocess":
         way = f"in a separate process, weights by {plan.transport}"

@@ -17,6 +17,7 @@ from pyrl_ext.plan.forecast.step_time import StepTime
 from pyrl_ext.plan.forecast.units import amount, count, duration, in_units, size, unit_for
 from pyrl_ext.plan.language.errors import kind_at
 from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.show.engines_apart import ABOUT, engine_facts, printed
 from pyrl_ext.plan.show.summary import Summary, facts, ranges, values
 
 _TONES = {"good": "bold green", "bad": "bold red", "plain": "bold"}
@@ -39,6 +40,8 @@ def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
         _titled(console, "time of a step (estimated)", time_table(summary.time, everything))
         for sentence in (*summary.time.assumed, summary.time.error):
             console.print(f"[dim]{escape(sentence)}[/]")
+    if plan.engines_apart:
+        _engines(console, summary)
     if len(summary.memory) > 1 or plan.modules:
         _titled(console, "pipeline", stages_table(plan))
     if everything:
@@ -53,6 +56,13 @@ def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
         console.print(f"[yellow]note[/] {escape(note)}")
     for reason in plan.unsupported:
         console.print(f"[red]cannot run yet[/] {escape(reason)}")
+
+
+def _engines(console: Console, summary: Summary) -> None:
+    _titled(console, "engines apart", _rows_table(engine_facts(summary.plan)))
+    if summary.states:
+        console.print(printed(summary))
+        console.print(f"[dim]{ABOUT}[/]")
 
 
 def _titled(console: Console, title: str, table: Table) -> None:
@@ -87,8 +97,12 @@ def verdict_table(summary: Summary) -> Table:
 
 def facts_table(plan: Plan) -> Table:
     """Derived numbers: ranks, groups, parameters, routes and batch sizes."""
+    return _rows_table(facts(plan))
+
+
+def _rows_table(rows: Iterable[tuple[str, str]]) -> Table:
     table = _table("", "")
-    for name, fact in facts(plan):
+    for name, fact in rows:
         table.add_row(name, escape(fact))
     return table
 

@@ -25,6 +25,10 @@ def write_page(path: str | Path, content: Plan | ConfigError, more: Sequence[Blo
 def plan_page(plan: Plan, more: Sequence[Block] = ()) -> str:
     """The page of a plan, with sections that were asked for; the same plan gives the same text."""
     summary = Summary(plan)
+    if summary.states:
+        from pyrl_ext.plan.show.engines_apart import engines_block  # it draws on this module's
+
+        more = (engines_block(summary), *more)
     remarks = [("cannot run yet", reason) for reason in plan.unsupported]
     remarks += [("note", note) for note in plan.notes]
     uses_host = any(item.host and item.bytes for stage in summary.memory for item in stage.items)

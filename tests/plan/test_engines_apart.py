@@ -1,0 +1,135 @@
+"""Plans with engines apart: their number and addresses, memory, publishes, and who waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyrl_ext.plan import Plan, compile_plan, rules
+from pyrl_ext.plan.__main__ import main
+from pyrl_ext.plan.forecast.ahead import simulate
+from pyrl_ext.plan.forecast.counts import parameters
+from pyrl_ext.plan.forecast.engine_memory import engine_memory
+from pyrl_ext.plan.forecast.engines_apart import loop_of, steady_states
+from pyrl_ext.plan.forecast.hardware import GPUS, TCP
+from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.forecast.rollout_time import Decoder
+from pyrl_ext.plan.forecast.step_time import StepTime, step_time
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GLM47, TINY = CONFIGS / "glm47.yaml", CONFIGS / "tiny.yaml"
+HOSTS = ("rollout.launch.hosts=[a, b]", "rollout.keys=keys", "rollout.gpu_memory_utilization=0.9")
+
+
+@pytest.fixture(autouse=True)
+def _built(monkeypatch: pytest.MonkeyPatch):
+    """Without the rule that refuses keys until something reads them."""
+    kept = [each for each in rules.RULES if each[1].__name__ != "engines_apart_are_built"]
+    monkeypatch.setattr(rules, "RULES", kept)
+    monkeypatch.setattr(rules.check, "__defaults__", (kept,))
+
+
+def time_of(plan: Plan) -> StepTime:
+    found = step_time(plan)
+    assert found is not None
+    return found
+
+
+def test_Plan_counts_the_engines_that_hosts_start():
+    plan = compile_plan(GLM47, [*HOSTS, "rollout.launch.port=9000"])
+    assert plan.addresses == ("http://a:9000", "http://a:9001", "http://b:9000", "http://b:9001")
+    assert (plan.num_engines, plan.world_size) == (4, 8)
+    assert (plan.transport, plan.shares_gpus, plan.engine_sleeps) == ("servers", False, False)
+    assert plan.engine_of_rank == tuple(range(8))  # every rank asks all of them
+    beside = compile_plan(GLM47)
+    assert (beside.num_engines, beside.addresses) == (2, ())
+    assert beside.engine_of_rank == (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+def test_Plan_takes_the_addresses_of_servers_as_they_are():
+    where = "[http://127.0.0.1:8000, http://localhost:8001]"
+    plan = compile_plan(TINY, [f"rollout.servers={where}", "parallel.dp=2"])
+    assert (plan.num_engines, len(plan.addresses), plan.transport) == (2, 2, "servers")
+    assert plan.engine_of_rank == (0, 1)
+    other = compile_plan(TINY, ["rollout.servers=[http://127.0.0.1:9]", "parallel.dp=2"])
+    assert plan.diff(other) == ()  # a run goes on with other servers
+
+
+def test_stage_memory_is_free_of_engines_apart():
+    names = {
+        item.name for stage in stage_memory(compile_plan(GLM47, HOSTS)) for item in stage.items
+    }
+    assert not any("engine" in name for name in names)
+    cpu = compile_plan(TINY, ["rollout.servers=[http://127.0.0.1:8000]"])
+    names = {item.name for stage in stage_memory(cpu) for item in stage.items}
+    assert not any("engine" in name for name in names)
+
+
+def test_engine_memory_counts_weights_and_cache():
+    plan = compile_plan(GLM47, HOSTS)
+    memory = engine_memory(plan)
+    assert memory is not None
+    assert memory.weights == 2 * parameters(plan.sizes).total // 4
+    assert memory.cache == 2 * 47 * (512 + 64)  # a latent and a rotated key, on every GPU
+    assert memory.taken == int(0.9 * GPUS["H200"].memory)
+    assert memory.tokens == (memory.taken - memory.weights) // memory.cache
+    assert memory.least == memory.weights + memory.cache * (512 + 1024)
+    options = "rollout.engine_options={kv_cache_dtype: fp8}"
+    assert engine_memory(compile_plan(GLM47, [*HOSTS, options])) is None
+
+
+def test_step_time_prices_one_send_to_all_engines():
+    plan = compile_plan(GLM47, HOSTS)
+    costs = {cost.name: cost for cost in time_of(plan).costs if cost.phase == "publish"}
+    whole = 2 * parameters(plan.sizes).total
+    sent = costs["send weights"]
+    assert sent.amount == 4 * whole
+    gathered = costs["gather weights"].seconds  # beside it
+    assert sent.seconds == pytest.approx(4 * whole / TCP - gathered)
+    assert costs["load weights"].amount == whole / 4
+    more = compile_plan(GLM47, ["rollout.launch.hosts=[a, b, c]", *HOSTS[1:]])
+    assert time_of(more).seconds("publish") > 1.4 * time_of(plan).seconds("publish")
+
+
+def test_Decoder_takes_as_long_for_a_token_as_for_a_step_of_them():
+    """The simulator's seconds of a token add up to those of the phase."""
+    plan = compile_plan(GLM47, [*HOSTS, "estimate.spread=0", "batching.prompts=64"])
+    time, decoder = time_of(plan), Decoder(plan, GPUS["H200"])
+    (response,) = {sample.response for sample in decoder.samples}
+    running = len(decoder.samples)
+    assert running <= decoder.running
+    tokens = response * decoder.token_seconds(running)
+    reads = len(decoder.prompts) * decoder.read_seconds(decoder.prompts[0])
+    assert time.seconds("rollout") == pytest.approx(tokens + reads, rel=1e-3)
+    zero = simulate(loop_of(plan, time, 0))
+    assert zero.seconds == pytest.approx(time.total, rel=1e-3)
+
+
+def test_steady_states_overlap_generating_and_training():
+    plan = compile_plan(GLM47, [*HOSTS, "rollout.ahead=3", "rollout.max_new_tokens=4k"])
+    time = time_of(plan)
+    states = steady_states(plan, time)
+    assert [each.ahead for each in states] == [0, 1, 2, 3]
+    zero, *others = states
+    assert zero.seconds == pytest.approx(time.total, rel=0.1) and zero.age == 0
+    for each in others:
+        assert each.oldest <= each.ahead
+        least = time.trainer + time.seconds("publish")
+        assert 0.999 * least < each.seconds < zero.seconds
+        assert each.train + each.publish + each.wait == pytest.approx(each.seconds)
+        assert each.trainer_idle < zero.trainer_idle and each.running > zero.running
+
+
+def test_main_shows_engines_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = tmp_path / "page.html"
+    assert main([str(GLM47), *HOSTS, "rollout.ahead=1", "--html", str(page)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "4 of vllm, tp 4, on 2 hosts (a, b), each with 8 of their GPUs" in told
+    assert "a step on 8 H200 and 16 that generate, 1 ahead" in told
+    assert "1 * 103 s 5% 94%" in told and "Simulated from the estimates" in told
+    text = page.read_text(encoding="utf-8")
+    assert "Engines apart" in text and "idle or paused" in text and ">1 *<" in text
+    servers = "rollout.servers=[http://127.0.0.1:8000]"
+    assert main([str(TINY), servers, "--html", str(page)]) == 0  # no GPU, so no times
+    assert "1 of hf, tp 1, on 1 addresses" in " ".join(capsys.readouterr().out.split())
