@@ -28,6 +28,7 @@ from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
+from pyrl_ext.trainer.canary import score_canaries
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.trainer.token_weights import shaped, weigh_tokens
 from pyrl_ext.weights.check import (
@@ -202,6 +203,7 @@ class RolloutStep(Step):
         try:
             rollouts.make_room()
             policy, reference = Policy.build(plan, topo), None
+            rollouts.engine.score_canaries = partial(score_canaries, policy)
             if plan.objective.kl_coef:
                 reference = Policy.build(plan, topo, trainable=False)
         except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -83,10 +83,13 @@ class Client:
 
 @asynccontextmanager
 async def served(
-    engine: HFEngine, max_tokens: int = 100, keys: Keys | None = None
+    engine: HFEngine,
+    max_tokens: int = 100,
+    keys: Keys | None = None,
+    kind: Callable[[HFEngine, int], Server] = Server,
 ) -> AsyncIterator[Client]:
     """The engine behind HTTP, on a port that the kernel chooses."""
-    server = Server(engine, max_tokens)
+    server = kind(engine, max_tokens)
     runner = web.AppRunner(server.application(keys), handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -100,12 +103,14 @@ async def served(
 
 
 @contextmanager
-def running(engine: HFEngine, max_tokens: int = 100) -> Iterator[Client]:
+def running(
+    engine: HFEngine, max_tokens: int = 100, kind: Callable[[HFEngine, int], Server] = Server
+) -> Iterator[Client]:
     """`served`, with its loop in another thread, for tests that are not asynchronous."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    context = served(engine, max_tokens)
+    context = served(engine, max_tokens, kind=kind)
     try:
         yield asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result()
     finally:

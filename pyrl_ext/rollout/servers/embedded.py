@@ -23,6 +23,7 @@ from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process.server import end_with
 from pyrl_ext.rollout.servers import guard, protocol
+from pyrl_ext.rollout.servers.canary import NEW, SHORT
 from pyrl_ext.rollout.servers.identity import Identity
 from pyrl_ext.rollout.servers.lanes import Job
 from pyrl_ext.rollout.servers.protocol import Answer, ProtocolError, Request
@@ -299,7 +300,7 @@ def main() -> int:
     engine = build_in_this_process(plan, torch.device(plan.device))
     assert isinstance(engine, HFEngine)  # a rule says so
     identity = Identity.of(plan.hf, engine.shapes(), plan.rollout_dtype, plan.tokenizer_path)
-    server = Server(engine, plan.longest + 1, identity.to_json())
+    server = Server(engine, max(plan.longest + 1, SHORT + NEW), identity.to_json())
     asyncio.run(serve(server, listening, keys))
     sys.stdout.flush()
     os._exit(0)  # its thread may be within a forward

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.rollout.hf.destinations import Destinations
+from pyrl_ext.rollout.servers.identity import Identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,6 +70,14 @@ class Loading:
             copy = tensor.detach().clone()
             self._taken[name] = digest_on_device(copy)
             yield name, copy
+
+    def identity(self) -> dict[str, str]:
+        """The model that this worker serves, as `Identity` compares it."""
+        known = self.vllm_config.model_config
+        config = json.loads(Path(known.model, "config.json").read_text(encoding="utf-8"))
+        held, dtype = Destinations.on_paper(config), str(known.dtype)[6:]
+        shapes = {name: held.shape(name) for name in held.parts}
+        return Identity.of(config, shapes, dtype, known.tokenizer).to_json()
 
     def weight_digests(self, names: Sequence[str] | None) -> dict[str, int]:
         """Digests of the tensors last loaded; with None also of the tensors in vLLM's memory."""

@@ -1,0 +1,67 @@
+"""Servers whose caches outlive the weights: what the canary has to find."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.servers.embedded import Server
+from pyrl_ext.rollout.servers.lanes import Job
+from pyrl_ext.rollout.servers.protocol import Answer, Request
+from pyrl_ext.rollout.servers.worker import Worker
+
+
+class StaleKeys(Worker):
+    """Neither salts nor resets part what is cached from what earlier weights left there."""
+
+    def add(self, request: Request, loop: asyncio.AbstractEventLoop) -> Job:
+        return super().add(replace(request, salt=""), loop)
+
+    def _forget(self) -> None:
+        pass
+
+
+class StaleRoutes(Worker):
+    """Rows of routes are those of the weights that first saw the context; keys and values are
+    right."""
+
+    def __init__(self, engine: HFEngine, max_tokens: int):
+        super().__init__(engine, max_tokens)
+        self.first_rows: dict[tuple[int, ...], np.ndarray] = {}
+
+    def add(self, request: Request, loop: asyncio.AbstractEventLoop) -> Job:
+        job = super().add(request, loop)
+        finish = job.finish
+
+        def with_first_rows(answer: Answer | Exception) -> None:
+            if isinstance(answer, Answer) and answer.routes is not None:
+                count = len(request.token_ids)
+                rows = self.first_rows.setdefault(request.token_ids, answer.routes[:count])
+                answer = replace(answer, routes=np.concatenate([rows, answer.routes[count:]]))
+            finish(answer)
+
+        job.finish = with_first_rows  # type: ignore[method-assign]
+        return job
+
+
+class NoCache(Worker):
+    """Every request is computed anew."""
+
+    def add(self, request: Request, loop: asyncio.AbstractEventLoop) -> Job:
+        self._forget()
+        return super().add(request, loop)
+
+
+def server_of(kind: type[Worker]) -> Callable[[HFEngine, int], Server]:
+    """A server with this worker."""
+
+    def build(engine: HFEngine, max_tokens: int) -> Server:
+        server = Server(engine, max_tokens)
+        server.worker = kind(engine, max_tokens)
+        return server
+
+    return build
