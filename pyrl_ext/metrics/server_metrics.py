@@ -5,6 +5,17 @@ from __future__ import annotations
 
 from pyrl_ext.metrics.metric import Metric
 
+STEPS = {
+    "identity": "to compare a server's model with the trainer's",
+    "pause": "to pause a server, with what rollout.pause waits for",
+    "start": "until a server expects weights",
+    "transfer": "to send and verify all weights",
+    "finish": "to load what was verified",
+    "reset": "to drop caches",
+    "resume": "to resume a server",
+    "canary": "of a server's answers to the canary",
+}
+
 SERVER_METRICS = (
     Metric("servers/used", "servers", "Servers that have the step's weights."),
     Metric("servers/requests", "requests", "Responses that servers were asked for, a turn each."),
@@ -35,4 +46,9 @@ SERVER_METRICS = (
     ),
     Metric("servers/prompts_failed", "prompts", "Prompts that were given up because of an error."),
     Metric("servers/prompts_in_flight", "prompts", "Prompts of streams that are open."),
+    *(
+        Metric(f"publish/{step}_seconds", "s", f"Time {meaning}, the longest of any server.")
+        for step, meaning in STEPS.items()
+    ),
+    Metric("publish/bytes", "bytes", "Sent to all servers together."),
 )

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from pyrl_ext.data.source import Source, image_reader
 from pyrl_ext.data.tokenizer import load_tokenizer
@@ -16,12 +17,21 @@ from pyrl_ext.rollout.process.client import IdleEngine, ProcessEngine
 from pyrl_ext.samples import Sampling
 
 
-def build_engine(plan: Plan, device: torch.device, rank: int = 0) -> Engine:
-    """The engine of this rank: in this process, in a separate process, or an idle stand-in.
+def build_engine(
+    plan: Plan, device: torch.device, rank: int = 0, group: dist.ProcessGroup | None = None
+) -> Engine:
+    """The engine of this rank: in this process, in a separate one, servers, or an idle stand-in.
+
+    Args:
+        group: of all ranks; None: this process alone
 
     Raises: RuntimeError when there are fewer GPUs than the trainer's ranks and the engines need.
     """
     transport, number = plan.transport, plan.engine_of_rank[rank]
+    if transport == "servers":
+        from pyrl_ext.rollout.servers.build import build_servers_engine  # needs aiohttp
+
+        return build_servers_engine(plan, device, group)
     if plan.rollout.engine == "recorded":  # takes no weights; an idle rank would wait for them
         return build_in_this_process(plan, device)
     if number is None:

@@ -151,6 +151,10 @@ class Engine(Protocol):
         """
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the engine up to the last `load_weights`, of all ranks."""
+        return {}
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
         """All samples of `stream`, prompt by prompt, index by index."""
         return in_order(self.stream(prompts, sampling), prompts)

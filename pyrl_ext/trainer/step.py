@@ -209,6 +209,7 @@ class RolloutStep(Step):
         except BaseException:
             rollouts.close()
             raise
+        rollouts.engine.score_canaries = partial(score_canaries, policy)
         return cls(plan, topo, policy, reference, advantage, loss, rollouts)
 
     @property
@@ -238,6 +239,7 @@ class RolloutStep(Step):
             if "weights" in parts:
                 with phase("time/offload"):
                     freed += self.policy.offload("weights")
+        metrics |= self.rollouts.engine.metrics()
         return metrics | {"memory/offloaded": freed} if parts else metrics
 
     def take(self, number: int, phase: Phase) -> Rollout:

@@ -20,10 +20,14 @@ AHEAD = ("second_span_routes", "too_old")
 BESIDE = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none", "transport": "auto"}
 
 
+# Keys of `Servers` that have their effect.
+BUILT = {"servers", "min_servers", "keys", "request_timeout", "publish_timeout", "pause"}
+
+
 @rule("rollout")
 def engines_apart_are_built(plan: Plan) -> Found:
     for name in Servers.model_fields:
-        if changed(plan.rollout, name):
+        if name not in BUILT and changed(plan.rollout, name):
             value = show(getattr(plan.rollout, name))
             yield name, f"{value}, expected it left out; engines apart are not built yet"
 
@@ -63,6 +67,25 @@ def engines_apart_read_what_is_set(plan: Plan) -> Found:
         if changed(rollout, name):
             value = show(getattr(rollout, name))
             yield name, f"{value} with rollout.ahead 0, expected it left out; no sample is old then"
+
+
+@rule("rollout")
+def engines_apart_return_what_is_trained_on(plan: Plan) -> Found:
+    if not plan.engines_apart:
+        return
+    if plan.modules:
+        yield (
+            "servers" if plan.rollout.servers else "launch",
+            "engines apart with modules, expected a model of text alone; requests carry tokens, "
+            "no images. Use engines beside the trainer's ranks",
+        )
+    if plan.trains_on_kept_sets:
+        yield (
+            "top_p" if plan.rollout.top_p < 1 else "top_k",
+            "trained on the tokens that it keeps, with engines apart, expected "
+            "rollout.accept_truncated_sampling, top_p 1 and top_k 0, or engines beside the "
+            "trainer's ranks; servers do not return these tokens",
+        )
 
 
 @rule("rollout")

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from pyrl_ext.rollout.servers.guard import read_key
 from pyrl_ext.rollout.servers.protocol import (
     GENERATE,
     HEALTH,
@@ -64,16 +65,11 @@ class Keys:
     def read(cls, folder: str | Path | None) -> Self:
         """The files generate and control of ``folder``; None: servers ask for none.
 
-        Raises: ValueError when a file is empty; OSError when it cannot be read.
+        Raises: ValueError for a key that is missing or short.
         """
         if folder is None:
             return cls()
-        names = ("generate", "control")
-        found = [Path(folder, name).read_text(encoding="utf-8").strip() for name in names]
-        for name, key in zip(names, found, strict=True):
-            if not key:
-                raise ValueError(f"rollout.keys: {Path(folder, name)} is empty, expected a secret")
-        return cls(*found)
+        return cls(read_key(folder, "generate"), read_key(folder, "control"))
 
 
 @dataclass(eq=False, slots=True)

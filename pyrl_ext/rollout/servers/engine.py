@@ -6,9 +6,9 @@ import asyncio
 import resource
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Collection, Coroutine, Generator, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,63 +18,49 @@ from torch import Tensor
 from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.dist.agree import agree, gather_objects
 from pyrl_ext.rollout.all_at_once import AllAtOnce
-from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, need_weights
+from pyrl_ext.rollout.engine import (
+    Capabilities,
+    Engine,
+    ScoreCanaries,
+    TurnFeed,
+    need_weights,
+)
 from pyrl_ext.rollout.hf.stop_strings import StopStrings, need_tokenizer
 from pyrl_ext.rollout.servers.client import Server, ServerFailed
+from pyrl_ext.rollout.servers.model import Model
 from pyrl_ext.rollout.servers.parts import Parts
-from pyrl_ext.rollout.servers.protocol import RPC, Answer, ProtocolError, Request
+from pyrl_ext.rollout.servers.protocol import RPC, Request
 from pyrl_ext.rollout.servers.router import Router, Traffic
 from pyrl_ext.rollout.servers.stream import Stream
 from pyrl_ext.rollout.versions import newest
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, route_dtype
 
-# (servers, named, version, only) -> address and reason of those that do not have the weights
-Publish = Callable[
-    [Sequence[Server], Iterable[tuple[str, Tensor]], int, Collection[str] | None],
-    Mapping[str, str],
-]
 
+class Publish(Protocol):
+    """Gives servers weights.
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """Sizes of the model, by which answers are checked.
-
-    Args:
-        vocab_size: token ids are below it
-        num_layers: decoder layers, of which servers report routes, dense ones included
-        layer_ids: 0-based global ids of those that have a router
-        num_experts, topk: of a router
+    Attributes:
+        loop: of the servers; set before the first call
+        metrics: of the last publish
     """
 
-    vocab_size: int
-    num_layers: int
-    layer_ids: tuple[int, ...]
-    num_experts: int
-    topk: int
+    loop: asyncio.AbstractEventLoop
+    metrics: dict[str, float]
 
-    @property
-    def row_bytes(self) -> int:
-        """Most bytes of a token's routes in an answer: integers of 32 bits, in base64."""
-        return self.num_layers * self.topk * 6 if self.layer_ids else 0
+    def __call__(
+        self,
+        servers: Sequence[Server],
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        only: Collection[str] | None,
+    ) -> Mapping[str, str]:
+        """Address -> reason of those that do not have the weights; called on the first rank."""
+        ...
 
-    def check(self, request: Request, answer: Answer) -> None:
-        """Raises: ProtocolError for tokens and routes that the model cannot have."""
-        top, rows = max(answer.token_ids, default=0), answer.routes
-        if top >= self.vocab_size:
-            raise ProtocolError(f"token id {top}, expected at most {self.vocab_size - 1}")
-        if not self.layer_ids:
-            return
-        if rows is None:
-            if answer.finish_reason != "abort":
-                raise ProtocolError("no routes, expected those of every layer")
-            return
-        wanted = (self.num_layers, self.topk)
-        if rows.shape[1:] != wanted:
-            raise ProtocolError(f"routes {rows.shape}, expected [tokens, {wanted[0]}, {wanted[1]}]")
-        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_experts:
-            raise ProtocolError(
-                f"experts {rows.min()} to {rows.max()}, expected 0 to {self.num_experts - 1}"
-            )
+    def prove(self, version: int, score: ScoreCanaries | None) -> Mapping[str, str]:
+        """Address -> reason, on the first rank, of those that generate with others; every rank
+        calls it."""
+        ...
 
 
 class ServersEngine(Engine):
@@ -87,7 +73,7 @@ class ServersEngine(Engine):
     Args:
         servers: all of them; those that do not answer join later
         model: that they serve
-        publish: gives servers weights; called on the first rank
+        publish: gives servers weights
         max_num_seqs: samples that a server runs at once
         min_servers: the run stops when fewer are left
         patience: time for the first servers to answer [s]
@@ -115,7 +101,7 @@ class ServersEngine(Engine):
         self._ended, self._asked = Counter[str](), 0  # prompts; guarded, as are the streams
         self._lock = threading.Lock()
         self._metrics: dict[str, float] = {}
-        self.loop = asyncio.new_event_loop()
+        self.loop = publish.loop = asyncio.new_event_loop()
         limit = -(-2 * max_num_seqs // ranks)  # twice: the next waits there when one finishes
         _allow_files(limit * len(servers))
         name = f"rank {self.rank}"
@@ -167,6 +153,8 @@ class ServersEngine(Engine):
         except Exception as caught:  # every rank has to know, or the others wait forever
             error = caught
         agree("ServersEngine.load_weights", error, version, "weights", self.group)
+        wrong = self._send.prove(version, self.score_canaries)
+        tried |= wrong if self.rank == 0 else {}
         tried, *_ = gather_objects(tried, self.group)
         self.version = version
         numbers = self.run(self._released(version, tried))
@@ -198,6 +186,7 @@ class ServersEngine(Engine):
         for name in ("seconds", "queue_seconds"):
             whole[name] /= max(whole["requests"], 1)
         self._metrics = {f"servers/{name}": value for name, value in whole.items()}
+        self._metrics |= self._send.metrics
 
     def metrics(self) -> dict[str, float]:
         """Numbers of all ranks' requests between the last two publishes, and of all prompts."""

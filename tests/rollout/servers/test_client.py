@@ -244,9 +244,9 @@ def test_control_reads_the_body():
 
 def test_keys_are_read_from_files_and_sent(tmp_path: Path):
     for name in ("generate", "control"):
-        (tmp_path / name).write_text(f"{name}-secret\n")
+        (tmp_path / name).write_text(f"{name}-{'0' * 32}\n")
     keys = Keys.read(tmp_path)
-    assert keys == Keys("generate-secret", "control-secret") and Keys.read(None) == Keys()
+    assert keys == Keys(f"generate-{'0' * 32}", f"control-{'0' * 32}") and Keys.read(None) == Keys()
     with HttpEngine(keys=keys) as engine:
 
         async def right(server: Server) -> None:
@@ -260,9 +260,9 @@ def test_keys_are_read_from_files_and_sent(tmp_path: Path):
                 await server.control("/pause")
 
         ask(engine, right, keys=keys)
-        ask(engine, wrong, keys=Keys("control-secret", "generate-secret"))
-    (tmp_path / "control").write_text(" \n")
-    with pytest.raises(ValueError, match=r"control is empty, expected a secret"):
+        ask(engine, wrong, keys=Keys(keys.control, keys.generate))
+    (tmp_path / "control").unlink()
+    with pytest.raises(ValueError, match=r"rollout.keys: .*control, .*expected a file with a key"):
         Keys.read(tmp_path)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from pyrl_ext.metrics.server_metrics import SERVER_METRICS
 from pyrl_ext.rollout.engine import in_order
 from pyrl_ext.rollout.servers.client import Server
-from pyrl_ext.rollout.servers.engine import Model, ServersEngine
+from pyrl_ext.rollout.servers.engine import ServersEngine
+from pyrl_ext.rollout.servers.model import Model
 from pyrl_ext.rollout.servers.protocol import encode_routes
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn
@@ -37,35 +39,40 @@ PROMPTS = [Prompt(10 + i, tuple(range(5, 7 + i % 3))) for i in range(8)]
 SAMPLING = Sampling(max_new_tokens=10, samples_per_prompt=3, seed=5)
 
 
-def finish(engine: ServersEngine) -> Callable[..., Mapping[str, str]]:
+class Versions:
     """A publish without weights: every server gets the version."""
 
-    def publish(
-        servers: Sequence[Server], named: Iterable[Any], version: int, only: Any
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self) -> None:
+        self.failing: dict[str, str] = {}
+        self.wrong: dict[str, str] = {}
+        self.metrics: dict[str, float] = {}
+
+    def __call__(
+        self, servers: Sequence[Server], named: Iterable[Any], version: int, only: Any
     ) -> Mapping[str, str]:
-        sent.append([each.address for each in servers])
         for _ in named:
             pass
-        for each in servers:
-            engine.run(each.control("/pause?mode=abort"))
-            body = {"weight_version": str(version)}
-            engine.run(each.control("/finish_weight_update", body))
-            engine.run(each.control("/resume"))
-        return {}
 
-    sent: list[list[str]] = []
-    return publish
+        async def give() -> None:
+            for each in servers:
+                await each.control("/pause?mode=abort")
+                await each.control("/finish_weight_update", {"weight_version": str(version)})
+                await each.control("/resume")
+
+        asyncio.run_coroutine_threadsafe(give(), self.loop).result()
+        return self.failing
+
+    def prove(self, version: int, score: Any) -> Mapping[str, str]:
+        return self.wrong
 
 
 @contextmanager
 def over(engines: Sequence[HttpEngine], **options: Any) -> Iterator[ServersEngine]:
     """An engine over the servers, with weights of version 1."""
     servers = [Server(each.address, silence=5.0) for each in engines]
-
-    def send(*arguments: Any) -> Mapping[str, str]:
-        return finish(engine)(*arguments)
-
-    engine = ServersEngine(servers, MODEL, send, patience=10.0, **options)
+    engine = ServersEngine(servers, MODEL, Versions(), patience=10.0, **options)
     try:
         engine.load_weights([], 1)
         yield engine
@@ -164,7 +171,9 @@ def test_engine_goes_on_with_what_is_left_and_loses_nothing(engines: list[HttpEn
             assert_right(sample)
         engine.load_weights([], 2)
         metrics = engine.metrics()
-        assert metrics.keys() == {metric.name for metric in SERVER_METRICS}
+        assert metrics.keys() == {
+            metric.name for metric in SERVER_METRICS if metric.name.startswith("servers/")
+        }
         assert metrics["servers/used"] == 1 and metrics["servers/resent"] > 0
         assert metrics["servers/requests"] == 24 and metrics["servers/seconds"] > 0
         assert metrics["servers/prompts_asked"] == metrics["servers/prompts_returned"] == 8
@@ -241,27 +250,33 @@ def test_engine_gives_up_what_a_closed_stream_asked_for(engines: list[HttpEngine
 
 
 def test_engine_tells_nothing_without_weights(engines: list[HttpEngine]):
-    engine = ServersEngine([Server(each.address) for each in engines], MODEL, lambda *_: {})
+    engine = ServersEngine([Server(each.address) for each in engines], MODEL, Versions())
     with pytest.raises(RuntimeError, match="no weights were sent yet"):
         engine.generate(PROMPTS, SAMPLING)
     engine.close()
 
 
-def test_engine_takes_out_servers_that_fail_in_a_publish(engines: list[HttpEngine]):
-    failing: dict[str, str] = {}
+@pytest.mark.parametrize("when", ["in it", "after it"])
+def test_engine_takes_out_servers_that_fail_a_publish(engines: list[HttpEngine], when: str):
+    reasons: dict[str, str] = {}
+    publish = Versions()
+    if when == "in it":
+        publish.failing = reasons
+    else:
+        publish.wrong = reasons
     servers = [Server(each.address) for each in engines]
-    engine = ServersEngine(servers, MODEL, lambda *_: failing, patience=10.0)
+    engine = ServersEngine(servers, MODEL, publish, patience=10.0)
     engine.load_weights([], 1)
-    failing[servers[1].address] = "its digest differs"
-    engine.load_weights([], 1)
+    reasons[servers[1].address] = "its digest differs"
+    engine.load_weights([], 2)
     assert engine.metrics()["servers/used"] == 1
     for sample in engine.generate(PROMPTS, SAMPLING):
         assert_right(sample)
     assert not engines[1].asked
-    failing.clear()
+    reasons.clear()
     while not engine.router.lanes[1].there:
         time.sleep(0.05)
-    engine.load_weights([], 1)
+    engine.load_weights([], 3)
     assert engine.metrics()["servers/used"] == 2
     engine.generate(PROMPTS, SAMPLING)
     assert engines[1].asked
