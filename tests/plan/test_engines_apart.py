@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pyrl_ext.plan.forecast.engines_apart import loop_of, steady_states
 from pyrl_ext.plan.forecast.hardware import GPUS, TCP
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.rollout_time import Decoder
+from pyrl_ext.plan.forecast.splits import AHEADS, NEARLY, suggest_splits
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -23,11 +25,12 @@ HOSTS = ("rollout.launch.hosts=[a, b]", "rollout.keys=keys", "rollout.gpu_memory
 
 
 @pytest.fixture(autouse=True)
-def _built(monkeypatch: pytest.MonkeyPatch):
+def _built() -> Iterator[None]:
     """Without the rule that refuses keys until something reads them."""
-    kept = [each for each in rules.RULES if each[1].__name__ != "engines_apart_are_built"]
-    monkeypatch.setattr(rules, "RULES", kept)
-    monkeypatch.setattr(rules.check, "__defaults__", (kept,))
+    every = [*rules.RULES]
+    rules.RULES[:] = [each for each in every if each[1].__name__ != "engines_apart_are_built"]
+    yield
+    rules.RULES[:] = every
 
 
 def time_of(plan: Plan) -> StepTime:
@@ -133,3 +136,55 @@ def test_main_shows_engines_apart(tmp_path: Path, capsys: pytest.CaptureFixture[
     servers = "rollout.servers=[http://127.0.0.1:8000]"
     assert main([str(TINY), servers, "--html", str(page)]) == 0  # no GPU, so no times
     assert "1 of hf, tp 1, on 1 addresses" in " ".join(capsys.readouterr().out.split())
+
+
+# Splits ------------------------------------------------------------------------------------------
+
+FEW = (*HOSTS[1:], "rollout.tp=1", "parallel.tp=1", "parallel.pp=1", "parallel.cp=1",
+       "model.recompute=full", "batching.prompts=32", "rollout.max_new_tokens=4k",
+       "batching.tokens_per_microbatch=8k", "rollout.ahead=1")  # fmt: skip
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Path:
+    """GLM-4.7-Flash with engines on one host; what `FEW` pins leaves few layouts."""
+    path = tmp_path / "apart.yaml"
+    path.write_text(f"extends: {GLM47}\nrollout:\n  launch: {{hosts: [a], gpus: 2}}\n")
+    return path
+
+
+def test_suggest_splits_finds_the_best_of_all(apart: Path, monkeypatch: pytest.MonkeyPatch):
+    found = suggest_splits(apart, FEW, 8, "H200")
+    assert found.number == 7
+    for each in found.found:
+        plan = compile_plan(apart, [*FEW, *each.overrides])
+        assert plan.world_size + plan.num_engines == 8 and each.engines == plan.num_engines
+        states = steady_states(plan, time_of(plan), [each.state.ahead])
+        assert states == (each.state,)
+    seconds = [each.state.seconds for each in found.found]
+    assert seconds == sorted(seconds)
+    monkeypatch.setattr("pyrl_ext.plan.forecast.splits.WANTED", 7)
+    every = suggest_splits(apart, FEW, 8, "H200")
+    assert len(every.tried) == 7 > len(every.found) > 1  # the others do not fit
+    assert min(each.state.seconds for each in every.found) == seconds[0]
+
+
+def test_suggest_splits_takes_the_fewest_steps_ahead_that_are_nearly_best(apart: Path):
+    free = [each for each in FEW if not each.startswith("rollout.ahead")]
+    best = suggest_splits(apart, free, 8, "H200").found[0]
+    times = {
+        s.ahead: s.seconds for s in steady_states(best.trainer.plan, best.trainer.time, AHEADS)
+    }
+    near = [ahead for ahead, took in times.items() if took <= NEARLY * min(times.values())]
+    assert best.state.ahead == min(near) > 0
+    plan = compile_plan(apart, [*free, *best.overrides])
+    assert plan.rollout.ahead == best.state.ahead
+
+
+def test_print_suggestions_shows_splits(apart: Path, capsys: pytest.CaptureFixture[str]):
+    given = (*FEW, "parallel.ep=8", "rollout.launch.hosts=[a]")  # the engines stay as they are
+    assert main([str(apart), *given, "--suggest", "10xH200"]) == 0
+    told = capsys.readouterr().out
+    assert "1 splits of 10 H200" in told and "engines idle" in told
+    assert main([str(apart), *given, "--suggest", "2xH200"]) == 2
+    assert "expected more than the GPUs of an engine" in capsys.readouterr().err

@@ -9,9 +9,11 @@ from time import monotonic
 from rich.console import Console
 from rich.table import Table
 
+from pyrl_ext.plan.compile import draft_of, load, refuse
 from pyrl_ext.plan.forecast.hardware import parse_gpus
-from pyrl_ext.plan.forecast.suggest import suggest
-from pyrl_ext.plan.forecast.units import GIB, size
+from pyrl_ext.plan.forecast.splits import Splits, suggest_splits
+from pyrl_ext.plan.forecast.suggest import Search, suggest
+from pyrl_ext.plan.forecast.units import GIB, duration, size
 from pyrl_ext.plan.language.errors import ConfigError, Problem
 
 
@@ -27,10 +29,57 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
         raise ConfigError([Problem("command line: --suggest", 0, str(error))]) from None
     console, errors = Console(), Console(stderr=True)
     with _Line(errors) as line:
+        if _engines_apart(path, overrides):
+            splits = suggest_splits(path, overrides, gpus, gpu, line)
+            return _print_splits(splits, f"{gpus} {gpu}", console)
         search = suggest(path, overrides, gpus, gpu, progress=line)
+    return _print_layouts(search, f"{gpus} {gpu}", console)
+
+
+def _engines_apart(path: str, overrides: Sequence[str]) -> bool:
+    """Whether the config has engines apart. Raises `ConfigError` where it has other problems."""
+    source = load(path, overrides)
+    draft = draft_of(source)
+    refuse(source)
+    return draft.engines_apart
+
+
+def _print_splits(splits: Splits, machines: str, console: Console) -> int:
+    tried = f"searched layouts for {len(splits.tried)} of them"
+    console.print(f"{splits.number} splits of {machines}, {tried}")
+    if not splits.found:
+        return _print_layouts(splits.tried[0], machines, console)
+    table = Table(box=None, pad_edge=False)
+    head = (
+        "",
+        "train",
+        "generate",
+        "ahead",
+        "a step",
+        "waits",
+        "engines idle",
+        "queue",
+        "peak GiB",
+    )
+    for name in head:
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, each in enumerate(splits.found, start=1):
+        state, peak = each.state, f"{each.trainer.peak / GIB:.1f}"
+        table.add_row(
+            *(str(number), str(each.trainer.plan.world_size), str(each.engines), str(state.ahead)),
+            *(duration(state.seconds), f"{state.trainer_idle:.0%}", f"{state.engines_idle:.0%}"),
+            *(f"{state.queued:,.0f}", peak),
+        )
+    console.print(table)
+    _print_overrides([each.overrides for each in splits.found], console)
+    console.print(f"fastest first. Time: {splits.found[0].trainer.time.error}")
+    return 0
+
+
+def _print_layouts(search: Search, machines: str, console: Console) -> int:
     reasons = [f"{times} break {name}" for name, times in search.broken.most_common(5)]
     reasons += [f"{search.too_large} do not fit"] * bool(search.too_large)
-    console.print(f"{search.layouts} layouts of {gpus} {gpu}: {', '.join(reasons) or 'all hold'}")
+    console.print(f"{search.layouts} layouts of {machines}: {', '.join(reasons) or 'all hold'}")
     if not search.found:
         if search.smallest:
             peak, texts = search.smallest
@@ -55,11 +104,15 @@ def print_suggestions(path: str, overrides: Sequence[str], wanted: str) -> int:
         )
         table.add_row(str(number), *cells, f"{each.time.mfu:.0%}")
     console.print(table)
-    for number, each in enumerate(search.found, start=1):
-        pasted = " ".join(map(shlex.quote, each.overrides)) or "as it is"
-        console.print(f"{number}: {pasted}", soft_wrap=True, markup=False, highlight=False)
+    _print_overrides([each.overrides for each in search.found], console)
     console.print(f"fastest first. Time: {search.found[0].time.error}. MFU is of the update")
     return 0
+
+
+def _print_overrides(found: Sequence[Sequence[str]], console: Console) -> None:
+    for number, each in enumerate(found, start=1):
+        pasted = " ".join(map(shlex.quote, each)) or "as it is"
+        console.print(f"{number}: {pasted}", soft_wrap=True, markup=False, highlight=False)
 
 
 class _Line:
