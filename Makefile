@@ -154,6 +154,7 @@ check: build  ## formatter, linter, types
 bench: build  ## kernels: what they compile to, then each against a copy and its peers on the CPU
 	$(BIN)/python -m benchmarks.binaries
 	$(BIN)/python -m benchmarks.profile_step
+	$(BIN)/python -m benchmarks.wide_step --rounds 1
 	$(BIN)/python -m benchmarks.turns
 	$(BIN)/python -m benchmarks.run $(FAMILIES) --threads 1 $(BENCH)
 

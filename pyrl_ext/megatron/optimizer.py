@@ -48,9 +48,10 @@ def build_optimizer(plan: Plan, chunks: Sequence[Any], groups: Any) -> Any:
             config, list(chunks), use_gloo_process_groups=False, pg_collection=groups
         )
     _gather_once(optimizer)
-    if plan.device == "cuda" and plan.model.backend == "local":
+    if plan.model.backend == "local":
         for group in optimizer.param_groups:
-            group["fused"] = True  # few kernels for all tensors; megatron has no option for it
+            # few kernels for all tensors, one pass on a CPU; megatron has no option for it
+            group["fused"] = True
     return optimizer
 
 
