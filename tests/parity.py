@@ -147,6 +147,7 @@ def _override(word: str) -> str:
         "overlapped": "optimizer.overlap_grad_reduce=true",
         "dynamic": "parallel.dynamic_cp",
         "te": "model.backend=te",
+        "attention": "model.te_attention",
         "bias": "model.router_bias_update_rate",
     }
     name, _, value = word.partition(":")

@@ -30,7 +30,7 @@ MAX_FILE_LINES = 400
 # several that a run uses, has a limit to itself: its files count there alone, so it comes before
 # the rooms that it is spread over.
 CORE = {
-    "te": ("megatron/te", "plan/rules/te"),
+    "te": ("megatron/te", "megatron/te_attention", "plan/rules/te"),
     "encoders": (
         *("plan/model/towers", "plan/model/families/kimi_k25", "plan/model/families/qwen3_vl_moe"),
         *("plan/rules/modules", "pack/images", "pack/encoder_work"),

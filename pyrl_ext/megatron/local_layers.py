@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.typed_torch import apply_module
 from torch import Tensor
 
-from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences, gather_over
+from pyrl_ext.megatron.packed_attention import PackedSequences, gather_over
 from pyrl_ext.megatron.rotary import PackedRotary
 from pyrl_ext.ops import latent_keys, rotary, swiglu
 
@@ -136,14 +136,12 @@ class LatentAttention(MLASelfAttention):
         **extra: Any,
     ) -> Tensor:
         """Core attention; ``key`` and ``value`` are what `get_query_key_value_tensors` returned.
-        megatron's would pad narrow values here, before context parallelism gathers them."""
+        megatron's would pad narrow values here, before context parallelism gathers them; core
+        attention does where its kernel needs it."""
         key, value = self._keys_and_values(key, value, packed_seq_params)
         if self._gathers(packed_seq_params):
             extra["chunks"] = packed_seq_params.over_shards
-        run = super()._run_core_attention
-        if isinstance(self.core_attention, PackedAttention):
-            run = self.core_attention
-        return run(
+        return self.core_attention(
             *(query, key, value, attention_mask),
             packed_seq_params=packed_seq_params,
             attn_mask_type=attn_mask_type or self.attn_mask_type,

@@ -58,7 +58,7 @@ class PackedSequences(PackedSeqParams):
 
     ``cu_seqlens_q`` and ``cu_seqlens_kv`` stay None on purpose: with them megatron-core 0.19.2
     applies RoPE one sequence at a time in Python and waits for the device twice a layer. Positions
-    come from the batch instead (`PackedRotary`).
+    come from the batch instead (`PackedRotary`); `TEAttention` makes its own at the call.
 
     Args:
         layout: rows of all ranks.
@@ -91,6 +91,11 @@ class PackedSequences(PackedSeqParams):
             positions=micro.positions,
             mtp_tokens=tuple(inputs.tokens for inputs in micro.mtp),
         )
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """[S + 1] int32 on the device, where the padded sequences end, from 0."""
+        return to_device(_cumulative([*self.layout.padded_seqlens]), self.positions.device)
 
     @cached_property
     def over_ranks(self) -> Chunks:

@@ -1,6 +1,7 @@
 """TransformerEngine's layers and kernels (``model.backend: te``).
 
-Its linears, norms and grouped products; core attention is this package's, as in the local backend.
+Its linears, norms and grouped products; core attention is this package's, as in the local backend,
+or with ``model.te_attention`` its own.
 Names of weights and keys of checkpoints are those of the local backend, so everything beyond the
 model's build sees no difference.
 """
@@ -51,6 +52,7 @@ def te_fields(plan: Plan) -> dict[str, Any]:
     fields = {
         "transformer_impl": "transformer_engine",
         "moe_grouped_gemm": bool(plan.sizes.num_experts),
+        "cp_comm_type": plan.model.te_attention,  # None: core attention is `PackedAttention`
     }
     if recipe := plan.model.fp8:
         # the range of e5m2 is for gradients that share one scale a tensor; blocks have their own
@@ -104,15 +106,17 @@ def te_mtp_spec(config: Any, vp_stage: int | None) -> Any:
 
 
 def _fit(layer: Any, config: Any) -> None:
-    """Put this package's attention into one layer spec."""
+    """Put attention over packed sequences into one layer spec."""
     from megatron.core.extensions.transformer_engine import TELinear
     from megatron.core.transformer import multi_latent_attention
 
     from pyrl_ext.megatron.local_layers import LatentAttention
     from pyrl_ext.megatron.packed_attention import PackedAttention
+    from pyrl_ext.megatron.te_attention import TEAttention
 
     attention = layer.submodules.self_attention
-    attention.submodules.core_attention = PackedAttention
+    own = config.cp_comm_type is not None
+    attention.submodules.core_attention = TEAttention if own else PackedAttention
     if config.multi_latent_attention:
         # takes the projections as the spec has them: megatron-core 0.19.2 would put a norm that no
         # checkpoint has before queries that are not compressed

@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.te import attention_formulas
+
 NAME = "transformer_engine_torch"
 
 # values as in transformer_engine.h of 2.20.2; only equality and names are used here
@@ -66,6 +68,8 @@ WRITES_CUDA_LITERALLY = (
     "module.fp8_padding", "module.fp8_unpadding",
     "quantization", "utils", "distributed",
 )  # fmt: skip
+# and those that take 16 bits on a GPU alone
+ATTENTION = ("backends", "dot_product_attention", "utils")
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "empty_like")
 
 
@@ -248,7 +252,7 @@ def _binding() -> types.ModuleType:
     module.NVTE_QKV_Layout = enum.IntEnum("NVTE_QKV_Layout", layouts.split(), start=0)
     for name in CLASSES.split():
         setattr(module, name, type(name, (), {}))
-    for function in FORMULAS:
+    for function in FORMULAS + attention_formulas.FORMULAS:
         setattr(module, function.__name__, function)
     return module
 
@@ -257,6 +261,7 @@ def install() -> None:
     """Make `transformer_engine.pytorch` importable, with the formulas above for its kernels."""
     if NAME in sys.modules:
         raise RuntimeError(f"tests.te.formulas: {NAME} is imported already")
+    os.environ["NVTE_TORCH_COMPILE"] = "0"  # a C++ compiler for a few additions
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # or it wants its library of kernels
     from transformer_engine import common
 
@@ -274,6 +279,42 @@ def install() -> None:
     # it imported the names that the binding has, none of those that are made when asked for
     te.cpp_extensions.__getattr__ = sys.modules[NAME].__getattr__
     _build_without_cuda()
+    _attend_without_cuda()
+
+
+def _attend_without_cuda() -> None:
+    """Core attention asks its inputs whether they are on a GPU, and are of 16 bits; for the
+    formulas, tensors on a CPU are, and float32 counts as float16. Its choice of a kernel, which
+    asks the same, is as on a GPU."""
+    package = "transformer_engine.pytorch.attention.dot_product_attention"
+    for name in ATTENTION:
+        importlib.import_module(f"{package}.{name}").torch = _TorchOfWideHalves()
+    attention: Any = importlib.import_module(f"{package}.dot_product_attention")
+    tensor, forward = torch.Tensor, attention.DotProductAttention.forward
+
+    def attend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment]
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            del tensor.is_cuda  # type: ignore[misc]
+
+    attention.DotProductAttention.forward = attend
+    ring: Any = importlib.import_module(f"{package}.context_parallel")
+    communicate = ring.flash_attn_p2p_communicate
+    ring.flash_attn_p2p_communicate = lambda *given: [_Once(each) for each in communicate(*given)]
+
+
+class _Once:
+    """A request that may be waited for again, as NCCL's: gloo's would wait for another message."""
+
+    def __init__(self, request: Any):
+        self.request = request
+
+    def wait(self) -> None:
+        if self.request is not None:
+            self.request.wait()
+            self.request = None
 
 
 def _build_without_cuda() -> None:
@@ -343,13 +384,21 @@ class _TorchWithoutCuda:
         return make
 
 
+class _TorchOfWideHalves(_TorchWithoutCuda):
+    """``torch``, whose float16 is float32."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float32 if name == "float16" else super().__getattr__(name)
+
+
 install()
 
 from pyrl_ext.plan.rules import RULES  # noqa: E402
 from tests.helpers import ranks  # noqa: E402
 
 # kernels need a GPU, formulas do not
-RULES[:] = [(key, rule) for key, rule in RULES if rule.__name__ != "te_needs_a_gpu"]
+ON_A_GPU = ("te_needs_a_gpu", "te_attention_is_of_bfloat16")
+RULES[:] = [(key, rule) for key, rule in RULES if rule.__name__ not in ON_A_GPU]
 ranks.PRELOAD.insert(0, __name__)
 
 

@@ -15,17 +15,23 @@ LAYOUTS = {
     1: [
         *_layouts("te\nte recompute:selective\nte recompute:full", "glm", "qwen"),
         *_layouts("te", "glm mtp 2", "glm 384"),
+        *_layouts("te attention:p2p recompute:full", "qwen"),
     ],
     2: [
         *_layouts("te tp2 ep2 etp1\nte cp2 recompute:full", "glm mtp"),
         *_layouts("te tp2\nte dp2 ep2 distributed overlapped", "glm", "qwen"),
         *_layouts("te pp2 vpp3\nte cp2", "qwen mixed", "glm mixed"),
         *_layouts("te dp2 dynamic:2", "glm"),
+        *_layouts("te cp2 attention:p2p recompute:selective", "glm mtp"),
+        *_layouts("te cp2 ep2 attention:all_gather", "qwen mixed"),
+        *_layouts("te dp2 dynamic:2 attention:a2a recompute:full", "glm"),
     ],
     4: [
         *_layouts("te pp2 vpp2 cp2 recompute:full\nte tp2 pp2", "glm"),
         *_layouts("te tp2 dp2 ep2 distributed\nte tp2 cp2", "qwen"),
         *_layouts("te tp2 pp2", "glm mtp 2"),
+        *_layouts("te tp2 cp2 attention:p2p", "qwen"),
+        *_layouts("te tp2 cp2 attention:a2a\nte pp2 cp2 attention:all_gather", "glm"),
     ],
 }
 

@@ -45,9 +45,10 @@ _NAMES = {"latents": "latents", "heads": "keys and values of all heads"}
 
 
 def choose_gather(plan: Plan) -> Choice | None:
-    """The faster way by the plan's rates; None: without latents, or without context parallelism."""
+    """The faster way by the plan's rates; None: without latents or context parallelism, or where
+    transformer-engine's attention exchanges heads."""
     cp = plan.parallel.dynamic_cp or plan.parallel.cp
-    if not isinstance(plan.sizes, Latent) or cp == 1:
+    if not isinstance(plan.sizes, Latent) or cp == 1 or plan.model.te_attention:
         return None
     sizes, numbers = plan.sizes, dict[Way, int]()
     numbers["latents"] = (sizes.kv_lora_rank + sizes.qk_rope_head_dim) // plan.parallel.tp

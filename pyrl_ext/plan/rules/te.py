@@ -1,4 +1,4 @@
-"""TransformerEngine: its packages, and what its products in 8 bits demand."""
+"""TransformerEngine: its packages, and what its attention and products in 8 bits demand."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from pyrl_ext.plan.forecast.attention import head_widths, heads_of, kv_heads
 from pyrl_ext.plan.forecast.hardware import GPUS, gpu_of
+from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.rules._rule import Found, in_config, rule
+from pyrl_ext.plan.rules._rule import Found, choice, in_config, rule
 
 # megatron-core 0.19.2 asks for 2.14 at most; a later major version may move what it imports
 OLDEST, TOO_NEW = (2, 14), (3, 0)
 MXFP8_TARGET = 100
+HEAD_TILE, WIDEST_HEAD = 8, 256
 INSTALL = (
     "CUDA_HOME=/usr/local/cuda pip install --no-build-isolation "
     "'transformer-engine[pytorch,core_cu13]==2.20.2' (make te, in a checkout)"
@@ -58,6 +61,50 @@ def _package_problem() -> str | None:
 def te_needs_a_gpu(plan: Plan) -> Found:
     if plan.model.backend == "te" and plan.device == "cpu":
         return "te with device cpu, expected device cuda; its kernels run on GPUs only. Use local"
+
+
+@rule("model.te_attention")
+def te_attention_is_transformer_engines(plan: Plan) -> Found:
+    if plan.model.te_attention and plan.model.backend != "te":
+        return (
+            f"{plan.model.te_attention} with model.backend {plan.model.backend}, expected null; "
+            "its kernels are transformer-engine's. Use backend: te"
+        )
+
+
+@rule("model.te_attention")
+def te_attention_is_of_bfloat16(plan: Plan) -> Found:
+    if plan.model.te_attention and plan.model.dtype != "bfloat16":
+        return (
+            f"{plan.model.te_attention} with model.dtype {plan.model.dtype}, expected bfloat16; "
+            "its kernels for packed sequences take 16 bits only"
+        )
+
+
+@rule("model.te_attention")
+def te_attention_has_a_kernel_for_the_heads(plan: Plan) -> Found:
+    width = max(head_widths(plan.sizes))
+    if plan.model.te_attention and (width % HEAD_TILE or width > WIDEST_HEAD):
+        return (
+            f"{plan.model.te_attention} with heads of {width} {in_config(plan)}, expected a "
+            f"multiple of {HEAD_TILE}, at most {WIDEST_HEAD}; transformer-engine has no kernel for "
+            "others. Use null"
+        )
+
+
+@rule("model.te_attention")
+def a2a_splits_heads(plan: Plan) -> Found:
+    parallel = plan.parallel
+    if plan.model.te_attention != "a2a" or (most := parallel.dynamic_cp or parallel.cp) == 1:
+        return None
+    heads = heads_of(plan).number, kv_heads(plan, parallel.tp)
+    sizes = [2, *cp_sizes(most, parallel.cp)]  # of odd heads it has no kernel at all
+    if odd := [size for size in sizes if any(number % size for number in heads)]:
+        return (
+            f"a2a with {heads[0]} query and {heads[1]} key/value heads on a tensor-parallel rank, "
+            f"expected multiples of {choice(sorted({*odd}))}; context-parallel ranks take heads "
+            "apart. Use p2p, all_gather, or lower tp or cp"
+        )
 
 
 @rule("model.fp8")

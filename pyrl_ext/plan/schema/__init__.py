@@ -53,6 +53,10 @@ class Model(Section):
     """of weights and activations; statistics stay float32"""
     backend: Literal["local", "te"] = "local"
     """layers and Adam: megatron-core's and torch's own, or transformer-engine's (needs a GPU)"""
+    te_attention: Literal["p2p", "all_gather", "a2a"] | None = None
+    """core attention by transformer-engine's kernels, and what its context-parallel ranks exchange:
+    keys and values in a ring, those of all rows at once, or heads for rows (te); null: this
+    package's"""
     recompute: Literal["none", "selective", "full"] = "none"
     """activations computed again in the backward pass, to save memory"""
     offload_layers: Count = 0
