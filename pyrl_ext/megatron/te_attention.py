@@ -78,8 +78,8 @@ class TEAttention(MegatronModule):
 
 
 def _bounds(packed: PackedSequences) -> PackedSeqParams:
-    """Where sequences begin and end, as TransformerEngine takes it: one tensor in all four places
-    says that no rows lie between them."""
+    """The bounds of sequences for TransformerEngine: one tensor in all four places says that no
+    rows lie between them."""
     ends = packed.cu_seqlens
     group: Any = packed.place.cp_group
     return PackedSeqParams(

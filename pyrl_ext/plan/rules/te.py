@@ -26,13 +26,8 @@ def te_problems(plan: Plan) -> list[str]:
     """Why `plan` cannot run TransformerEngine's layers here."""
     if plan.model.backend != "te":
         return []
-    found = [f"{problem}. Run: {INSTALL}"] if (problem := _package_problem()) else []
-    if plan.modules:
-        found.append(
-            f"{', '.join(plan.modules)} in modules, expected none; an encoder beside "
-            "transformer-engine's layers has not been run. Use local"
-        )
-    return [f"model.backend: te, {each}" for each in found]
+    problem = _package_problem()
+    return [f"model.backend: te, {problem}. Run: {INSTALL}"] if problem else []
 
 
 def _package_problem() -> str | None:
