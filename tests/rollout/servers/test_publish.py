@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,22 +15,21 @@ from torch import Tensor
 
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.servers import protocol, publish
-from pyrl_ext.rollout.servers.canary import Canary, prove
-from pyrl_ext.rollout.servers.client import Server, ServerFailed
+from pyrl_ext.rollout.servers import protocol
+from pyrl_ext.rollout.servers.canary import prove
+from pyrl_ext.rollout.servers.client import ServerFailed
 from pyrl_ext.rollout.servers.embedded import Server as EmbeddedServer
 from pyrl_ext.rollout.servers.identity import Identity
 from pyrl_ext.rollout.servers.protocol import Partial, Request
 from pyrl_ext.samples import Sample
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
+from tests.helpers.publishing import CANARY, REQUEST, Trainer
 from tests.helpers.servers import Client, running
 from tests.helpers.stale import NoCache, StaleKeys, StaleRoutes, server_of
 
 MODELS = random_model(GLM), random_model(GLM, seed=1)
 FIRST, SECOND = map(checkpoint, MODELS)
-CANARY = Canary.of(128, 512, False, (1, 2, 3), 8, 1.0, True)
-REQUEST = Request("r", tuple(range(3, 20)), 4)
 
 
 def noisy(weights: dict[str, Tensor], size: float) -> dict[str, Tensor]:
@@ -42,42 +40,19 @@ def noisy(weights: dict[str, Tensor], size: float) -> dict[str, Tensor]:
 Kind = Callable[[HFEngine, int], EmbeddedServer]
 
 
-class Bench:
-    """Servers of embedded engines without weights, and a trainer's loop.
+class Bench(Trainer):
+    """Servers of embedded engines without weights, in this process, and their trainer.
 
     Args:
         kinds: of the servers
     """
 
     def __init__(self, stack: ExitStack, *kinds: Kind):
-        self.loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=self.loop.run_forever)
-        thread.start()
-        stack.callback(thread.join)
-        stack.callback(self.loop.call_soon_threadsafe, self.loop.stop)
         self.clients: list[Client] = []
         for kind in kinds:
             engine = HFEngine(GLM, max_num_seqs=16)
             self.clients.append(stack.enter_context(running(engine, 500, kind)))
-        self.servers = [Server(client.url) for client in self.clients]
-        for server in self.servers:
-            stack.callback(lambda server=server: self.run(server.close()))
-        self.shapes = self.clients[0].server.engine.shapes()
-
-    def run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(DEADLINE)
-
-    def publish(
-        self, named: Any, version: int, servers: list[Server] | None = None, **more: Any
-    ) -> publish.Published:
-        options = {"pause": "abort", "timeout": DEADLINE, "canary": CANARY} | more
-        named = named.items() if isinstance(named, dict) else named
-        weights = publish.Weights(named, version, self.shapes, bucket_bytes=1 << 20)
-        given = self.servers if servers is None else servers
-        return publish.publish(self.loop, given, weights, **options)
-
-    def generate(self, server: Server, request: Request = REQUEST) -> Any:
-        return self.run(server.generate(request, Partial(request)))
+        super().__init__(stack, [client.url for client in self.clients])
 
     def paused(self, number: int) -> bool:
         return self.clients[number].server.worker.state == "paused"

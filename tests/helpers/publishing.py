@@ -1,0 +1,93 @@
+"""A trainer that publishes, and embedded engines' servers as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from pyrl_ext.rollout.hf.destinations import Destinations
+from pyrl_ext.rollout.servers import publish
+from pyrl_ext.rollout.servers.canary import Canary
+from pyrl_ext.rollout.servers.client import Server
+from pyrl_ext.rollout.servers.protocol import Answer, Partial, Request
+from tests.helpers.deadline import DEADLINE
+from tests.helpers.engines import GLM
+
+CANARY = Canary.of(128, 512, False, (1, 2, 3), 8, 1.0, True)
+REQUEST = Request("r", tuple(range(3, 20)), 4)
+CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+
+
+class Trainer:
+    """A trainer's loop, which runs in another thread, and the servers that it knows."""
+
+    def __init__(self, stack: ExitStack, addresses: Iterable[str]):
+        self.loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self.loop.run_forever)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(self.loop.call_soon_threadsafe, self.loop.stop)
+        self.servers = [Server(address) for address in addresses]
+        stack.callback(lambda: [self.run(server.close()) for server in self.servers])
+        held = Destinations.on_paper(GLM)
+        self.shapes = {name: held.shape(name) for name in held.parts}
+
+    def run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(DEADLINE)
+
+    def publish(
+        self,
+        named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        version: int,
+        servers: Sequence[Server] | None = None,
+        **more: Any,
+    ) -> publish.Published:
+        options = {"pause": "abort", "timeout": DEADLINE, "canary": CANARY} | more
+        pairs = named.items() if isinstance(named, Mapping) else named
+        pairs = cast(Iterable[tuple[str, Tensor]], pairs)
+        weights = publish.Weights(pairs, version, self.shapes, bucket_bytes=1 << 16)
+        given = self.servers if servers is None else servers
+        return publish.publish(self.loop, given, weights, **options)
+
+    def generate(self, server: Server, request: Request = REQUEST) -> Answer:
+        return self.run(server.generate(request, Partial(request)))
+
+
+class Process:
+    """An embedded engine's server as a process."""
+
+    def __init__(self, port: int = 0):
+        module = "pyrl_ext.rollout.servers.embedded"
+        given = ["--port", str(port), "--parent", str(os.getpid())]
+        command = [sys.executable, "-m", module, str(CONFIG), *given]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def address(self) -> str:
+        """Once it listens."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@contextmanager
+def processes(count: int) -> Iterator[list[Process]]:
+    started = [Process() for _ in range(count)]
+    try:
+        yield started
+    finally:
+        for each in started:
+            each.kill()

@@ -1,0 +1,135 @@
+"""Publishing where processes die and connections stall, over two servers' processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from pyrl_ext.rollout.servers.client import Server, ServerFailed
+from pyrl_ext.rollout.servers.protocol import RESUME, RPC, START, WEIGHT_INFO
+from pyrl_ext.rollout.servers.sender import Transfer
+from pyrl_ext.rollout.servers.staged import UpdateInfo
+from tests.helpers.engines import GLM, checkpoint, random_model
+from tests.helpers.publishing import REQUEST, Process, Trainer, processes
+from tests.helpers.ranks import fork_ranks
+
+FIRST, SECOND = (checkpoint(random_model(GLM, seed)) for seed in (0, 1))
+Named = Iterator[tuple[str, Tensor]]
+
+
+def until(weights: dict[str, Tensor], number: int, happens: Callable[[], object]) -> Named:
+    """The weights; something happens before tensor ``number``."""
+    for place, each in enumerate(weights.items()):
+        if place == number:
+            happens()
+        yield each
+
+
+def dies_half_way(rank: int, ranks: int, port: int, addresses: list[str]) -> None:
+    """A trainer."""
+    with ExitStack() as stack:
+        trainer = Trainer(stack, addresses)
+        trainer.publish(until(SECOND, 60, lambda: os.kill(os.getpid(), signal.SIGKILL)), 2)
+
+
+class Two(Trainer):
+    """Two servers' processes, with the first weights as version 1."""
+
+    def __init__(self, stack: ExitStack):
+        self.processes = stack.enter_context(processes(2))
+        super().__init__(stack, [each.address() for each in self.processes])
+        assert self.publish(FIRST, 1).failed == {}
+
+    def digests(self, server: Server) -> dict[str, int]:
+        (found,) = self.run(server.control(RPC, {"method": "weight_digests"}))["results"]
+        return found
+
+    def version(self, server: Server) -> str:
+        return self.run(server.control(WEIGHT_INFO, method="GET"))["weight_version"]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Two]:
+    with ExitStack() as stack:
+        yield Two(stack)
+
+
+def still_first(two: Two) -> None:
+    """Both servers have the first weights, whole, and generate with them."""
+    for server in two.servers:
+        assert two.version(server) == "1"
+        two.run(server.control(RESUME))
+        answer = two.generate(server)
+        assert answer.versions == ((0, 4, 1),)
+    first, second = map(two.digests, two.servers)
+    assert first == second
+
+
+def test_publish_by_a_trainer_that_is_killed_leaves_the_old_weights(two: Two):
+    before = two.digests(two.servers[0])
+    addresses = [server.address for server in two.servers]
+    with fork_ranks(dies_half_way, 1, addresses) as [trainer]:
+        trainer.join()
+        assert trainer.exitcode == -signal.SIGKILL
+    still_first(two)
+    assert two.digests(two.servers[0]) == before
+
+
+def test_publish_by_a_trainer_that_stalls_ends(two: Two):
+    """Servers wait for the next bytes as long as its info says, then take no more."""
+    info, ended = Transfer.info, list[Server]()
+
+    def short(self: Transfer, number: int) -> UpdateInfo:
+        return replace(info(self, number), silence=0.2)
+
+    def wait() -> None:
+        for server in two.servers:  # it takes a start once its update has ended
+            two.run(server.control(START))
+            ended.append(server)
+
+    with patch.object(Transfer, "info", short):
+        done = two.publish(until(SECOND, 60, wait), 2)
+    assert ended == two.servers and done.failed.keys() == {s.address for s in two.servers}
+    assert all("sent nothing for 0.2 s" in why for why in done.failed.values())
+    still_first(two)
+
+
+def test_publish_with_another_secret_reaches_nobody(two: Two):
+    info = Transfer.info
+
+    def other(self: Transfer, number: int) -> UpdateInfo:
+        known = info(self, number)
+        return replace(known, secret="0" * 64) if number else known
+
+    with patch.object(Transfer, "info", other):
+        done = two.publish(SECOND, 2)
+    good, bad = two.servers
+    assert done.failed.keys() == {bad.address} and two.version(good) == "2"
+    assert "an end after 0 of 32 bytes" in done.failed[bad.address]
+    assert two.version(bad) == "1"
+    assert two.publish(FIRST, 3).failed == {}
+
+
+def test_publish_goes_on_without_a_server_that_is_killed_and_takes_it_back(two: Two):
+    good, bad = two.servers
+    killed = two.processes[1]
+    done = two.publish(until(SECOND, 60, killed.kill), 4)
+    assert done.failed.keys() == {bad.address} and done.seen.keys() == {good.address}
+    assert two.version(good) == "4"
+    done = two.publish(SECOND, 5)  # while it is gone
+    assert done.failed.keys() == {bad.address}
+    two.processes[1] = Process(int(bad.address.rpartition(":")[2]))
+    assert two.processes[1].address() == bad.address
+    bad.failure = None
+    with pytest.raises(ServerFailed, match="no complete weights"):
+        two.generate(bad)
+    assert two.publish(FIRST, 6).failed == {}
+    assert two.digests(good) == two.digests(bad)
+    assert two.generate(bad, replace(REQUEST, salt="6")).versions == ((0, 4, 6),)
