@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -17,6 +18,7 @@ from pyrl_ext.dist.shared_memory import SharedBlock, map_file
 
 Kind = Literal["shm", "ipc", "broadcast"]
 
+LOOPBACK = "127.0.0.1"
 PATIENCE = timedelta(minutes=10)  # time limit of a broadcast
 
 
@@ -126,8 +128,13 @@ class Broadcast(Channel):
     def __init__(self, device: torch.device, size: int, rank: int = 0, port: int = 0) -> None:
         super().__init__()
         self.device, self.size, self.rank = device, size, rank
+        listening = {}
+        if rank == 0:  # without this socket the store listens on every address of the host
+            door = socket.create_server((LOOPBACK, 0))
+            port = door.getsockname()[1]
+            listening["master_listen_fd"] = door.detach()
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            "127.0.0.1", port, size, rank == 0, PATIENCE, False
+            LOOPBACK, port, size, rank == 0, PATIENCE, False, **listening
         )
         self.port = self._store.port
         self._joined: Any = None  # torch's stubs lack what we call of its process groups
@@ -161,7 +168,7 @@ class Broadcast(Channel):
                 self._joined = dist.ProcessGroupNCCL(*where, dist.ProcessGroupNCCL.Options())
             else:
                 options: Any = dist.ProcessGroupGloo._Options()
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
                 options._timeout = PATIENCE
                 self._joined = dist.ProcessGroupGloo(*where, options)
         return self._joined

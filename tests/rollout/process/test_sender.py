@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from pyrl_ext.rollout.process.channel import Kind
+from pyrl_ext.rollout.process.channel import Broadcast, Kind
 from pyrl_ext.rollout.process.sender import Reader, Sender
 
 
@@ -60,3 +62,35 @@ def test_send_gives_every_tensor_to_every_reader(kind: Kind, size: int, readers:
         assert len(sender._channel.buffers) <= 2
         assert all(len(bucket) <= largest for bucket in sender._channel.buffers.values())
     sender.drop()
+
+
+def listening() -> list[str]:
+    """Addresses, as the kernel writes them, of this process's sockets that take connections."""
+    links = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    mine = {os.readlink(link)[8:-1] for link in links if link.is_symlink()}
+    rows = [
+        line.split()
+        for family in ("tcp", "tcp6")
+        for line in Path("/proc/self/net", family).read_text().splitlines()[1:]
+    ]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in mine]
+
+
+def test_broadcast_listens_on_the_loopback_only():
+    """Another host reaches none of its sockets, over which names travel pickled."""
+    before = listening()
+    sender = Broadcast(torch.device("cpu"), 2)
+    reader = Broadcast(torch.device("cpu"), 2, 1, sender.port)
+    for each in (sender, reader):
+        each.allocate(0, 100)
+    thread = threading.Thread(target=reader.recv, args=(0, 100))
+    thread.start()
+    sender.send(0, 100)
+    sender.flush()
+    thread.join()
+    found = listening()
+    for address in before:
+        found.remove(address)
+    assert len(found) == 3 and {*found} == {"0100007F"}
+    sender.close()
+    reader.close()
