@@ -239,6 +239,15 @@ MUTANTS = [
         [SHARED_MEANS],
     ),
     Mutant(
+        "columns of a microbatch are widened before their copy has arrived",
+        "pyrl_ext/pack/microbatch.py",
+        [("upload.arrive()", "pass")],
+        [
+            f"{MICROBATCH}::test_of_reads_no_copy_before_it_arrived[0]",
+            "tests/trainer/test_prefetch.py::test_microbatches_are_computed_after_their_copies_arrived",
+        ],
+    ),
+    Mutant(
         "images go to the replicas of an encoder in turn, whatever their size",
         "pyrl_ext/pack/images.py",
         [("(load + int(sizes[image]), replica)", "(load + 1, replica)")],

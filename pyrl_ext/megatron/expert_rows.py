@@ -22,8 +22,11 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
     splits the rows by expert and concatenates them in the same order, and waits on a GPU in every
     layer for the counts that this takes; here neither happens.
 
-    Syncs: as megatron's, where experts are spread over ranks: the host needs the sizes to exchange.
+    Syncs: as megatron's, where experts are spread over ranks and routers choose: the host needs the
+    sizes to exchange. Where routes are replayed it has them already.
     """
+
+    router: Any  # of the layer
 
     @property
     def _alone(self) -> bool:
@@ -47,6 +50,24 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
             )
         rows = gather_rows(tokens, self._rows, inverse=self._inverse)
         return rows, found.weights
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """megatron's, or from the rows that replay knows each rank to send to each expert: then
+        nothing is gathered, and what the host needs is there.
+
+        Returns: [E_local] rows that each of this rank's experts gets.
+        """
+        replay = self.router.router_replay
+        if not (replay and replay.used) or (sent := replay.used.sent) is None:
+            return super().preprocess(routing_map)
+        mine, experts = sent[self.tp_ep_group.rank()], self.local_expert_indices
+        here = sent[:, experts[0] : experts[-1] + 1].view(self.ep_size, self.tp_size, -1)
+        self.input_splits = mine.view(self.ep_size, -1).sum(1).numpy()
+        self.output_splits = here[:, self.tp_rank].sum(1).numpy()
+        self.output_splits_tp = here.sum((0, 2)).numpy()
+        self.num_global_tokens_per_local_expert = here.transpose(0, 1).flatten(0, 1)
+        self.num_out_tokens, self.cuda_sync_point = int(mine.sum()), "no_sync"
+        return here.sum((0, 1))
 
     def dispatch_postprocess(
         self, global_input_tokens: Tensor, global_probs: Tensor
@@ -77,3 +98,6 @@ class RowMoELayer(MoELayer):
             config=config,
             pg_collection=kwargs["pg_collection"],
         )
+        self.token_dispatcher.router = self.router
+        if not self.token_dispatcher._alone:
+            self.router.shares_rows = kwargs["pg_collection"].tp_ep

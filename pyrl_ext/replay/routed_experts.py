@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.dist.upload import Upload
@@ -26,6 +27,8 @@ class LayerRoutes:
         from_engine: [M] bool, rows whose ids came from the engine (neither padding nor missing).
         is_token: [M] bool, rows that are tokens, not padding. None: all rows.
         num_from_engine: how many of ``from_engine`` are True.
+        sent: [ranks, E] int64 on the host, rows that each rank of the routers' group sends to each
+            expert; None: not known before the routers chose.
     """
 
     ids: Tensor
@@ -33,6 +36,7 @@ class LayerRoutes:
     from_engine: Tensor
     is_token: Tensor | None
     num_from_engine: int
+    sent: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class RoutedExperts:
         rows:      [M] int64, row of ``ids`` at each of the routers' rows, -1 = padding.
         use, from_engine, is_token, num_from_engine: see `LayerRoutes`.
         num_experts: experts of a layer.
+        sent:      [l, ranks, E]; see `LayerRoutes`.
     """
 
     ids: Tensor
@@ -55,6 +60,7 @@ class RoutedExperts:
     is_token: Tensor | None
     num_from_engine: int
     num_experts: int
+    sent: Tensor | None = None
 
     @classmethod
     def of(
@@ -65,6 +71,7 @@ class RoutedExperts:
         num_experts: int,
         topk: int,
         upload: Upload,
+        group: dist.ProcessGroup | None = None,
     ) -> RoutedExperts:
         """Upload the routed experts of a microbatch.
 
@@ -75,7 +82,10 @@ class RoutedExperts:
                 tokens.
             num_experts: experts of a layer.
             topk:   experts of a token in a layer, K.
+            group:  of the ranks whose rows share this rank's experts, if it wants to know how many
+                they send; all of them call this.
 
+        Communicates: with a group, l * E integers from every rank to every other, host to host.
         Raises: ValueError naming a layer that replays and has no routes in ``shard``.
         """
         held = shard.seat.layers
@@ -97,16 +107,20 @@ class RoutedExperts:
         # read while they are on the host
         num_from_engine, all_used = int(fields.views[1].sum()), bool(fields.views[2].all())
         is_token = at >= 0
+        places, sent = torch.where(is_token, torch.arange(len(at)), -1), None
+        if layers and group is not None:
+            sent = _sent(fields.views[0], places, num_experts, all_used, group)
         taken, from_engine, use = fields.via(upload).views
         return cls(
             ids=taken,
             layer_ids=held[part],
-            rows=upload(torch.where(is_token, torch.arange(len(at)), -1)),
+            rows=upload(places),
             use=None if all_used else use,
             from_engine=from_engine,
             is_token=None if bool(is_token.all()) else upload(is_token),
             num_from_engine=num_from_engine,
             num_experts=num_experts,
+            sent=sent,
         )
 
     def of_layers(self, layers: Sequence[int]) -> list[LayerRoutes | None]:
@@ -119,7 +133,9 @@ class RoutedExperts:
         slots = [self.layer_ids.index(layer) for layer in known]
         ids = gather_routes(self.ids, self.rows, slots, self.num_experts) if slots else ()
         shared = self.use, self.from_engine, self.is_token, self.num_from_engine
-        replayed = {layer: LayerRoutes(x, *shared) for layer, x in zip(known, ids, strict=True)}
+        sent = [None] * len(slots) if self.sent is None else self.sent[slots]
+        parts = zip(known, ids, sent, strict=True)
+        replayed = {layer: LayerRoutes(x, *shared, rows) for layer, x, rows in parts}
         return [replayed.get(layer, self._native) for layer in layers]
 
     @cached_property
@@ -130,3 +146,18 @@ class RoutedExperts:
         none, padding = self.ids.new_empty(0, 1, self.ids.shape[2]), torch.full_like(self.rows, -1)
         (ids,) = gather_routes(none, padding, [0], self.num_experts)
         return LayerRoutes(ids, ~self.is_token, torch.zeros_like(self.is_token), self.is_token, 0)
+
+
+def _sent(
+    ids: Tensor, rows: Tensor, num_experts: int, known: bool, group: dist.ProcessGroup
+) -> Tensor | None:
+    """[l, ranks, E] int64, rows of every rank of ``group`` that go to each expert; None if they are
+    not ``known`` on one of them. ``ids`` and ``rows`` as in `RoutedExperts`, on the host."""
+    layers = ids.shape[1]
+    chosen = gather_routes(ids, rows, range(layers), num_experts).flatten(1).long()
+    chosen += torch.arange(layers)[:, None] * num_experts
+    mine = torch.bincount(chosen.flatten(), minlength=layers * num_experts)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine if known else mine.fill_(-1), group=group)
+    sent = torch.stack(everyone).view(-1, layers, num_experts).transpose(0, 1)
+    return None if bool((sent < 0).any()) else sent

@@ -224,6 +224,12 @@ class Replay:
         hook = next(self._all())
         return hook.num_experts, hook.topk
 
+    @property
+    def shares_rows(self) -> dist.ProcessGroup | None:
+        """Ranks that send rows to each other's experts, where these use what each will send; None:
+        they do not."""
+        return getattr(next(self._all()).router, "shares_rows", None)
+
     def use(self, chunk: int, routes: RoutedExperts | None) -> None:
         """Use ``routes`` in the next forward of model chunk ``chunk``; None: routers choose."""
         hooks = self.hooks[chunk]

@@ -122,4 +122,5 @@ class MicrobatchPrefetcher:
         shard, replay = self.shard, self.replay
         layers = replay.layers_to_replay(shard.seat.layers) if self.replayed else ()
         with record_function("pyrl: routes"), replay.clock("time/replay"):
-            return RoutedExperts.of(shard, micro.at_router, layers, *replay.sizes, self._upload)
+            where = self._upload, replay.shares_rows
+            return RoutedExperts.of(shard, micro.at_router, layers, *replay.sizes, *where)

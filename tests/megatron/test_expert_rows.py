@@ -1,6 +1,8 @@
 """Tokens to the rows of their experts and back, against megatron's permutation."""
 
-from typing import Any
+import os
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,11 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.megatron import cpu
 from pyrl_ext.megatron.expert_rows import RowDispatcher
 from pyrl_ext.ops import expert_rows, gather_rows, invert_rows, sum_rows
 from pyrl_ext.pack.schedule import plan_microbatches
-from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.replay import routed_experts
+from pyrl_ext.trainer.policy import Policy, Scores
 from tests.helpers import passes
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import random_batch, tiny_plan
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -91,3 +96,57 @@ def test_RowDispatcher_takes_the_place_of_sorting_and_scattered_sums():
         assert not any(hasattr(d, "d2h_event") for d in dispatchers)  # nothing to wait for
     assert {"pyrl_ext::sum_rows", "pyrl_ext::expert_rows"} <= called.names
     assert not called.names & {"aten::sort", "aten::index_add_", "aten::scatter_add"}
+
+
+EP2 = ("parallel.dp=2", "parallel.ep=2")
+SPREAD = {
+    "ep2": EP2,
+    "ep2 recompute": (*EP2, "model.recompute=full"),
+    "tp2 ep2": ("parallel.tp=2", "parallel.ep=2", "parallel.etp=1"),
+    "tp2 etp2": ("parallel.tp=2",),
+}
+
+
+class Passes(NamedTuple):
+    """Scores, metrics and gradients of two passes, and the waits for the device in them."""
+
+    scores: Scores
+    metrics: dict[str, float]
+    gradients: dict[str, Tensor]
+    waits: int
+
+
+def two_passes(policy: Policy, unrouted: float) -> Passes:
+    plan, topo, batch = policy.plan, policy.topo, random_batch(unrouted=unrouted)
+    sizes = topo.dp_size, 64, plan.row_alignment
+    schedule = plan_microbatches(batch.seqlens, *sizes)
+    with patch.object(cpu._Ordered, "synchronize", autospec=True) as waits:
+        scores = passes.scores(policy, batch, schedule)
+        weighed = passes.weighed(policy, batch.with_(old_logprobs=scores.logprobs), schedule)
+        metrics = policy.accumulate(weighed, build_loss(plan.objective))
+    return Passes(scores, metrics, dict(policy.gradients()), waits.call_count)
+
+
+def spread_on_rank(group: Any) -> dict[str, list[int]]:
+    os.environ["WORLD_SIZE"] = str(group.size())
+    waits = {}
+    for name, layout in SPREAD.items():
+        with topology.start(plan := tiny_plan(*layout)) as topo:
+            policy = Policy.build(plan, topo)
+            known = two_passes(policy, 0.0)
+            with patch.object(routed_experts, "_sent", return_value=None):
+                waited = two_passes(policy, 0.0)
+            assert torch.equal(known.scores.logprobs, waited.scores.logprobs), name
+            assert known.metrics == waited.metrics, name
+            for key, gradient in waited.gradients.items():
+                assert torch.equal(known.gradients[key], gradient), (name, key)
+            waits[name] = [known.waits, waited.waits, two_passes(policy, 0.3).waits]
+    return waits
+
+
+def test_RowDispatcher_waits_for_no_sizes_that_replay_knows():
+    """The same bits as with the wait, under recomputation too; where one token on one rank has no
+    route all ranks wait, as the routers choose then."""
+    for waits in run_ranks(spread_on_rank, 2):
+        for name, (known, waited, chosen) in waits.items():
+            assert not known and waited and chosen, name
