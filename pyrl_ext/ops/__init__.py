@@ -5,7 +5,7 @@ from ._op import serve_gpu_from, use_backend
 from .expand_runs import expand_runs
 from .expert_rows import ExpertRows, expert_rows
 from .gather_fields import Fields, gather_fields
-from .gather_routes import gather_routes
+from .gather_routes import count_routes, gather_routes
 from .gather_rows import Inverse, gather_rows, invert_rows
 from .latent_keys import latent_keys
 from .replay_probs import replay_probs
@@ -25,6 +25,7 @@ __all__ = [
     "Fields",
     "Inverse",
     "check_extension",
+    "count_routes",
     "expand_runs",
     "expert_rows",
     "gather_fields",

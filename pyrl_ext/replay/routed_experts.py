@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.dist.upload import Upload
-from pyrl_ext.ops import gather_fields, gather_routes
+from pyrl_ext.ops import count_routes, gather_fields, gather_routes
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.samples import route_dtype
 
@@ -153,11 +153,8 @@ def _sent(
 ) -> Tensor | None:
     """[l, ranks, E] int64, rows of every rank of ``group`` that go to each expert; None if they are
     not ``known`` on one of them. ``ids`` and ``rows`` as in `RoutedExperts`, on the host."""
-    layers = ids.shape[1]
-    chosen = gather_routes(ids, rows, range(layers), num_experts).flatten(1).long()
-    chosen += torch.arange(layers)[:, None] * num_experts
-    mine = torch.bincount(chosen.flatten(), minlength=layers * num_experts)
+    mine = count_routes(ids, rows, num_experts)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine if known else mine.fill_(-1), group=group)
-    sent = torch.stack(everyone).view(-1, layers, num_experts).transpose(0, 1)
+    dist.all_gather(everyone, mine if known else mine.fill_(-1), group=group)  # pyright: ignore[reportUnknownMemberType]
+    sent = torch.stack(everyone, 1)
     return None if bool((sent < 0).any()) else sent

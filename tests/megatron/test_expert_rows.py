@@ -118,7 +118,7 @@ class Passes(NamedTuple):
 
 def two_passes(policy: Policy, unrouted: float) -> Passes:
     plan, topo, batch = policy.plan, policy.topo, random_batch(unrouted=unrouted)
-    sizes = topo.dp_size, 64, plan.row_alignment
+    sizes = topo.dp_size, 64, plan.row_alignment, topo.cp_size
     schedule = plan_microbatches(batch.seqlens, *sizes)
     with patch.object(cpu._Ordered, "synchronize", autospec=True) as waits:
         scores = passes.scores(policy, batch, schedule)

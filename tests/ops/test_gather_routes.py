@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pyrl_ext.ops import gather_routes, use_backend
+from pyrl_ext.ops import count_routes, gather_routes, use_backend
 from pyrl_ext.ops._native import C
 from pyrl_ext.ops.gather_routes import ROUTE_DTYPES, native, reference
 from tests.helpers import emulated
@@ -254,3 +254,13 @@ def test_gather_routes_gives_shapes_of_meta_tensors():
     routes, rows, layers, experts = case()
     out = gather_routes(routes.to("meta"), rows.to("meta"), layers, experts)
     assert out.is_meta and out.shape == (3, 37, 4) and out.dtype == torch.uint8
+
+
+def test_count_routes_counts_what_is_gathered():
+    """Padding rows too; an expert that nobody chose has 0."""
+    routes = torch.rand(30, 3, 9).topk(2).indices.to(torch.uint8)
+    rows = torch.tensor([4, -1, 29, 4, -1, 0])
+    counts = count_routes(routes, rows, 11)
+    for layer, taken in enumerate(gather_routes(routes, rows, range(3), 11)):
+        assert counts[layer].tolist() == [int((taken == expert).sum()) for expert in range(11)]
+    assert count_routes(routes[:0], rows[:0], 11).tolist() == [[0] * 11] * 3

@@ -85,3 +85,17 @@ def gather_routes(
             "expected int64 [l] on cpu"
         )
     return op(routes, rows, layers, num_experts)
+
+
+def count_routes(routes: Tensor, rows: Tensor, num_experts: int) -> Tensor:
+    """How many of the M * K choices of :func:`gather_routes`, in every layer, are each expert.
+
+    Args:
+        routes, rows, num_experts: as there, on the CPU.
+
+    Returns: [L, num_experts] int64.
+    """
+    layers = routes.shape[1]
+    chosen = gather_routes(routes, rows, range(layers), num_experts).flatten(1).long()
+    chosen += torch.arange(layers)[:, None] * num_experts
+    return torch.bincount(chosen.flatten(), minlength=layers * num_experts).view(layers, -1)
