@@ -160,7 +160,9 @@ def test_train_goes_on_where_no_response_is_trained_on(tmp_path, capsys):
     rows = numbers(tmp_path)
     skipped = [row["policy/skipped_updates"] for row in rows[:2]]
     assert sum(skipped) > 0
-    assert capsys.readouterr().out.count("has no loss tokens, no update") == sum(skipped)
+    shown = capsys.readouterr().out
+    assert shown.count("has no loss tokens, no update") == sum(skipped)
+    assert "optimizer: torch.AdamW\n" in shown
 
 
 def test_train_reports_the_norm_without_clipping(tmp_path):

@@ -100,7 +100,8 @@ def test_fp8_widths_are_those_of_a_rank(tmp_path, changes, problem):
         ),
         *("mla_down_proj_fusion", "moe_router_fusion", "moe_router_padding_for_quantization"),
         *("use_transformer_engine_op_fuser", "cuda_graph_impl", "fp8_dot_product_attention"),
-        *("attention_backend", "fp8_recipe", "moe_grouped_gemm"),
+        *("attention_backend", "fp8_recipe", "moe_grouped_gemm", "cp_comm_type"),
+        *("fused_single_qkv_rope", "fp8_multi_head_attention", "qk_clip"),
     ],
 )
 def test_megatron_fields_that_te_cannot_have_are_refused_with_the_reason(name):

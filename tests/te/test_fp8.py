@@ -51,6 +51,7 @@ def on_rank(group):
         "pp2 full": ("parallel.pp=2", "model.recompute=full"),
         "pp2 vpp2 selective": ("parallel.pp=2", "parallel.vpp=2", "model.recompute=selective"),
         "cp2 full": ("parallel.cp=2", "model.recompute=full"),
+        "cp2 attention": ("parallel.cp=2", "model.te_attention=p2p"),
     }
     found = {name: one_step(*FP8, *more) for name, more in layouts.items()}
     experts = ("parallel.ep=2", "parallel.etp=1")
@@ -72,7 +73,7 @@ def test_take_replays_the_right_microbatch_when_te_recomputes(two, name):
     assert max(off(gradients[n], grad) for n, grad in want[2].items() if grad.any()) < 0.05
 
 
-@pytest.mark.parametrize("name", ["qwen tp2", "cp2 full", "pp2"])
+@pytest.mark.parametrize("name", ["qwen tp2", "cp2 full", "cp2 attention", "pp2"])
 def test_layouts_under_fp8_are_close_to_one_process(two, name):
     """Not equal: a tensor's scale is of the rows and columns that a rank has."""
     config = QWEN3 if name.startswith("qwen") else CONFIG
