@@ -65,8 +65,9 @@ test-fast: build  ## what starts no process and builds no model: under a minute
 
 test: build browser  ## the suite; the targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-	  --durations 15 --ignore tests/dist/test_faults.py --ignore tests/rollout/vllm/test_engine.py \
-	  --ignore tests/rollout/vllm/test_images.py --ignore tests/rollout/vllm/test_server.py
+	  --durations 15 --ignore tests/dist/test_faults.py --ignore tests/rollout/servers/test_faults.py \
+	  --ignore tests/rollout/vllm/test_engine.py --ignore tests/rollout/vllm/test_images.py \
+	  --ignore tests/rollout/vllm/test_server.py
 
 mutants: build  ## faults put into a copy of the code on purpose: whether the tests see each
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
@@ -137,8 +138,8 @@ parity-large: build  ## every layout of 1, 2, 3, 4, 6 and 8 ranks; 12 GiB of mem
 pipeline-fill: build  ## an encoder and a language model whose stages sleep: how full their pipeline is
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.pipeline_fill
 
-faults: build  ## ranks that are killed, hang or fail under torchrun; two hosts and a pulled cable
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/dist/test_faults.py
+faults: build  ## ranks and servers that are killed, hang or fail; two hosts and a pulled cable
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/dist/test_faults.py tests/rollout/servers/test_faults.py
 
 scale: build  ## what 2, 4 and 8 ranks send, read and open, against `pyrl plan --scale`
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scale --ranks 2 4 8

@@ -55,7 +55,7 @@ class HttpEngine:
         drop_next: the next request's connection is closed without an answer
         status: of all answers to requests, with an error; None: 200
         twist: changes the messages of an answer; bytes are sent as they are, None: no [DONE]
-        asked: requests, in the order in which they came
+        asked: requests, in the order in which they came, unless it forgets them
         running, most_running: number of requests without an answer
         controls: paths of the control calls, counted
     """
@@ -64,7 +64,7 @@ class HttpEngine:
         self.version, self.seconds, self.keys = 1, seconds, keys or Keys()
         self.stops: int | None = None
         self.hangs_after: int | None = None
-        self.busy = self.drop_next = False
+        self.busy = self.drop_next = self.forgets = False
         self.running = self.most_running = 0
         self.status: int | None = None
         self.dies: int | None = None
@@ -173,7 +173,8 @@ class HttpEngine:
             await asyncio.sleep(10)
         if self.status is not None:
             return web.json_response({"error": "because"}, status=self.status)
-        self.asked.append(asked)
+        if not self.forgets:
+            self.asked.append(asked)
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(http)
         aborts = self._aborts

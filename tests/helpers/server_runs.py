@@ -1,0 +1,57 @@
+"""Runs over servers, and how equal they are."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyrl_ext import train
+from pyrl_ext.metrics.glossary import check_names
+from pyrl_ext.metrics.sinks import read_rows
+from tests.helpers.server_processes import ServerProcess
+from tests.helpers.tiny import CONFIG, QUICK
+
+# longer responses: a server dies while it generates
+COMMON = (
+    *(each for each in QUICK if "max_new_tokens" not in each),
+    *("rollout.max_new_tokens=24", "steps=3", "evaluate.every=2", "checkpoint.every=0"),
+)
+
+
+def run(folder: Path, *overrides: str) -> tuple[int, str]:
+    """Exit code of the command in this process, and what it printed to stderr."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = train.main([str(CONFIG), f"run={folder}", *COMMON, *overrides])
+    return code, said.getvalue()
+
+
+def over(servers: list[ServerProcess]) -> str:
+    return f"rollout.servers={[each.address for each in servers]}"
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows = read_rows(folder / "metrics.jsonl")
+    check_names(set().union(*rows))
+    return rows
+
+
+SAME = ("reward", "loss", "grad_norm", "policy/", "mismatch/", "route/", "rollout/", "eval")
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    """The same samples, and numbers equal up to the rounding of batches of other sizes."""
+    rows, others = rows_of(folder), rows_of(other)
+    assert len(rows) == len(others) == 4  # the last one is of the last evaluation
+    for row, expected in zip(rows, others, strict=True):
+        names = {name for name in expected if name.startswith(SAME)}
+        assert {name for name in row if name.startswith(SAME)} == names
+        for name in names:
+            near = pytest.approx(expected[name], rel=1e-3, abs=1e-5)
+            assert row[name] == near, (name, row["step"])
+        assert row.get("reward") == expected.get("reward")
+        assert row.get("rollout/tokens") == expected.get("rollout/tokens")
