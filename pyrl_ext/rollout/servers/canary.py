@@ -24,7 +24,7 @@ from pyrl_ext.rollout.servers.protocol import Answer, Partial, Request
 from pyrl_ext.samples import Sample, route_dtype
 
 LONG, SHORT = 264, 40  # tokens: two blocks of 128, vLLM's largest; and for an engine without blocks
-NEW = 4  # tokens that are sampled
+NEW = 2  # tokens that are sampled
 TOP = 8  # most likely tokens that are compared beside each sampled one
 TAIL = 8  # tokens at the context's end that need not be cached
 NAME = 2**62  # of the canary's random stream: no prompt has this id
