@@ -48,6 +48,7 @@ class BruteForce:
         self.phase, self.until = "drain", math.inf
         self.times: list[tuple[float, float, float, float]] = []
         self.ages: list[dict[int, float]] = []
+        self.taken: list[Held] = []
         self.began = self.published = self.ready = 0.0
 
     def at(self, engine: int, state: str) -> list[Held]:
@@ -92,10 +93,17 @@ class BruteForce:
                 each.state, each.admitted = "running", self.turns
 
     def kept(self, step: int) -> list[int]:
-        """Groups that are complete."""
-        groups = range(len(self.loop.groups(step)))
+        """Groups that are complete and not taken, as they became so."""
+        groups = {h.group for h in self.held if h.step == step and h.state != "aborted"}
         members = {g: [h for h in self.held if (h.step, h.group) == (step, g)] for g in groups}
-        return [g for g in groups if all(h.state == "done" for h in members[g])]
+        whole = [g for g in groups if all(h.state == "done" for h in members[g])]
+        return sorted(whole, key=lambda g: max(h.until for h in members[g]))
+
+    def candidates(self) -> list[tuple[int, int]]:
+        """(step, group) that this step may train on."""
+        last = self.step - 1
+        carried = [(last, group) for group in self.kept(last)] if self.loop.carry else []
+        return [*carried, *((self.step, group) for group in self.kept(self.step))]
 
     def run(self, steps: int) -> None:
         while len(self.times) < steps:
@@ -138,7 +146,7 @@ class BruteForce:
                 continue
             each.state = "done"
             kept = self.kept(each.step)
-            if len(kept) == self.loop.keep:
+            if len(kept) == self.loop.keep and not self.loop.carry:
                 for other in self.held:
                     if other.step == each.step and other.group not in kept:
                         other.state = "aborted"
@@ -163,12 +171,20 @@ class BruteForce:
             while self.asked <= self.step + self.loop.ahead:
                 self.ask(self.loop.groups(self.asked))
             self.settle()
-        elif self.phase == "wait" and len(self.kept(self.step)) >= self.loop.keep:
+        elif self.phase == "wait" and len(self.candidates()) >= self.loop.keep:
             self.phase, self.until, self.ready = "train", self.now + self.loop.train, self.now
+            taken = self.candidates()[: self.loop.keep]
+            for each in self.held:
+                if (each.step, each.group) in taken:
+                    each.state = "taken"
+                elif each.step == self.step - 1 and each.state != "taken":
+                    each.state = "aborted"
+            self.taken = [h for h in self.held if (h.step, h.group) in taken]
+            self.settle()
         elif self.phase == "train" and self.now >= self.until:
             self.times.append((self.began, self.published, self.ready, self.now))
-            kept, ages = self.kept(self.step), dict[int, float]()
-            for each in (h for h in self.held if h.step == self.step and h.group in kept):
+            ages = dict[int, float]()
+            for each in self.taken:
                 for version, tokens in each.by_version:
                     age = self.step - int(version)
                     ages[age] = ages.get(age, 0.0) + tokens
@@ -178,6 +194,11 @@ class BruteForce:
             self.settle()
 
     def ask(self, groups: Any) -> None:
+        if self.loop.carry:
+            states = ("taken", "aborted")
+            left = {(h.step, h.group) for h in self.held if h.state not in states}
+            carried = len(left) - self.loop.keep * (self.asked - self.step)
+            groups = groups[: len(groups) - max(0, carried)]
         for number, group in enumerate(groups):
             for each in group:
                 self.turns += 1
@@ -212,6 +233,7 @@ def some_loop(seed: int) -> Loop:
         ahead=draw.randint(0, 3),
         pause=draw.choice(get_args(Pause)),
         latency=draw.choice([0.0, draw.uniform(0.05, 1)]),
+        carry=draw.choice([False, True]),
     )
 
 
@@ -225,7 +247,7 @@ def test_Simulation_equals_a_loop_over_every_request(seed: int):
         assert found[:4] == pytest.approx(times, abs=1e-6)
         ours = {age: tokens for age, tokens in found.ages if tokens > 1e-6}
         assert ours == pytest.approx({a: t for a, t in ages.items() if t > 1e-6}, abs=1e-4)
-        assert max(ours) <= loop.ahead
+        assert max(ours) <= loop.ahead + loop.carry
 
 
 def equal_loop(ahead: int, train: float) -> Loop:
@@ -257,6 +279,17 @@ def test_simulate_counts_what_waits():
     assert found.queued == pytest.approx(2 * 1.0 / found.seconds)
     assert found.running == pytest.approx(2 * 2.0 / found.seconds)
     assert found.ready == pytest.approx(2 * 1.0 / found.seconds)
+
+
+def test_simulate_carries_groups_for_the_next_step_alone():
+    """A step trains on two of three groups; the third goes on, and the next asks for two."""
+    groups = [tuple(Trajectory(1, (10 * (1 + number),)) for _ in "ab") for number in range(3)]
+    loop = Loop(1, 8, lambda k: 0.1, lambda n: 0.0, 1.5, 0.25, lambda step: groups, 2)
+    aborts, carries = simulate(loop), simulate(replace(loop, carry=True))
+    assert aborts.seconds == pytest.approx(0.25 + 2.0 + 1.5)
+    assert (aborts.oldest, carries.oldest) == (0, 1)
+    # the carried group ends while the trainer works, and one of ten tokens after the publish
+    assert carries.seconds == pytest.approx((2 * 0.25 + 2 * 1.5 + 1.0 + 2.0) / 2, rel=0.2)
 
 
 def test_simulate_rereads_after_an_abort_and_not_after_keep():

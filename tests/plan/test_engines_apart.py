@@ -124,6 +124,20 @@ def test_steady_states_overlap_generating_and_training():
         assert each.trainer_idle < zero.trainer_idle and each.running > zero.running
 
 
+def test_steady_states_carry_what_oversample_leaves():
+    """A step of ahead is kept for the groups that go on, unless older tokens are trained too."""
+    more = [*HOSTS, "rollout.oversample=1.25", "rollout.ahead=1", "rollout.max_new_tokens=4k"]
+    plan = compile_plan(GLM47, more)
+    loops = [loop_of(plan, time_of(plan), ahead) for ahead in (0, 1, 2)]
+    assert [(each.ahead, each.carry) for each in loops] == [(0, False), (0, True), (1, True)]
+    assert [len(each.groups(0)) for each in loops] == [80, 80, 80] and loops[0].keep == 64
+    states = steady_states(plan, time_of(plan))
+    assert [each.ahead for each in states] == [0, 1, 2]
+    assert all(each.oldest <= each.ahead for each in states) and states[2].oldest == 2
+    older = compile_plan(GLM47, [*more, "rollout.too_old=train"])
+    assert loop_of(older, time_of(older), 1).ahead == 1
+
+
 def test_main_shows_engines_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     page = tmp_path / "page.html"
     assert main([str(GLM47), *HOSTS, "rollout.ahead=1", "--html", str(page)]) == 0

@@ -39,6 +39,7 @@ class _Request:
     """Tokens that a new version of the weights has to read again, without the prompt."""
     spans: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     """(version, tokens) in order."""
+    ended: float = math.inf
 
 
 class _Engine:
@@ -189,8 +190,10 @@ class Simulation:
         self._asked = self._step = 0
         self._began = self._published = 0.0
         self._training = self._draining = False
-        self._done: dict[int, dict[int, list[tuple[float, _Request]]]] = {}
-        self._kept: dict[int, list[int]] = {}
+        # by step and number, that no step has taken; those of them that are complete
+        self._groups: dict[int, dict[int, list[_Request]]] = {}
+        self._complete: dict[int, list[list[_Request]]] = {}
+        self._taken: list[_Request] = []
         self._begin()
 
     def run(self, steps: int) -> None:
@@ -240,21 +243,29 @@ class Simulation:
         self._train_if_ready()
 
     def _train_if_ready(self) -> None:
-        kept = self._kept.get(self._step, ())
+        last, step = self._step - self.loop.carry, self._step
+        groups = [each for of in range(last, step + 1) for each in self._complete.get(of, ())]
         resumed = self.version == self._step
-        if self._training or not resumed or len(kept) < self.loop.keep:
+        if self._training or not resumed or len(groups) < self.loop.keep:
             return
         self._training = True
+        del groups[self.loop.keep :]
+        for each in groups:
+            self._groups[each[0].step].pop(each[0].group, None)
+        taken = {id(each) for each in groups}
+        left = [each for each in self._complete[step] if id(each) not in taken]
+        self._complete = {**self._complete, last: [], step: left}
+        self._taken = [request for each in groups for request in each]
+        self._drop(last)  # what it carried, or has just trained on
         self._at(self.loop.train, partial(self._trained, self.now))
 
     def _trained(self, ready: float) -> None:
-        groups, ages = self._done.pop(self._step), dict[int, float]()
-        for group in self._kept.pop(self._step):
-            for ended, request in groups[group]:
-                self.readied += ready - ended
-                for version, tokens in request.spans:
-                    age = self._step - version
-                    ages[age] = ages.get(age, 0.0) + tokens
+        ages = dict[int, float]()
+        for request in self._taken:
+            self.readied += ready - request.ended
+            for version, tokens in request.spans:
+                age = self._step - version
+                ages[age] = ages.get(age, 0.0) + tokens
         times = (self._began, self._published, ready, self.now)
         self.steps.append(Step(*times, tuple(sorted(ages.items()))))
         self._step += 1
@@ -263,9 +274,14 @@ class Simulation:
     # Requests -----------------------------------------------------------------------------------
 
     def _ask(self, step: int) -> None:
-        self._done[step], self._kept[step] = {}, []
-        for number, group in enumerate(self.loop.groups(step)):
+        asked, carried = self.loop.groups(step), 0
+        if self.loop.carry:
+            left = sum(map(len, self._groups.values()))
+            carried = max(0, left - self.loop.keep * (step - self._step))
+        self._groups[step], self._complete[step] = {}, []
+        for number, group in enumerate(asked[: len(asked) - carried]):
             requests = [_Request(step, number, each, left=each.turns[0]) for each in group]
+            self._groups[step][number] = requests
             self._unbound.append(requests)
             self._free += len(requests)
 
@@ -296,8 +312,8 @@ class Simulation:
 
     def _answered(self, engine: _Engine, request: _Request) -> None:
         """The environment has answered; the next turn begins, or the trajectory has ended."""
-        kept = self._kept.get(request.step)
-        if kept is None or len(kept) == self.loop.keep:
+        group = self._groups[request.step].get(request.group)
+        if group is None:
             return  # aborted in the meantime
         request.turn += 1
         if request.turn < len(request.trajectory.turns):
@@ -306,17 +322,17 @@ class Simulation:
             engine.waiting.append(request)
             self._pump([engine])
             return
-        done = self._done[request.step].setdefault(request.group, [])
-        done.append((self.now, request))
-        asked = self.loop.groups(request.step)
-        if len(done) == len(asked[request.group]):
-            kept.append(request.group)
-            if len(kept) == self.loop.keep < len(asked):
+        request.ended = self.now
+        if all(each.ended < math.inf for each in group):
+            complete = self._complete[request.step]
+            complete.append(group)
+            if len(complete) == self.loop.keep and not self.loop.carry:
                 self._drop(request.step)
-            if request.step == self._step:
-                self._train_if_ready()
+            self._train_if_ready()
 
     def _drop(self, step: int) -> None:
+        """Abort the requests of a step; what is complete stays."""
+        self._groups[step] = {}
         for engine in self._advanced():
             engine.drop(step)
         self._unbound = deque(each for each in self._unbound if each[0].step != step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 from pyrl_ext.plan.forecast.ahead import Steady, simulate
@@ -27,15 +28,19 @@ def steady_states(
         ahead: rising; None: `AHEAD`, and the plan's value
     """
     numbers = sorted({*AHEAD, plan.rollout.ahead}) if ahead is None else ahead
-    return tuple(simulate(loop_of(plan, time, number)) for number in numbers)
+    return tuple(replace(simulate(loop_of(plan, time, number)), ahead=number) for number in numbers)
 
 
 def loop_of(plan: Plan, time: StepTime, ahead: int) -> Loop:
-    """The plan's loop with another `ahead`. Raises `ValueError` where the plan names no GPU."""
+    """The plan's loop with another `ahead`. Raises `ValueError` where the plan names no GPU.
+
+    One step of it is kept for groups that are carried to the next step, so that no token is older.
+    """
     gpu = gpu_of(plan)
     if gpu is None:
         raise ValueError("loop_of: hardware.gpu is null, expected a GPU")
     engine = Decoder(plan, gpu)
+    carries = ahead > 0 and plan.prompts_asked > plan.batching.prompts
     return Loop(
         engines=plan.num_engines,
         slots=engine.running,
@@ -45,7 +50,8 @@ def loop_of(plan: Plan, time: StepTime, ahead: int) -> Loop:
         publish=time.seconds("publish"),
         groups=_groups(plan),
         keep=plan.batching.prompts,
-        ahead=ahead,
+        ahead=ahead - (carries and plan.rollout.too_old == "drop"),
+        carry=carries,
         pause=plan.rollout.pause,
     )
 

@@ -37,8 +37,12 @@ class Loop:
     groups: Callable[[int], Sequence[Group]]
     """The groups that a step asks for."""
     keep: int
-    """The number of them that it trains on: the first; the others are aborted."""
+    """The number of them that it trains on: the first."""
     ahead: int = 0
+    """Steps that are asked for before it is their turn."""
     pause: Pause = "abort"
     latency: float = 0.0
     """Seconds after each turn in which an environment answers."""
+    carry: bool = False
+    """Other groups go on, for the next step alone, which asks for so many fewer; else they are
+    aborted."""
