@@ -56,14 +56,15 @@ CORE = {
         *("rollout/servers/guard", "rollout/servers/vllm", "serve"),
     ),
     "servers": (
-        *("rollout/servers", "rollout/ahead", "rollout/versions", "trainer/canary"),
+        *("rollout/servers", "rollout/ahead", "rollout/versions"),
+        *("trainer/ages", "trainer/canary"),
         *("plan/schema/servers", "plan/rules/servers"),
     ),
     "turns": ("rollout/turns", "rollout/groups", "plan/schema/turns", "plan/rules/turns"),
+    "recorded": ("rollout/recorded", "rollout/recorded_file"),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),
         *("rollout/engine", "rollout/build", "rollout/distribute", "rollout/rollouts"),
-        *("rollout/recorded", "rollout/recorded_file"),
     ),
     "vllm": ("rollout/vllm",),
     "plan core": (
@@ -75,8 +76,9 @@ MAX_CODE = {
     "encoders": 1200,
     "objectives": 680,
     "serve": 1200,
-    "servers": 2600,
+    "servers": 2800,
     "turns": 900,
+    "recorded": 420,
     "core": 7500,
     "plan core": 2500,
     "vllm": 600,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from pyrl_ext.metrics.age_metrics import AGE_METRICS
 from pyrl_ext.metrics.costs import COSTS
 from pyrl_ext.metrics.metric import Metric
 from pyrl_ext.metrics.server_metrics import SERVER_METRICS
@@ -219,6 +220,7 @@ _METRICS = (
         "Tokens of complete responses in aborted groups, without responses that were cut off.",
     ),
     *SERVER_METRICS,
+    *AGE_METRICS,
     # records, of a run without rollouts
     Metric("data/epoch", "1", "Times the run has gone through its records, after this step."),
     Metric("data/tokens", "tokens", "Tokens of the step's records."),

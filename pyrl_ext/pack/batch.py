@@ -24,7 +24,7 @@ from pyrl_ext.samples import Sample, route_dtype
 
 _PER_ROW = (
     *("tokens", "targets", "positions", "loss_mask", "rollout_logprobs", "advantages"),
-    *("routes", "route_mask"),
+    *("routes", "route_mask", "versions"),
 )
 
 _ROWS_AT_ONCE = 1 << 14  # the copies of a route check stay small
@@ -46,6 +46,7 @@ class Batch:
         route_mask: [T] bool, rows that have a route.
         patches: [P, W] uint8 of all images, sample by sample; None without images.
         kept: [T] sets that the targets were drawn from; None: all of the vocabulary.
+        versions: [T] int32, of the weights that sampled the target; None: they are not known.
     """
 
     seqlens: tuple[int, ...]
@@ -60,6 +61,7 @@ class Batch:
     route_mask: Tensor
     patches: Tensor | None = None
     kept: KeptSets | None = None
+    versions: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_rows = sum(self.seqlens)
@@ -128,6 +130,7 @@ class Batch:
             route_mask=route_mask,
             patches=torch.cat(patches) if patches else None,
             kept=None if kept_of is None else KeptSets.joined([*map(_kept_of_targets, samples)]),
+            versions=torch.cat([s.versions[1:] for s in samples]),
         )
 
     @cached_property

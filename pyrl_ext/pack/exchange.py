@@ -60,6 +60,7 @@ def shard_batch(
     exchange = Exchange(
         *(index, schedule, seats_of(plan, index), plan.sizes.num_experts, images),
         plan.sizes.vocab_size if plan.trains_on_kept_sets else None,
+        plan.rollout.ahead > 0,
     )
     owned = {} if batch is None else columns_of(batch, exchange.depths)
     del batch
@@ -136,6 +137,8 @@ def columns_of(batch: Batch, depths: int) -> dict[str, Tensor]:
         columns |= {"routes": batch.routes, "route_mask": batch.route_mask}
     if batch.patches is not None:
         columns["patches"] = batch.patches
+    if batch.versions is not None:
+        columns["versions"] = batch.versions
     if batch.kept is not None:
         columns |= {"kept_counts": batch.kept.counts, "kept_ids": batch.kept.ids}
     return columns
@@ -147,6 +150,7 @@ class Exchange:
     Args:
         images: the patches that an encoder reads; None: there is none.
         vocab_size: of the vocabulary of kept sets; None: rows have none.
+        aged: rows have the version of the weights that sampled their target.
 
     Attributes:
         depths: MTP layers whose targets move.
@@ -161,7 +165,9 @@ class Exchange:
         num_experts: int,
         images: PatchStream | None = None,
         vocab_size: int | None = None,
+        aged: bool = False,
     ):
+        self.aged = aged
         self.index, self.schedule, self.seats, self.images = index, schedule, seats, images
         self.depths = index.loss_tokens.shape[1] - 1
         self.lengths = Lengths(index.seqlens, index.starts)
@@ -224,6 +230,8 @@ class Exchange:
         if seat.last_stage:
             for name in ("rollout_logprobs", "advantages"):
                 tokens[name] = Field("logprobs", torch.float32)
+            if self.aged:
+                tokens["versions"] = Field("logprobs", torch.int32)
         routers: dict[str, Field] = {}
         if seat.layers:
             shape = len(seat.layers), self.index.topk

@@ -91,18 +91,52 @@ def generate_on_ranks(
         group, all-gather of a line of text, and then of about 50 bytes a sample; with an
         environment also of about 20 numbers
     """
+    part, owns, label = part_of(request, group, engine_of_rank)
+
+    def complete() -> tuple[list[Sample], Counts]:
+        return _complete_groups(engine, part, score, show, label)
+
+    return join_on_ranks(complete, request, group, owns, depths, request.ask is not sampled)
+
+
+def part_of(
+    request: RolloutRequest,
+    group: dist.ProcessGroup | None = None,
+    engine_of_rank: Sequence[int | None] | None = None,
+) -> tuple[RolloutRequest, bool, str]:
+    """The part that the engine of this rank gets, whether this rank owns its samples (one rank of
+    each engine does), and what to call it; see `generate_on_ranks`."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     held = list(range(ranks) if engine_of_rank is None else engine_of_rank)
     engines, number = len({*held} - {None}), held[rank]
     quota = 0 if number is None else len(range(number, request.keep, engines))
-    asked = replace(request, prompts=request.prompts[number::engines] if quota else (), keep=quota)
+    part = replace(request, prompts=request.prompts[number::engines] if quota else (), keep=quota)
+    label = "rollout" if engines == 1 else f"rollout, engine {number} of {engines}"
+    return part, number is not None and held.index(number) == rank, label
+
+
+def join_on_ranks(
+    complete: Callable[[], tuple[list[Sample], Counts]],
+    request: RolloutRequest,
+    group: dist.ProcessGroup | None,
+    owns: bool,
+    depths: int,
+    counted: bool,
+) -> Rollout:
+    """The index of the samples of all ranks; see `generate_on_ranks`.
+
+    Args:
+        complete: returns the samples of this rank's part, and counts
+        owns: whether this rank owns these samples
+        counted: ranks share the counts
+    """
     try:
-        label = "rollout" if engines == 1 else f"rollout, engine {number} of {engines}"
-        samples, counts = _complete_groups(engine, asked, score, show, label)
-        if number is None or held.index(number) != rank:  # another rank of its engine owns them
+        samples, counts = complete()
+        if not owns:  # another rank of its engine owns them
             samples, counts = [], Counts()
         samples = in_order(samples, request.prompts)
         lost = int(counts.pop("discarded", 0))
+        rank = 0 if group is None else group.rank()
         mine = lost.to_bytes(8, "little") + BatchIndex.of(samples, rank, depths).to_bytes()
         error = None
     except Exception as caught:  # every rank has to know, or the others wait forever
@@ -112,7 +146,7 @@ def generate_on_ranks(
     parts = [BatchIndex.from_bytes(share[8:]) for share in shares]
     whole = Counts()
     whole["discarded"] = sum(int.from_bytes(share[:8], "little") for share in shares)
-    if request.ask is not sampled:
+    if counted:
         for each in gather_objects(dict(counts), group):
             whole.add(each)
         need_share(whole, request.min_share)

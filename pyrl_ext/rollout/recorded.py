@@ -128,11 +128,7 @@ class RecordedEngine(Engine):
     def capabilities(self) -> Capabilities:
         """Routes if every batch has them; whatever the recording engine sampled."""
         return Capabilities(
-            routes=self.routes,
-            weights=False,
-            images=True,
-            kept_sets=self.kept_sets,
-            concurrent=True,
+            self.routes, weights=False, images=True, kept_sets=self.kept_sets, concurrent=True
         )
 
     def load_weights(

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from pyrl_ext.data.source import Source
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.rollout.ahead import Ahead
 from pyrl_ext.rollout.build import build_engine, sampling_of
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.dynamic import sample_groups
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.rollout.groups import without_overlong
+from pyrl_ext.rollout.groups import Score, without_overlong
 from pyrl_ext.rollout.turns.events import Environments, turn_metrics
 from pyrl_ext.samples import Prompt, Sampling
 
@@ -59,6 +60,8 @@ class Rollouts:
         if self.environments is not None:
             self.environments.need_turns(self.engine, topo.rank)
         self.group = topo.world
+        asked = self._request_of, self._scorer, self.group, show
+        self.ahead = Ahead(plan, self.engine, *asked) if plan.rollout.ahead else None
 
     def make_room(self) -> None:
         """Return once no engine takes more memory of the trainer's GPUs; those that may, sleep.
@@ -73,7 +76,7 @@ class Rollouts:
 
     def close(self) -> None:
         """End the engine."""
-        self.engine.close()
+        (self.ahead or self.engine).close()
 
     def train(self, step: int) -> Rollout:
         """The scored samples of a step.
@@ -82,6 +85,9 @@ class Rollouts:
         seen again in the next epoch.
         """
         plan, keep = self.plan, self.plan.batching.prompts
+        if self.ahead is not None:
+            rollout, self.dropped = self.ahead.take(step)
+            return rollout
         sampling = sampling_of(plan, self.source, step)
         if plan.objective.dynamic_sampling:
             generate, take = partial(self._generate, sampling), self.source.prompts.take
@@ -102,7 +108,7 @@ class Rollouts:
         """Metrics of one greedy trajectory for each held-out prompt."""
         prompts = self.source.prompts.held_out(self.plan.evaluate.prompts)
         sampling = sampling_of(self.plan, self.source, 0)
-        sampling = replace(sampling, greedy=True, samples_per_prompt=1)
+        sampling = replace(sampling, greedy=True, samples_per_prompt=1, step=None)
         rollout = self._generate(sampling, prompts, len(prompts), self.show, 0.0)
         index = rollout.index
         left = len(index.firsts)
@@ -125,21 +131,31 @@ class Rollouts:
                 f"data.prompts: prompts with images, expected text: the {self.plan.rollout.engine} "
                 "engine was built without an image processor"
             )
-        scorer, environments = self.source.scorer(list(prompts)), self.environments
-        request, guard = RolloutRequest(prompts, sampling, keep), nullcontext()
-        if environments is not None:
+        scorer = self._scorer(prompts)
+        request = self._request(prompts, sampling, keep, min_share)
+        ranks = self.group, self.plan.engine_of_rank
+        with nullcontext() if self.environments is None else self.environments.guard():
+            depths = self.plan.num_mtp_layers
+            return generate_on_ranks(self.engine, request, scorer, *ranks, show, depths)
+
+    def _request(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        keep: int,
+        min_share: float | None = None,
+    ) -> RolloutRequest:
+        request = RolloutRequest(prompts, sampling, keep)
+        if self.environments is not None:
             share = self.plan.turns.min_share if min_share is None else min_share
-            request, scorer = replace(request, ask=environments.ask, min_share=share), list
-            guard = environments.guard()
-        if self.plan.objective.overlong_filter:
-            scorer = partial(without_overlong, scorer)
-        with guard:
-            return generate_on_ranks(
-                self.engine,
-                request,
-                scorer,
-                self.group,
-                self.plan.engine_of_rank,
-                show,
-                depths=self.plan.num_mtp_layers,
-            )
+            request = replace(request, ask=self.environments.ask, min_share=share)
+        return request
+
+    def _request_of(self, step: int) -> RolloutRequest:
+        prompts = self.source.prompts.take(step, self.plan.prompts_asked)
+        sampling = sampling_of(self.plan, self.source, step)
+        return self._request(prompts, sampling, self.plan.batching.prompts)
+
+    def _scorer(self, prompts: Sequence[Prompt]) -> Score:
+        score = list if self.environments else self.source.scorer(list(prompts))
+        return partial(without_overlong, score) if self.plan.objective.overlong_filter else score

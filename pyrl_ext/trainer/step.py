@@ -28,6 +28,7 @@ from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
+from pyrl_ext.trainer.ages import by_age
 from pyrl_ext.trainer.canary import score_canaries
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.trainer.token_weights import shaped, weigh_tokens
@@ -184,6 +185,7 @@ class RolloutStep(Step):
     """A step on samples that an engine generates and a reward scores."""
 
     rollouts: Rollouts
+    number: int = field(default=0, init=False)  # of the step that is trained
 
     @classmethod
     def build(
@@ -244,6 +246,7 @@ class RolloutStep(Step):
 
     def take(self, number: int, phase: Phase) -> Rollout:
         """The scored samples of step ``number``."""
+        self.number = number
         with phase("time/rollout"):
             return self.rollouts.train(number)
 
@@ -291,6 +294,8 @@ class RolloutStep(Step):
         assert old is not None
         metrics = index.stats() | self.rollouts.dropped | compare(shard, old, self.topo)
         metrics |= self.moved.metrics(self.topo) | self.weighed
+        if self.plan.rollout.ahead:
+            metrics |= by_age(shard, old.logprobs, index, self.number, self.plan, self.topo)
         if self.plan.replay.enabled:
             policies = [p for p in (self.policy, self.reference) if p is not None]
             seconds = (p.module.replay.clock.take() for p in policies)

@@ -207,7 +207,7 @@ def check_batch(
     """Stop before the update if trainer and engine log-probs of the same tokens disagree.
 
     Args:
-        shard: of this rank, generated with the weights that the trainer has now
+        shard: of this rank; tokens generated with the weights that the trainer has now are compared
         logprobs: [N] float32, the trainer's log-prob of each row's target; empty before the last
             stage
         limit: largest mean |difference| over the loss tokens [nat] (`mismatch_limit`); None: no
@@ -224,10 +224,12 @@ def check_batch(
     """
     if limit is None:
         return
-    gap, counted = _gaps(shard, logprobs)
+    gap, counted = _gaps(shard, logprobs, step)
     # prompt rows would dilute the mean over all rows
     total, number = sum_over_ranks(torch.stack([gap.sum(), counted]), topo)
     mean = float(total / number.clamp(min=1))
+    if not number and topo.is_main:
+        print(f"step {step}: no loss token is of this version: nothing to compare", flush=True)
     if mean <= limit:
         return
     found = gather_objects((_largest(shard, logprobs, gap), find_mismatches()), topo.world)
@@ -244,11 +246,14 @@ def check_batch(
     )
 
 
-def _gaps(shard: BatchShard, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] float64 |difference| of each loss token, 0 elsewhere; and their number."""
+def _gaps(shard: BatchShard, logprobs: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """[N] float64 |difference| of each loss token of version ``step``, 0 elsewhere; and their
+    number."""
     if not shard.seat.last_stage:
         return torch.zeros(0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     mask = shard.columns["loss_mask_0"]
+    if (versions := shard.columns.get("versions")) is not None:
+        mask = mask & (versions == step)
     gap = (logprobs - shard.columns["rollout_logprobs"]).abs().double()
     return torch.where(mask, gap, 0.0), mask.sum().double()
 

@@ -10,6 +10,7 @@ import pytest
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.metrics import report
+from pyrl_ext.metrics.age_metrics import AGE_METRICS
 from pyrl_ext.metrics.glossary import GLOSSARY, RENAMED, check_names, lookup, page
 from pyrl_ext.metrics.server_metrics import SERVER_METRICS
 from pyrl_ext.metrics.sinks import read_rows
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 # engines apart, tests/rollout/servers/test_engine.py
 ELSEWHERE = {
     *(metric.name for metric in SERVER_METRICS),
+    *(metric.name for metric in AGE_METRICS),  # tests/rollout/test_ahead.py
     *("memory/engine_slept", "reward/kl", "reward/<name>"),
     # beside rollout.oversample a rule refuses what logs them: tests/rollout/test_dynamic.py
     *("rollout/refills", "rollout/dropped_groups", "rollout/dropped_tokens", "rollout/reward_all"),

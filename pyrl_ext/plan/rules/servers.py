@@ -10,7 +10,6 @@ from pyrl_ext.plan.forecast.units import size
 from pyrl_ext.plan.language.errors import show
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, rule
-from pyrl_ext.plan.schema.servers import Servers
 
 LOOPBACK = re.compile(r"https?://(localhost|127\.\d+\.\d+\.\d+):\d+")
 # Keys that only engines apart read; those that only training while they generate reads.
@@ -18,18 +17,6 @@ APART = ("min_servers", "keys", "request_timeout", "publish_timeout", "pause")
 AHEAD = ("second_span_routes", "too_old")
 # Of an engine that shares the trainer's GPUs, or that the trainer starts -> what is expected
 BESIDE = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none", "transport": "auto"}
-
-
-# Keys of `Servers` that have their effect.
-BUILT = {"servers", "launch", "min_servers", "keys", "request_timeout", "publish_timeout", "pause"}
-
-
-@rule("rollout")
-def engines_apart_are_built(plan: Plan) -> Found:
-    for name in Servers.model_fields:
-        if name not in BUILT and changed(plan.rollout, name):
-            value = show(getattr(plan.rollout, name))
-            yield name, f"{value}, expected it left out; engines apart are not built yet"
 
 
 @rule("rollout")
@@ -67,6 +54,16 @@ def engines_apart_read_what_is_set(plan: Plan) -> Found:
         if changed(rollout, name):
             value = show(getattr(rollout, name))
             yield name, f"{value} with rollout.ahead 0, expected it left out; no sample is old then"
+
+
+@rule("rollout.ahead")
+def steps_ahead_know_their_prompts(plan: Plan) -> Found:
+    if plan.rollout.ahead and plan.objective.dynamic_sampling:
+        return (
+            f"{plan.rollout.ahead} with objective.dynamic_sampling "
+            f"{plan.objective.dynamic_sampling}, expected one of both; which prompts replace "
+            "groups of equal rewards is known when a step is trained, and not before"
+        )
 
 
 @rule("rollout")

@@ -1,0 +1,46 @@
+"""Metrics by the age of tokens and trajectories, of runs that generate ahead of the trainer."""
+
+# torch.from_numpy is not fully typed
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.dist.reduce import sum_over_ranks
+from pyrl_ext.dist.topology import Topology
+from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.plan import Plan
+
+
+def by_age(
+    shard: BatchShard, logprobs: Tensor, index: BatchIndex, step: int, plan: Plan, topo: Topology
+) -> dict[str, float]:
+    """Metrics of each age that the batch has, under their glossary names.
+
+    Args:
+        shard: with ``versions``.
+        logprobs: [N] float32, of the policy before the update [nats]; empty before the last stage.
+        step: that is trained, the trainer's version.
+
+    Communicates: two numbers for each age. Syncs: yes.
+    """
+    ages = plan.rollout.ahead + 2  # a group that is carried is one older, where that is trained
+    sums = torch.zeros(2, ages, dtype=torch.float64)
+    if shard.seat.last_stage:
+        mask = shard.columns["loss_mask_0"]
+        age = (step - shard.columns["versions"][mask]).long().clamp(0, ages - 1)
+        gap = (logprobs - shard.columns["rollout_logprobs"])[mask].abs().double()
+        sums = torch.stack([torch.bincount(age, w, ages) for w in (torch.ones_like(gap), gap)])
+    counts, gaps = sum_over_ranks(sums, topo).tolist()
+    metrics = dict[str, float]()
+    for age, (count, gap) in enumerate(zip(counts, gaps, strict=True)):
+        if count:
+            metrics[f"age/share_{age}"] = count / sum(counts)
+            metrics[f"age/mismatch_{age}"] = gap / count
+    oldest, rewards = step - index.versions[index.firsts], index.rewards[index.firsts]
+    for age in sorted({*oldest.tolist()}):
+        metrics[f"age/reward_{age}"] = float(rewards[oldest == age].mean())
+    return metrics

@@ -1,0 +1,74 @@
+"""An engine that generates for several threads at once while its weights change."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pyrl_ext.rollout.engine import Capabilities, Engine
+from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.engines import random_sample
+
+
+class BusyEngine(Engine):
+    """Samples come in a random order after random waits; each token is of the version of its time.
+
+    Args:
+        seed: of order, lengths and waits
+        longest: wait for a sample [s]
+        fails: prompt whose group raises
+    """
+
+    def __init__(self, seed: int, longest: float = 0.002, fails: int | None = None):
+        self.random, self.longest, self.fails = random.Random(seed), longest, fails
+        self.version, self.lock = -1, threading.Lock()
+        self.begun: dict[int, int] = {}  # prompt id -> version
+        self.threads: set[str] = set()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(routes=True, concurrent=True)
+
+    def load_weights(self, named: Any, version: int, only: Any = None) -> None:
+        self.version = version
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Generator[Sample, None, None]:
+        group = range(sampling.samples_per_prompt)
+        self.threads.add(threading.current_thread().name)
+        with self.lock:
+            jobs = [(p.id, i, self.random.random() * self.longest) for p in prompts for i in group]
+            self.random.shuffle(jobs)
+            self.begun |= {p.id: self.version for p in prompts}
+        first = self.version
+        for prompt, index, wait in jobs:
+            time.sleep(wait)
+            if prompt == self.fails:
+                raise ValueError(f"no paper for prompt {prompt}")
+            yield of_versions(random_sample(prompt, index, 8), first, self.version)
+
+    def checksums(self, names: Any) -> dict[str, int]:
+        return {}
+
+    def sleep(self) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
+def of_versions(sample: Sample, first: int, last: int) -> Sample:
+    """``sample``, one token of which is of version ``first``, the others of ``last``."""
+    size, seam = sample.tokens.numel(), sample.prompt_len + 1
+    spans = ((sample.prompt_len, seam, first), (seam, size, last))
+    spans = spans if first < last else ()
+    mask = torch.arange(size) >= sample.prompt_len
+    return replace(
+        sample, weight_version=first, version_spans=spans, loss_mask=mask, reward=1.0
+    ).check()

@@ -1,0 +1,199 @@
+"""Steps that are generated while others are trained: who is trained when, and how old it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pyrl_ext import train
+from pyrl_ext.dist.agree import gather_objects
+from pyrl_ext.metrics.glossary import check_names
+from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.plan import Plan
+from pyrl_ext.rollout.ahead import Ahead
+from pyrl_ext.rollout.distribute import Rollout, RolloutRequest
+from pyrl_ext.rollout.recorded_file import load_samples, save_samples
+from pyrl_ext.rollout.versions import spans_of
+from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.busy import BusyEngine
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
+
+STEPS, KEEP, SIZE = 7, 4, 2
+
+
+def plan_of(ahead: int, oversample: float = 1.0, ranks: int = 1, **rollout: Any) -> Plan:
+    sizes = (f"batching.prompts={KEEP}", f"batching.samples_per_prompt={SIZE}")
+    sizes += (f"parallel.dp={ranks}",)
+    plan = tiny_plan(f"steps={STEPS}", *sizes, f"rollout.oversample={oversample}")
+    changed = plan.rollout.model_copy(update={"ahead": ahead, **rollout})
+    return plan.model_copy(update={"rollout": changed})
+
+
+class Run:
+    """The rollouts of a run on this process, whose steps take no time."""
+
+    def __init__(self, plan: Plan, engine: BusyEngine, group: Any = None):
+        self.plan, self.engine = plan, engine
+        self.scored: set[str] = set()
+        self.ahead = Ahead(plan, engine, self.request_of, self.scorer, group)
+
+    def request_of(self, step: int) -> RolloutRequest:
+        asked = self.plan.prompts_asked
+        prompts = [Prompt(step * asked + i, (step * asked + i + 40, 9)) for i in range(asked)]
+        sampling = Sampling(6, samples_per_prompt=SIZE, step=step)
+        return RolloutRequest(prompts, sampling, KEEP)
+
+    def scorer(self, prompts: Sequence[Prompt]) -> Any:
+        def score(group: list[Sample]) -> list[Sample]:
+            self.scored.add(threading.current_thread().name)
+            return group
+
+        return score
+
+    def steps(self, first: int = 0) -> list[tuple[Rollout, dict[str, float]]]:
+        found = list[tuple[Rollout, dict[str, float]]]()
+        for step in range(first, self.plan.steps):
+            self.engine.load_weights((), step)
+            found.append(self.ahead.take(step))
+        self.ahead.close()
+        return found
+
+
+def groups_of(rollout: Rollout) -> list[int]:
+    return [*dict.fromkeys(rollout.index.groups.tolist())]
+
+
+def test_Ahead_begins_a_step_as_early_as_its_bound_allows():
+    for ahead in (1, 2, 3):
+        run = Run(plan_of(ahead), BusyEngine(ahead))
+        found = run.steps(first=2)  # as after a resume
+        own = [[KEEP * step + i for i in range(KEEP)] for step in range(2, STEPS)]
+        assert [groups_of(rollout) for rollout, _ in found] == own
+        begun = run.engine.begun
+        assert begun == {p: max(2, p // KEEP - ahead) for p in range(2 * KEEP, STEPS * KEEP)}
+        assert all(0 <= metrics["age/max"] <= ahead for _, metrics in found)
+        assert found[-1][1]["age/max"] == ahead
+        assert run.scored == {"MainThread"} and "MainThread" not in run.engine.threads
+
+
+@pytest.mark.parametrize("too_old", ["drop", "train"])
+def test_Ahead_trains_every_group_once_and_no_token_too_old(too_old: str):
+    """Whatever the order in which groups become complete; those that are late are carried once."""
+    carried = given_up = 0.0
+    for seed in range(24):
+        ahead = 1 + seed % 3
+        run = Run(plan_of(ahead, oversample=1.75, too_old=too_old), BusyEngine(seed))
+        trained = list[int]()
+        for step, (rollout, metrics) in enumerate(run.steps()):
+            groups = groups_of(rollout)
+            assert len(groups) == KEEP and len(rollout.index) == KEEP * SIZE
+            trained += groups
+            assert {g // run.plan.prompts_asked for g in groups} <= {step - 1, step}
+            assert metrics["rollout/carried_groups"] == sum(
+                g // run.plan.prompts_asked < step for g in groups
+            )
+            ages = [step - v for s in rollout.samples for *_, v in spans_of(s)]
+            assert max(ages) == metrics["age/max"] <= ahead + (too_old == "train")
+            carried += metrics["rollout/carried_groups"]
+            given_up += metrics["rollout/aborted_groups"]
+            mask = [s.route_mask for s in rollout.samples if s.version_spans]
+            assert all(not m[:2].any() and m[2:-1].all() for m in mask)  # the seam is at token 3
+        assert len({*trained}) == len(trained) == KEEP * STEPS
+        assert {*trained} <= {*run.engine.begun}
+        asked = len(run.engine.begun)
+        assert asked <= run.plan.prompts_asked + KEEP * (STEPS - 1) + given_up
+    assert carried > 0 and given_up > 0
+
+
+def test_Ahead_keeps_recorded_routes_where_asked():
+    plan = plan_of(2, second_span_routes="recorded")
+    for rollout, _ in Run(plan, BusyEngine(5, longest=0.01)).steps():
+        assert all(bool(s.route_mask[:-1].all()) for s in rollout.samples)
+
+
+def test_Ahead_raises_what_its_threads_raise():
+    run = Run(plan_of(2), BusyEngine(0, fails=5))
+    with pytest.raises(ValueError, match="no paper for prompt 5"):
+        run.steps()
+
+
+def test_Ahead_drops_groups_that_are_too_old_and_says_when_too_few_are_left():
+    """An engine that takes no weights."""
+    run = Run(plan_of(1), BusyEngine(0))
+    run.engine.load_weights((), 0)
+    for step in (0, 1):
+        run.ahead.take(step)
+    with pytest.raises(RuntimeError, match="0 of 4 groups of step 2 are left, and 4 have tokens"):
+        run.ahead.take(2)
+    run.ahead.close()
+
+
+def over_ranks(group: dist.ProcessGroup) -> None:
+    """Ranks whose engines have different speeds train on the same groups."""
+    rank, world = group.rank(), group.size()
+    plan = plan_of(2, 1.75, ranks=world)
+    run = Run(plan, BusyEngine(rank, 0.002 + 0.01 * rank), group)
+    found = run.steps()
+    indices = gather_objects([groups_of(rollout) for rollout, _ in found], group)
+    assert indices[0] == indices[1]
+    trained = [group for step in indices[0] for group in step]
+    assert len({*trained}) == len(trained) == KEEP * STEPS
+    for rollout, _ in found:
+        mine = {s.prompt_id for s in rollout.samples}
+        assert len(mine) == KEEP // world and mine <= {*run.engine.begun}
+
+
+def test_Ahead_takes_a_share_of_each_step_from_every_rank():
+    run_ranks(over_ranks, 2)
+
+
+def test_train_is_the_same_at_any_ahead_with_recorded_rollouts(tmp_path: Path):
+    """To the last bit: the run that recorded, and runs of 0 to 3 steps ahead."""
+
+    def run(name: str, *overrides: str) -> list[dict[str, float]]:
+        quick = (*QUICK, "evaluate.every=0", "steps=4", f"run={tmp_path / name}")
+        assert train.main([str(CONFIG), *quick, *overrides]) == 0
+        rows = read_rows(tmp_path / name / "metrics.jsonl")
+        apart = ("time/", "tokens_per_s", "publish/checked", "age/", "rollout/ready")
+        apart += ("rollout/too_old_groups",)
+        return [{k: v for k, v in row.items() if not k.startswith(apart)} for row in rows]
+
+    live = run("live", "rollout.record=rollouts")
+    played = ("rollout.engine=recorded", f"rollout.path={tmp_path / 'live/rollouts'}")
+    for ahead in (0, 1, 3):
+        assert run(f"ahead-{ahead}", *played, f"rollout.ahead={ahead}") == live
+    file = tmp_path / "live/rollouts/step-000003.safetensors"
+    older = [replace(s, weight_version=1 + s.index % 2) for s in load_samples(file)]
+    save_samples(file, [of_two_versions(s, 3) if s.prompt_id % 2 else s for s in older], step=3)
+    kept = ("rollout.ahead=2", "rollout.second_span_routes=recorded")
+    assert run("older", *played, *kept) == live
+    row = read_rows(tmp_path / "older/metrics.jsonl")[-1]
+    check_names(row)
+    assert row["age/max"] == 2 and row["age/share_0"] > 0
+    shares = [row[f"age/share_{age}"] for age in range(3)]
+    assert sum(shares) == pytest.approx(1)
+    mean = sum(age * share for age, share in enumerate(shares))
+    assert row["age/mean"] == pytest.approx(mean)
+    gaps = (share * row[f"age/mismatch_{age}"] for age, share in enumerate(shares))
+    assert row["mismatch/abs_mean"] == pytest.approx(sum(gaps))
+    rewards = [s.reward for s in older if s.index % 2]
+    assert row["age/reward_1"] == pytest.approx(sum(rewards) / len(rewards))
+    with pytest.raises(AssertionError):
+        run("too-old", *played, "rollout.ahead=1")
+    assert "groups of step 3 are left, and" in (tmp_path / "too-old/error.txt").read_text()
+
+
+def of_two_versions(sample: Sample, newest: int) -> Sample:
+    """Its first token stays what it was, the others are of version ``newest``."""
+    size, seam = sample.tokens.numel(), sample.prompt_len + 1
+    if seam == size:
+        return sample
+    spans = ((sample.prompt_len, seam, sample.weight_version), (seam, size, newest))
+    return replace(sample, version_spans=spans).check()
