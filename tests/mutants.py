@@ -243,7 +243,7 @@ MUTANTS = [
         "pyrl_ext/pack/microbatch.py",
         [("upload.arrive()", "pass")],
         [
-            f"{MICROBATCH}::test_of_reads_no_copy_before_it_arrived[0]",
+            f"{MICROBATCH}::test_of_reads_no_copy_before_it_arrived",
             "tests/trainer/test_prefetch.py::test_microbatches_are_computed_after_their_copies_arrived",
         ],
     ),
