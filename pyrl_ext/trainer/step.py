@@ -211,7 +211,6 @@ class RolloutStep(Step):
         except BaseException:
             rollouts.close()
             raise
-        rollouts.engine.score_canaries = partial(score_canaries, policy)
         return cls(plan, topo, policy, reference, advantage, loss, rollouts)
 
     @property
