@@ -86,7 +86,7 @@ class Served:
         return [int(each.name) for each in entries if os.getpgid(int(each.name)) == group]
 
     def close(self) -> None:
-        self.process.terminate()
+        self.process.kill()  # then every process of the server ends, one after the other
         self.process.wait()
         self.run(self.server.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
