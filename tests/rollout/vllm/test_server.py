@@ -13,9 +13,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import pytest
@@ -26,10 +28,10 @@ if find_spec("vllm") is None:
 
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.servers import protocol
-from pyrl_ext.rollout.servers.client import Keys, Server
+from pyrl_ext.rollout.servers.client import Keys, Server, ServerFailed
 from pyrl_ext.rollout.servers.guard import TABLE
 from pyrl_ext.rollout.servers.protocol import Answer, Partial, Request
-from pyrl_ext.rollout.servers.publish import Published, Weights, publish
+from pyrl_ext.rollout.servers.publish import Published, Weights, _Part, publish
 from pyrl_ext.rollout.servers.publisher import canary_of, identity_of, shapes_of
 from pyrl_ext.samples import Sampling
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
@@ -164,3 +166,52 @@ def test_server_of_another_model_is_refused(served: Served):
     served.server.failure = None
     after = served.generate(Request("old", (3, 4, 5), 2, salt="still 2"))
     assert after.versions == ((0, 2, 2),)
+
+
+class Unsalted(Server):
+    """A client that does not name the weights."""
+
+    async def generate(self, request: Request, part: Partial) -> Answer:
+        return await super().generate(replace(request, salt=""), part)
+
+
+def test_canary_finds_what_a_publish_without_reset_leaves_in_the_cache(served: Served):
+    """Noise of 1e-4 on the weights, with salt and reset both taken out."""
+    assert served.canary is not None
+    first = checkpoint(MODELS[1])
+    noise = torch.Generator().manual_seed(0)
+    noisy = {n: w + 1e-4 * torch.randn(w.shape, generator=noise) for n, w in first.items()}
+    server = Unsalted(served.address, keys=served.server.keys)
+
+    async def without_reset(self: _Part, step: str, path: str, body: Any = None) -> dict[str, Any]:
+        if step == "reset":
+            return {}
+        path = f"{protocol.PAUSE}?mode=keep&clear_cache=false" if step == "pause" else path
+        return await call(self, step, path, body)
+
+    call, found = _Part._call, list[dict[str, str]]()
+    for version, named, patched in (
+        (11, first, call),
+        (12, noisy, without_reset),
+        (13, noisy, call),
+    ):
+        weights = Weights(named.items(), version, shapes_of(served.plan))
+        with patch.object(_Part, "_call", patched):
+            options = {"canary": served.canary, "pause": "abort", "timeout": 300.0}
+            found.append(publish(served.loop, [server], weights, **options).failed)  # type: ignore
+    served.run(server.close())
+    assert found[0] == found[2] == {} and found[1].keys() == {served.address}
+    assert "canary of version 12: through the cache" in found[1][served.address]
+
+
+def test_publish_recovers_from_what_another_trainer_left(served: Served):
+    """A start that nobody finished; and a finish without weights is refused, which stock backends
+    take for new weights."""
+    server = served.server
+    served.run(server.control(f"{protocol.PAUSE}?mode=abort"))
+    served.run(server.control(protocol.START))
+    with pytest.raises(ServerFailed, match="a finish without weights"):
+        served.run(server.control(protocol.FINISH, {"weight_version": "99"}))
+    served.publish(2)
+    request = Request("after", tuple(range(3, 20)), 4, salt="2")
+    check(served.generate(request), request, 2)
