@@ -222,12 +222,16 @@ def test_CONTRIBUTING_has_the_rooms_of_the_house():
 
 def test_README_says_the_gpus_of_configs():
     rows = re.findall(r"^\| (`\w+`.*?) \| .*? \| (.*?) \| .*? \|$", README, re.MULTILINE)
-    assert len(rows) == 8
+    assert len(rows) == 9
     for names, devices in rows:
         for name in re.findall(r"`(\w+)`", names):
             plan = compile_plan(REPOSITORY / "configs" / f"{name}.yaml")
             ranks, apart = plan.parallel.world_size, plan.rollout.gpus
-            apart = apart or (plan.world_size - ranks if plan.device == "cuda" else 0)
+            apart = (
+                len(plan.addresses) * plan.rollout.tp
+                or apart
+                or (plan.world_size - ranks if plan.device == "cuda" else 0)
+            )
             gpus = f"{ranks} + {apart}" if apart else str(ranks)
             wanted = "CPU" if plan.device == "cpu" else f"{gpus} {plan.hardware.gpu}"
             assert devices == wanted, name
