@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pyrl_ext.plan import Plan, compile_plan, rules
+from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.ahead import simulate
 from pyrl_ext.plan.forecast.counts import parameters
@@ -22,15 +21,6 @@ from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 CONFIGS = Path(__file__).parents[2] / "configs"
 GLM47, TINY = CONFIGS / "glm47.yaml", CONFIGS / "tiny.yaml"
 HOSTS = ("rollout.launch.hosts=[a, b]", "rollout.keys=keys", "rollout.gpu_memory_utilization=0.9")
-
-
-@pytest.fixture(autouse=True)
-def _built() -> Iterator[None]:
-    """Without the rule that refuses keys until something reads them."""
-    every = [*rules.RULES]
-    rules.RULES[:] = [each for each in every if each[1].__name__ != "engines_apart_are_built"]
-    yield
-    rules.RULES[:] = every
 
 
 def time_of(plan: Plan) -> StepTime:
