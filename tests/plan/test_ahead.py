@@ -211,10 +211,13 @@ def some_loop(seed: int) -> Loop:
     """A small run at random, whose times never meet by chance."""
     draw = random.Random(seed)
     prompts, size = draw.randint(1, 4), draw.randint(1, 3)
-    turns, more = draw.randint(1, 2), draw.randint(0, 1)
+    turns, more = draw.randint(1, 2), draw.randint(0, 3)
 
     def trajectory() -> Trajectory:
-        return Trajectory(draw.randint(1, 30), tuple(draw.randint(1, 4000) for _ in range(turns)))
+        return Trajectory(
+            draw.randint(1, 30),
+            tuple(draw.randint(1, draw.choice([400, 8000])) for _ in range(turns)),
+        )
 
     steps: list[tuple[Group, ...]] = [
         tuple(tuple(trajectory() for _ in range(size)) for _ in range(prompts + more))
