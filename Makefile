@@ -138,14 +138,15 @@ parity-large: build  ## every layout of 1, 2, 3, 4, 6 and 8 ranks; 12 GiB of mem
 pipeline-fill: build  ## an encoder and a language model whose stages sleep: how full their pipeline is
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.pipeline_fill
 
-faults: build  ## ranks and servers that are killed, hang or fail; two hosts and a pulled cable
+faults: build  ## ranks and servers that are killed, hang or fail; hosts with pulled cables
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/dist/test_faults.py tests/rollout/servers/test_faults.py
 
 scale: build  ## what 2, 4 and 8 ranks send, read and open, against `pyrl plan --scale`
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scale --ranks 2 4 8
 
-two-hosts: build  ## two hosts on this machine (root, iproute2): equal numbers, a pulled cable
+two-hosts: build  ## hosts on this machine (root, iproute2), engines on some: equal numbers, pulled cables
 	$(BIN)/python -m tests.two_hosts
+	$(BIN)/python -m tests.engine_hosts
 
 check: build  ## formatter, linter, types
 	$(BIN)/ruff format --check .

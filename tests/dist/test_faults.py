@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pyrl_ext.loss.objective import policy_loss
 from pyrl_ext.metrics.sinks import read_rows
+from tests.helpers import hosts
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
 from tests.helpers.tiny import CONFIG
@@ -124,13 +125,12 @@ def test_train_names_a_lost_rank_and_the_same_command_resumes(tmp_path):
     assert whole_lines(run) == [0, 1, 2, 3, 4, 5]
 
 
-def test_train_on_two_hosts():
-    """The same numbers as on one host; a pulled cable ends both sides, which name each other."""
-    from tests import two_hosts
-
-    if reason := two_hosts.why_not():
+@pytest.mark.parametrize("script", ["two_hosts", "engine_hosts"])
+def test_train_on_hosts(script):
+    """The same numbers as on one host; what happens when cables are pulled: see the scripts."""
+    if reason := hosts.why_not():
         pytest.skip(reason)
-    command, pipe = [sys.executable, "-m", "tests.two_hosts"], subprocess.PIPE
+    command, pipe = [sys.executable, "-m", f"tests.{script}"], subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     output, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, output

@@ -48,10 +48,15 @@ def assert_same(folder: Path, other: Path) -> None:
     rows, others = rows_of(folder), rows_of(other)
     assert len(rows) == len(others) == 4  # the last one is of the last evaluation
     for row, expected in zip(rows, others, strict=True):
-        names = {name for name in expected if name.startswith(SAME)}
-        assert {name for name in row if name.startswith(SAME)} == names
-        for name in names:
-            near = pytest.approx(expected[name], rel=1e-3, abs=1e-5)
-            assert row[name] == near, (name, row["step"])
-        assert row.get("reward") == expected.get("reward")
-        assert row.get("rollout/tokens") == expected.get("rollout/tokens")
+        assert_same_row(row, expected)
+
+
+def assert_same_row(row: dict[str, Any], expected: dict[str, Any]) -> None:
+    """One step of `assert_same`."""
+    names = {name for name in expected if name.startswith(SAME)}
+    assert {name for name in row if name.startswith(SAME)} == names
+    for name in names:
+        near = pytest.approx(expected[name], rel=1e-3, abs=1e-5)
+        assert row[name] == near, (name, row["step"])
+    assert row.get("reward") == expected.get("reward")
+    assert row.get("rollout/tokens") == expected.get("rollout/tokens")
