@@ -18,6 +18,7 @@ from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.servers import publish
 from pyrl_ext.rollout.servers.canary import Canary
 from pyrl_ext.rollout.servers.client import Server
+from pyrl_ext.rollout.servers.commands import PARENT
 from pyrl_ext.rollout.servers.protocol import Answer, Partial, Request
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import GLM
@@ -67,9 +68,9 @@ class Process:
 
     def __init__(self, port: int = 0):
         module = "pyrl_ext.rollout.servers.embedded"
-        given = ["--port", str(port), "--parent", str(os.getpid())]
-        command = [sys.executable, "-m", module, str(CONFIG), *given]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", module, str(CONFIG), "--port", str(port)]
+        more = os.environ | {PARENT: str(os.getpid())}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=more)
 
     def address(self) -> str:
         """Once it listens."""

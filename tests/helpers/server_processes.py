@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from pyrl_ext.rollout.servers.commands import PARENT
 from tests.helpers.tiny import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,7 @@ class ServerProcess:
 
     def __init__(self, log: Path, overrides: Sequence[str] = (), port: int = 0):
         command = ["-m", "pyrl_ext.rollout.servers.embedded", str(CONFIG), *overrides]
-        number = ["--port", str(port), "--parent", str(os.getpid())]
+        number = ["--port", str(port)]
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *command, *number],
@@ -35,6 +36,7 @@ class ServerProcess:
                 stderr=output,
                 text=True,
                 cwd=ROOT,
+                env=os.environ | {PARENT: str(os.getpid())},
             )
         self._address = ""
 
