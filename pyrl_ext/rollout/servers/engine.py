@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import resource
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Coroutine, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -140,7 +141,7 @@ class ServersEngine(Engine):
         async def hold() -> dict[str, str]:
             return self.router.hold()
 
-        reports = gather_objects(self.run(hold()), self.group)
+        reports, named = gather_objects(self.run(hold()), self.group), iter(named)
         error, tried = None, dict[str, str | None]()
         try:
             if self.rank == 0:
@@ -148,10 +149,11 @@ class ServersEngine(Engine):
                 failed = self._send([lane.server for lane in lanes], named, version, only)
                 tried = {lane.server.address: failed.get(lane.server.address) for lane in lanes}
             else:
-                for _ in named:
-                    pass
+                deque(named, maxlen=0)
         except Exception as caught:  # every rank has to know, or the others wait forever
             error = caught
+            with suppress(Exception):  # so they would for this rank's part in what they gather
+                deque(named, maxlen=0)
         agree("ServersEngine.load_weights", error, version, "weights", self.group)
         wrong = self._send.prove(version, self.score_canaries)
         tried |= wrong if self.rank == 0 else {}
