@@ -165,7 +165,7 @@ class Server:
             raise ServerFailed(f"{where}: {error!r}, expected 200") from error
         try:
             found = json.loads(text) if text.strip() else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ServerFailed(f"{where}: {text[:SHOWN]!r}, expected JSON") from None
         found = found if isinstance(found, dict) else {"value": found}
         if found.get("error") is not None or found.get("success") is False:
@@ -221,7 +221,7 @@ class Server:
             async for message in _events(reply, limit + rows * self.row_bytes):
                 try:
                     body = json.loads(message)
-                except ValueError:
+                except (ValueError, RecursionError):
                     raise ProtocolError(f"{GENERATE}: {message[:SHOWN]!r}, not JSON") from None
                 part.add(body)
                 if len(part.token_ids) > before:

@@ -53,7 +53,7 @@ class Parts:
     def add(self, answer: Answer) -> None:
         """Take what a server answered to the rest."""
         self._take(answer.token_ids, answer.logprobs, answer.versions)
-        if answer.routes is not None:
+        if answer.routes is not None and answer.token_ids:  # else of unknown weights
             parts = [answer.routes] if self.routes is None else [self.routes, answer.routes]
             self.routes = np.concatenate(parts)
         if answer.finish_reason != "abort":
@@ -79,7 +79,7 @@ class Parts:
         self.versions = [(b, min(e, count), v) for b, e, v in self.versions if b < count]
         if self.routes is not None:
             rows = len(self.request.token_ids) + count - self.request.routes_from
-            self.routes = self.routes[: max(rows, 0)]
+            self.routes = self.routes[: max(rows, 0)] if count else None  # of unknown weights
 
     @property
     def rows(self) -> int:

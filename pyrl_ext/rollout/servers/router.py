@@ -99,15 +99,21 @@ class Router:
         while parts.finish_reason is None:
             asked_at = loop.time()
             lane = await self._placed(group)
-            began, version = loop.time(), self.version or 0
+            began, version, publishes = loop.time(), self.version or 0, self._publishes
             self.traffic.queue_seconds += began - asked_at
             asked = parts.rest(str(version))
-            part = Partial(asked)
+            part, pace = Partial(asked), None
             try:
                 answer = await lane.server.generate(asked, part)
                 self._checked(lane.server, asked, answer, version)
+                if answer.token_ids:
+                    pace = (loop.time() - began) / len(answer.token_ids)
+                known = len(parts.token_ids)
                 parts.add(answer)
-                self.traffic.aborted_parts += answer.finish_reason == "abort"
+                if answer.finish_reason == "abort":
+                    self.traffic.aborted_parts += 1
+                    if len(parts.token_ids) == known and not self._publishes > publishes:
+                        self._need_publish(lane.server, asked)
             except ServerFailed as error:
                 self.take_out(lane, str(error), error.keeps)
                 # where weights were replaced, nobody knows which tokens are of which
@@ -115,10 +121,17 @@ class Router:
                     parts.keep(part, version)
                 self.traffic.resent += 1
             finally:
-                taken = loop.time() - began
-                self.traffic.seconds += taken
-                self._left(lane, taken / max(len(part.token_ids), 1))
+                self.traffic.seconds += loop.time() - began
+                self._left(lane, pace)
         return parts
+
+    def _need_publish(self, server: Server, asked: Request) -> None:
+        if not self._held:  # it would do so again and again
+            raise ServerFailed(
+                f"{server.address}{GENERATE}: {asked.request_id} aborted without a new token, "
+                "expected that while weights are published",
+                keeps=True,
+            )
 
     def _checked(self, server: Server, asked: Request, answer: Answer, version: int) -> None:
         where = f"{server.address}{GENERATE}: answer to {asked.request_id}"

@@ -153,6 +153,7 @@ NONSENSE: dict[str, tuple[Callable[[Request, Messages], list[Any]], str]] = {
     "bytes without end": (lambda r, m: [b"data: " + b"x" * 4_000_000], "bytes, expected at most"),
     "comments without end": (lambda r, m: [b": hello\n\n"] * 40_000, "bytes, expected at most"),
     "no JSON": (lambda r, m: [b"data: {what}\n\n"], "not JSON"),
+    "deep JSON": (lambda r, m: [b"data: " + b"[" * 50_000 + b"\n\n"], "not JSON"),
     "no DONE": (lambda r, m: [*m, None], r"\[DONE\]"),
     "text": (lambda r, m: [b"data: [1, 2]\n\n"], "an object"),
     "two choices": (lambda r, m: [m[0] | {"choices": m[0]["choices"] * 2}], "2 choices"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -316,6 +317,42 @@ def test_router_takes_a_server_back_that_has_the_weights(engines: list[HttpEngin
     route(engines, use)
 
 
+def test_router_forgets_the_pace_of_a_server_that_hung(engines: list[HttpEngine]):
+    """It would get no requests when it is back, and so never show that it is fast again."""
+    engines[1].hangs_after = 0
+
+    async def use(router: Router) -> None:
+        await all_of(router, GROUPS)
+        hung = router.lanes[1]
+        assert hung.failures == 1 and hung.pace is None
+        tasks = [asyncio.ensure_future(router.answer(r.random_stream[1], r)) for r in GROUPS]
+        paces = [lane.pace for lane in router.lanes]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert [lane.pace for lane in router.lanes] == paces  # nor of requests that are given up
+
+    route(engines, use, silence=0.3)
+
+
+def test_router_takes_out_a_server_that_aborts_without_a_publish(engines: list[HttpEngine]):
+    def aborts(request: Request, messages: Messages) -> Messages:
+        last = messages[-1]["choices"][0]
+        last |= {"token_ids": [], "logprobs": None, "finish_reason": "abort"}
+        return [{"choices": [last | {"weight_versions": None, "routed_experts": None}]}]
+
+    engines[1].twist = aborts
+
+    async def use(router: Router) -> list[Parts]:
+        found = await asyncio.wait_for(all_of(router, GROUPS), 60)
+        reason = router.lanes[1].server.reason
+        assert reason is not None and "aborted without a new token" in reason
+        return found
+
+    assert_whole(GROUPS, route(engines, use))
+
+
 def test_router_raises_what_no_server_would_take(engines: list[HttpEngine]):
     for engine in engines:
         engine.status = 400
@@ -382,6 +419,16 @@ def test_parts_put_a_response_together(first: int, died: bool):
     assert_whole([request], [parts])
     if parts.seams:
         assert parts.versions == [(0, parts.seams[0], 1), (parts.seams[0], 12, 2)]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_parts_drop_routes_before_the_first_token(count: int):
+    """No span would say that they are of earlier weights."""
+    request = request_of(4, budget=1)
+    parts = Parts(request)
+    context = rows_of(request.token_ids, 0, len(request.token_ids))
+    parts.add(replace(answer_of(parts.rest("1"), count, "abort"), routes=context))
+    assert parts.routes is None and parts.rest("2").routes_from == request.routes_from
 
 
 @pytest.mark.parametrize("count", range(1, 12))
