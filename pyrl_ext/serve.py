@@ -6,12 +6,12 @@ answers is started again; it joins when the trainer next publishes.
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +25,7 @@ LOOK = 1.0  # between two looks at an engine [s]
 SILENT = 5  # looks without an answer after which an engine that answered before has to go
 PATIENCE = 10.0  # for an engine to end by itself [s]
 TRIES = 3  # starts in a row that may fail
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
 
 
 class Watched:
@@ -95,9 +96,9 @@ class Watched:
 def healthy(address: str) -> bool:
     """Whether a server says that it serves."""
     try:
-        with urllib.request.urlopen(address + "/health", timeout=PATIENCE) as reply:
+        with DIRECT.open(address + "/health", timeout=PATIENCE) as reply:
             return reply.status == 200
-    except (urllib.error.URLError, OSError):
+    except (OSError, http.client.HTTPException):  # or what is no HTTP
         return False
 
 

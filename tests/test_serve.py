@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from pyrl_ext import serve
 from pyrl_ext.rollout.servers.commands import commands_of
 from tests.helpers.guarded import key_folder
+from tests.helpers.http_engine import HttpEngine
 from tests.helpers.tiny import CONFIG, tiny_plan
 
 LAUNCH = (
@@ -94,6 +96,27 @@ def test_command_of_vllm_has_keys_in_files_and_the_guard(tmp_path: Path):
     assert (given["--host"], given["--port"]) == ("127.0.0.1", "8100")
     assert int(given["--max-model-len"]) > 256  # a canary of two blocks
     assert not re.search("[gc]{32}", str(command))
+
+
+def test_healthy_asks_the_engine_itself_and_no_proxy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with HttpEngine() as engine:
+        assert serve.healthy(engine.address)
+
+
+def test_healthy_is_false_for_what_is_no_http():
+    def shout() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(10)
+            connection.sendall(b"220 mail ready\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=shout, daemon=True)
+        thread.start()
+        assert not serve.healthy(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        thread.join()
 
 
 def test_serve_gives_up_on_an_engine_that_never_answers(
