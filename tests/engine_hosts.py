@@ -2,10 +2,11 @@
 reaches it through the switch.
 
 Two hosts that train and a third that generates must give the numbers of engines beside the
-trainer. Then one host trains over two engines' hosts: all cables are pulled for 5 s and a rank is
-killed, and the same command, over the same engines, must end with the same numbers; one engine is
-away for longer than it may be, and comes back; then both go, one after the other, and the run ends
-with the reasons of both. Prompts are accounted for at every step.
+trainer; so must a trainer on another host after one whose host was lost within a publish. Then one
+host trains over two engines' hosts: all cables are pulled for 5 s and a rank is killed, and the
+same command, over the same engines, must end with the same numbers; one engine is away for longer
+than it may be, and comes back; then both go, one after the other, and the run ends with the reasons
+of both. Prompts are accounted for at every step.
 
     sudo python -m tests.engine_hosts
 """
@@ -190,6 +191,24 @@ def cut_for_good(
     print("\n".join(error.splitlines()[:4]))
 
 
+def lost_host(places: Sequence[Host], more: Sequence[str], folder: Path, expected: Any) -> None:
+    """The trainer's host is lost in the middle of a publish; another one runs the command."""
+    lost, log = places[0], folder / "half.log"
+    lost.start([sys.executable, "-m", "tests.helpers.half_publish", *more], log)
+    wait("half of a publish", lambda: "half" in log.read_text(), BEGUN, [log])
+    lost.pull_cable()
+    lost.end()
+    begin = time.monotonic()
+    run = Run([places[1]], folder / "lost", [*more, "steps=2"])
+    run.until_row(0)
+    seconds = time.monotonic() - begin
+    assert run.ended() == 0, run.said()
+    same(run.rows(), expected)
+    print(
+        f"trainer's host lost within a publish: on another host the first step in {seconds:.0f} s"
+    )
+
+
 def main() -> None:
     if reason := why_not():
         sys.exit(f"engine_hosts: {reason}")
@@ -200,6 +219,8 @@ def main() -> None:
         (folder / "one").mkdir()
         with engines(places[2:3], folder / "one") as more:
             three_hosts(places, more, folder, expected)
+            lost_host(places, more, folder, expected)
+            places[0].plug_cable()
         (folder / "both").mkdir()
         with engines(places[2:], folder / "both") as more:
             cut_and_killed(places[0], places[2:], more, folder, expected)

@@ -13,6 +13,7 @@ from torch import Tensor
 from pyrl_ext.rollout.servers import wire
 
 MEET = 10.0  # longest time for the proofs of the secret [s]
+LOST = (20, 10, 4)  # a trainer's host that is lost: asked after [s], every [s], so many times
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ def fetch(info: UpdateInfo, wanted: Mapping[str, Sequence[int]]) -> dict[str, Te
     try:
         with socket.create_connection((info.host, info.port), timeout=MEET) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _notice_loss(connection)
             _meet(connection, info)
             connection.settimeout(info.silence)
             return wire.receive(_reader(connection), wanted, info.version)
@@ -139,6 +141,14 @@ def fetch(info: UpdateInfo, wanted: Mapping[str, Sequence[int]]) -> dict[str, Te
         ) from None
     except OSError as error:
         raise wire.WireError(f"weights: the trainer at {where} is gone ({error})") from error
+
+
+def _notice_loss(connection: socket.socket) -> None:
+    """End it after a minute without the other host: the next trainer waits for that."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    for name, value in zip(names, LOST, strict=True):
+        connection.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
 def _meet(connection: socket.socket, info: UpdateInfo) -> None:
