@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 from torch import Tensor
@@ -18,14 +14,13 @@ from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.servers import publish
 from pyrl_ext.rollout.servers.canary import Canary
 from pyrl_ext.rollout.servers.client import Server
-from pyrl_ext.rollout.servers.commands import PARENT
+from pyrl_ext.rollout.servers.model import Model
 from pyrl_ext.rollout.servers.protocol import Answer, Partial, Request
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import GLM
 
-CANARY = Canary.of(128, 512, False, (1, 2, 3), 8, 1.0, True)
+CANARY = Canary.of(Model(128, 4, (1, 2, 3), 8, 2), 512, False, 1.0, True)
 REQUEST = Request("r", tuple(range(3, 20)), 4)
-CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 
 
 class Trainer:
@@ -61,34 +56,3 @@ class Trainer:
 
     def generate(self, server: Server, request: Request = REQUEST) -> Answer:
         return self.run(server.generate(request, Partial(request)))
-
-
-class Process:
-    """An embedded engine's server as a process."""
-
-    def __init__(self, port: int = 0):
-        module = "pyrl_ext.rollout.servers.embedded"
-        command = [sys.executable, "-m", module, str(CONFIG), "--port", str(port)]
-        more = os.environ | {PARENT: str(os.getpid())}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=more)
-
-    def address(self) -> str:
-        """Once it listens."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-
-
-@contextmanager
-def processes(count: int) -> Iterator[list[Process]]:
-    started = [Process() for _ in range(count)]
-    try:
-        yield started
-    finally:
-        for each in started:
-            each.kill()

@@ -28,15 +28,14 @@ class ServerProcess:
 
     def __init__(self, log: Path, overrides: Sequence[str] = (), port: int = 0):
         command = ["-m", "pyrl_ext.rollout.servers.embedded", str(CONFIG), *overrides]
-        number = ["--port", str(port)]
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *command, *number],
+                [sys.executable, *command, "--port", str(port)],
                 stdout=subprocess.PIPE,
                 stderr=output,
                 text=True,
                 cwd=ROOT,
-                env=os.environ | {PARENT: str(os.getpid())},
+                env={**os.environ, PARENT: str(os.getpid())},
             )
         self._address = ""
 

@@ -48,6 +48,22 @@ class StaleRoutes(Worker):
         return job
 
 
+class NoSuchExpert(Worker):
+    """Routes name an expert that the model has not."""
+
+    def add(self, request: Request, loop: asyncio.AbstractEventLoop) -> Job:
+        job = super().add(request, loop)
+        finish = job.finish
+
+        def with_another(answer: Answer | Exception) -> None:
+            if isinstance(answer, Answer) and answer.routes is not None:
+                answer = replace(answer, routes=np.full_like(answer.routes, 200))
+            finish(answer)
+
+        job.finish = with_another  # type: ignore[method-assign]
+        return job
+
+
 class NoCache(Worker):
     """Every request is computed anew."""
 

@@ -110,7 +110,8 @@ def expectation(error: ErrorDetails) -> str:
         name: int(bound) if isinstance(bound, float) and bound.is_integer() else bound
         for name, bound in error.get("ctx", {}).items()
     }
-    rule = _EXPECTED.get(error["type"])
+    is_address = "//" in str(context.get("pattern"))
+    rule = "an address, http://host:port" if is_address else _EXPECTED.get(error["type"])
     expected = rule.format(**context).replace("'", "") if rule else error["msg"]
     return f"{_given(error)}, expected {expected}"
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from pyrl_ext.plan.language.fields import Count, Positive, Rate, Section, Text
 
-Address = Annotated[str, Field(pattern=r"^https?://[^/\s:]+:\d{1,5}$")]
+Address = Annotated[str, Field(pattern=r"^https?://[^/\s:@?#]+:[1-9]\d{0,4}$")]
 
 
 class Launch(Section):

@@ -20,9 +20,7 @@ def build_servers_engine(
 
     Raises: ValueError, OSError where the plan's keys cannot be read.
     """
-    rollout, sizes = plan.rollout, plan.sizes
-    layers = sizes.num_hidden_layers
-    model = Model(sizes.vocab_size, layers, plan.router_layers, sizes.num_experts, sizes.topk)
+    rollout, model = plan.rollout, Model.of(plan)
     keys, silence = Keys.read(rollout.keys), rollout.request_timeout
     folder = plan.tokenizer_path if rollout.stop else None
     return ServersEngine(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,7 +20,8 @@ import torch
 
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.servers.client import Server, ServerFailed
-from pyrl_ext.rollout.servers.protocol import Answer, Partial, Request
+from pyrl_ext.rollout.servers.model import Model
+from pyrl_ext.rollout.servers.protocol import Answer, Partial, ProtocolError, Request
 from pyrl_ext.samples import Sample, route_dtype
 
 LONG, SHORT = 264, 40  # tokens: two blocks of 128, vLLM's largest; and for an engine without blocks
@@ -48,8 +49,7 @@ class Canary:
 
     Args:
         tokens: of the context
-        layers: that have a router, 0-based; none: routes are not compared
-        num_experts: of a layer
+        model: whose answers these are; without routers routes are not compared
         temperature: of rollouts
         limit: largest difference of log-probs between two answers of a server [nat]
         trainer_limit: between a server and the trainer, the mean over tokens [nat]
@@ -57,8 +57,7 @@ class Canary:
     """
 
     tokens: tuple[int, ...]
-    layers: tuple[int, ...]
-    num_experts: int
+    model: Model
     temperature: float
     limit: float
     trainer_limit: float
@@ -66,14 +65,7 @@ class Canary:
 
     @classmethod
     def of(
-        cls,
-        vocab_size: int,
-        room: int,
-        has_blocks: bool,
-        layers: Sequence[int],
-        num_experts: int,
-        temperature: float,
-        exact: bool,
+        cls, model: Model, room: int, has_blocks: bool, temperature: float, exact: bool
     ) -> Canary:
         """
         Args:
@@ -83,9 +75,14 @@ class Canary:
         """
         length = min(LONG if has_blocks else SHORT, room - NEW)
         draw = random.Random(0)
-        tokens = tuple(draw.randrange(vocab_size) for _ in range(length))
+        tokens = tuple(draw.randrange(model.vocab_size) for _ in range(length))
         limits = (1e-5, 1e-4, 5e-3) if exact else (0.1, 0.1, 0.3)
-        return cls(tokens, tuple(layers), num_experts, temperature, *limits)
+        return cls(tokens, model, temperature, *limits)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """0-based global ids of the layers that have a router."""
+        return self.model.layer_ids
 
     async def ask(self, server: Server, version: int) -> Seen:
         """A server's answers.
@@ -124,6 +121,10 @@ class Canary:
         answer = await server.generate(request, Partial(request))
         if [v for _, _, v in answer.versions] != [version]:
             raise ServerFailed(f"{server.address}: canary {answer.versions}, expected {version}")
+        try:
+            self.model.check(request, answer)
+        except ProtocolError as error:
+            raise ServerFailed(f"{server.address}: canary with {error}") from error
         if self.layers and answer.routes is None:
             raise ServerFailed(f"{server.address}: canary without routes, expected them")
         return answer
@@ -194,7 +195,7 @@ class Canary:
         routed = torch.zeros(count, dtype=torch.bool)
         if self.layers:
             rows = torch.from_numpy(self._rows(answer).astype(np.int64))
-            routes = torch.zeros(count, *rows.shape[1:], dtype=route_dtype(self.num_experts))
+            routes = torch.zeros(count, *rows.shape[1:], dtype=route_dtype(self.model.num_experts))
             routes[: len(rows)], routed[: len(rows)] = rows.to(routes.dtype), True
         return Sample(
             prompt_id=number,

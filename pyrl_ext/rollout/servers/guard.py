@@ -137,7 +137,7 @@ def decide(
         return 403, "a page in a browser asks, expected a trainer"
     if method == "POST":
         lengths = headers.get("content-length", [])
-        if len(lengths) != 1 or not lengths[0].isdigit() or "transfer-encoding" in headers:
+        if len(lengths) != 1 or not lengths[0].isdecimal() or "transfer-encoding" in headers:
             return 411, "a body without its length"
         if int(lengths[0]) > protocol.MAX_BODY:
             return 413, f"a body of {lengths[0]} bytes, expected at most {protocol.MAX_BODY}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.servers.protocol import Answer, ProtocolError, Request
 
 
@@ -23,6 +24,12 @@ class Model:
     layer_ids: tuple[int, ...]
     num_experts: int
     topk: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Model:
+        """The model of the plan."""
+        sizes, layers = plan.sizes, plan.router_layers
+        return cls(sizes.vocab_size, sizes.num_hidden_layers, layers, sizes.num_experts, sizes.topk)
 
     @property
     def row_bytes(self) -> int:

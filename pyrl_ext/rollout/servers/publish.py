@@ -217,8 +217,10 @@ async def _each(parts: Sequence[_Part], step: Any) -> list[_Part]:
     """One step of all servers at once; those that did not fail."""
     ends = await asyncio.gather(*map(step, parts), return_exceptions=True)
     for part, end in zip(parts, ends, strict=True):
-        if isinstance(end, Exception):
+        if isinstance(end, ServerFailed):
             part.result.fail(part.server, str(end))
+        elif isinstance(end, Exception):
+            part.result.fail(part.server, f"{part.server.address}: {end!r}")
         elif isinstance(end, BaseException):
             raise end
     return [part for part, end in zip(parts, ends, strict=True) if end is None]

@@ -14,6 +14,7 @@ from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.servers.canary import Canary, Seen, prove
 from pyrl_ext.rollout.servers.client import Server
 from pyrl_ext.rollout.servers.identity import Identity
+from pyrl_ext.rollout.servers.model import Model
 from pyrl_ext.rollout.servers.publish import Weights, publish
 
 
@@ -93,11 +94,9 @@ def canary_of(plan: Plan) -> Canary | None:
         return None
     room = int(plan.hf.get("max_position_embeddings") or 2**20)
     return Canary.of(
-        plan.sizes.vocab_size,
+        Model.of(plan),
         room,
         plan.rollout.engine == "vllm",
-        plan.router_layers,
-        plan.sizes.num_experts or 1,
         plan.rollout.temperature,
         {plan.model.dtype, plan.rollout_dtype} == {"float32"},
     )

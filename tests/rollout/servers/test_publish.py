@@ -26,7 +26,7 @@ from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
 from tests.helpers.publishing import CANARY, REQUEST, Trainer
 from tests.helpers.servers import Client, running
-from tests.helpers.stale import NoCache, StaleKeys, StaleRoutes, server_of
+from tests.helpers.stale import NoCache, NoSuchExpert, StaleKeys, StaleRoutes, server_of
 
 MODELS = random_model(GLM), random_model(GLM, seed=1)
 FIRST, SECOND = map(checkpoint, MODELS)
@@ -169,6 +169,14 @@ def test_prove_finds_old_routes_beside_right_keys_and_values():
         failed = prove(CANARY, done.seen, 2, score_of(noise))
         assert failed.keys() == {server.address for server in three.servers}
         assert "log-probs differ from the trainer's" in failed[three.servers[0].address]
+
+
+def test_publish_takes_out_who_answers_the_canary_with_nonsense():
+    with bench(EmbeddedServer, server_of(NoSuchExpert)) as two:
+        done = two.publish(FIRST, 1)
+        lies = two.servers[1].address
+        assert done.failed.keys() == {lies} and done.seen.keys() == {two.servers[0].address}
+        assert "canary with experts 200 to 200, expected 0 to 7" in done.failed[lies]
 
 
 def identity(**changes: Any) -> Identity:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -17,8 +18,9 @@ from pyrl_ext.rollout.servers.protocol import RESUME, RPC, START, WEIGHT_INFO
 from pyrl_ext.rollout.servers.sender import Transfer
 from pyrl_ext.rollout.servers.staged import UpdateInfo
 from tests.helpers.engines import GLM, checkpoint, random_model
-from tests.helpers.publishing import REQUEST, Process, Trainer, processes
+from tests.helpers.publishing import REQUEST, Trainer
 from tests.helpers.ranks import fork_ranks
+from tests.helpers.server_processes import ServerProcess, server_processes
 
 FIRST, SECOND = (checkpoint(random_model(GLM, seed)) for seed in (0, 1))
 Named = Iterator[tuple[str, Tensor]]
@@ -42,9 +44,10 @@ def dies_half_way(rank: int, ranks: int, port: int, addresses: list[str]) -> Non
 class Two(Trainer):
     """Two servers' processes, with the first weights as version 1."""
 
-    def __init__(self, stack: ExitStack):
-        self.processes = stack.enter_context(processes(2))
-        super().__init__(stack, [each.address() for each in self.processes])
+    def __init__(self, stack: ExitStack, folder: Path):
+        self.folder = folder
+        self.processes = stack.enter_context(server_processes(folder, 2))
+        super().__init__(stack, [each.address for each in self.processes])
         assert self.publish(FIRST, 1).failed == {}
 
     def digests(self, server: Server) -> dict[str, int]:
@@ -56,9 +59,9 @@ class Two(Trainer):
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Two]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     with ExitStack() as stack:
-        yield Two(stack)
+        yield Two(stack, tmp_path_factory.mktemp("servers"))
 
 
 def still_first(two: Two) -> None:
@@ -120,13 +123,14 @@ def test_publish_with_another_secret_reaches_nobody(two: Two):
 def test_publish_goes_on_without_a_server_that_is_killed_and_takes_it_back(two: Two):
     good, bad = two.servers
     killed = two.processes[1]
-    done = two.publish(until(SECOND, 60, killed.kill), 4)
+    done = two.publish(until(SECOND, 60, killed.end), 4)
     assert done.failed.keys() == {bad.address} and done.seen.keys() == {good.address}
     assert two.version(good) == "4"
     done = two.publish(SECOND, 5)  # while it is gone
     assert done.failed.keys() == {bad.address}
-    two.processes[1] = Process(int(bad.address.rpartition(":")[2]))
-    assert two.processes[1].address() == bad.address
+    log = two.folder / "again.log"
+    two.processes[1] = ServerProcess(log, port=int(bad.address.rpartition(":")[2]))
+    assert two.processes[1].address == bad.address
     bad.failure = None
     with pytest.raises(ServerFailed, match="no complete weights"):
         two.generate(bad)
