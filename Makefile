@@ -10,7 +10,7 @@ STEPS  ?= 240
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs swiglu expert_rows
 
-.PHONY: help venv build browser demo demo-vl demo-turns pictures test test-fast mutants parity parity-large pipeline-fill faults two-hosts scale check bench \
+.PHONY: help venv build browser demo demo-vl demo-turns pictures test test-fast test-servers mutants parity parity-large pipeline-fill faults two-hosts scale check bench \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te clean
 
 help:  ## this list
@@ -65,9 +65,14 @@ test-fast: build  ## what starts no process and builds no model: under a minute
 
 test: build browser  ## the suite; the targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-	  --durations 15 --ignore tests/dist/test_faults.py --ignore tests/rollout/servers/test_faults.py \
+	  --durations 15 --ignore tests/dist/test_faults.py $(SERVERS:%=--ignore %) \
 	  --ignore tests/rollout/vllm/test_engine.py --ignore tests/rollout/vllm/test_images.py \
 	  --ignore tests/rollout/vllm/test_server.py
+
+SERVERS := $(addprefix tests/,test_serve.py $(addprefix rollout/servers/test_,train.py publish_faults.py faults.py))
+
+test-servers: build  ## engines as servers in processes of their own: runs over them, and servers that die
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SERVERS)
 
 mutants: build  ## faults put into a copy of the code on purpose: whether the tests see each
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
@@ -138,8 +143,8 @@ parity-large: build  ## every layout of 1, 2, 3, 4, 6 and 8 ranks; 12 GiB of mem
 pipeline-fill: build  ## an encoder and a language model whose stages sleep: how full their pipeline is
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.pipeline_fill
 
-faults: build  ## ranks and servers that are killed, hang or fail; hosts with pulled cables
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/dist/test_faults.py tests/rollout/servers/test_faults.py
+faults: build  ## ranks that are killed, hang or fail; two hosts and a pulled cable
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/dist/test_faults.py
 
 scale: build  ## what 2, 4 and 8 ranks send, read and open, against `pyrl plan --scale`
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scale --ranks 2 4 8
