@@ -71,7 +71,7 @@ test: build browser  ## the suite; the targets below take longer and are apart
 
 SERVERS := $(addprefix tests/,test_serve.py $(addprefix rollout/servers/test_,train.py publish_faults.py faults.py))
 
-test-servers: build  ## engines as servers in processes of their own: runs over them, and servers that die
+test-servers: build  ## engines as servers in separate processes: runs over them, and servers that die
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SERVERS)
 
 mutants: build  ## faults put into a copy of the code on purpose: whether the tests see each

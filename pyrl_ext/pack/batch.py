@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.loss.kept_sets import KeptSets
+from pyrl_ext.plan import Plan
 from pyrl_ext.samples import Sample, route_dtype
 
 _PER_ROW = (
@@ -83,6 +84,7 @@ class Batch:
         topk: int | None = None,
         patch_width: int | None = None,
         kept_of: int | None = None,
+        versions: bool = False,
     ) -> Batch:
         """Check the samples and lay them out as rows; nothing is repaired, wrong data is refused.
 
@@ -93,8 +95,8 @@ class Batch:
             layer_ids: [L] layers that must have routes; None takes those of the first sample.
             topk: experts of a token in a layer, K; None takes that of the first sample.
             patch_width: numbers of a patch of an image; None: nothing encodes images.
-            kept_of: size of the vocabulary of kept sets, which all samples must have; None: sets
-                are left out.
+            kept_of: vocabulary of the kept sets, which all samples must have; None: no sets.
+            versions: rows know which weights sampled their target.
 
         Syncs: if the samples are on a device, their checks read them back.
 
@@ -130,7 +132,21 @@ class Batch:
             route_mask=route_mask,
             patches=torch.cat(patches) if patches else None,
             kept=None if kept_of is None else KeptSets.joined([*map(_kept_of_targets, samples)]),
-            versions=torch.cat([s.versions[1:] for s in samples]),
+            versions=torch.cat([s.versions[1:] for s in samples]) if versions else None,
+        )
+
+    @classmethod
+    def for_plan(cls, plan: Plan, samples: Sequence[Sample], advantages: Tensor) -> Batch:
+        """`of`, with what this plan demands of samples."""
+        tower = plan.sizes.vision
+        return cls.of(
+            samples,
+            advantages,
+            num_experts=plan.sizes.num_experts,
+            layer_ids=plan.router_layers if plan.replay.enabled else None,  # None: needs no routes
+            patch_width=tower.patch_width if tower and plan.modules else None,
+            kept_of=plan.sizes.vocab_size if plan.trains_on_kept_sets else None,
+            versions=plan.rollout.ahead > 0,
         )
 
     @cached_property

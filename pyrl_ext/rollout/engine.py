@@ -184,6 +184,19 @@ def need_processor(call: str, prompts: Iterable[Prompt], scale: object) -> None:
             )
 
 
+def agreed_digests(found: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The digests that the parts of an engine report; 0, which matches nothing, where they differ.
+
+    Args:
+        found: name -> digest, of each part; a part may hold some of the tensors
+    """
+    merged, apart = dict[str, int](), list[str]()
+    for each in found:
+        apart += [name for name, number in each.items() if merged.get(name, number) != number]
+        merged |= each
+    return merged | dict.fromkeys(apart, 0)
+
+
 def replaced(call: str, version: int | None) -> RuntimeError:
     """Error for weights that changed while a stream was open."""
     return RuntimeError(

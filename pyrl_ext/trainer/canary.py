@@ -14,6 +14,7 @@ from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.weights.check import gaps
 
 
 def score_canaries(
@@ -39,19 +40,10 @@ def _score(policy: Policy, samples: Sequence[Sample]) -> tuple[float, Mapping[in
     index, batch = BatchIndex.from_bytes(first), None
     schedules = Scheduler(plan).minibatches(index, 1)
     if samples:
-        batch = Batch.of(
-            samples,
-            torch.zeros(len(samples)),
-            num_experts=plan.sizes.num_experts,
-            layer_ids=plan.router_layers if plan.replay.enabled else None,
-            kept_of=plan.sizes.vocab_size if plan.trains_on_kept_sets else None,
-        )
+        batch = Batch.for_plan(plan, samples, torch.zeros(len(samples)))
     shard, _ = shard_batch(batch, index, schedules, plan, topo)
     scores = policy.scores(shard, replay=plan.replay.enabled)
-    total = torch.zeros((), dtype=torch.float64)
-    if shard.seat.last_stage:
-        gaps = (scores.logprobs - shard.columns["rollout_logprobs"]).abs().double()
-        total = torch.where(shard.columns["loss_mask_0"], gaps, 0.0).sum().cpu()
-    gap = float(sum_over_ranks(total, topo)) / int(index.sampled.sum())
+    gap, counted = gaps(shard, scores.logprobs, int(index.versions[0]))
+    total, number = sum_over_ranks(torch.stack([gap.sum(), counted]), topo).tolist()
     apart = {n: 1 - each.share / each.rows for n, each in scores.agreement.items() if each.rows}
-    return gap, apart
+    return total / number, apart

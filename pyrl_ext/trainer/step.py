@@ -137,15 +137,7 @@ class Step(ABC):
             )
         if not lengths:
             return None
-        tower = plan.sizes.vision
-        return Batch.of(
-            rollout.samples,
-            advantages[mine],
-            num_experts=plan.sizes.num_experts,
-            layer_ids=plan.router_layers if plan.replay.enabled else None,  # None: needs no routes
-            patch_width=tower.patch_width if tower and plan.modules else None,
-            kept_of=plan.sizes.vocab_size if plan.trains_on_kept_sets else None,
-        )
+        return Batch.for_plan(plan, rollout.samples, advantages[mine])
 
     def score(
         self, shard: BatchShard, index: BatchIndex, phase: Phase, check: bool = False

@@ -224,7 +224,7 @@ def check_batch(
     """
     if limit is None:
         return
-    gap, counted = _gaps(shard, logprobs, step)
+    gap, counted = gaps(shard, logprobs, step)
     # prompt rows would dilute the mean over all rows
     total, number = sum_over_ranks(torch.stack([gap.sum(), counted]), topo)
     mean = float(total / number.clamp(min=1))
@@ -246,14 +246,20 @@ def check_batch(
     )
 
 
-def _gaps(shard: BatchShard, logprobs: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """[N] float64 |difference| of each loss token of version ``step``, 0 elsewhere; and their
-    number."""
+def gaps(shard: BatchShard, logprobs: Tensor, version: int) -> tuple[Tensor, Tensor]:
+    """Differences between the log-probs of trainer and engine.
+
+    Args:
+        logprobs: [N] float32, the trainer's; empty before the last stage
+        version: of the weights that sampled the tokens, where the shard knows it
+
+    Returns: [N] float64 |difference| of each loss token of the version, 0 elsewhere; their number.
+    """
     if not shard.seat.last_stage:
         return torch.zeros(0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     mask = shard.columns["loss_mask_0"]
     if (versions := shard.columns.get("versions")) is not None:
-        mask = mask & (versions == step)
+        mask = mask & (versions == version)
     gap = (logprobs - shard.columns["rollout_logprobs"]).abs().double()
     return torch.where(mask, gap, 0.0), mask.sum().double()
 

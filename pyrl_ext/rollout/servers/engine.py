@@ -24,6 +24,7 @@ from pyrl_ext.rollout.engine import (
     Engine,
     ScoreCanaries,
     TurnFeed,
+    agreed_digests,
     need_weights,
 )
 from pyrl_ext.rollout.hf.stop_strings import StopStrings, need_tokenizer
@@ -215,9 +216,7 @@ class ServersEngine(Engine):
         found = [digests for results in self.run(ask_all()) for digests in results]
         if not found:
             raise RuntimeError(self.router.too_few())
-        merged = {name: number for each in found for name, number in each.items()}
-        apart = [n for each in found for n, number in each.items() if number != merged[n]]
-        return merged | dict.fromkeys(apart, 0)
+        return agreed_digests(found)
 
     def sleep(self) -> int:
         """0: servers hold no memory of this host."""

@@ -21,10 +21,11 @@ import torch
 from pyrl_ext.dist.buckets import Named
 from pyrl_ext.rollout.servers import protocol
 from pyrl_ext.rollout.servers.canary import Canary, Seen
-from pyrl_ext.rollout.servers.client import GONE, Refused, Server, ServerFailed
+from pyrl_ext.rollout.servers.client import Refused, Server, ServerFailed
 from pyrl_ext.rollout.servers.identity import Identity
 from pyrl_ext.rollout.servers.sender import Transfer, address_towards
 
+ANSWER = 2.0  # for a server to say why it left a transfer [s]
 Pause = Literal["finish", "keep", "abort"]
 
 
@@ -180,8 +181,6 @@ class _Part:
         begin = time.monotonic()
         try:
             return await self.server.control(path, body, max(self.left, 0.0))
-        except GONE as error:
-            raise ServerFailed(f"{self.server.address}{path}: {error!r}, expected 200") from error
         finally:
             self._took(step, begin)
 
@@ -206,7 +205,14 @@ class _Part:
         """Wait until the server has verified everything."""
         address = self.server.address
         if (reason := transfer.failed.get(address)) is not None:
-            raise ServerFailed(reason if address in reason else f"{address}: it {reason}")
+            why = reason if address in reason else f"{address}: it {reason}"
+            try:  # the server may say what it did not like, a moment after it left
+                await asyncio.wait_for(self.fetching, min(self.left, ANSWER))
+            except ServerFailed as error:
+                why = why if str(error) in why else f"{why}; {error}"
+            except TimeoutError:
+                pass
+            raise ServerFailed(why)
         try:
             await asyncio.wait_for(self.fetching, self.left)
         except TimeoutError:

@@ -19,6 +19,7 @@ from pyrl_ext.rollout.engine import (
     Capabilities,
     Engine,
     TurnFeed,
+    agreed_digests,
     incomplete,
     need_weights,
     replaced,
@@ -178,9 +179,7 @@ class VLLMEngine(Engine):
         """
         need_weights("VLLMEngine.checksums", self.version, self._refusal)
         found = self._engine.collective_rpc("weight_digests", args=(names,))
-        merged = {name: number for each in found for name, number in each.items()}
-        apart = [n for each in found for n, number in each.items() if number != merged[n]]
-        return merged | dict.fromkeys(apart, 0)  # workers that took different tensors match nothing
+        return agreed_digests(found)
 
     def sleep(self) -> int:
         """Frees the memory of weights and cache. The next `load_weights` allocates the weights
