@@ -66,7 +66,8 @@ def shard_at(
     )
     wide = batch.routes is not None and batch.routes.dtype == torch.uint16
     experts = 1 << 16 if wide else 1 << 8  # the ids that their type holds
-    exchange = Exchange(index, schedule, [seat], experts)
+    aged = batch.versions is not None
+    exchange = Exchange(index, schedule, [seat], experts, aged=aged)
     rows, needs = exchange.of(0)
     delivery = Delivery(0, needs)
     delivery.take(0, columns_of(batch, depths))

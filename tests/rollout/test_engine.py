@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyrl_ext.rollout.engine import need_processor
+from pyrl_ext.rollout.engine import agreed_digests, need_processor
 from pyrl_ext.samples import Image, Prompt
 
 
@@ -14,3 +14,9 @@ def test_need_processor_refuses_images_that_nothing_scales():
     need_processor("HFEngine.stream", [text, seen], object())
     with pytest.raises(ValueError, match=r"HFEngine.stream\(prompt 4\): 1 images, expected none"):
         need_processor("HFEngine.stream", [text, seen], None)
+
+
+def test_agreed_digests_match_nothing_where_parts_differ():
+    parts = [{"a": 5, "b": 7, "c": 1}, {"a": 5, "b": 8}, {"b": 7, "d": 2}]
+    assert agreed_digests(parts) == {"a": 5, "b": 0, "c": 1, "d": 2}
+    assert agreed_digests([]) == {}

@@ -310,6 +310,23 @@ def test_check_batch_averages_over_loss_tokens_alone(parts: Parts):
         check.check_batch(shard, off, 0.19, dict, **common)
 
 
+def test_check_batch_compares_tokens_of_this_version_alone(parts: Parts):
+    """Tokens of older weights differ rightly; where all are older there is nothing to compare."""
+    batch = random_batch(9)
+    of_now = torch.arange(len(batch.tokens)) % 2 == 0
+    batch = batch.with_(loss_mask=torch.ones_like(batch.loss_mask), versions=2 + of_now.int())
+    off = batch.rollout_logprobs + torch.where(of_now, 0.2, 9.0)
+
+    shard = shard_at(batch, range(9), Place())
+    common: dict[str, Any] = {"agreement": {}, "topo": parts.policy.topo}
+    check.check_batch(shard, off, 0.21, dict, step=3, **common)
+    with pytest.raises(RuntimeError, match=r"is 0\.2, expected at most 0\.19"):
+        check.check_batch(shard, off, 0.19, dict, step=3, **common)
+    with pytest.raises(RuntimeError, match=r"is 9, expected at most 0\.21"):
+        check.check_batch(shard, off, 0.21, dict, step=2, **common)
+    check.check_batch(shard, off, 0.21, dict, step=4, **common)
+
+
 @pytest.mark.parametrize(
     ("overrides", "limit"),
     [

@@ -135,6 +135,10 @@ def serve_others_weights(engine: HttpEngine) -> None:
     engine.version = 9
 
 
+def serve_old_weights(engine: HttpEngine) -> None:
+    engine.version = 0
+
+
 def fail_at_once(engine: HttpEngine) -> None:
     engine.status = 500
 
@@ -145,6 +149,7 @@ FAULTS: dict[Callable[[HttpEngine], None], str] = {
     hang_at_once: "no token for",
     lie: "log-prob -9999",
     serve_others_weights: "weights of version 9",
+    serve_old_weights: "weights of version 0",
     fail_at_once: "500",
 }
 
