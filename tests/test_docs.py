@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pydantic import BaseModel
 
 from pyrl_ext.cli import COMMANDS
 from pyrl_ext.loss.inputs import LossInputs
@@ -20,6 +19,7 @@ from pyrl_ext.metrics.glossary import GLOSSARY, lookup
 from pyrl_ext.metrics.glossary import RENAMED as RENAMED_METRICS
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.__main__ import main as plan_command
+from pyrl_ext.plan.language.fields import Section, section_of
 from pyrl_ext.plan.language.renamed import RENAMED as RENAMED_KEYS
 from pyrl_ext.plan.schema import Config
 from tests.readme import REPOSITORY, commands, is_left_out, pages, shown
@@ -124,12 +124,12 @@ def test_docs_name_files_and_folders_that_exist(page: str):
 
 def problem_of_key(dotted: str) -> str | None:
     """Why `section.key` is no key of the config; None if it is one."""
-    at: type[BaseModel] = Config
+    at: type[Section] = Config
     for part in dotted.split("."):
         if part not in at.model_fields:
             return f"{dotted}: {at.__name__} has no {part}"
-        kind = at.model_fields[part].annotation
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        kind = section_of(at.model_fields[part].annotation)
+        if kind is None:
             return None  # a value, or a mapping of options
         at = kind
     return None
@@ -137,11 +137,7 @@ def problem_of_key(dotted: str) -> str | None:
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_docs_name_config_keys_that_exist(page: str):
-    sections = "|".join(
-        name
-        for name, field in Config.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-    )
+    sections = "|".join(n for n, f in Config.model_fields.items() if section_of(f.annotation))
     keys = {
         match.group(1)
         for text in quoted(TEXTS[page])

@@ -62,6 +62,10 @@ CORE = {
     ),
     "turns": ("rollout/turns", "rollout/groups", "plan/schema/turns", "plan/rules/turns"),
     "recorded": ("rollout/recorded", "rollout/recorded_file"),
+    "lora": (
+        *("plan/schema/lora", "plan/rules/lora", "plan/model/lora"),
+        *("models/lora_table", "models/peft_folder", "megatron/lora", "rollout/vllm/adapters"),
+    ),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),
         *("rollout/engine", "rollout/build", "rollout/distribute", "rollout/rollouts"),
@@ -79,6 +83,7 @@ MAX_CODE = {
     "servers": 2800,
     "turns": 900,
     "recorded": 420,
+    "lora": 1500,
     "core": 7500,
     "plan core": 2500,
     "vllm": 600,

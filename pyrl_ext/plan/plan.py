@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from pyrl_ext.plan.json_text import json_text
 from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, show
-from pyrl_ext.plan.language.fields import Section
+from pyrl_ext.plan.language.fields import section_of
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
 from pyrl_ext.plan.language.renamed import renamed_tree
 from pyrl_ext.plan.model import ranks
@@ -34,7 +34,7 @@ FREE_ON_RESUME = (
     *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
     *("rollout.transport", "turns.timeout", "turns.min_share"),
     *("rollout.servers", "rollout.launch", "rollout.min_servers", "rollout.keys"),
-    *("rollout.request_timeout", "rollout.publish_timeout"),
+    *("rollout.request_timeout", "rollout.publish_timeout", "lora.publish"),
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "fetched")
@@ -367,11 +367,11 @@ def _constructed(kind: Any, value: Any, at: Key, wrong: Set[Key]) -> Any:
         return value
     if get_origin(kind) is dict:
         return {k: _constructed(get_args(kind)[1], v, (*at, k), wrong) for k, v in value.items()}
-    if not (isinstance(kind, type) and issubclass(kind, Section)):
+    if (section := section_of(kind)) is None:
         return value
-    kinds = {name: field.annotation for name, field in kind.model_fields.items()}
+    kinds = {name: field.annotation for name, field in section.model_fields.items()}
     inner = {k: _constructed(kinds.get(k), v, (*at, k), wrong) for k, v in value.items()}
-    made = kind.model_construct(**inner)
+    made = section.model_construct(**inner)
     for name in (key[-1] for key in wrong if key[:-1] == at):
         vars(made).pop(name, None)  # its default would be an answer too
     return made

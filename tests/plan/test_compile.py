@@ -19,7 +19,7 @@ from pyrl_ext.plan.compile import draft_of
 from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.memory import logits_bytes, stage_memory
 from pyrl_ext.plan.forecast.parameters import stage_parameters
-from pyrl_ext.plan.language.fields import Section
+from pyrl_ext.plan.language.fields import section_of
 from pyrl_ext.plan.language.yaml_tree import read
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.rules import RULES, check
@@ -250,7 +250,7 @@ values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text(max_s
 leaves = [
     (name, key)
     for name, field in Config.model_fields.items()
-    if isinstance(kind := field.annotation, type) and issubclass(kind, Section)
+    if (kind := section_of(field.annotation))
     for key in kind.model_fields
 ]
 

@@ -28,7 +28,7 @@ from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compile import draft_of, load
 from pyrl_ext.plan.language.errors import fields_of, show
-from pyrl_ext.plan.language.fields import InvalidField, Section
+from pyrl_ext.plan.language.fields import InvalidField, Section, section_of
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.model.sizes import read_sizes
@@ -220,7 +220,9 @@ def test_compile_plan_refuses_a_warmup_beyond_the_last_update(steps: int, miniba
 
 
 SECTIONS = {
-    field.annotation: name for name, field in Config.model_fields.items() if fields_of(name)
+    section: name
+    for name, field in Config.model_fields.items()
+    if (section := section_of(field.annotation))
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from pyrl_ext.plan.language.fields import Section
+from pyrl_ext.plan.language.fields import section_of
 from pyrl_ext.plan.schema import Config
 
 Key = tuple[str, ...]
@@ -46,18 +46,18 @@ def kind_at(key: Key) -> Any:
     has nothing."""
     kind: Any = Config
     for name in key:
-        if isinstance(kind, type) and issubclass(kind, Section):
-            field = kind.model_fields.get(name)
+        if section := section_of(kind):
+            field = section.model_fields.get(name)
             kind = field.annotation if field else None
         else:
             kind = get_args(kind)[1] if get_origin(kind) is dict else None
-    return kind
+    return section_of(kind) or kind
 
 
 def fields_of(*key: str) -> dict[str, FieldInfo]:
     """Field name -> pydantic's field info, at the top level or of the section at `key`."""
-    kind = kind_at(key)
-    return kind.model_fields if isinstance(kind, type) and issubclass(kind, Section) else {}
+    section = section_of(kind_at(key))
+    return section.model_fields if section else {}
 
 
 def field_key(key: Key) -> Key:
@@ -147,7 +147,7 @@ def suggest_path(key: Key) -> str | None:
     around, name = ".".join(field_key(key)), ".".join(key)
     if (field := field_key(key))[-1] not in fields_of(*field[:-1]):
         return unknown(field)
-    if (section := fields_of(*key)) and key not in (("replay",), ("objective",)):
+    if (section := fields_of(*key)) and key not in (("replay",), ("objective",), ("lora",)):
         example = f"{name}.{next(iter(section))}=value"
         return f"{name} is a section, expected one of its keys. For example {example}"
     if key != field and get_origin(kind_at(field)) is not dict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -34,6 +34,14 @@ class Section(BaseModel):
             if name in type(self).model_fields:
                 raise InvalidField(name)
             raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field of this type is, or may be; None: another value."""
+    kinds = (
+        (annotation, *get_args(annotation)) if type(None) in get_args(annotation) else (annotation,)
+    )
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
 
 @dataclass(frozen=True)

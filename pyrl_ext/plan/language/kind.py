@@ -20,7 +20,7 @@ PARTS = [name for name in fields_of("objective") if name not in _ANY_LOSS]
 WITH_ROLLOUTS = _keys(
     "rollout turns replay evaluate.prompts batching.prompts batching.samples_per_prompt "
     "data.task data.task_options data.prompts data.reward data.reward_timeout data.eval_prompts "
-    "data.max_prompt_tokens"
+    "data.max_prompt_tokens lora.publish"
 ) + tuple(("objective", name) for name in PARTS)
 WITHOUT_ROLLOUTS = _keys("data.path data.max_tokens data.truncate data.held_out batching.samples")
 # By whether a run has rollouts: the keys that it cannot do without.

@@ -23,11 +23,12 @@ from pyrl_ext.plan.language.fields import (
 )
 from pyrl_ext.plan.model.cp_cost import CpCost
 from pyrl_ext.plan.schema.layout import Module, Parallel
+from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.plan.schema.objective import Name, Objective
 from pyrl_ext.plan.schema.servers import Servers
 from pyrl_ext.plan.schema.turns import Turns
 
-__all__ = ["Config", "Module", "Objective", "Parallel", "Turns"]
+__all__ = ["Config", "Lora", "Module", "Objective", "Parallel", "Turns"]
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 File = Annotated[Text, RelativePath()]
@@ -320,6 +321,8 @@ class Config(Section):
     cp_cost: CpCost = CpCost()
     modules: dict[str, Module] = Field({})
     """encoders by name, such as vision; parallel is the language model's"""
+    lora: Lora | None = None
+    """adapters on a frozen base; null: all weights are trained"""
     batching: Batching
     logprob: Logprob = Logprob()
     kernels: Kernels = Kernels()
