@@ -28,8 +28,8 @@ class Weight:
         megatron_name: its name, with global ids of layer and expert.
         shard:   how tensor-parallel ranks split it. "same": not at all; "rows"; "columns"; "gated":
                  by rows within each stacked tensor (gate and up); "grouped": by rows, with query,
-                 key and value interleaved by query group; "vocab": by rows of the vocabulary,
-                 padded to a multiple of the ranks.
+                 key and value, or two of them, interleaved by query group; "vocab": by rows of the
+                 vocabulary, padded to a multiple of the ranks.
         shapes:  of the checkpoint tensors, in the order of ``hf_names``.
         expert:  id of its expert, whose expert-tensor-parallel ranks split it; None: not an
                  expert's.
@@ -81,14 +81,19 @@ class Weight:
     def vocab(cls, hf: str, name: str, *size: int) -> Weight:
         return cls((hf,), name, "vocab", (size,))
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether one checkpoint tensor holds queries, keys and values."""
+        return self.shard == "grouped" and len(self.hf_names) == 1
+
     def part(self, size: int) -> Size:
         """Shape of the part on each of ``size`` tensor-parallel ranks."""
-        rows, *rest = self.shapes[0]
+        rows, *rest = sum(shape[0] for shape in self.shapes), *self.shapes[0][1:]
         if self.shard == "same":
-            return self.shapes[0]
+            return rows, *rest
         if self.shard == "columns":
             return rows, rest[0] // size
-        return -(-sum(shape[0] for shape in self.shapes) // size), *rest
+        return -(-rows // size), *rest
 
 
 # rows that several families use ------------------------------------------------------------------
@@ -150,8 +155,6 @@ def shard_of(weight: Weight, tensors: Sequence[Sliceable], size: int, rank: int)
     Reads only that part, except that a query group which several ranks share, and queries, keys and
     values in one tensor, are read whole.
     """
-    if weight.shard == "same":
-        return tensors[0][:]
     if weight.shard == "columns":
         return tensors[0][:, _part(tensors[0].shape[1], size, rank)]
     if weight.shard == "vocab":
@@ -161,9 +164,10 @@ def shard_of(weight: Weight, tensors: Sequence[Sliceable], size: int, rank: int)
         padding = rows.new_zeros(part.stop - part.start - len(rows), full.shape[1])
         return torch.cat([rows, padding]) if len(padding) else rows
     if weight.shard == "grouped":
-        fused = len(tensors) == 1
-        return _grouped_shard(weight, tensors[0][:].chunk(3) if fused else tensors, size, rank)
-    parts = [t[_part(t.shape[0], size, rank)] for t in tensors]
+        parts = tensors[0][:].chunk(3) if weight.is_fused else tensors
+        return _grouped_shard(weight, parts, size, rank)
+    whole = weight.shard == "same"
+    parts = [t[:] if whole else t[_part(t.shape[0], size, rank)] for t in tensors]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -189,16 +193,18 @@ def pieces_of(weight: Weight, shards: Sequence[Tensor]) -> list[tuple[list[Tenso
         views of the shards, except those of "grouped" weights.
     """
     if weight.shard == "same":
-        return [([shards[0]], 0)]
+        return [([part], 0) for part in shards[0].split([shape[0] for shape in weight.shapes])]
     if weight.shard == "gated":
         gates, ups = zip(*(shard.chunk(2, 0) for shard in shards), strict=True)
         return [(list(gates), 0), (list(ups), 0)]
     if weight.shard == "grouped":
         whole = shards[0] if len(shards) == 1 else torch.cat(list(shards))
-        heads, groups = weight.heads
-        by_group = whole.unflatten(0, (groups, heads // groups + 2, -1))
-        parts = [t.flatten(0, 2) for t in by_group.split((heads // groups, 1, 1), 1)]
-        return [(parts, 0)] if len(weight.hf_names) == 1 else [([part], 0) for part in parts]
+        groups, rows = weight.heads[1], [shape[0] for shape in weight.shapes]
+        fused = weight.is_fused
+        rows = [rows[0] // 3] * 3 if fused else rows
+        by_group = whole.unflatten(0, (groups, -1)).split([n // groups for n in rows], 1)
+        parts = [part.flatten(0, 1) for part in by_group]
+        return [(parts, 0)] if fused else [([part], 0) for part in parts]
     if weight.shard == "vocab":  # the last shards end with padding
         rows, size = weight.shapes[0][0], shards[0].shape[0]
         return [([shard[: max(0, rows - i * size)] for i, shard in enumerate(shards)], 0)]

@@ -173,8 +173,10 @@ def _sharded(
             owner, split = row.expert // (plan.sizes.num_experts // sizes.ep), sizes.etp_size
         shards = Shards(row, dtype, row.part(split), owner, ())
         group, first = ("tp", 0) if owner is None else ("tp_ep", owner * split)
-        if ranks[group] == 1 or row.shard == "same":
+        if ranks[group] == 1 or (row.shard == "same" and owner is None):
             group, first, split = "alone", 0, 1
+        elif row.shard == "same":  # of an expert, whole on each of its ranks
+            split = 1
         laid_out.append((shards, group, first, split, filled[group][first]))
         for rank in range(first, first + split):
             filled[group][rank] += aligned(math.prod(shards.shape) * dtype.itemsize)
