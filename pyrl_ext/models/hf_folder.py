@@ -89,7 +89,7 @@ class SafetensorsFolder:
         self._stored: dict[str, Stored] = {}
         found: dict[str, str] = {}
         for file in files:
-            opened = _open(file)
+            opened = open_safetensors(file)
             for name in opened.keys():  # noqa: SIM118 (it is no dict)
                 if name in found:
                     raise ValueError(
@@ -162,7 +162,8 @@ class SafetensorsFolder:
             )
 
 
-def _open(file: Path) -> Any:
+def open_safetensors(file: Path) -> Any:
+    """safetensors' handle of a file. Raises: ValueError if it is not complete."""
     from safetensors import SafetensorError, safe_open
 
     try:

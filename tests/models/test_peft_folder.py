@@ -1,0 +1,182 @@
+"""PEFT adapter folders: what is written comes back, foreign forms, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pyrl_ext.models import family
+from pyrl_ext.models.lora_table import adapter_table
+from pyrl_ext.models.peft_folder import CONFIG, TENSORS, PeftFolder, write_adapter
+from tests.helpers.tiny import CONFIG as GLM
+from tests.helpers.tiny import QWEN3, tiny_plan
+
+LORA = ("lora.rank=4", "lora.alpha=8")
+EXPERTS = "base_model.model.model.layers.1.mlp.experts"
+PAIR = f"{EXPERTS}.base_layer"
+
+
+def table_of(plan):
+    return adapter_table(family(plan.model.family).weights(plan.sizes, 0), plan.lora)
+
+
+def random_factors(plan):
+    stream = torch.Generator().manual_seed(3)
+    return {
+        name: torch.randn(shape, generator=stream)
+        for row in table_of(plan)
+        for name, shape in zip(row.hf_names, row.shapes, strict=True)
+    }
+
+
+def written(folder, form="single", *overrides, config=QWEN3):
+    """(plan, factors) of random adapters in ``folder``."""
+    plan = tiny_plan(*LORA, *overrides, config=config)
+    factors = random_factors(plan)
+    write_adapter(folder, factors, plan, form)
+    return plan, factors
+
+
+def read(folder, plan, **ignored):
+    return PeftFolder(folder, plan.lora, plan.sizes, table_of(plan), ignored)
+
+
+def changed(folder, tensors=None, **keys):
+    """Change keys of the config, and tensors (None: left out) of the file, in ``folder``."""
+    config = json.loads((folder / CONFIG).read_text()) | keys
+    (folder / CONFIG).write_text(json.dumps(config))
+    if tensors:
+        held = load_file(folder / TENSORS) | tensors
+        save_file({n: t for n, t in held.items() if t is not None}, folder / TENSORS)
+
+
+@pytest.mark.parametrize("form", ["single", "fused"])
+@pytest.mark.parametrize(
+    "config, overrides",
+    [
+        (GLM, ()),
+        (QWEN3, ("lora.expert_rank=2",)),
+        (QWEN3, ("lora.experts=shared_outer",)),
+        (GLM, ("lora.experts=none",)),
+        (QWEN3, ("lora.targets=[up_proj, q_proj, gate]",)),
+        (GLM, ("lora.targets=[down_proj]", "lora.experts=shared_outer")),
+    ],
+)
+def test_peft_folder_gives_back_what_was_written(form, config, overrides, tmp_path):
+    plan, factors = written(tmp_path, form, *overrides, config=config)
+    folder = read(tmp_path, plan)
+    assert folder.one_a == []
+    assert all(torch.equal(folder(name)[:], tensor) for name, tensor in factors.items())
+    names = load_file(tmp_path / TENSORS)
+    experts = [n for n in names if ".experts." in n]
+    layers = len({n.split(".layers.")[1].split(".")[0] for n in experts})
+    per_layer = 4 if form == "fused" else 6 * plan.sizes.num_experts
+    assert len(experts) == layers * per_layer
+    assert layers == (0 if plan.lora.experts == "none" else len(plan.router_layers))
+
+
+def test_write_adapter_fuses_as_peft_has_it(tmp_path):
+    """B A of each expert, sliced out of the file by the order that peft documents."""
+    plan, factors = written(tmp_path, "fused")
+    a, b = (load_file(tmp_path / TENSORS)[f"{PAIR}.lora_{x}.weight"] for x in "AB")
+    number, rank = plan.sizes.num_experts, 2 * plan.lora.rank
+    for e in range(number):
+        delta = b[:, e::number] @ a[e * rank : (e + 1) * rank]
+        name = f"model.layers.1.mlp.experts.{e}.{{}}_proj.lora_{{}}.weight"
+        parts = [
+            factors[name.format(k, "B")] @ factors[name.format(k, "A")] for k in ("gate", "up")
+        ]
+        torch.testing.assert_close(delta, torch.cat(parts))
+
+
+def test_peft_folder_starts_gate_and_up_with_an_A_they_share(tmp_path):
+    plan, factors = written(tmp_path, "fused")
+    number, rank = plan.sizes.num_experts, plan.lora.rank
+    width, hidden = plan.sizes.moe_intermediate_size, plan.sizes.hidden_size
+    a, b = torch.randn(number * rank, hidden), torch.randn(2 * width, rank * number)
+    foreign = {f"{PAIR}.lora_A.weight": a, f"{PAIR}.lora_B.weight": b}
+    changed(tmp_path, foreign, rank_pattern={}, alpha_pattern={})
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj has rank 8 .* expected 4"):
+        read(tmp_path, plan)  # the other layers' are still of rank 2 r
+    for layer in plan.router_layers:
+        moved = {n.replace("layers.1.", f"layers.{layer}."): t for n, t in foreign.items()}
+        changed(tmp_path, moved)
+    folder = read(tmp_path, plan)
+    assert folder.one_a == [f"model.layers.{i}.mlp.experts" for i in plan.router_layers]
+    for e in range(number):
+        name = f"model.layers.1.mlp.experts.{e}.{{}}_proj.lora_{{}}.weight"
+        for kind, rows in (("gate", slice(0, width)), ("up", slice(width, None))):
+            assert torch.equal(folder(name.format(kind, "A"))[:], a[e * rank : (e + 1) * rank])
+            assert torch.equal(folder(name.format(kind, "B"))[:], b[rows, e::number])
+        down = name.format("down", "B")
+        assert torch.equal(folder(down)[:], factors[down])
+
+
+def test_peft_folder_reads_no_zero_adapters_and_none_that_are_ignored(tmp_path):
+    plan, _ = written(tmp_path, "single", "lora.targets=[q_proj]")
+    base = "base_model.model.model.layers.{}.self_attn.k_proj.lora_{}.weight"
+    more = {base.format(0, "A"): torch.randn(4, 64), base.format(0, "B"): torch.zeros(32, 4)}
+    changed(tmp_path, more | {base.format(9, x): torch.ones(4, 4) for x in "AB"})
+    with pytest.raises(
+        ValueError, match=r"0 factors are missing.* 2 are unknown \['model.layers.9"
+    ):
+        read(tmp_path, plan)
+    read(tmp_path, plan, **{r"model\.layers\.9\..*": "left out"})
+
+
+def test_peft_folder_refuses_what_the_run_cannot_hold(tmp_path):
+    plan, _ = written(tmp_path, "single", "lora.targets=[q_proj, gate]")
+    good = json.loads((tmp_path / CONFIG).read_text())
+    for keys, match in [
+        ({"use_dora": True}, "'use_dora': True"),
+        ({"use_rslora": True}, "'use_rslora': True"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head"),
+        ({"bias": "all"}, "'bias': 'all'"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"peft_type": "LOHA"}, "peft_type is LOHA"),
+        ({"a_key_of_2030": [1]}, "a_key_of_2030"),
+        ({"r": "8"}, "TypeError"),
+        ({"lora_alpha": 16}, "added times 4, expected 2.*Set lora.alpha to 16"),
+        ({"alpha_pattern": {"mlp.gate.weight": 4}}, "mlp.gate is added times 1"),
+        ({"rank_pattern": {"q_proj": 8}}, r"q_proj has rank 4 \(8 by adapter_config.json\)"),
+    ]:
+        changed(tmp_path, **good | keys)
+        with pytest.raises(ValueError, match=match):
+            read(tmp_path, plan)
+        (tmp_path / CONFIG).write_text(json.dumps(good))
+    read(tmp_path, plan)
+    wider = replace_lora(plan, rank=8, alpha=16.0)
+    with pytest.raises(ValueError, match=r"has rank 4 .*expected 8 as in lora.rank"):
+        read(tmp_path, wider)
+    with pytest.raises(ValueError, match=r"\d+ factors are missing .*It has gate, q_proj"):
+        read(tmp_path, replace_lora(plan, targets=["q_proj", "gate", "o_proj"]))
+    changed(tmp_path, {"base_model.model.lm_head.weight": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"1 names \['base_model.model.lm_head.weight'\]"):
+        read(tmp_path, plan)
+    (tmp_path / TENSORS).unlink()
+    with pytest.raises(FileNotFoundError, match=TENSORS):
+        read(tmp_path, plan)
+
+
+def replace_lora(plan, **keys):
+    return plan.model_copy(update={"lora": plan.lora.model_copy(update=keys)})
+
+
+def test_peft_folder_refuses_experts_that_cannot_be_taken_apart(tmp_path):
+    plan, _ = written(tmp_path, "fused")
+    b = load_file(tmp_path / TENSORS)[f"{PAIR}.lora_B.weight"]
+    changed(tmp_path, {f"{PAIR}.lora_B.weight": torch.ones_like(b)})
+    name = "model.layers.1.mlp.experts.0.up_proj.lora_A.weight"
+    with pytest.raises(ValueError, match=r"share factors of rank 8.*Set lora.expert_rank to 8"):
+        read(tmp_path, plan)(name)[:]
+    as_told = replace_lora(plan, expert_rank=8, alpha=8.0)
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj is added times 2, expected 1"):
+        read(tmp_path, as_told)
+    changed(tmp_path, {f"{PAIR}.lora_B.weight": b[:, 1:].contiguous()})
+    with pytest.raises(ValueError, match=r"expected A \[E r, in\] and B \[out, r E\]"):
+        read(tmp_path, plan)
+    shared = replace_lora(plan, experts="shared_outer")
+    changed(tmp_path, {f"{PAIR}.lora_B.weight": b})
+    with pytest.raises(ValueError, match="differs between experts"):
+        read(tmp_path, shared)("model.layers.1.mlp.experts.gate_proj.lora_A.weight")
