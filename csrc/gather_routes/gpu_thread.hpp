@@ -7,7 +7,9 @@
 //
 // Tuples of 4 and 8 bytes of neighbouring layers, which are most, go the wide way: 16 bytes of
 // several layers are read at once and dealt to the rows of these layers, and 16 bytes of several
-// tokens are written at once.
+// tokens are written at once. Where a layer of `out` begins inside such a unit, its tokens lie in
+// shared memory so that units there are units of `out`; the tuples before the first and behind the
+// last whole one of a tile are written one by one.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -129,14 +131,26 @@ PYRL_DEVICE void routes_load_any(const RoutesTask& r, const ThreadIndex& at, Rou
 
 constexpr int kWideLanes = 8, kWideTokens = 4;  // of a warp: windows of a token, tokens
 
-// Where a tuple of a tile is in shared memory. The 16-byte units of a layer change places with its
-// window, so that the layers of a window, and those of its neighbours, are in different banks.
+// The layers of a tile in `out`, and where a tuple of theirs is in shared memory.
 template <int Tuple>
-PYRL_DEVICE uint32_t wide_place(uint32_t layer, uint32_t token) {
-  constexpr uint32_t kPer = 16 / Tuple;  // tokens of a unit, layers of a window
-  const uint32_t unit = token / kPer ^ (layer / kPer & 7u);
-  return layer * (kRoutesTokens * Tuple) + unit * 16 + token % kPer * Tuple;
-}
+struct WideLayers {
+  static constexpr uint32_t kPer = 16 / Tuple;  // tokens of a unit, layers of a window
+  uint32_t first, each;  // tuples from a multiple of 16 bytes to the first layer; from layer to layer
+
+  PYRL_DEVICE WideLayers(const RoutesTask& r, const RoutesTile& tile)
+      : first(uint32_t(reinterpret_cast<uintptr_t>(r.out) / Tuple) + tile.layer * uint32_t(r.num_out)),
+        each(uint32_t(r.num_out)) {}
+  // Tokens of the unit in which a layer of the tile begins that are before it.
+  PYRL_DEVICE uint32_t shift(uint32_t layer) const { return (first + layer * each) % kPer; }
+  PYRL_DEVICE bool shifted() const { return (first | each) % kPer != 0; }
+  // Units of a layer change places with its window, so that the layers of a window, and those of its
+  // neighbours, are in different banks. The last tokens of a shifted tile share a unit with the first.
+  PYRL_DEVICE uint32_t place(uint32_t layer, uint32_t token) const {
+    constexpr uint32_t kBytes = kRoutesTokens * Tuple;
+    const uint32_t byte = (token + shift(layer)) * Tuple % kBytes;
+    return layer * kBytes + (byte ^ (layer / kPer & 7u) * 16);
+  }
+};
 
 template <class T, int Tuple>
 PYRL_DEVICE RoutesWord<Tuple> padding_tuple(const RoutesTask& r, uint32_t first) {
@@ -166,6 +180,7 @@ template <class T, int Tuple>
 PYRL_DEVICE void wide_load(const RoutesTask& r, const ThreadIndex& at, RoutesShared& shared) {
   constexpr int kPer = 16 / Tuple, kBatch = 2;
   const RoutesTile tile(r, at);
+  const WideLayers<Tuple> layers(r, tile);
   const uint32_t lane = at.thread % 32, warps = at.threads / 32;
   const uint32_t items = (tile.tokens + kWideTokens - 1) / kWideTokens * r.chunks;
   for (uint32_t item = at.thread / 32; item < items; item += kBatch * warps) {
@@ -199,7 +214,7 @@ PYRL_DEVICE void wide_load(const RoutesTask& r, const ThreadIndex& at, RoutesSha
       for (int s = 0; s < kPer; ++s) {
         const auto to = uint32_t(layer[n] + s);  // below 0: large
         if (to < tile.layers)
-          *reinterpret_cast<RoutesWord<Tuple>*>(shared.stage + wide_place<Tuple>(to, token[n])) =
+          *reinterpret_cast<RoutesWord<Tuple>*>(shared.stage + layers.place(to, token[n])) =
               tuples[n][s];
       }
     }
@@ -208,14 +223,28 @@ PYRL_DEVICE void wide_load(const RoutesTask& r, const ThreadIndex& at, RoutesSha
 
 template <int Tuple>
 PYRL_DEVICE void wide_write(const RoutesTask& r, const ThreadIndex& at, const RoutesShared& shared) {
-  using Unit = RoutesWord<16>;
   constexpr uint32_t kPer = 16 / Tuple;
   const RoutesTile tile(r, at);
-  const int64_t units = r.num_out / kPer;  // of a layer
-  auto* out = reinterpret_cast<Unit*>(r.out) + tile.layer * units + tile.token / kPer;
-  for (Walk walk(at, tile.tokens / kPer); walk.i < tile.layers; walk.next())
-    out[walk.i * units + walk.j] =
-        *reinterpret_cast<const Unit*>(shared.stage + wide_place<Tuple>(walk.i, walk.j * kPer));
+  const WideLayers<Tuple> layers(r, tile);
+  unsigned char* const out = r.out + (tile.layer * r.num_out + tile.token) * Tuple;
+  const auto copy = [&](auto word, uint32_t layer, uint32_t token) {
+    using Word = decltype(word);
+    *reinterpret_cast<Word*>(out + (layer * r.num_out + token) * Tuple) =
+        *reinterpret_cast<const Word*>(shared.stage + layers.place(layer, token));
+  };
+  for (Walk walk(at, (tile.tokens + kPer - 1) / kPer); walk.i < tile.layers; walk.next()) {
+    const uint32_t token = (0 - layers.shift(walk.i)) % kPer + walk.j * kPer;
+    if (token + kPer <= tile.tokens) copy(RoutesWord<16>(), walk.i, token);
+  }
+  if (!layers.shifted()) return;
+  const uint32_t singles = tile.tokens % kPer ? 2 * kPer - 2 : kPer;  // of a layer, at most
+  for (Walk walk(at, singles); walk.i < tile.layers; walk.next()) {
+    const uint32_t wanted = (0 - layers.shift(walk.i)) % kPer;
+    const uint32_t before = wanted < tile.tokens ? wanted : tile.tokens;
+    const uint32_t whole = (tile.tokens - before) / kPer * kPer;
+    const uint32_t token = walk.j < before ? walk.j : whole + walk.j;
+    if (token < tile.tokens) copy(RoutesWord<Tuple>(), walk.i, token);
+  }
 }
 
 template <class T>
@@ -262,12 +291,12 @@ PYRL_DEVICE void routes_write_units(const RoutesTask& r, const ThreadIndex& at,
   routes_write<T, kRoutesUnit<T>>(r, at, shared);
 }
 
-// Whether a launch can go the wide way: slots side by side, tuples and layers at whole words.
+// Whether a launch can go the wide way: slots side by side, tuples at multiples of their size.
 inline bool wide_way(const RoutesTask& r) {
   for (uint32_t i = 1; i < r.layers; ++i)
     if (r.slots[i] != r.slots[0] + int(i)) return false;
   return (r.tuple == 4 || r.tuple == 8) && r.word >= r.tuple &&
-         reinterpret_cast<uintptr_t>(r.out) % 16 == 0 && r.num_out * r.tuple % 16 == 0;
+         reinterpret_cast<uintptr_t>(r.out) % r.tuple == 0;
 }
 
 // The launch for the layers from `first` on.

@@ -76,6 +76,29 @@ def test_gather_routes_reads_and_writes_whole_words_of_layers_and_tokens(kernel)
                 assert same(run(kernel, *part, out), *part), (dtype, K, L, offset)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    tuples=st.sampled_from([(torch.uint8, K) for K in (3, 4, 7, 8)])
+    | st.sampled_from([(torch.uint16, K) for K in (2, 3, 4)]),
+    slots=st.tuples(st.integers(1, 40), st.integers(0, 39), st.integers(1, 40)),
+    M=st.integers(0, 200),
+    offsets=st.tuples(st.integers(0, 16), st.integers(0, 16)),
+    experts=st.integers(8, 256),
+)
+def test_gather_routes_on_a_gpu_begins_layers_anywhere(tuples, slots, M, offsets, experts):
+    """The grid walked on the host: any number of rows, so that layers of ``out`` begin at any part
+    of 16 bytes; routes and ``out`` begin anywhere, too, and nothing beside ``out`` is written."""
+    (dtype, K), (L, first, count), (read, written) = tuples, slots, offsets
+    routes, rows, _, _ = case(L=L, K=K, M=M, dtype=dtype, experts=experts)
+    index = torch.arange(min(first, L - 1), L)[:count]
+    moved = torch.cat([routes.new_zeros(read), routes.flatten()])[read:].view_as(routes)
+    room = torch.full((written + index.numel() * M * K + 16,), 201).to(dtype)
+    inside = room[written:-16].view(len(index), M, K)
+    run("emulated", moved, rows, index, experts, inside)
+    assert same(inside, routes, rows, index, experts)
+    assert (room[:written] == 201).all() and (room[-16:] == 201).all()
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gather_routes_takes_memory_that_starts_anywhere(kernel):
     """Neither routes nor out begin at a multiple of a word, a line or a row."""
