@@ -64,7 +64,8 @@ CORE = {
     "recorded": ("rollout/recorded", "rollout/recorded_file"),
     "lora": (
         *("plan/schema/lora", "plan/rules/lora", "plan/model/lora"),
-        *("models/lora_table", "models/peft_folder", "megatron/lora", "rollout/vllm/adapters"),
+        *("models/lora_table", "models/lora_live", "models/peft_folder", "megatron/lora"),
+        *("rollout/adapters", "rollout/hf/adapters", "rollout/vllm/adapters"),
     ),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),

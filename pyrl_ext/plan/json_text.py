@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 
@@ -25,3 +25,16 @@ def _lines(tree: dict[str, Any], indent: str, depth: int) -> Iterator[str]:
             yield f"{start}[\n{items}\n{indent}]"
         else:
             yield start + json.dumps(value)
+
+
+def flatten(tree: dict[str, Any], ignored: Set[str], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name, without those in ``ignored`` and what is below them."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if prefix + name in ignored:
+            continue
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, ignored, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from pyrl_ext.plan.forecast.cp_gather import choose_gather
 from pyrl_ext.plan.forecast.fits import seems_to_fit
+from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules import changed
 from pyrl_ext.plan.rules.te import te_problems
@@ -58,12 +61,40 @@ def notes(plan: Plan) -> tuple[str, ...]:
             f"rollout.top_p {plan.rollout.top_p:g} without a top_k: the sets that are kept, 4 "
             "bytes a token, may be as large as the vocabulary; estimated bytes are without them"
         )
+    found += _adapters(plan)
     found += _images(plan)
     if plan.data.prompts and plan.data.eval_prompts is None:
         found.append("data.eval_prompts is null: every eighth of data.prompts is held out instead")
     if (tight := seems_to_fit(plan)) is not None:
         found.append(f"hardware.gpu: {tight}")
     return tuple(found)
+
+
+def _adapters(plan: Plan) -> list[str]:
+    """Differences between the adapters of trainer and engine."""
+    found, lora, way = [], plan.lora, plan.lora_publish
+    if lora is None or way is None:
+        return found
+    if plan.model.weights is None:
+        found.append("lora: the base is frozen at random weights, since model.weights is null")
+    if way == "merge" and lora.publish is None:
+        faults = "; ".join(adapter_faults(plan, plan.sizes))
+        found.append(f"lora.publish: merge, since an adapter would not be applied whole: {faults}")
+    if way == "merge" and plan.rollout_dtype == "bfloat16":
+        found.append(
+            "lora.publish merge in bfloat16: steps below the rounding of a weight do not reach the "
+            "engine. Where B had a standard deviation of 3e-4 it saw 51 to 69 % of the policy's "
+            "move, of 3e-5 21 to 24 %; publish adapter has no such rounding"
+        )
+    scales = {lora.scale_of(expert) for expert in (False, bool(plan.router_layers))}
+    if (way, plan.rollout.engine, plan.rollout_dtype) == ("adapter", "vllm", "bfloat16") and any(
+        math.frexp(scale)[0] != 0.5 for scale in scales
+    ):
+        found.append(
+            f"lora.alpha {lora.alpha:g}: alpha / rank is no power of two, so vLLM rounds B once "
+            "more as it multiplies it"
+        )
+    return found
 
 
 def _images(plan: Plan) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import ValidationError
 
-from pyrl_ext.plan.json_text import json_text
+from pyrl_ext.plan.json_text import flatten, json_text
 from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, show
 from pyrl_ext.plan.language.fields import section_of
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
@@ -20,6 +20,7 @@ from pyrl_ext.plan.language.renamed import renamed_tree
 from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.model.alignment import TILE_ROWS, alignment
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
+from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.model.sizes import ModelSizes, read_sizes
 from pyrl_ext.plan.schema import Config, Parallel
 
@@ -93,7 +94,7 @@ class Plan(Config):
         """Values by dotted name of all that a resumed run may not change."""
         keys = ("ranks", "parallel", "patches_per_microbatch")
         free = {f"modules.{name}.{key}" for name in self.modules for key in keys}
-        return _flatten(self.model_dump(mode="json"), {*FREE_ON_RESUME, *NOT_COMPARED, *free})
+        return flatten(self.model_dump(mode="json"), {*FREE_ON_RESUME, *NOT_COMPARED, *free})
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -230,6 +231,14 @@ class Plan(Config):
         if self.rollout.transport != "auto":
             return self.rollout.transport
         return "inprocess" if self.rollout.gpus is None else "broadcast"
+
+    @property
+    def lora_publish(self) -> Literal["merge", "adapter"] | None:
+        """How adapters reach the engine, with null resolved; None: there are none, or no engine
+        takes weights."""
+        if self.lora is None or self.rollout.engine not in ("hf", "vllm"):
+            return None
+        return self.lora.publish or ("merge" if adapter_faults(self, self.sizes) else "adapter")
 
     @property
     def engine_of_rank(self) -> tuple[int | None, ...]:
@@ -385,16 +394,3 @@ def _replaced(holder: Any, key: Key, value: Any) -> Any:
         return holder | {key[0]: _replaced(holder[key[0]], key[1:], value)}
     inner = _replaced(getattr(holder, key[0]), key[1:], value)
     return holder.model_copy(update={key[0]: inner})
-
-
-def _flatten(tree: dict[str, Any], ignored: Set[str], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted name, without those in ``ignored`` and what is below them."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if prefix + name in ignored:
-            continue
-        if isinstance(value, dict) and value:
-            flat |= _flatten(value, ignored, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from pyrl_ext.models import family
+from pyrl_ext.models.lora_table import adapter_table
 from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan.forecast.parameters import rank_parameters, trained_of_stage
+from pyrl_ext.plan.model.lora import factors
+from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.schema.lora import Lora
 from tests.helpers.configs import REPOSITORY
 
 TINY = REPOSITORY / "configs/tiny.yaml"
@@ -14,11 +26,11 @@ ON = ("lora.rank=8", "lora.alpha=16")
 def test_compile_plan_takes_an_optional_section_and_leaves_it_out(tmp_path: Path):
     assert compile_plan(TINY).lora is None
     parent = tmp_path / "parent.yaml"
-    parent.write_text(f"extends: {TINY}\nlora: {{rank: 4, expert_rank: 2, alpha: 8}}\n")
-    plan = compile_plan(parent, ["lora.alpha=16"])
+    parent.write_text(f"extends: {TINY}\nlora: {{rank: 8, expert_rank: 4, alpha: 16}}\n")
+    plan = compile_plan(parent, ["lora.alpha=32"])
     lora = plan.lora
     assert lora is not None
-    assert (lora.rank_of(False), lora.rank_of(True)) == (4, 2)
+    assert (lora.rank_of(False), lora.rank_of(True)) == (8, 4)
     assert (lora.scale_of(False), lora.scale_of(True)) == (4, 8)
     assert Plan.from_json(plan.to_json()) == plan
     assert compile_plan(parent, ["lora=null"]).lora is None
@@ -31,3 +43,82 @@ def test_diff_of_plans_names_what_lora_changes():
     plain, tuned = compile_plan(TINY), compile_plan(TINY, ON)
     assert "lora.rank: 8 now, null in the saved plan" in [str(d) for d in tuned.diff(plain)]
     assert not tuned.diff(compile_plan(TINY, [*ON, "lora.publish=merge"]))
+
+
+# Factors ----------------------------------------------------------------------------------------
+
+# A config of every family, and what is smaller than in it, so that its table is short
+SMALL = {"num_hidden_layers": 3, "vocab_size": 64}
+EXPERTS = {"n_routed_experts": 4, "num_experts": 4, "n_group": 1, "topk_group": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "configs/tiny/config.json": {},
+    "configs/tiny_qwen3/config.json": {},
+    "configs/deepseek_v3/config.json": {"first_k_dense_replace": 1} | EXPERTS,
+    "configs/moonlight/config.json": EXPERTS,
+    "configs/glm47_355b/config.json": {"first_k_dense_replace": 1} | EXPERTS,
+    "configs/tiny_vl/config.json": {},
+    "tests/plan/broken_configs/dense.json": {},
+    "tests/plan/broken_configs/kimi_k25_mtp.json": {},
+}
+
+
+def hf_of(config: str) -> dict[str, Any]:
+    hf = json.loads((REPOSITORY / config).read_text())
+    return hf | (SMALL | FAMILIES[config] if FAMILIES[config] else {})
+
+
+def counted(sizes: Any, lora: Lora, mtp: int, stacked: tuple[str, ...] = ()) -> tuple[int, int]:
+    """(numbers, tensors) of all factors; those that are `stacked` on others are no tensors."""
+    routers = {*sizes.router_layers}
+    kinds = [layer in routers for layer in range(sizes.num_hidden_layers)] + [bool(routers)] * mtp
+    every = [factor for kind in kinds for factor in factors(sizes, lora, kind)]
+    return sum(f.numbers * f.tensors for f in every), sum(
+        f.tensors for f in every if f.name not in stacked
+    )
+
+
+@pytest.mark.parametrize("config", FAMILIES)
+def test_factors_are_those_of_the_weight_table(config: str):
+    hf = hf_of(config)
+    sizes = read_sizes(hf)
+    mtp = sizes.num_nextn_predict_layers
+    base = family(hf["model_type"]).weights(sizes, mtp)
+    lists = ("all", ["q_proj", "kv_b_proj", "down_proj"], ["gate", "up_proj", "v_proj"])
+    for targets, experts in product(lists, ("per_expert", "shared_outer", "none")):
+        lora = Lora.model_validate(
+            {"rank": 4, "expert_rank": 2, "alpha": 8, "targets": targets, "experts": experts}
+        )
+        shapes = [shape for row in adapter_table(base, lora) for shape in row.shapes]
+        assert counted(sizes, lora, mtp) == (sum(map(math.prod, shapes)), len(shapes))
+
+
+def test_factors_of_published_models_are_as_many_as_their_tensors_say():
+    """GLM-4.7-Flash and Qwen3-30B-A3B at rank 16; linears that megatron fuses have one B."""
+    stacked = "k_proj.lora_B", "v_proj.lora_B", "up_proj.lora_B"
+    attention = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    cases = [
+        ("glm47", {}, 536.0, 15_425),
+        ("glm47", {"experts": "none"}, 29.5, 705),
+        ("glm47", {"targets": attention}, 21.0, 470),
+        ("qwen3_30b", {}, 843.8, 31_008),
+    ]
+    for name, given, millions, tensors in cases:
+        sizes = read_sizes(json.loads((REPOSITORY / f"configs/{name}/config.json").read_text()))
+        numbers, number = counted(sizes, Lora(rank=16, alpha=16, **given), 0, stacked)
+        assert (round(numbers / 1e6, 1), number) == (millions, tensors)
+
+
+@pytest.mark.parametrize("experts", ["per_expert", "shared_outer", "none"])
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (1, 1, 4)], ids=str)
+def test_trained_parameters_of_a_rank_are_the_parts_of_the_weight_table(
+    layout: tuple[int, int, int], experts: str
+):
+    tp, etp, ep = layout
+    split = [f"parallel.tp={tp}", f"parallel.etp={etp}", f"parallel.ep={ep}", "parallel.dp=4"]
+    plan = compile_plan(TINY, [*ON, *split, f"lora.experts={experts}"])
+    assert plan.lora is not None
+    table = adapter_table(family(plan.model.family).weights(plan.sizes, 0), plan.lora)
+    dense = sum(math.prod(row.part(tp)) for row in table if row.expert is None)
+    expert = sum(math.prod(row.part(etp)) for row in table if row.expert is not None)
+    found = rank_parameters(plan, trained_of_stage(plan, 0))
+    assert found == (dense, expert // ep)

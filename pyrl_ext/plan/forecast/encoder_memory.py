@@ -18,7 +18,7 @@ def encoder_items(encoder: Encoder, stage: int) -> Iterator[Item]:
     plan, module = encoder.plan, encoder.module
     of = f" of {encoder.name}" if encoder.shared else ""
     count, patches = encoder.on_rank(stage), module.patches_per_microbatch
-    yield from state_items(plan, count, encoder.stepped(stage), of, module.train)
+    yield from state_items(plan, count, count * module.train, encoder.stepped(stage), of)
     if module.train:
         each, flying = encoder.activations(stage), encoder.in_flight(stage)
         why = f"{patches:,} patches x {each:,.0f} bytes x {flying} microbatches in flight"

@@ -33,27 +33,26 @@ class Item:
     """In host memory, not on the device."""
 
 
-def state_items(
-    plan: Plan, count: int, stepped: int, of: str = "", train: bool = True
-) -> Iterator[Item]:
+def state_items(plan: Plan, count: int, trained: int, stepped: int, of: str = "") -> Iterator[Item]:
     """Weights, gradients and optimizer state. Gradients are accumulated in float32; Adam keeps two
     float32 moments, and a float32 copy of weights that are not float32 themselves.
 
     Args:
         count: parameters that the rank holds.
+        trained: those that have gradients.
         stepped: those whose optimizer state it holds.
         of: ends the names of the items.
-        train: false: weights alone.
     """
     weight = DTYPE_BYTES[plan.model.dtype]
     adam = 8 if weight == 4 else 12
     part = " of the rank's part" if plan.optimizer.distributed else ""
     on_host = math.ceil(plan.optimizer.offload * stepped)
+    some = "" if trained == count else f" of adapters ({trained:,})"
     for name, held, why in (
         ("weights", weight * count, f"{weight} bytes a parameter ({count:,})"),
-        ("gradients", 4 * count, "4 bytes a parameter, reduced in place"),
+        ("gradients", 4 * trained, f"4 bytes a parameter{some}, reduced in place"),
         ("optimizer", adam * (stepped - on_host), f"{adam} bytes a parameter{part} ({stepped:,})"),
-    )[: 3 if train else 1]:
+    )[: 3 if trained else 1]:
         if name in OFFLOADED[plan.rollout.offload_trainer]:
             # the engine reads the weights before they go
             offloaded = ("rollout",) if name == "weights" else ("publish", "rollout")
@@ -70,7 +69,7 @@ def state_items(
         why, name = "16 bytes a parameter: weight, gradient and two moments in float32", "optimizer"
         held = 16 * on_host
         yield Item(f"offloaded {name}{of}", held, MEMORY_PHASES, why, exact=False, host=True)
-    if plan.objective.kl_coef > 0:
+    if plan.objective.kl_coef > 0 and plan.lora is None:
         why = "the initial weights, kept because objective.kl_coef is above 0"
         yield Item(f"reference{of}", weight * count, MEMORY_PHASES, why)
 

@@ -20,9 +20,10 @@ from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.items import CONTEXT_BYTES, PASSES, Item, communicators, state_items
 from pyrl_ext.plan.forecast.parameters import (
     copies,
+    held_on_rank,
     optimizer_parameters,
-    parameters_of_stage,
     rank_parameters,
+    trained_of_stage,
 )
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, START, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.forecast.publishing import crossing, gathered, uses_buckets
@@ -108,9 +109,9 @@ def memory_of(plan: Plan, stage: int, load: Load | None = None) -> StageMemory:
 
 
 def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
-    stored = parameters_of_stage(plan, stage)
-    held = rank_parameters(plan, stored).total
-    yield from state_items(plan, held, optimizer_parameters(plan, stored))
+    held, trained = held_on_rank(plan, stage), trained_of_stage(plan, stage)
+    with_gradients = rank_parameters(plan, trained).total
+    yield from state_items(plan, held, with_gradients, optimizer_parameters(plan, trained))
     if plan.model.fp8:
         why = "2 bytes a parameter: 8-bit copies for products and, transposed, for their gradients"
         yield Item("8-bit weights", 2 * held, PASSES, why, exact=False)
@@ -134,7 +135,7 @@ def _optimizer_scratch(plan: Plan, stage: int, passes: list[Item]) -> Iterator[I
     """torch's AdamW computes the square roots of all second moments at once on a GPU. Activations
     are freed by then."""
     free = sum(item.bytes for item in passes if "update" in item.phases and not item.host)
-    more = 4 * optimizer_parameters(plan, parameters_of_stage(plan, stage)) - free
+    more = 4 * optimizer_parameters(plan, trained_of_stage(plan, stage)) - free
     if plan.device == "cuda" and plan.model.backend == "local" and more > 0:
         why = "4 bytes for each parameter that the rank steps, less the freed activations"
         yield Item("optimizer scratch", more, ("update",), why, exact=False)

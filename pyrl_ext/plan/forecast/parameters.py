@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.counts import (
@@ -12,6 +13,7 @@ from pyrl_ext.plan.forecast.counts import (
     mtp_parameters,
 )
 from pyrl_ext.plan.model.chunks import ModelChunk
+from pyrl_ext.plan.model.lora import factors
 from pyrl_ext.plan.plan import Plan
 
 
@@ -60,6 +62,42 @@ def chunk_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
             tables += 1
     padding = -sizes.vocab_size % plan.parallel.tp
     return total + Parameters(tensor=tables * padding * sizes.hidden_size)
+
+
+def trained_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
+    """Parameters of one model chunk that have gradients: all, or those of adapters alone.
+
+    A factor of a routed expert that expert-tensor-parallel ranks do not split is counted once for
+    each of them, so that `rank_parameters` gives the part of a rank.
+    """
+    if plan.lora is None:
+        return chunk_parameters(plan, chunk)
+    sparse = [layer in plan.router_layers for layer in chunk.layers]
+    sparse += [bool(plan.router_layers)] * chunk.mtp
+    whole = cut = expert = 0
+    for kind, number in Counter(sparse).items():
+        for factor in factors(plan.sizes, plan.lora, kind):
+            held = number * factor.numbers * factor.tensors
+            if factor.experts:
+                expert += held * (1 if factor.cut else plan.parallel.etp_size)
+            elif factor.cut:
+                cut += held
+            else:
+                whole += held
+    return Parameters(replicated=whole, tensor=cut, expert=expert)
+
+
+def trained_of_stage(plan: Plan, stage: int) -> Parameters:
+    """The `trained_parameters` of one pipeline stage, its interleaved chunks added up."""
+    return sum((trained_parameters(plan, chunk) for chunk in plan.stages[stage]), Parameters())
+
+
+def held_on_rank(plan: Plan, stage: int) -> int:
+    """Parameters that one rank of a stage holds, with those of adapters."""
+    held = rank_parameters(plan, parameters_of_stage(plan, stage)).total
+    if plan.lora is not None:
+        held += rank_parameters(plan, trained_of_stage(plan, stage)).total
+    return held
 
 
 def rank_parameters(plan: Plan, stored: Parameters) -> RankParameters:

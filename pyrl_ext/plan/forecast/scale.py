@@ -15,7 +15,12 @@ from typing import Literal, NamedTuple
 
 from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
-from pyrl_ext.plan.forecast.parameters import copies, rank_parameters, stage_parameters
+from pyrl_ext.plan.forecast.parameters import (
+    copies,
+    rank_parameters,
+    stage_parameters,
+    trained_of_stage,
+)
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import Sample, step_samples
 from pyrl_ext.plan.model.cp_sizes import cp_sizes
@@ -221,7 +226,8 @@ class World:
     @cached_property
     def reduced(self) -> list[tuple[int, int]]:
         """(parameters, ranks that hold them) of the summed gradients, on the fullest stage."""
-        stages = [rank_parameters(self.plan, stage) for stage in stage_parameters(self.plan)]
+        trained = (trained_of_stage(self.plan, stage) for stage in range(self.plan.parallel.pp))
+        stages = [rank_parameters(self.plan, each) for each in trained]
         held = max(stages, key=lambda stage: stage.total)
         pairs = zip(held, copies(self.plan), strict=True)
         return [(count, ranks) for count, ranks in pairs if count and ranks > 1]

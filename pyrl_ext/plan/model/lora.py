@@ -1,0 +1,149 @@
+"""The linears of a model that may have adapters, and the sizes of the factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from pyrl_ext.plan.model.families.blocks import GroupedQuery, Latent
+from pyrl_ext.plan.model.sizes import ModelSizes
+from pyrl_ext.plan.schema import Config
+from pyrl_ext.plan.schema.lora import ROUTER, TARGETS, Lora
+
+
+class Linear(NamedTuple):
+    """A linear of a checkpoint's layer: y [outputs] = W x [inputs]."""
+
+    name: str
+    """Last part of its HF name."""
+    inputs: int
+    outputs: int
+    cut: Literal["rows", "columns", "whole"]
+    """How tensor-parallel ranks split W."""
+    input: str
+    """The tensor that it reads, which linears may share."""
+    experts: int = 0
+    """Number of routed experts that have one each; 0: it is not theirs."""
+
+
+class Factor(NamedTuple):
+    """A [rank, inputs] or B [outputs, rank] of a linear's adapter."""
+
+    name: str
+    """Such as q_proj.lora_A."""
+    numbers: int
+    """Numbers in each."""
+    cut: bool
+    """Whether tensor-parallel ranks, of experts expert-tensor-parallel ranks, split it."""
+    experts: int
+    """Number of routed experts that have one each; 0: one in a layer."""
+
+    @property
+    def tensors(self) -> int:
+        """How many of them a layer has."""
+        return max(1, self.experts)
+
+
+def linears(sizes: ModelSizes, sparse: bool) -> Iterator[Linear]:
+    """The linears of a layer, with routed experts (`sparse`) or without."""
+    yield from _latent(sizes) if isinstance(sizes, Latent) else _grouped_query(sizes)
+    hidden = sizes.hidden_size
+    if not sparse:
+        yield from _mlp(hidden, sizes.intermediate_size, "mlp")
+        return
+    yield Linear(ROUTER, hidden, sizes.num_experts, "whole", "mlp")
+    yield from _mlp(hidden, sizes.moe_intermediate_size, "experts", sizes.num_experts)
+    if width := sizes.shared_expert_width:
+        yield from _mlp(hidden, width, "mlp")
+
+
+def _grouped_query(sizes: ModelSizes) -> Iterator[Linear]:
+    assert isinstance(sizes, GroupedQuery)
+    hidden, width = sizes.hidden_size, sizes.head_width
+    heads = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_key_value_heads
+    for letter, number in zip("qkv", heads, strict=True):
+        yield Linear(f"{letter}_proj", hidden, number * width, "rows", "attention")
+    yield Linear("o_proj", heads[0] * width, hidden, "columns", "core")
+
+
+def _latent(sizes: Latent) -> Iterator[Linear]:
+    hidden, heads, narrow = sizes.hidden_size, sizes.num_attention_heads, sizes.kv_lora_rank
+    queries = heads * (sizes.qk_nope_head_dim + sizes.qk_rope_head_dim)
+    if sizes.q_lora_rank is None:
+        yield Linear("q_proj", hidden, queries, "rows", "attention")
+    else:
+        yield Linear("q_a_proj", hidden, sizes.q_lora_rank, "whole", "attention")
+        yield Linear("q_b_proj", sizes.q_lora_rank, queries, "rows", "query")
+    down, both = narrow + sizes.qk_rope_head_dim, sizes.qk_nope_head_dim + sizes.v_head_dim
+    yield Linear("kv_a_proj_with_mqa", hidden, down, "whole", "attention")
+    yield Linear("kv_b_proj", narrow, heads * both, "rows", "latent")
+    yield Linear("o_proj", heads * sizes.v_head_dim, hidden, "columns", "core")
+
+
+def _mlp(hidden: int, width: int, read: str, experts: int = 0) -> Iterator[Linear]:
+    for name in ("gate_proj", "up_proj"):
+        yield Linear(name, hidden, width, "rows", read, experts)
+    yield Linear("down_proj", width, hidden, "columns", f"inside {read}", experts)
+
+
+def layer_kinds(sizes: ModelSizes) -> tuple[bool, ...]:
+    """The kinds of layers that a model has: with routed experts, or without."""
+    sparse = len(sizes.router_layers)
+    return (False,) * (sparse < sizes.num_hidden_layers) + (True,) * (sparse > 0)
+
+
+def names_of(sizes: ModelSizes) -> tuple[str, ...]:
+    """Last parts of the HF names of all linears that may have adapters, the router's last."""
+    kinds = layer_kinds(sizes)
+    found = dict.fromkeys(each.name for kind in kinds for each in linears(sizes, kind))
+    return tuple(sorted(found, key=lambda name: name == ROUTER))
+
+
+def adapted(sizes: ModelSizes, lora: Lora, sparse: bool) -> list[Linear]:
+    """The linears of a layer that have adapters."""
+    wanted = TARGETS if lora.targets == "all" else lora.targets
+    return [
+        each
+        for each in linears(sizes, sparse)
+        if each.name in wanted and not (each.experts and lora.experts == "none")
+    ]
+
+
+def factors(sizes: ModelSizes, lora: Lora, sparse: bool) -> Iterator[Factor]:
+    """The factors of a layer's adapters, with routed experts (`sparse`) or without."""
+    for linear in adapted(sizes, lora, sparse):
+        rank, experts = lora.rank_of(linear.experts > 0), linear.experts
+        shared = experts > 0 and lora.experts == "shared_outer"
+        outer = "B" if linear.cut == "columns" else "A"  # of experts, the one at the hidden size
+        for letter, width in (("A", linear.inputs), ("B", linear.outputs)):
+            cut = linear.cut != "whole" and letter != outer
+            number = 0 if shared and letter == outer else experts
+            yield Factor(f"{linear.name}.lora_{letter}", rank * width, cut, number)
+
+
+# adapters in the engine --------------------------------------------------------------------------
+
+# vLLM's largest max_lora_rank
+VLLM_MAX_RANK = 512
+
+
+def adapter_faults(config: Config, sizes: ModelSizes) -> list[str]:
+    """Adapters that the engine would leave out, or has no kernel for, each with the reason."""
+    lora, rollout = config.lora, config.rollout
+    if lora is None:
+        return []
+    found = {each for kind in layer_kinds(sizes) for each in adapted(sizes, lora, kind)}
+    names, on_cpu = {each.name for each in found}, config.device == "cpu"
+    experts = any(each.experts for each in found)
+    apart = bool(rollout.servers or rollout.launch.hosts)
+    most = max(lora.rank, lora.rank_of(expert=experts))
+    reasons = {f"{ROUTER}: no engine applies adapters to routers": ROUTER in names}
+    if rollout.engine == "vllm":
+        reasons |= {
+            "rollout.servers or launch: requests to vLLM's servers name no adapter": apart,
+            "routed experts: vLLM has no kernel for their adapters on a CPU": on_cpu and experts,
+            "kv_b_proj: vLLM's latent attention reads weights that it split at load, past the "
+            "adapter": not on_cpu and "kv_b_proj" in names,
+            f"rank {most}: vLLM takes at most {VLLM_MAX_RANK}": most > VLLM_MAX_RANK,
+        }
+    return [reason for reason, holds in reasons.items() if holds]
