@@ -86,6 +86,13 @@ def _adapters(plan: Plan) -> list[str]:
             "engine. Where B had a standard deviation of 3e-4 it saw 51 to 69 % of the policy's "
             "move, of 3e-5 21 to 24 %; publish adapter has no such rounding"
         )
+    if (way, plan.rollout.engine, plan.device) == ("adapter", "vllm", "cuda"):
+        found.append("lora.publish adapter: vLLM has applied adapters on no GPU so far")
+    if way == "adapter" and plan.engine_sleeps:
+        found.append(
+            "lora.publish adapter with rollout.sleep: an engine that sleeps keeps no weights, so "
+            "every publish sends all of them; with sleep false it sends the factors alone"
+        )
     scales = {lora.scale_of(expert) for expert in (False, bool(plan.router_layers))}
     if (way, plan.rollout.engine, plan.rollout_dtype) == ("adapter", "vllm", "bfloat16") and any(
         math.frexp(scale)[0] != 0.5 for scale in scales

@@ -13,11 +13,14 @@ import pytest
 from pyrl_ext.models import family
 from pyrl_ext.models.lora_table import adapter_table
 from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan.forecast.lora import factor_numbers, published_numbers
+from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.parameters import rank_parameters, trained_of_stage
+from pyrl_ext.plan.forecast.step_time import StepTime, step_time, update_flops
 from pyrl_ext.plan.model.lora import factors
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.schema.lora import Lora
-from tests.helpers.configs import REPOSITORY
+from tests.helpers.configs import REPOSITORY, problems_of
 
 TINY = REPOSITORY / "configs/tiny.yaml"
 ON = ("lora.rank=8", "lora.alpha=16")
@@ -122,3 +125,89 @@ def test_trained_parameters_of_a_rank_are_the_parts_of_the_weight_table(
     expert = sum(math.prod(row.part(etp)) for row in table if row.expert is not None)
     found = rank_parameters(plan, trained_of_stage(plan, 0))
     assert found == (dense, expert // ep)
+
+
+# Forecast ---------------------------------------------------------------------------------------
+
+GLM47_LORA = REPOSITORY / "configs/glm47_lora.yaml"
+ONE = ("parallel.dp=1", "parallel.ep=1", "rollout.tp=1", "rollout.sleep=true")
+FULL = ("lora=null", f"hardware.memory={10**12}")
+MERGED = ("lora.publish=merge", "lora.targets=all")
+
+
+def test_stage_memory_has_gradients_and_optimizer_state_of_adapters_alone():
+    plan = compile_plan(GLM47_LORA, ["objective.kl_coef=0.1"])
+    (stage,) = stage_memory(plan)
+    base = stage_memory(compile_plan(GLM47_LORA, FULL))[0].bytes_of("weights")
+    adapters = rank_parameters(plan, trained_of_stage(plan, 0)).total
+    assert stage.bytes_of("weights") == base + 2 * adapters
+    assert stage.bytes_of("gradients") == 4 * adapters
+    assert adapters < 0.02 * base
+    assert "reference" not in [item.name for item in stage.items]  # the base without adapters
+
+
+def test_configs_with_adapters_fit_their_gpus():
+    """Two H100 as eight; one does not hold the base twice, one H200 does in turns."""
+    for path in (GLM47_LORA, REPOSITORY / "configs/qwen3_30b_lora.yaml"):
+        assert not any("out of memory" in note for note in compile_plan(path).notes)
+    two = compile_plan(GLM47_LORA, ["parallel.dp=2", "parallel.ep=2", "rollout.tp=2"])
+    assert not any("out of memory" in note for note in two.notes)
+    away = "rollout.offload_trainer=all"
+    needs = "a rank needs 113.5 GiB in phase publish (weights 56.76 GiB + engine weights 56.76 GiB)"
+    assert any(needs in each for each in problems_of(GLM47_LORA, *ONE, away))
+    one = compile_plan(GLM47_LORA, [*ONE, away, "hardware.gpu=H200"])
+    assert not any("out of memory" in note for note in one.notes)
+    assert any("keeps no weights, so every publish sends all" in note for note in one.notes)
+
+
+def test_published_numbers_are_the_factors_or_what_they_change():
+    """GLM-4.7-Flash at rank 16; an engine that sleeps keeps nothing, vLLM takes whole layers."""
+    plan = compile_plan(GLM47_LORA)
+    total = published_numbers(compile_plan(GLM47_LORA, FULL))
+    assert published_numbers(plan) == factor_numbers(plan) < total / 50
+    for sleeps in (False, True):
+        asleep = compile_plan(GLM47_LORA, [f"rollout.sleep={str(sleeps).lower()}"])
+        assert published_numbers(asleep) == factor_numbers(plan) + sleeps * total
+    tables = 2 * 154_880 * 2048 + 2048
+    assert published_numbers(compile_plan(GLM47_LORA, MERGED)) == total - tables
+    for experts, share in (("per_expert", 0.979), ("none", 0.051)):
+        merged = compile_plan(GLM47_LORA, [*MERGED, f"lora.experts={experts}"])
+        hf = merged.rollout.model_copy(update={"engine": "hf"})
+        merged = merged.model_copy(update={"rollout": hf})
+        assert published_numbers(merged) / total == pytest.approx(share, abs=5e-4)
+
+
+def time_of(*overrides: str) -> tuple[StepTime, Plan]:
+    plan = compile_plan(GLM47_LORA, overrides)
+    time = step_time(plan)
+    assert time is not None
+    return time, plan
+
+
+def test_step_time_has_no_products_for_gradients_of_a_frozen_base():
+    """With recomputation, of four passes over a linear three are left; of attention all four."""
+    tuned, plan = time_of()
+    full, _ = time_of(*FULL)
+
+    def ratio(name: str) -> float:
+        one, other = (
+            sum(c.amount for c in time.costs if (c.phase, c.name) == ("update", name))
+            for time in (tuned, full)
+        )
+        return one / other
+
+    assert ratio("projections") == ratio("experts") == pytest.approx(3 / 4)
+    assert ratio("attention") == pytest.approx(1)
+    assert ratio("head") == pytest.approx(3 / 4)
+    assert ratio("optimizer") < 0.1 and ratio("reduce gradients") < 0.1
+    assert tuned.seconds("publish") < full.seconds("publish") / 20
+    assert 0.6 < tuned.model_flops / full.model_flops < 0.75
+    assert tuned.model_flops == update_flops(plan)
+
+
+def test_notes_say_what_a_merge_loses_and_why_it_is_one():
+    notes = " ".join(compile_plan(GLM47_LORA, ["lora.publish=null", "lora.targets=all"]).notes)
+    assert "lora.publish: merge, since an adapter would not be applied whole: kv_b_proj" in notes
+    assert "steps below the rounding of a weight do not reach the engine" in notes
+    assert "rounds B once more" in " ".join(compile_plan(GLM47_LORA, ["lora.alpha=24"]).notes)
+    assert not any("alpha" in note for note in compile_plan(GLM47_LORA).notes)

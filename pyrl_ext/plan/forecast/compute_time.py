@@ -11,7 +11,12 @@ from pyrl_ext.plan.forecast.cp_gather import gather_parts
 from pyrl_ext.plan.forecast.encoder import Encoder, encoders
 from pyrl_ext.plan.forecast.flops import chunk_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, exchange_rate, group_rate
-from pyrl_ext.plan.forecast.parameters import chunk_parameters, rank_parameters
+from pyrl_ext.plan.forecast.lora import adapter_parts
+from pyrl_ext.plan.forecast.parameters import (
+    chunk_parameters,
+    rank_parameters,
+    trained_parameters,
+)
 from pyrl_ext.plan.forecast.parts import Part, Work, computed_again, reached
 from pyrl_ext.plan.forecast.pipeline_schedule import Ahead, ahead_of, pipeline
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, duration
@@ -225,6 +230,7 @@ def chunk_parts(plan: Plan, gpu: Gpu, chunk: ModelChunk, cp: int, work: Work) ->
     again = computed_again(plan) if work == "backward" else frozenset()
     found = [
         *_products(plan, gpu, chunk, cp, work, again),
+        *adapter_parts(plan, gpu, chunk, cp, work, again),
         *_memory(plan, gpu, chunk, cp, work, again),
     ]
     return found + _exchanged(plan, gpu, chunk, cp, work, again)
@@ -236,9 +242,10 @@ def _products(
     each, ranks = chunk_flops(plan.sizes, chunk), plan.parallel.tp * cp
     dtype = "fp8" if plan.model.fp8 else plan.model.dtype
 
-    def share(name: str) -> float:
-        """This rank's share of the forward pass's operations, times the passes over them."""
-        return (2 if work == "backward" else 1) / ranks + (name in again) / ranks
+    def share(name: str, frozen: bool = plan.lora is not None) -> float:
+        """This rank's share of the forward pass's operations, times the passes over them: backward
+        one for the gradient of the input, and one for that of the weight unless it is frozen."""
+        return (2 - frozen if work == "backward" else 1) / ranks + (name in again) / ranks
 
     wide, plain = gpu.flops[dtype], gpu.flops[plan.model.dtype]
     return [
@@ -247,15 +254,16 @@ def _products(
         Part("experts", "FLOP", *reached("fp8" if plan.model.fp8 else "grouped experts", wide),
              row=each.experts * share("experts")),
         Part("attention", "FLOP", *reached("attention", plain),
-             pair=each.attention * share("attention")),
+             pair=each.attention * share("attention", frozen=False)),
         _head(plan, plain, each.head / ranks, work),
     ]  # fmt: skip
 
 
 def _head(plan: Plan, peak: float, each: float, work: Work) -> Part:
     """The output projection: 6 T V H operations of an update if logits are kept or the loss is
-    computed in the chunk, 8 if they are recomputed. A fused head scores only tokens with a loss,
-    unless the loss function is the user's."""
+    computed in the chunk, 8 if they are recomputed; 2 fewer without a gradient of the weight. A
+    fused head scores only tokens with a loss, unless the loss function is the user's."""
+    frozen = plan.lora is not None
     how, rate = plan.logprob, reached("head", peak)
     every = how.head == "logits" or work == "score" or ":" in plan.objective.loss
     columns = -(-plan.sizes.vocab_size // plan.parallel.tp)
@@ -263,11 +271,11 @@ def _head(plan: Plan, peak: float, each: float, work: Work) -> Part:
     if work == "score":
         times = 1.0
     elif how.head == "logits":
-        times = 1.0 if work == "forward" else 2.0
+        times = 1.0 if work == "forward" else 2.0 - frozen
     elif how.loss_in_chunk:
-        times = 3.0 if work == "forward" else 0.0
+        times = 3.0 - frozen if work == "forward" else 0.0
     else:
-        times = 1.0 if work == "forward" else 3.0 - min(1.0, how.cache_bytes / logits)
+        times = 1.0 if work == "forward" else 3.0 - frozen - min(1.0, how.cache_bytes / logits)
     amount = each * times
     return Part("head", "FLOP", *rate, row=amount * every, scored=amount * (not every))
 
@@ -292,9 +300,10 @@ def _memory(
     elements += routers * (3 * widths + 8 * sizes.topk * sizes.hidden_size)
     times = 1 if work != "backward" else 2 + ("memory" in again)
     weights = rank_parameters(plan, held).total
+    trained = rank_parameters(plan, trained_parameters(plan, chunk)).total
     read = each * weights * times
     if work == "backward":  # a gradient is written, read, and added to the float32 sum
-        read += (2 * each + 8) * weights
+        read += (2 * each + 8) * trained
     rate = reached("memory", gpu.bandwidth, "byte")
     row = each * elements * times / (parallel.tp * cp)
     return [Part("memory", "byte", *rate, fixed=read, row=row)]

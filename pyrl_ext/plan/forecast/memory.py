@@ -18,6 +18,7 @@ from pyrl_ext.plan.forecast.encoder import encoder_parameters, encoder_stages, e
 from pyrl_ext.plan.forecast.encoder_memory import encoder_items
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.items import CONTEXT_BYTES, PASSES, Item, communicators, state_items
+from pyrl_ext.plan.forecast.lora import factor_numbers
 from pyrl_ext.plan.forecast.parameters import (
     copies,
     held_on_rank,
@@ -263,13 +264,18 @@ def _engine(plan: Plan, load: Load) -> Iterator[Item]:
         return
     always, loaded = (START, *MEMORY_PHASES), (START, *MEMORY_PHASES[:2])
     weights = each * (parameters(plan.sizes).total + encoder_parameters(plan))
+    factors = each * factor_numbers(plan) * (plan.lora_publish == "adapter")
     if rollout.engine == "hf":
         why = f"{each} bytes a parameter, the whole model on every rank"
-        yield Item("engine weights", weights, loaded if plan.engine_sleeps else always, why)
+        while_awake = loaded if plan.engine_sleeps else always
+        yield Item("engine weights", weights, while_awake, why)
+        if factors:
+            why = f"{each} bytes a number of all factors"
+            yield Item("engine adapters", factors, while_awake, why)
         yield _embedded_cache(plan, load)
     elif rollout.engine == "vllm" and rollout.gpus is None:
         limit, share = memory_limit(plan), rollout.gpu_memory_utilization
-        held = weights // rollout.tp
+        held = (weights + factors) // rollout.tp
         why = f"{each} bytes a parameter / rollout.tp {rollout.tp}"
         if limit is None:
             yield Item("engine weights", held, loaded if rollout.sleep else always, why)

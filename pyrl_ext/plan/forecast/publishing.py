@@ -8,6 +8,7 @@ from pyrl_ext.plan.forecast.compute_time import Spent
 from pyrl_ext.plan.forecast.counts import layers, parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
 from pyrl_ext.plan.forecast.hardware import TCP, Gpu
+from pyrl_ext.plan.forecast.lora import published_numbers
 from pyrl_ext.plan.forecast.parts import reached
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, duration
 from pyrl_ext.plan.plan import Plan
@@ -19,7 +20,7 @@ def engine_costs(plan: Plan, gpu: Gpu, gathering: float) -> Iterator[Spent]:
     Args:
         gathering: seconds in which that rank gathers them; it sends a bucket meanwhile
     """
-    total = parameters(plan.sizes).total + encoder_parameters(plan)
+    total = published_numbers(plan) + encoder_parameters(plan)
     whole = total * DTYPE_BYTES[plan.model.dtype]
     sent, rate = plan.num_engines * whole, min(TCP, gpu.network)
     ring, _ = reached("ring", gpu.network, "byte")

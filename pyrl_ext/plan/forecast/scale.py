@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
+from pyrl_ext.plan.forecast.lora import published_numbers
 from pyrl_ext.plan.forecast.parameters import (
     copies,
     rank_parameters,
@@ -256,8 +257,10 @@ class World:
         """The part of the whole model that a rank does not hold itself."""
         if not self.plan.has_rollouts:
             return 0
-        total = parameters(self.plan.sizes).total + encoder_parameters(self.plan)
+        whole, sent = parameters(self.plan.sizes).total, published_numbers(self.plan)
+        total = sent + encoder_parameters(self.plan)
         held = max(rank_parameters(self.plan, stage).total for stage in stage_parameters(self.plan))
+        held = held * sent // whole
         return DTYPE_BYTES[self.plan.model.dtype] * (total - min(held, total))
 
     @property

@@ -15,14 +15,15 @@ from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import Encoder, encoder_parameters, encoders
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, gpu_of, group_rate
+from pyrl_ext.plan.forecast.lora import adapter_flops, published_numbers, whole_chunk
 from pyrl_ext.plan.forecast.measured import in_use
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.parameters import (
     copies,
     optimizer_parameters,
-    parameters_of_stage,
     rank_parameters,
     stage_parameters,
+    trained_of_stage,
 )
 from pyrl_ext.plan.forecast.parts import reached, sources
 from pyrl_ext.plan.forecast.phases import OFFLOADED
@@ -127,12 +128,16 @@ def quick_seconds(plan: Plan) -> float:
 
 
 def update_flops(plan: Plan) -> float:
-    """Model FLOPs of a step's updates on all ranks: a forward pass, and twice that for the backward
-    pass, over the rows and causal pairs of the samples without padding."""
+    """Model FLOPs of a step's updates on all ranks: a forward pass, and for the backward pass the
+    same for each gradient that a product has, over the rows and causal pairs of the samples without
+    padding."""
     samples = step_samples(plan)
     rows, scored = sum(s.rows for s in samples), sum(s.response for s in samples)
     pairs = sum(s.rows * (s.rows + 1) / 2 for s in samples)
-    ours = 3 * model_flops(plan.sizes, plan.num_mtp_layers).of(rows, pairs, scored)
+    each = model_flops(plan.sizes, plan.num_mtp_layers)
+    ours = 3 * each.of(rows, pairs, scored)
+    if plan.lora is not None:  # no gradients of frozen weights
+        ours += 3 * adapter_flops(plan, whole_chunk(plan)) * rows - each.of(rows, 0, scored)
     return ours + sum(each.update_flops for each in encoders(plan))
 
 
@@ -177,14 +182,18 @@ def _assumed(plan: Plan) -> Iterator[str]:
 
 
 def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
-    """Every rank gathers the whole model, bucket by bucket, and its engine reads a part of it."""
+    """Every rank gathers the model, bucket by bucket, and its engine reads a part of it. With
+    adapters only what they change is sent, after the first publish."""
     if plan.rollout.engine not in ("hf", "vllm"):
         return
-    total, each = parameters(plan.sizes).total, DTYPE_BYTES[plan.model.dtype]
-    total += encoder_parameters(plan)
+    whole, each = parameters(plan.sizes).total, DTYPE_BYTES[plan.model.dtype]
+    total = published_numbers(plan) + encoder_parameters(plan)
     held = min(rank_parameters(plan, stage).total for stage in stage_parameters(plan))
+    held *= published_numbers(plan) / whole  # of what is sent as of the rest
     node = plan.hardware.gpus_per_node
     rate, why = reached("ring", group_rate(gpu, node, plan.world_size, 1), "byte")
+    if plan.lora_publish:
+        why = f"{plan.lora_publish}: {total / whole:.1%} of all numbers; {why}"
     yield Spent.at("gather weights", each * (total - held), "byte", rate, why)
     taken = total * DTYPE_BYTES[plan.rollout_dtype] / plan.rollout.tp
     if plan.engines_apart:
@@ -216,7 +225,8 @@ def _update(run: Passes) -> Iterator[Spent]:
 def minibatch_costs(run: Passes, rounds: tuple[Round, ...]) -> Iterator[Spent]:
     """Forward and backward passes, and an optimizer step."""
     plan, gpu = run.plan, run.gpu
-    held = [rank_parameters(plan, each).total for each in stage_parameters(plan)]
+    stages = range(plan.parallel.pp)
+    held = [rank_parameters(plan, trained_of_stage(plan, stage)).total for stage in stages]
     held[0] += sum(each.on_rank(0) for each in _encoders_at(plan, 0))
     largest = held.index(max(held))
     computed = pass_costs(run, rounds, ["forward", "backward"])
@@ -267,7 +277,7 @@ def _gradients(plan: Plan, gpu: Gpu, stage: int, last: float) -> Iterator[Spent]
     `last`: seconds of the last backward pass, which can hide the sums.
     """
     parallel, node = plan.parallel, plan.hardware.gpus_per_node
-    held = rank_parameters(plan, parameters_of_stage(plan, stage))
+    held = rank_parameters(plan, trained_of_stage(plan, stage))
     weight, (dense_copies, expert_copies) = DTYPE_BYTES[plan.model.dtype], copies(plan)
     summed = gathered = summing = gathering = 0.0
     why = ""
@@ -295,7 +305,7 @@ def _gradients(plan: Plan, gpu: Gpu, stage: int, last: float) -> Iterator[Spent]
 def _optimizer(plan: Plan, gpu: Gpu, stage: int) -> Iterator[Spent]:
     """AdamW reads gradient, weight and two moments and writes the last three, in float32, and
     writes the model's weights. Before, gradients are set to zero and their norm is computed."""
-    weight, stored = DTYPE_BYTES[plan.model.dtype], parameters_of_stage(plan, stage)
+    weight, stored = DTYPE_BYTES[plan.model.dtype], trained_of_stage(plan, stage)
     encoding = _encoders_at(plan, stage)
     held = rank_parameters(plan, stored).total + sum(each.on_rank(0) for each in encoding)
     stepped = optimizer_parameters(plan, stored) + sum(each.stepped(0) for each in encoding)

@@ -349,10 +349,11 @@ class _Given:
         return Suggestion(texts, plan, option.peak, self.limit, time)
 
     def weight_bytes(self, values: Values) -> float:
-        """Bytes of weights and gradients on a rank of equal stages: no saving reduces them."""
+        """Bytes of weights and their gradients on a rank of equal stages: no saving reduces them.
+        Adapters, and what they have gradients for, are left out."""
         plan = self.plan(values)
         counts = rank_parameters(plan, parameters(plan.sizes)).total / plan.parallel.pp
-        return counts * (DTYPE_BYTES[plan.model.dtype] + 4)
+        return counts * (DTYPE_BYTES[plan.model.dtype] + 4 * (plan.lora is None))
 
     def _texts(self, values: Values) -> tuple[str, ...]:
         """The values that differ from the given plan, as overrides."""

@@ -14,6 +14,7 @@ from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoders
 from pyrl_ext.plan.forecast.engines_apart import steady_states
 from pyrl_ext.plan.forecast.hardware import memory_limit
+from pyrl_ext.plan.forecast.lora import factor_numbers, published_numbers
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, count, duration, size
@@ -144,6 +145,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("parameters", f"{count(counts.total)}, {count(counts.active)} of them active for a token"),
         ("routers", f"{len(routers)} of {sizes.num_hidden_layers} layers ({ranges(routers)}), "
                     f"each picks {sizes.topk} of {sizes.num_experts} experts"),
+        *_adapters(plan),
         *_cp_costs(plan),
         *_source(plan),
         *(("" if i else "objective", line) for i, line in enumerate(_formula(plan))),
@@ -216,6 +218,26 @@ def _cp_costs(plan: Plan) -> list[tuple[str, str]]:
     origin = f"estimated for {plan.hardware.gpu}" if plan.hardware.gpu else "counted operations"
     return [("cp costs", "measured, cp_cost" if plan.cp_cost.token_seconds else f"{origin}; "
              "cp_cost would hold measured ones")]  # fmt: skip
+
+
+def _adapters(plan: Plan) -> list[tuple[str, str]]:
+    """Facts about adapters, where there are some: their size, and what of them is published."""
+    lora = plan.lora
+    if lora is None:
+        return []
+    numbers, each = factor_numbers(plan), DTYPE_BYTES[plan.rollout_dtype]
+    ranks = f"rank {lora.rank}"
+    if lora.rank_of(expert=True) != lora.rank:
+        ranks += f", of routed experts {lora.rank_of(expert=True)}"
+    found = [("adapters", f"{count(numbers)} numbers, {ranks}; the base is frozen")]
+    if plan.lora_publish is not None:
+        whole, sent = each * parameters(plan.sizes).total, each * published_numbers(plan)
+        share = f"{sent / whole:.1%} of the {size(whole)} of all weights"
+        if sent < whole:
+            share = f"{whole / sent:,.1f} times less than the {size(whole)} of all weights"
+        sleeps = "; an engine that sleeps keeps nothing" * plan.engine_sleeps
+        found.append(("", f"published by {plan.lora_publish}: {size(sent)}, {share}{sleeps}"))
+    return found
 
 
 def _modules(plan: Plan) -> Iterator[tuple[str, str]]:
