@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).parents[1]
 COPIED = ("pyrl_ext", "tests", "configs", "benchmarks", "data", "docs", "pyproject.toml")
 POLICY, CHECKPOINT = "pyrl_ext/trainer/policy.py", "pyrl_ext/megatron/checkpoint.py"
 ROUTED, HOOK = "pyrl_ext/replay/routed_experts.py", "pyrl_ext/replay/router_hook.py"
+LORA = "tests/trainer/test_lora.py"
 MICROBATCH = "tests/pack/test_microbatch.py"
 SHARED_MEANS = f"{MICROBATCH}::test_of_gives_means_over_sequences_whose_rows_two_ranks_share"
 INDEX, STEP_TIME = "pyrl_ext/pack/index.py", "pyrl_ext/plan/forecast/step_time.py"
@@ -270,6 +271,36 @@ MUTANTS = [
         [
             "tests/trainer/test_edges.py::test_build_edges_joins_last_stages_to_the_seats_of_the_first",
         ],
+    ),
+    Mutant(
+        "the gradient of a factor that ranks hold whole is not summed over them",
+        "pyrl_ext/megatron/lora.py",
+        [("self.cut is None and size > 1", "False")],
+        [f"{LORA}::test_Adapters_of_every_layout_equal_one_process"],
+    ),
+    Mutant(
+        "factors of experts are reduced over the ranks of dense weights",
+        "pyrl_ext/megatron/lora.py",
+        [('shared or getattr(like, "allreduce", True)', "True")],
+        [f"{LORA}::test_Adapters_of_every_layout_equal_one_process"],
+    ),
+    Mutant(
+        "the gradient's norm counts cut factors on one rank only",
+        "pyrl_ext/megatron/lora.py",
+        [("if self.cut is not None:  # megatron", "if False:  # megatron")],
+        [f"{LORA}::test_Adapters_of_every_layout_equal_one_process"],
+    ),
+    Mutant(
+        "queries take what the A of values makes",
+        "pyrl_ext/models/lora_live.py",
+        [("enumerate(targeted(row, self.lora))", "enumerate(targeted(row, self.lora)[::-1])")],
+        [f"{LORA}::test_Adapters_have_the_gradient_of_the_weights_they_are_merged_into"],
+    ),
+    Mutant(
+        "no gradient begins at the embedding of a frozen base",
+        "pyrl_ext/megatron/lora.py",
+        [("output.requires_grad_() if torch.is_grad_enabled() else output", "output")],
+        [f"{LORA}::test_recomputation_keeps_the_gradients_of_adapters"],
     ),
 ]
 

@@ -26,7 +26,7 @@ from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
-from tests.helpers import passes
+from tests.helpers import lora, passes
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import Probe
@@ -69,6 +69,10 @@ MANY_EXPERTS = {
     "n_routed_experts": 384,
     "moe_intermediate_size": 8,
 }
+LORA = ("lora.rank=4", "lora.expert_rank=8", "lora.alpha=8")
+SHARED = ("lora.experts=shared_outer",)
+LATENT = "q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj"
+WITH_GATE = f"[{LATENT}, gate_proj, up_proj, down_proj, gate]"
 KIMI_4 = KIMI_VL | {"text_config": KIMI_VL["text_config"] | {"num_hidden_layers": 4}}
 KIMI_MTP = KIMI_4 | {"text_config": KIMI_4["text_config"] | {"num_nextn_predict_layers": 1}}
 MODELS = {
@@ -110,6 +114,16 @@ MODELS = {
         "tiny_qwen3",
         overrides=("model.family=kimi_k25", BIAS, *MTP, "objective.mtp_detach=false"),
         instead=KIMI_MTP,
+    ),
+    # adapters on a frozen base: on all linears; of experts that share the factors which face the
+    # hidden size, of multi-token prediction and routers; on some of the linears that are fused
+    "glm lora": Model("tiny", overrides=LORA),
+    "qwen lora": Model("tiny_qwen3", overrides=LORA),
+    "glm mtp lora": Model(
+        "tiny", {"num_nextn_predict_layers": 1}, (*MTP, *LORA, *SHARED, "lora.targets=" + WITH_GATE)
+    ),
+    "qwen some lora": Model(
+        "tiny_qwen3", overrides=(*LORA, *SHARED, "lora.targets=[q_proj, v_proj, up_proj, gate]")
     ),
 }
 
@@ -158,9 +172,10 @@ def _override(word: str) -> str:
 
 
 BOTH, MIXED = ("glm", "qwen"), ("glm mixed", "qwen mixed")
+WITH_LORA, OTHER_LORA = ("glm lora", "qwen lora"), ("glm mtp lora", "qwen some lora")
 LAYOUTS = {
     1: [
-        *_layouts("recompute:selective\nrecompute:full", *BOTH, "glm mtp"),
+        *_layouts("recompute:selective\nrecompute:full", *BOTH, "glm mtp", *WITH_LORA),
     ],
     2: [
         *_layouts("dp2\ntp2\ncp2\npp2\ndp2 ep2\npp2 vpp2\ndp2 distributed", *BOTH),
@@ -178,6 +193,10 @@ LAYOUTS = {
         *_layouts("tp2", "glm 384", "glm 384 off"),
         *_layouts("dp2 dynamic:2", *BOTH, "glm mtp"),
         *_layouts("dp2 ep2 dynamic:2 recompute:full", *BOTH),
+        *_layouts("dp2\ntp2\ntp2 etp1\ncp2\npp2\npp2 vpp2\ndp2 ep2\ntp2 ep2 etp1", *WITH_LORA),
+        *_layouts("dp2 distributed\ndp2 distributed overlapped", *WITH_LORA),
+        *_layouts("dp2 ep2 distributed\npp2 recompute:full\ntp2 recompute:full", *WITH_LORA),
+        *_layouts("tp2\ntp2 ep2 etp1\ncp2\npp2 recompute:full\ndp2 dynamic:2", *OTHER_LORA),
     ],
     3: [
         *_layouts("dp3 dynamic:3", *BOTH),
@@ -195,6 +214,9 @@ LAYOUTS = {
         *_layouts("tp2 cp2\npp2 cp2", "glm mtp"),
         *_layouts("pp4 layout:Et|tt|tm|L", "glm mtp"),
         *_layouts("tp2 pp2", "glm mtp 2"),
+        *_layouts("tp4\ntp2 pp2\ntp2 cp2\ndp2 pp2 ep2\ntp2 dp2 ep2\ntp4 etp1", *WITH_LORA),
+        *_layouts("dp2 pp2 ep2 distributed overlapped", *WITH_LORA),
+        *_layouts("tp2 dp2 ep2\ndp2 pp2 vpp2 dynamic:2 recompute:full", *OTHER_LORA),
     ],
     6: [
         *_layouts("dp6 dynamic:6\ndp2 cp3 dynamic:6\ndp3 pp2 vpp2 dynamic:3", *BOTH),
@@ -277,9 +299,12 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
     begun = time.perf_counter()
     with topology.start(plan) as topo:
         policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
+        if policy.llm.adapters:
+            lora.draw_b(policy.llm)
+            base = lora.base_digest(policy.llm)
         probe = Probe(policy)
         decoder = [i for i in policy.llm.replay.layers if i < plan.sizes.num_hidden_layers]
-        before = {name: tensor.clone() for name, tensor in policy.weights()}
+        before = trained(policy)
         out = Outcome([], [], [], [], {})
         for batch in batches(plan, mtp_routes):
             schedule = Scheduler(plan).schedule(batch.seqlens)
@@ -292,16 +317,34 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
             metrics = passes.accumulate(policy, batch, schedule, loss)
             probe.finish([i for i in policy.llm.replay.layers if i in batch.layer_ids])
             assert policy.llm.replay.is_clear
-            out.grads.append({name: grad.clone() for name, grad in policy.gradients()})
+            out.grads.append(gradients(policy))
             metrics |= policy.step_optimizer()
             out.metrics.append(metrics)
             out.losses.append(metrics["loss"])
             out.norms.append(metrics["grad_norm"])
-        out.changes = {name: tensor - before[name] for name, tensor in policy.weights()}
+        out.changes = {name: tensor - before[name] for name, tensor in trained(policy).items()}
+        if policy.llm.adapters:
+            assert lora.base_digest(policy.llm) == base, "the base moved"
+            still = [n for n, change in out.changes.items() if ".lora_" in n and not change.any()]
+            assert not still, f"factors without a gradient: {still[:4]}"
         checked = torch.tensor(probe.checked)
         torch.distributed.all_reduce(checked)
         out.checked, out.seconds = int(checked), time.perf_counter() - begun
     return out
+
+
+def trained(policy: Policy) -> dict[str, torch.Tensor]:
+    """The weights; or the factors of adapters, and the weights with them."""
+    if policy.llm.adapters:
+        return lora.factors(policy.llm) | lora.merged(policy.llm)
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+def gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """The gradients of the weights, or of the factors of adapters."""
+    if policy.llm.adapters:
+        return lora.gradients(policy.llm)
+    return {name: grad.clone() for name, grad in policy.gradients()}
 
 
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -399,8 +442,11 @@ def markdown(rows: list[dict]) -> str:
 
 
 def features(layout: Layout) -> frozenset[str]:
-    """The words of a layout's name, and its model."""
-    return frozenset([*layout.name.split(), f"model {layout.model}"])
+    """The words of a layout's name, and its model; adapters are a feature apart from the model that
+    has them."""
+    model = layout.model.removesuffix(" lora")
+    adapted = ["lora"] if model != layout.model else []
+    return frozenset([*layout.name.split(), f"model {model}", *adapted])
 
 
 def feature_pairs(layouts: Iterable[Layout]) -> set[frozenset[str]]:

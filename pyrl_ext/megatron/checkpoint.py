@@ -37,11 +37,15 @@ class Part(NamedTuple):
         optimizer: megatron's; None for a model that is not trained, or to leave the saved optimizer
             state unread.
         topo: of this rank in the module.
+        adapters: they alone are saved, if there are any, with `sharded` and `load`.
+        base: a digest of the weights that adapters belong to; None: there are none.
     """
 
     models: Sequence[Module]
     optimizer: Any
     topo: Topology
+    adapters: Any = None
+    base: str | None = None
 
     @property
     def prefix(self) -> str:
@@ -75,6 +79,7 @@ def save(
             dist_checkpointing.save(_state(parts), str(writing))
         if topo.is_main:
             facts = {"layout": layout(topo), "plan": plan.fingerprint, "digests": ALGORITHM}
+            facts |= {"base": base} if (base := _base(parts)) else {}
             (writing / PLAN).write_text(plan.to_json())
             (writing / COUNTERS).write_text(json.dumps({**counters, **facts}))
 
@@ -159,6 +164,7 @@ def load(folder: Path, parts: Sequence[Part], plan: Plan, topo: Topology) -> dic
 
     _verify(folder, topo)
     counters = read_counters(folder)
+    _check_base(folder, counters.get("base"), _base(parts))
     if counters["plan"] != plan.fingerprint:
         plan.check_resumes(Plan.read(folder / PLAN))
     try:
@@ -176,11 +182,30 @@ def load(folder: Path, parts: Sequence[Part], plan: Plan, topo: Topology) -> dic
             f"were written. {_instead(folder)}"
         ) from error
     for part in parts:
+        if part.adapters:
+            part.adapters.load(state["models"][part.key(0)])
+            continue
         for i, model in enumerate(part.models):
             loaded = state["models"][part.key(i)].items()
             tensors = {name.removeprefix(part.prefix): x for name, x in loaded}
             model.load_state_dict(tensors | without_states(model))
     return counters
+
+
+def _base(parts: Sequence[Part]) -> str | None:
+    return next((part.base for part in parts if part.base), None)
+
+
+def _check_base(folder: Path, saved: str | None, live: str | None) -> None:
+    """Refuse adapters of another base, and a checkpoint of the other kind of run."""
+    if saved == live:
+        return
+    kinds = [f"adapters of the base {x[:12]}" if x else "all weights" for x in (saved, live)]
+    raise ValueError(
+        f"checkpoint: {folder} holds {kinds[0]}, expected {kinds[1]}, as this run has. Start it "
+        "with the model.weights (or seed) and the model.dtype of the run that wrote it, or in "
+        "another run folder"
+    )
 
 
 def _verify(folder: Path, topo: Topology) -> None:
@@ -333,6 +358,8 @@ def _state(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _models(part: Part) -> dict[Any, dict[str, Any]]:
+    if part.adapters:
+        return {part.key(0): part.adapters.sharded(part.prefix)}
     metadata = {"dp_cp_group": part.topo.groups.dp_cp}
     return {
         part.key(i): with_local_keys(

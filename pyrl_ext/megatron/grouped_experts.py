@@ -33,6 +33,7 @@ class GroupedExperts(MegatronModule):
     Attributes:
         linear_fc1: [E, 2 * width, hidden], gates above ups; width is the rank's part.
         linear_fc2: [E, hidden, width].
+        adapters: of either weight, by its name.
 
     Raises: ValueError for experts that are not gated by silu, or have biases; on a GPU in bfloat16,
         where rows of their weights are no multiples of 16 bytes, as ``grouped_mm`` needs them.
@@ -63,6 +64,7 @@ class GroupedExperts(MegatronModule):
             )
         self.linear_fc1 = self._weight(num_local_experts, 2 * width, hidden, split=1)
         self.linear_fc2 = self._weight(num_local_experts, hidden, width, split=2)
+        self.adapters = nn.ModuleDict()
 
     def _weight(self, *shape: int, split: int) -> nn.Parameter:
         config = self.config
@@ -91,8 +93,15 @@ class GroupedExperts(MegatronModule):
         """
         ends = rows_per_expert.cumsum(0, dtype=torch.int32)
         ends = ends if ends.device == rows.device else to_device(ends, rows.device)
-        inner = swiglu(grouped_linear(rows, self.linear_fc1, ends), probs.float())
-        return grouped_linear(inner, self.linear_fc2, ends), None
+        inner = swiglu(self._product("linear_fc1", rows, ends), probs.float())
+        return self._product("linear_fc2", inner, ends), None
+
+    def _product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+        out = grouped_linear(rows, getattr(self, name), ends)
+        if name not in self.adapters:
+            return out
+        adapter: Any = self.adapters[name]
+        return adapter.add_to(out, rows, ends=ends)
 
     def backward_dw(self) -> None:
         """Nothing: `forward`'s gradient has the weights' too."""
@@ -153,14 +162,15 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight, ends)
+        frozen = not ctx.needs_input_grad[1]
+        ctx.save_for_backward(None if frozen else rows, weight, ends)
         return F.grouped_mm(rows, weight.mT, offs=ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         rows, weight, ends = ctx.saved_tensors
-        if not len(rows):
-            return torch.zeros_like(rows), torch.zeros_like(weight), None
+        if not len(grad):
+            return grad.new_zeros(0, weight.shape[2]), torch.zeros_like(weight), None
         grad = grad.contiguous()
         rows_grad = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
         weight_grad = _weight_grad(weight, grad, rows, ends) if ctx.needs_input_grad[1] else None

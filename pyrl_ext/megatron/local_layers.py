@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import (
+    linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from megatron.core.transformer.attention import SelfAttention
@@ -222,10 +223,10 @@ class ReplicatedLinear(MegatronModule):
         self.weight.allreduce = True  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        fused = self.gradient_accumulation_fusion
-        return linear_with_grad_accumulation_and_async_allreduce(
-            x, self.weight, None, fused, False, False, tp_group=self.tp_group
-        ), None
+        fused, linear = self.gradient_accumulation_fusion, linear_with_frozen_weight
+        if self.weight.requires_grad:
+            linear = linear_with_grad_accumulation_and_async_allreduce
+        return linear(x, self.weight, None, fused, False, False, tp_group=self.tp_group), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

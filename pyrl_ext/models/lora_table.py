@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.models.weight_table import Shard, Weight
+from pyrl_ext.models.weight_table import Shard, Weight, stream_of
 from pyrl_ext.plan.schema.lora import TARGETS, Lora
 
 _FIRST_EXPERT = re.compile(r"\.(local_)?experts\.0\.")
@@ -96,5 +95,5 @@ class RandomFactors:
         shape = self.shapes[name]
         if name.endswith(".lora_B.weight"):
             return torch.zeros(shape)
-        stream = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
-        return (torch.rand(shape, generator=stream) * 2 - 1) / math.sqrt(shape[1])
+        drawn = torch.rand(shape, generator=stream_of(name, self.seed))
+        return (drawn * 2 - 1) / math.sqrt(shape[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -217,15 +217,15 @@ def whole_of(weight: Weight, shards: Sequence[Tensor]) -> list[Tensor]:
     return [each[0] if len(each) == 1 else torch.cat(each, dim) for each, dim in pieces]
 
 
-def named_parameters_global(
-    chunks: Sequence[torch.nn.Module], ep_rank: int, local_experts: int
-) -> dict[str, Tensor]:
-    """This rank's parameters and persistent buffers by their name in the whole model.
+def named_global(
+    chunks: Sequence[torch.nn.Module],
+) -> Iterator[tuple[torch.nn.Module, str, str, Tensor]]:
+    """(chunk, name in it, name in the whole model, tensor) of every parameter and persistent
+    buffer; the experts of a rank that are stacked are one tensor, factors of adapters left out.
 
     Layer ids come from the ``layer_number`` of the live layers, never from their order. The decoder
     layers inside MTP layers have the ids after the decoder's last.
     """
-    named: dict[str, Tensor] = {}
     for chunk in chunks:
         decoder: Any = chunk.get_submodule("decoder")
         layer_ids = [layer.layer_number - 1 for layer in decoder.layers]
@@ -236,23 +236,33 @@ def named_parameters_global(
         def rename_ahead(match: re.Match[str], first: int = decoder.config.num_layers) -> str:
             return f"decoder.layers.{first + int(match[1])}."
 
-        for name, tensor in chunk.state_dict(keep_vars=True).items():
-            if name.endswith("_extra_state"):
+        for local, tensor in chunk.state_dict(keep_vars=True).items():
+            if local.endswith(("_extra_state", ".lora_A", ".lora_B")):
                 continue
+            name = local
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"  # the last stage's copy
             name = re.sub(r"^decoder\.layers\.(\d+)\.", rename, name)
             name = re.sub(r"^mtp\.layers\.(\d+)\.mtp_model_layer\.", rename_ahead, name)
-            name = local_name(name, ep_rank * local_experts)
-            if (experts := _STACKED.fullmatch(name)) is None:
-                named[name] = tensor
-                continue
-            for expert, part in enumerate(_by_expert(tensor), ep_rank * local_experts):
-                named[f"{experts[1]}.local_experts.{expert}.{experts[2]}.weight"] = part
+            yield chunk, local, name, tensor
+
+
+def named_parameters_global(
+    chunks: Sequence[torch.nn.Module], ep_rank: int, local_experts: int
+) -> dict[str, Tensor]:
+    """This rank's parameters and persistent buffers by their name in the whole model."""
+    named: dict[str, Tensor] = {}
+    for _, _, name, tensor in named_global(chunks):
+        name = local_name(name, ep_rank * local_experts)
+        if (experts := _STACKED.fullmatch(name)) is None:
+            named[name] = tensor
+            continue
+        for expert, part in enumerate(by_expert(tensor), ep_rank * local_experts):
+            named[f"{experts[1]}.local_experts.{expert}.{experts[2]}.weight"] = part
     return named
 
 
-def _by_expert(stacked: Tensor) -> list[Tensor]:
+def by_expert(stacked: Tensor) -> list[Tensor]:
     """The tensors [M, K] of a parameter [E, M, K], with their gradients unless offloaded."""
     parts = [part.requires_grad_(stacked.requires_grad) for part in stacked.detach()]
     gradients = getattr(stacked, "main_grad", None)
@@ -328,6 +338,12 @@ class RandomWeights:
             return torch.ones(shape)
         if name.endswith("bias"):
             return torch.zeros(shape)
-        # one stream per name: a tensor does not depend on which others this rank draws
-        stream = torch.Generator().manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
-        return torch.randn(shape, generator=stream) * self.std
+        return torch.randn(shape, generator=stream_of(name, self.seed)) * self.std
+
+
+def stream_of(name: str, seed: int) -> torch.Generator:
+    """Random numbers for one tensor: it does not depend on which others this rank draws.
+
+    On a CPU torch reads the lower 32 bits of a generator's seed alone.
+    """
+    return torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import weakref
 from functools import cached_property
 from typing import Any
@@ -19,9 +21,13 @@ from pyrl_ext.megatron.model import build_chunks
 from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, state_tensors, warmed_up
 from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import TowerFamily, family, hf_folder, weight_table
+from pyrl_ext.models.lora_live import Adapters
+from pyrl_ext.models.lora_table import RandomFactors
+from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.replay.router_hook import Replay
+from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from pyrl_ext.weights.modules import table_of
 
 
@@ -38,10 +44,19 @@ class Module:
         optimizer: megatron's; None in a module that is not trained.
         replay: the hooks in the routers of ``chunks``.
         table: every tensor of the checkpoint, with its place in the model.
+        adapters: on a frozen base, which they are trained in place of; None: the weights are.
         mtp_layers: number of MTP layers.
     """
 
-    def __init__(self, name: str, plan: Plan, topo: Topology, chunks: list[Any]):
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        topo: Topology,
+        chunks: list[Any],
+        adapters: Adapters | None = None,
+    ):
+        self.adapters = adapters
         self.name, self.plan, self.topo, self.chunks = name, plan, topo, chunks
         self.family = family(plan.model.family)
         self.mtp_layers = 0 if self._tower else plan.num_mtp_layers
@@ -88,14 +103,18 @@ class Module:
             frozen = [chunk.requires_grad_(False) for chunk in chunks]
             if not shares:  # all ranks build one for the module that only they run
                 build_optimizer(plan, wrap_ddp(plan, frozen, groups), groups)
+        adapters = None
+        if trainable and plan.lora and not tower:
+            models, table = [unwrap(chunk) for chunk in chunks], table_of(plan, name)
+            adapters = Adapters.attach(models, table, plan.lora, topo)
         if trainable:
             chunks = wrap_ddp(plan, chunks, topo.groups, overlap=not shares)
-        module = cls(name, plan, topo, chunks)
+        module = cls(name, plan, topo, chunks, adapters)
         if trainable:
             weakref.finalize(module, release, chunks)
         if not tower:
             module._check_stages()
-        if initial:
+        if initial or adapters:  # no checkpoint has the base
             module.load_initial_weights()
         if trainable:  # after the weights: mixed precision copies them to fp32 masters
             module.optimizer = build_optimizer(plan, chunks, topo.groups)
@@ -141,14 +160,15 @@ class Module:
         return self.models[0].config
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """The parameters and buffers of this rank, by their name in the whole model."""
+        """The parameters and buffers of this rank, by their name in the whole model; without
+        adapters."""
         experts = self.plan.sizes.num_experts // self.topo.ep_size
         return weight_table.named_parameters_global(
             self.models, self.topo.groups.ep.rank(), experts
         )
 
     def load_initial_weights(self) -> None:
-        """Load ``model.weights``, or draw the weights from the plan's seed."""
+        """Load ``model.weights``, or draw the weights from the plan's seed; draw adapters."""
         live, plan, rows = self.named_parameters(), self.plan, self.table
         weight_table.check_claims(self.table, live)
         if plan.weights_path is None:
@@ -164,6 +184,9 @@ class Module:
             shown = self.topo.is_main and plan.log.progress
             rows = hf_folder.progress(rows, f"reading {plan.weights_path}", len(rows), size, shown)
         weight_table.load(rows, live, read, self.topo)
+        if self.adapters:
+            draw = RandomFactors(self.adapters.table, plan.seed)
+            weight_table.load(self.adapters.table, self.adapters.live(), draw, self.topo)
 
     def weights(self) -> dict[str, Tensor]:
         """The live tensors of this rank, by their name in the whole model."""
@@ -171,7 +194,8 @@ class Module:
         return self.named_parameters()
 
     def gradients(self) -> dict[str, Tensor]:
-        """d(loss) / d(tensor) in the gradient buffers, float32, named as `weights`.
+        """d(loss) / d(tensor) in the gradient buffers, float32, named as `weights` and as the
+        factors of adapters.
 
         Tensors that are not trained (the routers' selection bias, a frozen module) have zeros.
 
@@ -181,8 +205,12 @@ class Module:
             gather_shards(self.chunks)
         return {
             name: getattr(tensor, "main_grad", torch.zeros_like(tensor, dtype=torch.float32))
-            for name, tensor in self.named_parameters().items()
+            for name, tensor in (self.named_parameters() | self.factors()).items()
         }
+
+    def factors(self) -> dict[str, Tensor]:
+        """The factors of adapters on this rank, by their name in the whole model."""
+        return self.adapters.live() if self.adapters else {}
 
     # training ------------------------------------------------------------------------------------
 
@@ -218,7 +246,7 @@ class Module:
         Returns: bytes freed on this rank.
         Syncs: once.
         """
-        tensors = list(self.named_parameters().values())
+        tensors = [*self.named_parameters().values(), *self.factors().values()]
         if part != "weights":
             if self.optimizer is None:  # not trained: it has neither
                 return 0
@@ -248,4 +276,16 @@ class Module:
     @property
     def saved(self) -> checkpoint.Part:
         """The part of a checkpoint that it is."""
-        return checkpoint.Part(self.models, self.optimizer, self.topo)
+        base = self.base_digest if self.adapters else None
+        return checkpoint.Part(self.models, self.optimizer, self.topo, self.adapters, base)
+
+    @cached_property
+    def base_digest(self) -> str:
+        """One digest of all tensors of the base, the same under every layout.
+
+        Communicates: as a publish of all weights does. Syncs: once.
+        """
+        live = self.weights()
+        whole = GatheredWeights(plan_buckets(self.plan, self.table), live, self.topo)
+        digests = read({name: digest_on_device(tensor) for name, tensor in whole})
+        return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

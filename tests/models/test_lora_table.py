@@ -98,6 +98,7 @@ def test_RandomFactors_draws_A_as_torch_does_for_a_linear_and_B_zero():
     like = torch.empty_like(q)
     torch.nn.init.kaiming_uniform_(like, a=math.sqrt(5))  # the form in which PEFT says it
     assert not torch.equal(q, k) and torch.equal(q, draw(a.hf_names[0]))
+    assert not torch.equal(q, RandomFactors(rows, seed=4)(a.hf_names[0]))
     assert float(q.abs().max()) <= 1 / math.sqrt(q.shape[1])
     torch.testing.assert_close(q.std(), like.std(), rtol=0.05, atol=0)
     assert not draw(a.hf_names[0].replace("lora_A", "lora_B")).any()

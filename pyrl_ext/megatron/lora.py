@@ -1,0 +1,223 @@
+"""Adapters beside megatron's frozen linears: ``y = W x + scale B (A x)``.
+
+How tensor-parallel ranks hold the factors of W [out, in], and what they exchange (r is the rank):
+
+| W                           | A [r, in]      | B [out, r]     | between A and B             |
+| cut by rows                 | whole          | cut as W       | all-gather of [tokens, r]   |
+| cut by columns              | cut as W       | whole          | reduce-scatter of the same  |
+| whole on each               | whole          | whole          | nothing                     |
+| of experts, cut by rows     | whole          | cut as W       | nothing: the dispatcher     |
+| of experts, cut by columns  | cut as W       | whole          | gathers and adds up tokens  |
+
+The gradient of a whole factor is summed over the ranks: each has other tokens, or another part of
+the other factor. megatron does that for parameters marked ``sequence_parallel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor, nn
+
+from pyrl_ext.megatron.grouped_experts import GroupedExperts, grouped_linear
+
+
+class Adapter(nn.Module):
+    """``scale B (A x)`` of one weight, or of the stacked weights of experts.
+
+    A weight may be several HF linears on top of each other. Their A are stacked, and each row of
+    the weight takes what the A of its linear makes.
+
+    Args:
+        weight:    [M, K], or [E, M, K] of experts: the part of this rank.
+        a:         shape of ``lora_A``: [n * r, K] of n linears, or [E, n * r, K].
+        b:         shape of ``lora_B``: [rows of the n linears, r], or with E before.
+        linear_of: [M] which of the n linears each row belongs to; -1: to one without an adapter.
+        scale:     what the product is multiplied by.
+
+    Attributes:
+        on: whether the adapter is applied.
+    """
+
+    mask: Tensor | None
+    places: Tensor | None
+
+    def __init__(
+        self, weight: Tensor, a: Sequence[int], b: Sequence[int], linear_of: Tensor, scale: float
+    ):
+        super().__init__()
+        self.scale, self.on = scale, True
+        self.lora_A, self.lora_B = (nn.Parameter(weight.new_empty(*size)) for size in (a, b))
+        self._rows, linears = weight.shape[-2], a[-2] // b[-1]
+        rows = (linear_of >= 0).nonzero()[:, 0].to(weight.device)
+        of_linear = F.one_hot(linear_of.to(weight.device)[rows], linears)[:, :, None]
+        several, some = linears > 1, len(rows) < self._rows
+        mask = of_linear.to(weight.dtype) if several else None
+        self.register_buffer("mask", mask, persistent=False)
+        self.register_buffer("places", rows if some else None, persistent=False)
+
+    def add_to(
+        self,
+        out: Tensor,
+        x: Tensor,
+        between: Callable[[Tensor], Tensor] | None = None,
+        ends: Tensor | None = None,
+    ) -> Tensor:
+        """``out`` [N, M] with the adapter's part for ``x`` [N, K], unless it is off.
+
+        Args:
+            between: of A x; None: nothing is exchanged.
+            ends: of experts, as for `grouped_linear`.
+        """
+        if not self.on:
+            return out
+        narrow = _product(x, self.lora_A.to(x.dtype), ends)
+        if between is not None:
+            narrow = between(narrow)
+        return out + _product(narrow * self.scale, self._spread(self.lora_B).to(x.dtype), ends)
+
+    def _spread(self, b: Tensor) -> Tensor:
+        """[..., M, n * r]: each row's numbers in the columns of its linear's A, and zeros."""
+        if self.mask is not None:
+            b = (b[..., None, :] * self.mask).flatten(-2)
+        if self.places is None:
+            return b
+        zeros = b.new_zeros(*b.shape[:-2], self._rows, b.shape[-1])
+        return zeros.index_copy(-2, self.places, b)
+
+    @torch.no_grad()
+    def delta(self, expert: int | None) -> Tensor:
+        """[M, K] ``scale B A`` in float32; of the expert at that place among this rank's."""
+        a, b = (
+            f if expert is None or f.ndim == 2 else f[expert] for f in (self.lora_A, self.lora_B)
+        )
+        return self._spread(b).float() @ a.float() * self.scale
+
+
+def _product(x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
+    if weight.ndim == 2:  # also of a factor that all experts share
+        return F.linear(x, weight)
+    assert ends is not None
+    return grouped_linear(x, weight, ends)
+
+
+# where adapters go -------------------------------------------------------------------------------
+
+
+def adapt(owner: Any, attribute: str, adapter: Adapter, shard: str, group: Any) -> None:
+    """Let ``owner`` add what ``adapter`` makes to the product of its weight ``attribute``.
+
+    Args:
+        owner: `GroupedExperts`, a router, or a linear.
+        shard: how ranks split the weight of a linear, see `Weight`.
+        group: the tensor-parallel ranks that split it.
+    """
+    if isinstance(owner, GroupedExperts):
+        owner.adapters[attribute] = adapter
+        return
+    owner.adapter = adapter
+    if hasattr(owner, "gating"):
+        owner.gating = partial(_gate, owner.gating, adapter)
+        return
+    between = None
+    if group.size() > 1 and shard == "columns":
+        between = partial(reduce_scatter_to_sequence_parallel_region, group=group)
+    elif group.size() > 1 and shard != "same":
+        between = partial(
+            gather_from_sequence_parallel_region, tensor_parallel_output_grad=True, group=group
+        )
+    owner.register_forward_hook(partial(_after_linear, adapter, between))
+
+
+def _gate(gating: Callable[[Tensor], Tensor], adapter: Adapter, rows: Tensor) -> Tensor:
+    """A router's logits, in the type that it computes them in."""
+    logits = gating(rows)
+    return adapter.add_to(logits, rows.to(logits.dtype))
+
+
+def _after_linear(
+    adapter: Adapter, between: Any, _linear: nn.Module, args: tuple, output: tuple
+) -> tuple:
+    return adapter.add_to(output[0], args[0], between), output[1]
+
+
+def start_gradients(model: nn.Module) -> None:
+    """Let gradients begin at the embedding's output, where ``model`` has an embedding.
+
+    With a frozen base nothing before the first adapter requires one. Recomputed layers would have
+    outputs without a gradient then, and lose those of their adapters.
+    """
+    if (embedding := getattr(model, "embedding", None)) is not None:
+        embedding.register_forward_hook(_with_gradient)
+
+
+def _with_gradient(_embedding: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+# factors among other parameters ------------------------------------------------------------------
+
+
+class Factor(NamedTuple):
+    """A factor, and how ranks hold it.
+
+    Args:
+        key:     its name in the whole model.
+        value:   this rank's part.
+        cut:     dimension that tensor-parallel ranks split; None: each has it whole.
+        halves:  whether they split the halves of that dimension, gates and ups, each.
+        experts: whether it belongs to experts, one after the other in its first dimension.
+    """
+
+    key: str
+    value: nn.Parameter
+    cut: int | None
+    halves: bool
+    experts: bool
+
+    def mark(self, like: Tensor, size: int) -> None:
+        """Tell megatron which ranks share the factor's gradient.
+
+        Args:
+            like: the weight that it belongs to.
+            size: number of ranks that split that weight; of a factor that experts share, of all
+                tensor-parallel ranks.
+        """
+        value: Any = self.value
+        shared = like.ndim == 3 and not self.experts  # by experts of all ranks
+        value.allreduce = shared or getattr(like, "allreduce", True)
+        value.sequence_parallel = self.cut is None and size > 1
+        if self.cut is not None:  # megatron counts others on one rank for the gradient's norm
+            set_tensor_model_parallel_attributes(value, True, self.cut, 1)
+
+    def sharded(self, groups: Any, prefix: str) -> Any:
+        """The factor for ``dist_checkpointing``. megatron's linears would save it as if each rank
+        had it whole."""
+        tp, dp = (groups.expt_tp, groups.expt_dp) if self.experts else (groups.tp, groups.dp_cp)
+        first = [(0, groups.ep.rank(), groups.ep.size())] if self.experts else []
+        key, rank, size, cut = prefix + self.key, tp.rank(), tp.size(), self.cut
+        replica = (0, rank if cut is None else 0, dp.rank())
+
+        def part(key: str, data: Tensor, place: int, count: int) -> ShardedTensor:
+            offsets = first if cut is None else [*first, (cut, place, count)]
+            return ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica)
+
+        def split(key: str, data: Tensor, *_: Any) -> Any:
+            gate, up = data.chunk(2, cut or 0)
+            return [part(key, gate, rank, 2 * size), part(key, up, rank + size, 2 * size)]
+
+        if not self.halves:
+            return part(key, self.value, rank, size)
+        join: Any = partial(torch.cat, dim=cut or 0)
+        return ShardedTensorFactory(key, self.value, split, join, replica)

@@ -1,0 +1,221 @@
+"""Adapters on the live model: their gradients, the base without them, other layouts, checkpoints.
+
+`tests.parity` has the layouts; here are those that see each mark of a factor.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyrl_ext.dist import topology
+from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.megatron.ddp import buffers
+from pyrl_ext.models.lora_table import linear_of
+from pyrl_ext.models.weight_table import load
+from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.plan import Plan
+from pyrl_ext.trainer.policy import Policy
+from tests import parity
+from tests.helpers import lora, passes
+from tests.helpers.checkpoints import content
+from tests.helpers.ranks import run_ranks
+from tests.parity import MODELS, batches, compiled
+
+PLAIN = ("lora=null",)
+
+
+def train(policy: Policy, first: int, last: int) -> None:
+    """Steps ``first`` to ``last`` on the batches of `tests.parity`."""
+    loss = build_loss(policy.plan.objective)
+    for batch in batches(policy.plan, mtp_routes=False)[first:last]:
+        schedule = Scheduler(policy.plan).schedule(batch.seqlens)
+        old = passes.scores(policy, batch, schedule, policy.plan.replay.old).logprobs
+        passes.update(policy, batch.with_(old_logprobs=old), schedule, loss)
+
+
+def scored(policy: Policy) -> torch.Tensor:
+    batch = batches(policy.plan, mtp_routes=False)[0]
+    schedule = Scheduler(policy.plan).schedule(batch.seqlens)
+    return passes.scores(policy, batch, schedule).logprobs
+
+
+# one process -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["glm lora", "qwen some lora"])
+def test_Adapters_leave_the_base_as_it_is(tmp_path, model, dtype):
+    """To the bit: with B zero as without adapters, and after steps with adapters off."""
+    plan, dtyped = compiled(model, tmp_path), f"model.dtype={dtype}"
+    with topology.start(plan) as topo:
+        plain = compiled(model, tmp_path, (*PLAIN, dtyped))
+        want = scored(Policy.build(plain, topo, trainable=False))
+        policy = Policy.build(compiled(model, tmp_path, (dtyped,)), topo)
+        assert torch.equal(scored(policy), want)
+        train(policy, 0, 1)
+        assert not torch.equal(scored(policy), want)
+        with lora.adapters_of(policy.llm).off():
+            assert torch.equal(scored(policy), want)
+        base = {n: t for n, t in Policy.build(plain, topo, trainable=False).weights()}
+        live = lora.base(policy.llm)
+        assert all(torch.equal(live[name], tensor) for name, tensor in base.items())
+
+
+@pytest.mark.parametrize("model", ["glm mtp lora", "qwen lora", "qwen some lora"])
+def test_Adapters_have_the_gradient_of_the_weights_they_are_merged_into(tmp_path, model):
+    """With W + scale B A as weights that are trained: dA = scale B^T dW, dB = scale dW A^T; added
+    over experts that share a factor. The norm is that of all factors."""
+    plan = compiled(model, tmp_path)
+    plain = compiled(model, tmp_path, PLAIN)
+    batch = batches(plan, MODELS[model].mtp_routes)[0]
+    schedule, loss = Scheduler(plan).schedule(batch.seqlens), build_loss(plan.objective)
+    with topology.start(plan) as topo:
+        policy, whole = Policy.build(plan, topo), Policy.build(plain, topo)
+        lora.draw_b(policy.llm)
+        weights, factors = lora.merged(policy.llm), lora.factors(policy.llm)
+        load(whole.llm.table, whole.llm.named_parameters(), weights.__getitem__, topo)
+        metrics = [passes.accumulate(p, batch, schedule, loss) for p in (policy, whole)]
+        got, of_weights = lora.gradients(policy.llm), dict(whole.gradients())
+        norm = policy.step_optimizer()["grad_norm"]
+    for name, value in metrics[1].items():
+        assert metrics[0][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    want = {name: torch.zeros_like(tensor) for name, tensor in got.items()}
+    assert plan.lora is not None
+    for name, gradient in of_weights.items():
+        a, b = (_factor_name(name, letter, factors) for letter in "AB")
+        if a is None or b is None:
+            continue
+        scale = plan.lora.scale_of(".experts." in name)
+        want[a] += scale * factors[b].T @ gradient
+        want[b] += scale * gradient @ factors[a].T
+    for name, gradient in want.items():
+        assert parity.apart(got[name], gradient) < 2e-5, name
+    if not plan.num_mtp_layers:  # megatron clips MTP layers by a norm for themselves
+        total = torch.stack([g.double().norm() for g in want.values()]).norm()
+        assert norm == pytest.approx(float(total), rel=1e-5)
+
+
+def _factor_name(weight: str, letter: str, factors: dict) -> str | None:
+    """The factor of a checkpoint tensor, or the one that its expert shares."""
+    own = weight.replace(".weight", f".lora_{letter}.weight")
+    before, found, after = own.partition(".experts.")
+    shared = before + found + after.partition(".")[2]
+    return next((name for name in (own, shared) if name in factors), None)
+
+
+@pytest.mark.parametrize("targets", ["all", "[gate]", "[q_a_proj]"])
+def test_Adapters_are_all_that_has_gradients_and_moments(tmp_path, targets):
+    rank = () if targets == "all" else ("lora.expert_rank=null",)  # no expert has an adapter
+    plan = compiled("glm lora", tmp_path, (f"lora.targets={targets}", *rank))
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        held = sum(t.numel() for t in lora.factors(policy.llm).values())
+        kinds = {linear_of(n.replace(".lora_A", "")) for n in lora.factors(policy.llm)}
+        assert targets == "all" or kinds - {"lora_B"} == {targets.strip("[]")}
+        assert sum(buffer.grad_data.numel() for buffer in buffers(policy.llm.chunks)) == held
+        train(policy, 0, 1)
+        states = [p.optimizer.state for p in policy.llm.optimizer.chained_optimizers]
+        moments = [s["exp_avg"].numel() for state in states for s in state.values()]
+        assert sum(moments) == held
+
+
+def test_recomputation_keeps_the_gradients_of_adapters(tmp_path):
+    """With a frozen base nothing before the first adapter requires one."""
+    found = []
+    for recompute in ("none", "full"):
+        plan = compiled("qwen lora", tmp_path, (f"model.recompute={recompute}", "replay=off"))
+        with topology.start(plan) as topo:
+            policy = Policy.build(plan, topo)
+            train(policy, 0, 1)
+            found.append(lora.gradients(policy.llm))
+    assert all(torch.equal(found[0][name], grad) for name, grad in found[1].items())
+
+
+# several ranks -----------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "tp2 etp1": "glm lora",  # each mark of a factor
+    "tp2 ep2 etp1": "qwen some lora",  # factors that the experts of all ranks share
+}
+RESHARD = ("tp2", "dp2 ep2 distributed", "pp2 vpp2")
+
+
+def reference(folder: Path) -> dict[str, torch.Tensor]:
+    """One process: the outcomes of `LAYOUTS`, a checkpoint after two steps, the factors after
+    three, and that a run which goes on from it has the same."""
+    for model in set(LAYOUTS.values()):
+        torch.save(parity.train_steps(compiled(model, folder), False), folder / f"{model}.pt")
+    plan = compiled("glm lora", folder)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        train(policy, 0, 2)
+        policy.save(folder / "step-2")
+        train(policy, 2, 3)
+        want = lora.factors(policy.llm)
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo, initial=False)
+        policy.load(folder / "step-2")
+        train(policy, 2, 3)
+        assert all(torch.equal(want[n], t) for n, t in lora.factors(policy.llm).items())
+    return want
+
+
+def on_ranks(group, folder: Path) -> tuple[list[dict], dict[str, dict[str, torch.Tensor]]]:
+    """Rows of `tests.parity`; and by layout the factors after step three, from the checkpoint of
+    one process, which is saved again before."""
+    os.environ["WORLD_SIZE"] = str(group.size())
+    chosen = [parity._layouts(line, model)[0] for line, model in LAYOUTS.items()]
+    rows, found = parity.on_ranks(group, chosen, folder), {}
+    for line in RESHARD:
+        plan = resharded(line, folder)
+        with topology.start(plan) as topo:
+            policy = Policy.build(plan, topo, initial=False)
+            policy.load(folder / "step-2")
+            policy.save(folder / line / "step-2")
+            train(policy, 2, 3)
+            found[line] = lora.factors(policy.llm)
+    return rows, found
+
+
+def resharded(line: str, folder: Path) -> Plan:
+    return compiled("glm lora", folder, parity._layouts(line, "glm lora")[0].overrides)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder):
+    want = reference(folder)
+    return want, *run_ranks(on_ranks, 2, folder)[0]
+
+
+def test_Adapters_of_every_layout_equal_one_process(outcomes):
+    _, rows, _ = outcomes
+    assert [row["layout"] for row in rows] == [*LAYOUTS]
+    assert not parity.too_far(rows)
+
+
+@pytest.mark.parametrize("line", RESHARD)
+def test_load_goes_on_with_adapters_under_another_layout(line, outcomes, folder):
+    """It saves the same tensors again, bit for bit, and none of the base."""
+    want, _, found = outcomes
+    for name, tensor in found[line].items():
+        assert parity.apart(tensor, want[name]) < 1e-5, name
+    saved, again = content(folder / "step-2"), content(folder / line / "step-2")
+    tensors = {n: t for n, t in saved.items() if isinstance(t, torch.Tensor)}
+    assert len(tensors) > 100 and all(".lora_" in name for name in tensors)
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("change", ["seed=1", "lora=null"])
+def test_load_refuses_adapters_of_another_base(outcomes, folder, change):
+    plan = compiled("glm lora", folder, (change,))
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        with pytest.raises(ValueError, match=r"holds adapters of the base \w{12}, expected"):
+            policy.load(folder / "step-2")
