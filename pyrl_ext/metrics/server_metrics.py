@@ -13,7 +13,8 @@ STEPS = {
     "finish": "to load what was verified",
     "reset": "to drop caches",
     "resume": "to resume a server",
-    "canary": "of a server's answers to the canary",
+    "canary": "of a server's answers to the canary, while it generates",
+    "proof": "that the trainer waits for these answers and scores the canary",
 }
 
 SERVER_METRICS = (

@@ -16,7 +16,7 @@ from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, join_on_ranks, 
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.groups import Counts, Groups, Score
 from pyrl_ext.rollout.turns.events import turn_metrics
-from pyrl_ext.rollout.versions import need_versions, oldest_trained, with_newest_routes
+from pyrl_ext.rollout.versions import need_versions, newest, oldest_trained, with_newest_routes
 from pyrl_ext.samples import Prompt, Sample
 
 _POLL_SECONDS = 0.5  # in which Ctrl-C is noticed
@@ -89,7 +89,7 @@ class Ahead:
         spare = self.carries and plan.rollout.too_old == "drop"
         self.lookahead = plan.rollout.ahead - spare
         self._jobs: dict[int, _Job] = {}
-        self._next: int | None = None  # the first step that has not begun
+        self._first = self._next = 0  # step that was not taken, and that has not begun
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
@@ -98,7 +98,7 @@ class Ahead:
 
         Communicates: as `generate_on_ranks`. Raises: as it does.
         """
-        self._next = step if self._next is None else self._next
+        self._first, self._next = step, max(step, self._next)
         while self._next <= min(step + self.lookahead, self.plan.steps - 1):
             self._begin(self._next, step)
             self._next += 1
@@ -119,8 +119,23 @@ class Ahead:
             return samples, counts
 
         depths = self.plan.num_mtp_layers
-        rollout = join_on_ranks(complete, whole, self.group, owns, depths, True)
+        while True:
+            rollout = join_on_ranks(complete, whole, self.group, owns, depths, True)
+            # the trainer waits for this proof only where it trains on what it is about
+            if rollout.counts["max_version"] < step or not self.engine.disproved():
+                break
+            self.again()
+        self._first = step + 1
         return rollout, turn_metrics(rollout.counts) | self._metrics(rollout.counts)
+
+    def again(self) -> None:
+        """Begin all steps again that were not taken, and give up what there is of them."""
+        with self._changed:
+            for job in self._jobs.values():
+                job.stopped = True
+            self._jobs.clear()
+        for step in range(self._first, self._next):
+            self._begin(step, self._first)
 
     def close(self) -> None:
         """Stop what runs, and end the engine."""
@@ -192,6 +207,7 @@ class Ahead:
             for number in [n for n in self._jobs if n < step + (not carried)]:
                 self._drop(self._jobs.pop(number), counts)
         for sample in chain.from_iterable(group for _, group in chosen):
+            counts["max_version"] = max(counts["max_version"], newest(sample))
             ages = step - sample.versions[sample.loss_mask]
             counts["age_tokens"] += len(ages)
             counts["ages"] += int(ages.sum())

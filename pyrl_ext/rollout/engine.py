@@ -141,6 +141,16 @@ class Engine(Protocol):
         """
         raise RuntimeError(f"{type(self).__name__}.answer: it samples no turns")
 
+    def confirm(self, check: Callable[[], None]) -> None:
+        """Calls ``check``, which compares the weights of the last load: at once, or in a thread
+        that `disproved` waits for."""
+        check()
+
+    def disproved(self) -> bool:
+        """Whether samples that came since the last `load_weights` may be of other weights. They
+        must not be used; those that come from now on may. Every rank has to call it."""
+        return False
+
     def checksums(self, names: Sequence[str] | None) -> dict[str, int]:
         """Name -> digest (`ops.digest.digest`) of the tensors of the last load, in the type they
         came in or in the engine's.

@@ -136,7 +136,17 @@ class Rollouts:
         ranks = self.group, self.plan.engine_of_rank
         with nullcontext() if self.environments is None else self.environments.guard():
             depths = self.plan.num_mtp_layers
-            return generate_on_ranks(self.engine, request, scorer, *ranks, show, depths)
+            while True:
+                rollout = generate_on_ranks(self.engine, request, scorer, *ranks, show, depths)
+                if not self.disproved():
+                    return rollout
+
+    def disproved(self) -> bool:
+        """As `Engine.disproved`; steps that are generated ahead are begun again."""
+        disproved = self.engine.disproved()
+        if disproved and self.ahead is not None:
+            self.ahead.again()
+        return disproved
 
     def _request(
         self,

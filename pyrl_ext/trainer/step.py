@@ -270,6 +270,7 @@ class RolloutStep(Step):
             old = self.policy.scores(shard, self.plan.replay.old)
         if check:
             self._check_batch(shard, old)
+        self.rollouts.disproved()  # before the weights change; the rows are of proved ones
         columns = {"old_logprobs": old.logprobs}
         if self.reference is not None:
             with phase("time/ref_logprobs"):
@@ -285,6 +286,7 @@ class RolloutStep(Step):
         assert old is not None
         metrics = index.stats() | self.rollouts.dropped | compare(shard, old, self.topo)
         metrics |= self.moved.metrics(self.topo) | self.weighed
+        metrics |= self.rollouts.engine.metrics()  # with what came after the publish
         if self.plan.rollout.ahead:
             metrics |= by_age(shard, old.logprobs, index, self.number, self.plan, self.topo)
         if self.plan.replay.enabled:

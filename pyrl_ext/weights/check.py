@@ -103,7 +103,8 @@ def sync_weights(
 
     Communicates: as ``named`` does. Syncs: twice, for the digests.
 
-    Raises: RuntimeError on the rank whose engine holds a tensor that differs from the one sent.
+    Raises: RuntimeError on the rank whose engine holds a tensor that differs from the one sent; or
+        `Engine.disproved` does.
     """
     if not engine.capabilities.weights:
         engine.load_weights(named, version, only)
@@ -112,13 +113,17 @@ def sync_weights(
     compared = rotating_sample(sendable, check, seed, version)
     sent = SentTensors(compared, dtype)
     engine.load_weights(sent.recording(named), version, only)
-    if wrong := sent.mismatches(engine.checksums(compared)):
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        raise RuntimeError(
-            f"sync_weights: rank {rank}, version {version}: {len(wrong)} of {len(compared)} "
-            "tensors differ in the engine, expected every one as the trainer sent it; samples "
-            "would come from other weights" + _lines(wrong)
-        )
+
+    def check_digests() -> None:
+        if wrong := sent.mismatches(engine.checksums(compared)):
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise RuntimeError(
+                f"sync_weights: rank {rank}, version {version}: {len(wrong)} of {len(compared)} "
+                "tensors differ in the engine, expected every one as the trainer sent it; samples "
+                "would come from other weights" + _lines(wrong)
+            )
+
+    engine.confirm(check_digests)
     return {"publish/checked": len(compared)}
 
 

@@ -23,9 +23,17 @@ class BusyEngine(Engine):
         seed: of order, lengths and waits
         longest: wait for a sample [s]
         fails: prompt whose group raises
+        wrong: version of which the first samples must not be used
     """
 
-    def __init__(self, seed: int, longest: float = 0.002, fails: int | None = None):
+    def __init__(
+        self,
+        seed: int,
+        longest: float = 0.002,
+        fails: int | None = None,
+        wrong: int | None = None,
+    ):
+        self.wrong = wrong
         self.random, self.longest, self.fails = random.Random(seed), longest, fails
         self.version, self.lock = -1, threading.Lock()
         self.begun: dict[int, int] = {}  # prompt id -> version
@@ -53,6 +61,12 @@ class BusyEngine(Engine):
             if prompt == self.fails:
                 raise ValueError(f"no paper for prompt {prompt}")
             yield of_versions(random_sample(prompt, index, 8), first, self.version)
+
+    def disproved(self) -> bool:
+        if self.version != self.wrong:
+            return False
+        self.wrong, self.begun = None, {}
+        return True
 
     def checksums(self, names: Any) -> dict[str, int]:
         return {}

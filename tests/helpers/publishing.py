@@ -52,7 +52,9 @@ class Trainer:
         pairs = cast(Iterable[tuple[str, Tensor]], pairs)
         weights = publish.Weights(pairs, version, self.shapes, bucket_bytes=1 << 16)
         given = self.servers if servers is None else servers
-        return publish.publish(self.loop, given, weights, **options)
+        done = publish.publish(self.loop, given, weights, **options)
+        done.failed |= done.wait()
+        return done
 
     def generate(self, server: Server, request: Request = REQUEST) -> Answer:
         return self.run(server.generate(request, Partial(request)))

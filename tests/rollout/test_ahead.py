@@ -112,6 +112,18 @@ def test_Ahead_trains_every_group_once_and_no_token_too_old(too_old: str):
     assert carried > 0 and given_up > 0
 
 
+@pytest.mark.parametrize("oversample", [1.0, 1.75])
+def test_Ahead_begins_again_what_a_wrong_server_took_part_in(oversample: float):
+    """In step 2 an engine turns out to be wrong; what is trained afterwards was begun after that,
+    once each."""
+    ahead = 1
+    run = Run(plan_of(ahead, oversample, too_old="train"), BusyEngine(3, wrong=2))
+    trained = [group for rollout, _ in run.steps(first=2) for group in groups_of(rollout)]
+    assert run.engine.wrong is None
+    assert len({*trained}) == len(trained) == KEEP * (STEPS - 2)
+    assert {*trained} <= {*run.engine.begun}
+
+
 def test_Ahead_keeps_recorded_routes_where_asked():
     plan = plan_of(2, second_span_routes="recorded")
     for rollout, _ in Run(plan, BusyEngine(5, longest=0.01)).steps():

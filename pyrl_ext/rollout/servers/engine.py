@@ -6,10 +6,11 @@ import asyncio
 import resource
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from pyrl_ext.rollout.all_at_once import AllAtOnce
 from pyrl_ext.rollout.engine import (
     Capabilities,
     Engine,
-    ScoreCanaries,
     TurnFeed,
     agreed_digests,
     need_weights,
@@ -32,37 +32,11 @@ from pyrl_ext.rollout.servers.client import Server, ServerFailed
 from pyrl_ext.rollout.servers.model import Model
 from pyrl_ext.rollout.servers.parts import Parts
 from pyrl_ext.rollout.servers.protocol import RPC, Request
+from pyrl_ext.rollout.servers.publisher import Publish
 from pyrl_ext.rollout.servers.router import Router, Traffic
 from pyrl_ext.rollout.servers.stream import Stream
 from pyrl_ext.rollout.versions import newest
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, route_dtype
-
-
-class Publish(Protocol):
-    """Gives servers weights.
-
-    Attributes:
-        loop: of the servers; set before the first call
-        metrics: of the last publish
-    """
-
-    loop: asyncio.AbstractEventLoop
-    metrics: dict[str, float]
-
-    def __call__(
-        self,
-        servers: Sequence[Server],
-        named: Iterable[tuple[str, Tensor]],
-        version: int,
-        only: Collection[str] | None,
-    ) -> Mapping[str, str]:
-        """Address -> reason of those that do not have the weights; called on the first rank."""
-        ...
-
-    def prove(self, version: int, score: ScoreCanaries | None) -> Mapping[str, str]:
-        """Address -> reason, on the first rank, of those that generate with others; every rank
-        calls it."""
-        ...
 
 
 class ServersEngine(Engine):
@@ -98,6 +72,8 @@ class ServersEngine(Engine):
         self.rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         self.model, self.group, self.tokenizer = model, group, tokenizer
         self.version: int | None = None
+        self._unproved, self._checks = False, ThreadPoolExecutor(1, "digests")
+        self._check: Future[None] | None = None
         self._send, self._patience = publish, patience
         self._streams: set[Stream] = set()
         self._ended, self._asked = Counter[str](), 0  # prompts; guarded, as are the streams
@@ -156,12 +132,44 @@ class ServersEngine(Engine):
             with suppress(Exception):  # so they would for this rank's part in what they gather
                 deque(named, maxlen=0)
         agree("ServersEngine.load_weights", error, version, "weights", self.group)
-        wrong = self._send.prove(version, self.score_canaries)
-        tried |= wrong if self.rank == 0 else {}
         tried, *_ = gather_objects(tried, self.group)
-        self.version = version
+        self.version, self._unproved = version, True
         numbers = self.run(self._released(version, tried))
         self._count(gather_objects(numbers, self.group))
+
+    def confirm(self, check: Callable[[], None]) -> None:
+        """Servers generate while digests are compared."""
+        self._check = self._checks.submit(check)
+
+    def disproved(self) -> bool:
+        """Take out servers that generate with other weights since the last publish.
+
+        Returns: as `Engine.disproved`.
+        Raises: RuntimeError on every rank for what `confirm` was given to check.
+        Communicates: the trainer's forward over the canary, and two lines of each rank.
+        """
+        if not self._unproved:
+            return False
+        assert self.version is not None
+        self._unproved, error = False, None
+        try:
+            if self._check is not None:
+                self._check.result()
+        except Exception as caught:  # every rank has to know
+            error = caught
+        self._check = None
+        agree("ServersEngine.disproved", error, self.version, "weights", self.group)
+        wrong = self._send.prove(self.version, self.score_canaries)
+        wrong, *_ = gather_objects(dict(wrong), self.group)
+        self._metrics |= self._send.metrics
+
+        async def take_out() -> None:
+            for lane in self.router.lanes:
+                if (reason := wrong.get(lane.server.address)) is not None:
+                    self.router.take_out(lane, reason)
+
+        self.run(take_out())
+        return bool(wrong)
 
     async def _joining(self, reports: Sequence[Mapping[str, str]]) -> list[Any]:
         """The servers that get the weights, without those that another rank took out."""
@@ -226,6 +234,7 @@ class ServersEngine(Engine):
         """Closes all connections; the servers go on."""
         if self._thread.is_alive():
             self.run(self.router.close())
+            self._checks.shutdown()  # what it asks for ends with the connections
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
 

@@ -1,8 +1,9 @@
 """publish: new weights for all servers, as a protocol whose every step has a deadline.
 
-On each server: compare its identity, pause, start, update, finish, drop caches, resume, and the
-canary. A server that fails at any step is left there: paused, and out of rotation. Its old weights
-are whole unless it failed while it loaded the new ones, and then it refuses to generate.
+On each server: compare its identity, pause, start, update, finish, drop caches and resume. Then it
+generates, and is asked for the canary meanwhile. A server that fails at any step is left there:
+paused, and out of rotation. Its old weights are whole unless it failed while it loaded the new
+ones, and then it refuses to generate.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -56,18 +58,32 @@ class Published:
 
     Attributes:
         failed: address -> why the server does not have the weights, or must not be used
-        seen: address -> how the canary came back from it
+        asked: address -> how the canary comes back from it
+        seen: the same, of those that `wait` found right
         seconds: by step, the longest of any server
-        bytes: sent to each server
+        bytes: sent to all servers together
     """
 
     failed: dict[str, str] = field(default_factory=dict[str, str])
+    asked: dict[str, Future[Seen]] = field(default_factory=dict[str, Any])
     seen: dict[str, Seen] = field(default_factory=dict[str, Seen])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     bytes: int = 0
 
-    def fail(self, server: Server, reason: str) -> None:
-        self.failed.setdefault(server.address, reason)
+    def wait(self) -> dict[str, str]:
+        """Address -> why its canary is wrong, once every server answered it or failed."""
+        failed = dict[str, str]()
+        for address, asked in self.asked.items():
+            try:
+                self.seen[address] = asked.result()
+            except Exception as error:
+                failed[address] = _reason(address, error)
+        return failed
+
+    def cancel(self) -> None:
+        """Ask no server for the canary any more."""
+        for asked in self.asked.values():
+            asked.cancel()
 
 
 def publish(
@@ -87,7 +103,7 @@ def publish(
         pause: what happens to requests that run, `rollout.pause`
         timeout: longest time that one server may take [seconds]
         identity: that a server needs to join; None: none is asked for
-        canary: what each server is asked afterwards; None: nothing
+        canary: what each server is asked from then on, while it generates; None: nothing
 
     Raises: what ``weights.named`` raises; all servers are then left paused.
     Communicates: every byte once to each server.
@@ -113,8 +129,11 @@ def publish(
         left = run(_each(ready, lambda part: part.received(transfer)))
     finally:
         run(_end(transfer, ready))
-    result.bytes, result.seconds["transfer"] = transfer.bytes, time.monotonic() - begin
-    run(_each(left, lambda part: part.complete(pause, canary)))
+    result.bytes, result.seconds["transfer"] = transfer.bytes * len(ready), time.monotonic() - begin
+    resumed = run(_each(left, lambda part: part.complete(pause)))
+    for part in resumed if canary is not None else ():
+        asked = asyncio.run_coroutine_threadsafe(part.ask(canary), loop)
+        result.asked[part.server.address] = asked
     return result
 
 
@@ -158,14 +177,15 @@ class _Part:
         mode = protocol.PAUSE_MODES[pause]
         await self._call("pause", f"{protocol.PAUSE}?mode={mode}&clear_cache={keep}")
 
-    async def complete(self, pause: Pause, canary: Canary | None) -> None:
+    async def complete(self, pause: Pause) -> None:
         """Everything after the last byte."""
         await self._call("finish", protocol.FINISH, {"weight_version": str(self.version)})
         if pause != "keep":  # salts keep the blocks of running requests apart
             await self._call("reset", protocol.RESET)
         await self._call("resume", protocol.RESUME)
-        if canary is None:
-            return
+
+    async def ask(self, canary: Canary) -> Seen:
+        """The canary's answers; a server whose answers are wrong is paused."""
         begin = time.monotonic()
         try:
             async with asyncio.timeout(self.left):
@@ -174,8 +194,8 @@ class _Part:
             with suppress(ServerFailed):
                 await self.pause("abort")
             raise ServerFailed(str(error) or f"{self.server.address}: no canary in time") from error
-        self.result.seen[self.server.address] = seen
         self._took("canary", begin)
+        return seen
 
     async def _call(self, step: str, path: str, body: Any = None) -> dict[str, Any]:
         begin = time.monotonic()
@@ -223,13 +243,16 @@ async def _each(parts: Sequence[_Part], step: Any) -> list[_Part]:
     """One step of all servers at once; those that did not fail."""
     ends = await asyncio.gather(*map(step, parts), return_exceptions=True)
     for part, end in zip(parts, ends, strict=True):
-        if isinstance(end, ServerFailed):
-            part.result.fail(part.server, str(end))
-        elif isinstance(end, Exception):
-            part.result.fail(part.server, f"{part.server.address}: {end!r}")
+        if isinstance(end, Exception):
+            address = part.server.address
+            part.result.failed[address] = _reason(address, end)
         elif isinstance(end, BaseException):
             raise end
     return [part for part, end in zip(parts, ends, strict=True) if end is None]
+
+
+def _reason(address: str, error: Exception) -> str:
+    return str(error) if isinstance(error, ServerFailed) else f"{address}: {error!r}"
 
 
 async def _begin(transfer: Transfer, parts: Sequence[_Part]) -> None:

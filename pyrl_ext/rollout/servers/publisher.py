@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,11 +13,38 @@ from torch import Tensor
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.hf.destinations import Destinations
-from pyrl_ext.rollout.servers.canary import Canary, Seen, prove
+from pyrl_ext.rollout.servers.canary import Canary, prove
 from pyrl_ext.rollout.servers.client import Server
 from pyrl_ext.rollout.servers.identity import Identity
 from pyrl_ext.rollout.servers.model import Model
-from pyrl_ext.rollout.servers.publish import Weights, publish
+from pyrl_ext.rollout.servers.publish import Published, Weights, publish
+
+
+class Publish(Protocol):
+    """Gives servers weights.
+
+    Attributes:
+        loop: of the servers; set before the first call
+        metrics: of the last publish
+    """
+
+    loop: asyncio.AbstractEventLoop
+    metrics: dict[str, float]
+
+    def __call__(
+        self,
+        servers: Sequence[Server],
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        only: Collection[str] | None,
+    ) -> Mapping[str, str]:
+        """Address -> reason of those that do not have the weights; called on the first rank."""
+        ...
+
+    def prove(self, version: int, score: ScoreCanaries | None) -> Mapping[str, str]:
+        """Address -> reason, on the first rank, of those that generate with others since the last
+        publish; every rank calls it."""
+        ...
 
 
 class Publisher:
@@ -35,7 +64,7 @@ class Publisher:
     def __init__(self, plan: Plan, device: torch.device):
         self.plan, self.device = plan, device
         self.metrics: dict[str, float] = {}
-        self._seen: dict[str, Seen] = {}
+        self._done = Published()
         self.canary = canary_of(plan)
         self._model: tuple[dict[str, torch.Size], Identity] | None = None
 
@@ -53,28 +82,37 @@ class Publisher:
         shapes, identity = self._model
         size, device = rollout.bucket_bytes, self.device
         weights = Weights(named, version, shapes, only, size, device)
-        done = publish(
+        self._done.cancel()
+        self._done = publish(
             *(self.loop, servers, weights),
             pause=rollout.pause,
             timeout=rollout.publish_timeout,
             identity=identity,
             canary=self.canary,
         )
-        self._seen = done.seen
-        self.metrics = {f"publish/{step}_seconds": taken for step, taken in done.seconds.items()}
-        self.metrics["publish/bytes"] = done.bytes * len(servers)
-        return done.failed
+        self._count()
+        return self._done.failed
 
     def prove(self, version: int, score: ScoreCanaries | None) -> Mapping[str, str]:
         """Compares what servers made of the canary with the trainer's forward; every rank calls it.
 
         Returns: address -> how its answer differs, on the first rank.
-        Communicates: as ``score`` does.
+        Communicates: as ``score`` does. Waits for the answers.
         """
-        seen, self._seen = self._seen, {}
-        if self.canary is None or score is None:
+        if self.canary is None:
             return {}
-        return prove(self.canary, seen, version, score)
+        begin, done = time.monotonic(), self._done
+        failed = done.wait()
+        if score is not None:
+            failed |= prove(self.canary, done.seen, version, score)
+        done.seconds["proof"] = time.monotonic() - begin
+        self._count()
+        return failed
+
+    def _count(self) -> None:
+        taken = self._done.seconds.items()
+        self.metrics = {f"publish/{step}_seconds": seconds for step, seconds in taken}
+        self.metrics["publish/bytes"] = self._done.bytes
 
 
 def shapes_of(plan: Plan) -> dict[str, torch.Size]:

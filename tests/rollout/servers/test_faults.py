@@ -9,9 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from pyrl_ext.rollout.build import build_in_this_process
+from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.servers.identity import Identity
 from tests.helpers.server_processes import ServerProcess
 from tests.helpers.server_runs import COMMON, assert_same, over, rows_of, run
+from tests.helpers.servers import running
+from tests.helpers.stale import StaleRoutes, server_of
+from tests.helpers.tiny import tiny_plan
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +73,23 @@ def test_train_goes_on_without_a_server(
     rows = rows_of(tmp_path / "apart")
     assert rows[0]["servers/used"] == 2 and rows[-2]["servers/used"] == 1
     assert third.address in said and "1 servers are left" in said
+
+
+def test_train_makes_again_what_a_server_with_old_routes_made(
+    steady: ServerProcess, beside: Path, tmp_path: Path
+):
+    """The canary is asked while it generates; the log-probs of its samples are right."""
+    plan = tiny_plan(*COMMON)
+    engine = build_in_this_process(plan, torch.device("cpu"))
+    assert isinstance(engine, HFEngine)
+    known = Identity.of(plan.hf, engine.shapes(), plan.rollout_dtype, plan.tokenizer_path)
+    with running(engine, plan.longest + 50, server_of(StaleRoutes)) as stale:
+        stale.server.identity = known.to_json()
+        servers = f"rollout.servers={[steady.address, stale.url]}"
+        code, said = run(tmp_path / "apart", servers)
+        assert code == 0 and stale.server.worker.counts["answers"] > 4
+    assert f"{stale.url}: canary of version 1: " in said and "of layer 1 differ" in said
+    assert_same(tmp_path / "apart", beside)
 
 
 def test_train_stops_with_the_reasons_of_all_servers(tmp_path: Path):

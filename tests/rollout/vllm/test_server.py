@@ -78,6 +78,7 @@ class Served:
         weights = Weights(checkpoint(MODELS[version]).items(), version, shapes_of(self.plan))
         options = {"canary": self.canary, "identity": identity_of(self.plan)} | more
         done = publish(self.loop, [self.server], weights, pause="abort", timeout=300, **options)
+        done.failed |= done.wait()
         assert done.failed == {}, (done.failed, self.log.read_text()[-3000:])
         return done
 
@@ -198,7 +199,8 @@ def test_canary_finds_what_a_publish_without_reset_leaves_in_the_cache(served: S
         weights = Weights(named.items(), version, shapes_of(served.plan))
         with patch.object(_Part, "_call", patched):
             options = {"canary": served.canary, "pause": "abort", "timeout": 300.0}
-            found.append(publish(served.loop, [server], weights, **options).failed)  # type: ignore
+            done = publish(served.loop, [server], weights, **options)  # type: ignore
+            found.append(done.failed | done.wait())
     served.run(server.close())
     assert found[0] == found[2] == {} and found[1].keys() == {served.address}
     assert "canary of version 12: through the cache" in found[1][served.address]
