@@ -220,7 +220,7 @@ def tensors_of(policy: Policy) -> dict[str, list[Tensor]]:
         if module.optimizer is None:
             continue
         held = {_storage(x)[0] for x in weights}
-        parameters = [x for chunk in module.chunks for x in chunk.parameters()]
+        parameters = [x for c in module.chunks for x in c.parameters() if x.requires_grad]
         found[f"gradients{of}"] = [x.main_grad for x in parameters]
         found[f"optimizer{of}"] = [
             x

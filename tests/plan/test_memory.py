@@ -214,12 +214,13 @@ def test_fits_and_seems_to_fit_accept_anything_without_a_limit():
 STEPS = [
     *(("objective.kl_coef=0.1",), ("model.recompute=selective",), ("model.recompute=full",)),
     *(("model.dtype=bfloat16", f"model.recompute={x}") for x in ("none", "selective", "full")),
+    *(("lora.rank=8", "lora.alpha=16", x) for x in ("lora.experts=none", "model.dtype=bfloat16")),
 ]
 
 
 @pytest.mark.parametrize(
     ("config", "overrides"),
-    [*((CONFIG, some) for some in STEPS), *((QWEN3, STEPS[i]) for i in (0, 4))],
+    [*((CONFIG, some) for some in STEPS), *((QWEN3, STEPS[i]) for i in (0, 4, 7))],
     ids=lambda each: each.stem if isinstance(each, Path) else ",".join(each),
 )
 def test_stage_memory_predicts_what_a_step_holds(config: Path, overrides: tuple[str, ...]):
@@ -237,7 +238,7 @@ def test_stage_memory_predicts_what_a_step_holds(config: Path, overrides: tuple[
             assert row["predicted"] == row["measured"] > 0, name
     named = {"weights", "gradients", "optimizer", "engine weights", "activations", "routes"}
     assert {*result["items"]} >= named
-    assert ("reference" in result["items"]) == (plan.objective.kl_coef > 0)
+    assert ("reference" in result["items"]) == (plan.objective.kl_coef > 0 and plan.lora is None)
     for name in ("publish", "logprobs", "update"):
         row = result["phases"][name]
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.3), name

@@ -8,7 +8,7 @@ and on a GPU. What transformer-engine fuses is counted as if it were not fused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.attention import Heads, heads_of
@@ -16,6 +16,7 @@ from pyrl_ext.plan.forecast.cp_gather import gathers_latents
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.families.blocks import Latent
+from pyrl_ext.plan.model.lora import adapted
 from pyrl_ext.plan.plan import Plan
 
 
@@ -43,12 +44,17 @@ class Layer(NamedTuple):
 def layer(plan: Plan, sparse: bool) -> Layer:
     """Bytes that a layer, with experts (`sparse`) or without, saves when nothing is recomputed."""
     sizes, tp, each = plan.sizes, plan.parallel.tp, DTYPE_BYTES[plan.model.dtype]
-    heads = heads_of(plan)
-    projections = (each * sizes.hidden_size + _latent_inputs(plan)) / tp
-    projections += _norms_of_heads(plan, heads)
-    projections += each * heads.output  # input of the last product
-    feed_forward_input = each * sizes.hidden_size / tp
-    feed_forward = _experts(plan) if sparse else _gated(plan, sizes.intermediate_size)
+    heads, read = heads_of(plan), inputs_kept(plan, sparse)
+    narrow = adapters_kept(plan, sparse)
+    projections = each * sizes.hidden_size * ("attention" in read) / tp
+    projections += _latent_inputs(plan, read) / tp
+    projections += _norms_of_heads(plan, heads) + narrow.attention
+    projections += each * heads.output * ("core" in read)  # input of the last product
+    # megatron's routers keep their input, also for a frozen weight
+    feed_forward_input = each * sizes.hidden_size * ("mlp" in read or sparse) / tp
+    feed_forward = narrow.feed_forward + (
+        _experts(plan, read) if sparse else _gated(plan, sizes.intermediate_size, read)
+    )
     return Layer(
         norms=2 * _norm(plan, sizes.hidden_size) / tp,
         projections=projections,
@@ -57,6 +63,43 @@ def layer(plan: Plan, sparse: bool) -> Layer:
         feed_forward=feed_forward_input + feed_forward,
         feed_forward_input=feed_forward_input,
     )
+
+
+ALL_INPUTS = frozenset(
+    {"attention", "query", "latent", "core", "mlp", "inside mlp", "experts", "inside experts"}
+)
+
+
+def inputs_kept(plan: Plan, sparse: bool) -> Set[str]:
+    """The inputs of a layer's linears that are kept for gradients of weights: of frozen ones, those
+    that adapters read."""
+    if plan.lora is None:
+        return ALL_INPUTS
+    return {each.input for each in adapted(plan.sizes, plan.lora, sparse)}
+
+
+class Narrow(NamedTuple):
+    """Bytes that a layer's adapters save for a row: what their A make."""
+
+    attention: float
+    feed_forward: float
+
+
+def adapters_kept(plan: Plan, sparse: bool) -> Narrow:
+    """Bytes for a row of what the A of a layer's adapters make. Tensor-parallel ranks gather it
+    where W is cut by rows, and have a part of it elsewhere."""
+    lora, attention, feed_forward = plan.lora, 0.0, 0.0
+    if lora is None:
+        return Narrow(attention, feed_forward)
+    for each in adapted(plan.sizes, lora, sparse):
+        rows = 1.0 if each.cut == "rows" else 1 / plan.parallel.tp
+        rows = dispatched(plan) if each.experts else rows
+        kept = rows * DTYPE_BYTES[plan.model.dtype] * lora.rank_of(each.experts > 0)
+        if each.input in ("attention", "query", "latent", "core"):
+            attention += kept
+        else:
+            feed_forward += kept
+    return Narrow(attention, feed_forward)
 
 
 def _norm(plan: Plan, width: int, input_width: int | None = None) -> int:
@@ -68,10 +111,11 @@ def _norm(plan: Plan, width: int, input_width: int | None = None) -> int:
     kept = input_width or width
     if plan.device == "cuda":
         return each * kept + 4
-    return 4 * (kept if each == 4 else width) + 4 * width + 4
+    output = 4 * width * (plan.lora is None)  # for the gradient of its weight
+    return 4 * (kept if each == 4 else width) + output + 4
 
 
-def _latent_inputs(plan: Plan) -> int:
+def _latent_inputs(plan: Plan, read: Set[str]) -> int:
     """The compressed query and key/value: their norms, and the outputs of these, except for latents
     that other ranks gather (`_gathered_latents`)."""
     sizes = plan.sizes
@@ -79,9 +123,9 @@ def _latent_inputs(plan: Plan) -> int:
         return 0
     each, rank = DTYPE_BYTES[plan.model.dtype], sizes.kv_lora_rank
     kept = _norm(plan, rank, rank + sizes.qk_rope_head_dim)
-    kept += each * rank * (not gathers_latents(plan))
+    kept += each * rank * ("latent" in read and not gathers_latents(plan))
     if sizes.q_lora_rank:
-        kept += _norm(plan, sizes.q_lora_rank) + each * sizes.q_lora_rank
+        kept += _norm(plan, sizes.q_lora_rank) + each * sizes.q_lora_rank * ("query" in read)
     return kept
 
 
@@ -139,9 +183,10 @@ def _core(plan: Plan, heads: Heads) -> float:
     return kept + each * heads.query * (heads.query != heads.output)
 
 
-def _gated(plan: Plan, width: int) -> float:
+def _gated(plan: Plan, width: int, read: Set[str]) -> float:
     """A gated MLP saves gate and up, and their product."""
-    return 3 * DTYPE_BYTES[plan.model.dtype] * width / plan.parallel.tp
+    saved = 2 + ("inside mlp" in read)
+    return saved * DTYPE_BYTES[plan.model.dtype] * width / plan.parallel.tp
 
 
 def dispatched(plan: Plan) -> float:
@@ -149,7 +194,7 @@ def dispatched(plan: Plan) -> float:
     return plan.sizes.topk * plan.parallel.etp_size / plan.parallel.tp
 
 
-def _experts(plan: Plan) -> float:
+def _experts(plan: Plan, read: Set[str]) -> float:
     """Router and dispatch of a row, its copies for the routed experts, and the shared expert."""
     sizes, parallel = plan.sizes, plan.parallel
     each, experts = DTYPE_BYTES[plan.model.dtype], sizes.num_experts
@@ -157,8 +202,9 @@ def _experts(plan: Plan) -> float:
     # map, and where a row's begin; the pairs themselves, unless they are replayed
     router = 8 * experts + 24 * sizes.topk + 8 + 8 * sizes.topk * (not plan.replay.train)
     width = sizes.moe_intermediate_size / parallel.etp_size
-    row = each * (sizes.hidden_size + 3 * width) + 4
-    shared = _gated(plan, sizes.shared_expert_width)
+    saved = 2 + ("inside experts" in read)
+    row = each * (sizes.hidden_size * ("experts" in read) + saved * width) + 4
+    shared = _gated(plan, sizes.shared_expert_width, read)
     return router / parallel.tp + dispatched(plan) * row + shared
 
 
@@ -185,7 +231,8 @@ def chunk_activations(plan: Plan, chunk: ModelChunk) -> Kept:
     split = [_recomputed(plan, layer(plan, kind), kind) for kind in sparse]
     kept = sum(part for part, _ in split)
     # an MTP layer adds two norms, the concatenated input of a projection, and a last norm
-    kept += chunk.mtp * (3 * _norm(plan, hidden) + 2 * each * hidden) / tp
+    joined = 2 * each * hidden * (plan.lora is None)
+    kept += chunk.mtp * (3 * _norm(plan, hidden) + joined) / tp
     head = 0.0
     if chunk.loss:  # the final norm, and the hidden states of every depth as the head reads them
         head = (_norm(plan, hidden) + (1 + plan.num_mtp_layers) * each * hidden) / tp
