@@ -66,6 +66,7 @@ CORE = {
         *("plan/schema/lora", "plan/rules/lora", "plan/model/lora"),
         *("models/lora_table", "models/lora_live", "models/peft_folder", "megatron/lora"),
         *("rollout/adapters", "rollout/hf/adapters", "rollout/vllm/adapters"),
+        *("rollout/adapters", "rollout/hf/adapters", "rollout/vllm/adapters"),
     ),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),

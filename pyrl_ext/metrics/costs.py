@@ -84,6 +84,19 @@ COSTS = (
         "Device memory that rank 0's engine freed when it went to sleep.",
     ),
     Metric(
+        "publish/tensor_bytes",
+        "bytes",
+        "Bytes of the tensors that rank 0 sent to the engine: all of them, or those that changed.",
+    ),
+    Metric(
+        "publish/move_seen",
+        "1",
+        "With LoRA adapters that are merged into what is published: the share of the policy's move "
+        "that is left in the engine's dtype, sum of d * (round(W + d) - round(W)) / sum of d ** 2 "
+        "over all numbers of the weights W with an adapter, d = alpha / rank * B A in float32.",
+        band=(0.9, 0.5),
+    ),
+    Metric(
         "publish/checked",
         "tensors",
         "Tensors whose digest in the engine was compared with the trainer's and equal.",

@@ -12,6 +12,7 @@ from pyrl_ext.data.source import Source, image_reader
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
+from pyrl_ext.rollout.adapters import applied_lora
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.process.client import IdleEngine, ProcessEngine
 from pyrl_ext.samples import Sampling
@@ -86,6 +87,7 @@ def build_in_this_process(plan: Plan, device: torch.device) -> Engine:
             max_num_seqs=plan.rollout.max_num_seqs,
             tokenizer=load_tokenizer(folder) if (folder := _stops_with(plan)) else None,
             scale=reader.scale if (reader := image_reader(plan)) else None,
+            lora=applied_lora(plan),
         )
     if plan.rollout.engine == "recorded":
         from pyrl_ext.rollout.recorded import RecordedEngine
@@ -122,6 +124,7 @@ def _vllm(plan: Plan) -> Engine:
         sleeps=plan.engine_sleeps,
         tokenizer=plan.tokenizer_path if reader else _stops_with(plan),
         scale=reader.scale if reader else None,
+        lora=applied_lora(plan),
         options=plan.rollout.engine_options,
     )
 

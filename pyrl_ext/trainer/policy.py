@@ -36,7 +36,7 @@ from pyrl_ext.trainer.encoder import Features, encode
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.trainer.zero_gradient import check_zero_gradient
-from pyrl_ext.weights.modules import ModuleTensors
+from pyrl_ext.weights.modules import Live, ModuleTensors
 
 
 @dataclass(frozen=True)
@@ -111,22 +111,25 @@ class Policy:
         known = {name: module.table for name, module in self.modules.items()}
         return ModuleTensors(self.plan, self.topo, known)
 
+    def live(self) -> dict[str, Live]:
+        """The tensors of the modules that this rank runs."""
+        return {n: Live(m.weights(), m.topo, m.adapters) for n, m in self.modules.items()}
+
     def weights(self, only: Set[str] | None = None) -> BucketStream:
-        """Every checkpoint tensor (HF name, value) of all modules, whole on every rank; may alias
-        live parameters.
+        """Every checkpoint tensor (HF name, value) of all modules, adapters merged, whole on every
+        rank; may alias live parameters.
 
         Args:
             only: names of the wanted tensors; None: all.
 
         Communicates: see `GatheredWeights`.
         """
-        live = {name: (module.weights(), module.topo) for name, module in self.modules.items()}
-        return self.tensors.whole(live, only=only)
+        return self.tensors.whole(self.live(), only=only)
 
     def gradients(self) -> BucketStream:
         """The gradients that `accumulate` left, float32, named and shaped as in `weights`; see
         `Module.gradients`."""
-        live = {name: (module.gradients(), module.topo) for name, module in self.modules.items()}
+        live = {n: Live(m.gradients(), m.topo) for n, m in self.modules.items()}
         return self.tensors.whole(live, torch.float32)
 
     def offload(self, part: Offloadable) -> int:
@@ -182,8 +185,7 @@ class Policy:
             parts = self._run(shard, reduce, replay, forward_only=True)
             layers = self.plan.sizes.num_hidden_layers + self.plan.num_mtp_layers
             agreement = replay_hooks.agreement(layers) if replay else {}
-        scored = self._in_order(parts, len(shard.rows.tokens))
-        logprobs, entropy = scored.cpu().T.contiguous()
+        logprobs, entropy = self._in_order(parts, len(shard.rows.tokens)).cpu().T.contiguous()
         return Scores(logprobs, entropy, agreement)
 
     def _in_order(self, parts: list[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
@@ -394,7 +396,5 @@ class Policy:
         total = torch.zeros(len(names[0]), 2, dtype=torch.float64, device=self.topo.device)
         for part in parts:
             total += part["sums"]
-        total = sum_over_ranks(total, self.topo).tolist()
-        return {
-            name: (value, number) for name, (value, number) in zip(names[0], total, strict=True)
-        }
+        sums = sum_over_ranks(total, self.topo).tolist()
+        return {name: (value, count) for name, (value, count) in zip(names[0], sums, strict=True)}

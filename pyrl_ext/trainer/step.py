@@ -178,6 +178,7 @@ class RolloutStep(Step):
 
     rollouts: Rollouts
     number: int = field(default=0, init=False)  # of the step that is trained
+    _sent: bool = field(default=False, init=False)  # the engine has all weights
 
     @classmethod
     def build(
@@ -220,20 +221,33 @@ class RolloutStep(Step):
                 if part != "weights":
                     with phase("time/offload"):
                         freed += self.policy.offload(part)
-            metrics = sync_weights(
-                self.rollouts.engine,
-                self.policy.weights(),
-                self.policy.tensors.engine_names,
-                version,
-                dtype=self._engine_dtype,
-                check=rollout.check_tensors,
-                seed=self.plan.seed,
-            )
+            metrics = self._send(version)
             if "weights" in parts:
                 with phase("time/offload"):
                     freed += self.policy.offload("weights")
         metrics |= self.rollouts.engine.metrics()
         return metrics | {"memory/offloaded": freed} if parts else metrics
+
+    def _send(self, version: int) -> Metrics:
+        """Send the weights, or, to an engine that has the others, those that steps change."""
+        plan, tensors, only = self.plan, self.policy.tensors, None
+        # a server may have been started again, or join
+        if self._sent and not (plan.engine_sleeps or plan.engines_apart):
+            only = tensors.changing
+        move, self._sent = tensors.move_seen(self._engine_dtype), False
+        metrics = sync_weights(
+            self.engine,
+            tensors.published(self.policy.live(), only, move),
+            tensors.engine_names,
+            version,
+            dtype=self._engine_dtype,
+            # factors are few bytes, and the base that stays in the engine is compared once
+            check="all" if plan.lora_publish == "adapter" else plan.rollout.check_tensors,
+            seed=plan.seed,
+            only=only,
+        )
+        self._sent = True
+        return metrics | move.metrics() if move is not None else metrics
 
     def take(self, number: int, phase: Phase) -> Rollout:
         """The scored samples of step ``number``."""
@@ -309,7 +323,7 @@ class RolloutStep(Step):
             partial(
                 full_check,
                 self.rollouts.engine,
-                policy.weights,
+                lambda: policy.tensors.published(policy.live()),
                 policy.tensors.engine_names,
                 policy.step,
                 dtype=self._engine_dtype,

@@ -33,10 +33,13 @@ class SentTensors:
     Args:
         names: the tensors to record
         dtype: of the engine's weights; it may hold a tensor in this type or in the type it came in
+
+    Attributes:
+        bytes: of all tensors that left
     """
 
     def __init__(self, names: Collection[str], dtype: torch.dtype):
-        self.names, self.dtype = names, dtype
+        self.names, self.dtype, self.bytes = names, dtype, 0
         self._wanted = set(names)
         self._exact: dict[str, Tensor] = {}
         self._rounded: dict[str, Tensor] = {}
@@ -46,6 +49,7 @@ class SentTensors:
         return observed(named, self._record)
 
     def _record(self, name: str, tensor: Tensor) -> None:
+        self.bytes += tensor.nbytes
         if name in self._wanted:
             self._exact[name] = self._rounded[name] = digest_on_device(tensor)
             if tensor.dtype != self.dtype:
@@ -98,8 +102,8 @@ def sync_weights(
         seed: of the order in which tensors take turns
         only: names of the tensors that changed; None: all are sent
 
-    Returns: metrics: ``publish/checked``, the number of tensors compared; nothing if the engine has
-        no weights.
+    Returns: metrics: ``publish/checked``, the number of tensors compared, and
+        ``publish/tensor_bytes``, of all that were sent; nothing if the engine has no weights.
 
     Communicates: as ``named`` does. Syncs: twice, for the digests.
 
@@ -124,7 +128,7 @@ def sync_weights(
             )
 
     engine.confirm(check_digests)
-    return {"publish/checked": len(compared)}
+    return {"publish/checked": len(compared), "publish/tensor_bytes": sent.bytes}
 
 
 def engine_tensor_names(names: Iterable[str], num_layers: int) -> list[str]:

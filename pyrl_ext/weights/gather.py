@@ -232,6 +232,8 @@ class GatheredWeights(BucketStream):
         live: this rank's tensors by megatron name, as planned; None: it does not run the module.
         topo: of the module that they belong to.
         outward: to the ranks that do not run the module; None: this rank sends to none.
+        sent: tensors in place of ``live``, by the same names and of the same kind, each of which is
+            asked for once, when its bucket is gathered; None: ``live``.
 
     Communicates: per bucket an all-gather over the tensor-parallel and one over the expert-parallel
     group, of what they divide; a broadcast of all of it to the other stages, and one to the ranks
@@ -245,8 +247,10 @@ class GatheredWeights(BucketStream):
         live: Mapping[str, Tensor] | None,
         topo: Topology,
         outward: Outward | None = None,
+        sent: Mapping[str, Tensor] | None = None,
     ):
         self.planned, self.live, self.topo, self.outward = planned, live, topo, outward
+        self.sent = live if sent is None else sent
         if live is not None:
             self._check(live)
 
@@ -291,8 +295,8 @@ class GatheredWeights(BucketStream):
     def _parts(self, shards: Shards, scratch: Tensor) -> list[Tensor]:
         """All shards, by rank, or the live parameter if it is whole."""
         if not shards.starts:
-            assert self.live is not None  # no rank is outside the module
-            return [self.live[shards.row.megatron_name].detach()]
+            assert self.sent is not None  # no rank is outside the module
+            return [self.sent[shards.row.megatron_name].detach()]
         return [shards.view(scratch, rank) for rank in range(len(shards.starts))]
 
     def _mine(self, sharded: ShardedBucket) -> Iterator[Shards]:
@@ -320,13 +324,13 @@ class GatheredWeights(BucketStream):
 
     def _fill(self, sharded: ShardedBucket, buffer: Tensor) -> None:
         """Makes the scratch buffer of a bucket complete on every rank."""
-        if self.live is not None:
-            self._fill_inside(sharded, buffer, self.live)
+        if self.sent is not None:
+            self._fill_inside(sharded, buffer, self.sent)
         if self.outward is not None:
             dist.broadcast(buffer, self.outward.source, group=self.outward.group)
 
     def _fill_inside(
-        self, sharded: ShardedBucket, buffer: Tensor, live: Mapping[str, Tensor]
+        self, sharded: ShardedBucket, buffer: Tensor, sent: Mapping[str, Tensor]
     ) -> None:
         """The same on the ranks of the module."""
         topo = self.topo
@@ -334,7 +338,7 @@ class GatheredWeights(BucketStream):
             for shards in self._mine(sharded):
                 if shards.starts:
                     _, rank, _ = tensor_split(shards.row, topo)
-                    shards.view(buffer, rank).copy_(live[shards.row.megatron_name])
+                    shards.view(buffer, rank).copy_(sent[shards.row.megatron_name])
             for name, (start, length) in sharded.segments.items():
                 group: dist.ProcessGroup = getattr(topo.groups, name)
                 if length and group.size() > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +12,15 @@ from torch import Tensor
 from pyrl_ext.dist.buckets import Allocate, Bucket, BucketStream
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.models import family
+from pyrl_ext.models.lora_live import Adapters
+from pyrl_ext.models.lora_table import adapter_table, targeted
 from pyrl_ext.models.weight_table import Weight
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import Grid
+from pyrl_ext.rollout.tensor_names import layer_of
 from pyrl_ext.weights.check import engine_tensor_names
 from pyrl_ext.weights.gather import GatheredWeights, Outward, ShardedBucket, plan_buckets
+from pyrl_ext.weights.move import MoveSeen
 
 Buckets = Mapping[str, Sequence[ShardedBucket]]  # of each module
 
@@ -26,6 +31,20 @@ def table_of(plan: Plan, module: str) -> list[Weight]:
     if module == "llm" or kind.tower is None:
         return kind.weights(plan.sizes, plan.num_mtp_layers)
     return kind.tower.weights(plan.sizes)
+
+
+class Live(NamedTuple):
+    """The part of a module that a rank holds.
+
+    Args:
+        tensors: by megatron name.
+        topo: of the module.
+        adapters: that are merged into the tensors; None: none.
+    """
+
+    tensors: Mapping[str, Tensor]
+    topo: Topology
+    adapters: Adapters | None = None
 
 
 class ModuleTensors:
@@ -43,13 +62,46 @@ class ModuleTensors:
         self.plan, self.topo = plan, topo
         self.tables = {name: known.get(name) or table_of(plan, name) for name in plan.grids}
 
+    @cached_property
+    def factors(self) -> list[Weight]:
+        """The factors of adapters that the engine applies itself."""
+        lora = self.plan.lora
+        if lora is None or self.plan.lora_publish != "adapter":
+            return []
+        return adapter_table(self.tables["llm"], lora)
+
     @property
     def engine_names(self) -> list[str]:
-        """The checkpoint tensors that an engine holds, of all modules, in the order of `whole`."""
+        """The checkpoint tensors that an engine holds, of all modules, in the order of `whole`, and
+        the factors that it applies itself."""
         layers = self.plan.sizes.num_hidden_layers
         names = {m: [name for row in t for name in row.hf_names] for m, t in self.tables.items()}
         names["llm"] = engine_tensor_names(names["llm"], layers)
-        return [name for each in names.values() for name in each]
+        factors = [name for row in self.factors for name in row.hf_names]
+        return [
+            name
+            for each in (*names.values(), engine_tensor_names(factors, layers))
+            for name in each
+        ]
+
+    @cached_property
+    def changing(self) -> frozenset[str] | None:
+        """Those of `engine_names` that steps change, or that have to come with them; None: all.
+
+        With adapters these are their factors, or the weights that factors are merged into. vLLM,
+        which fuses tensors of a layer, takes all of a layer or none.
+        """
+        lora, names = self.plan.lora, self.engine_names
+        if lora is None:
+            return None
+        rows = self.tables["llm"]
+        wanted = {row.hf_names[i] for row in rows for i in targeted(row, lora)}
+        if self.factors:
+            wanted = {name for row in self.factors for name in row.hf_names}
+        elif self.plan.rollout.engine == "vllm":
+            layers = {layer_of(name) for name in wanted} - {None}
+            wanted |= {name for name in names if layer_of(name) in layers}
+        return frozenset(wanted.intersection(names))
 
     @cached_property
     def buckets(self) -> Buckets:
@@ -62,17 +114,18 @@ class ModuleTensors:
 
     def whole(
         self,
-        live: Mapping[str, tuple[Mapping[str, Tensor], Topology]],
+        live: Mapping[str, Live],
         dtype: torch.dtype | None = None,
         only: Set[str] | None = None,
-    ) -> BucketStream:
+        move: MoveSeen | None = None,
+    ) -> _Joined:
         """Every wanted tensor (HF name, value), whole on every rank, one module after the other.
 
         Args:
-            live: of the modules that this rank runs: its tensors by megatron name, and the module's
-                topology.
+            live: of the modules that this rank runs.
             dtype: of all tensors; None: of the weights.
             only: checkpoint names that are wanted; None: all.
+            move: gets the tensors that adapters are merged into.
 
         Communicates: see `GatheredWeights`.
         Raises: ValueError listing names that no module has.
@@ -82,13 +135,44 @@ class ModuleTensors:
         planned = self.buckets if dtype is None and only is None else self._planned(dtype, only)
         parts: list[GatheredWeights] = []
         for name, grid in self.plan.grids.items():
-            tensors, topo = live.get(name, (None, self.topo))
+            tensors, topo, adapters = live.get(name, (None, self.topo, None))
             outward = _outward(grid, self.topo)
-            parts.append(GatheredWeights(planned[name], tensors, topo, outward))
+            merged = None
+            if adapters is not None and tensors is not None:
+                merged = adapters.merged(tensors, None if move is None else move.note)
+            parts.append(GatheredWeights(planned[name], tensors, topo, outward, merged))
         return _Joined(parts)
 
+    def published(
+        self, live: Mapping[str, Live], only: Set[str] | None = None, move: MoveSeen | None = None
+    ) -> BucketStream:
+        """The tensors of `engine_names`: `whole`, or the base and then the factors of adapters.
+
+        Args: as for `whole`.
+        Communicates: see `GatheredWeights`.
+        """
+        if not self.factors:
+            return self.whole(live, only=only, move=move)
+        base = {name: each._replace(adapters=None) for name, each in live.items()}
+        planned = plan_buckets(self.plan, self.factors, only=only)
+        of, topo = live["llm"].adapters, live["llm"].topo
+        assert of is not None
+        factors = GatheredWeights(planned, of.live(), topo)
+        return _Joined([*self.whole(base, only=only).parts, factors])
+
+    def move_seen(self, dtype: torch.dtype) -> MoveSeen | None:
+        """For `published`; None: no adapters are merged.
+
+        Args:
+            dtype: of the engine's weights.
+        """
+        if self.plan.lora_publish != "merge":
+            return None
+        return MoveSeen(dtype, self.topo)
+
     def _check(self, only: Set[str]) -> None:
-        known = {n for table in self.tables.values() for row in table for n in row.hf_names}
+        tables = (*self.tables.values(), self.factors)
+        known = {n for table in tables for row in table for n in row.hf_names}
         if unknown := sorted(only - known):
             raise ValueError(
                 f"ModuleTensors.whole: {len(unknown)} names are unknown: {unknown[:6]}, expected "

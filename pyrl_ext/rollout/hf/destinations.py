@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pyrl_ext.plan.schema.lora import Lora
+from pyrl_ext.rollout.adapters import adapters_of, is_factor
+from pyrl_ext.rollout.hf.adapters import attach
 from pyrl_ext.rollout.hf.model import model_class, read_config
 from pyrl_ext.rollout.hf.published import published
 from pyrl_ext.rollout.tensor_names import layer_of, split_experts
@@ -40,12 +43,22 @@ class Destinations:
         self.mtp_layers = range(layers, layers + extra)
 
     @classmethod
-    def on_paper(cls, config: dict[str, Any] | str | Path) -> Destinations:
-        """The destinations of the model of a config; without memory, for names and shapes."""
+    def on_paper(
+        cls, config: dict[str, Any] | str | Path, lora: Lora | None = None
+    ) -> Destinations:
+        """The destinations of the model of a config, with the factors of adapters that it applies;
+        without memory, for names and shapes."""
         known = read_config(config)
         with torch.device("meta"):
             model = model_class(known).from_config(known)
         model.tie_weights()
+        return cls.of(model, lora)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, lora: Lora | None) -> Destinations:
+        """The destinations of a model, which gets adapters if there is ``lora``."""
+        if lora is not None:
+            attach(model, adapters_of(lora, cls(model).parts))
         return cls(model)
 
     def shape(self, name: str) -> torch.Size:
@@ -137,8 +150,9 @@ class Destinations:
 
     def need_whole_layers(self, names: Collection[str]) -> None:
         """Raises ValueError if ``names`` holds only some of the tensors of a decoder layer."""
-        layers = {layer_of(name) for name in names} - {None}
-        lacking = [n for n in self.parts if n not in names and layer_of(n) in layers]
+        layers = {layer_of(name) for name in names if not is_factor(name)} - {None}
+        weights = (name for name in self.parts if not is_factor(name))
+        lacking = [n for n in weights if n not in names and layer_of(n) in layers]
         if lacking:
             raise ValueError(
                 f"{self.where}.load_weights: {len(lacking)} tensors of {len(layers)} layers are "

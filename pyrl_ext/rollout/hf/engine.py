@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pyrl_ext.data.chat import Tokenizer
 from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.ops.digest import digest_on_device, read
+from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.all_at_once import AllAtOnce
 from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, incomplete, need_weights
 from pyrl_ext.rollout.hf.destinations import Destinations
@@ -41,6 +42,7 @@ class HFEngine(Engine):
         experts, attention: transformers implementations by name; None = the faster ones here
         tokenizer: a transformers tokenizer, for sampling with stop strings
         scale: of the image processor; None: prompts have no images
+        lora: adapters that it applies itself; their factors come with the weights
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class HFEngine(Engine):
         attention: str | None = None,
         tokenizer: Tokenizer | None = None,
         scale: Scale | None = None,
+        lora: Lora | None = None,
     ):
         if max_num_seqs < 1:
             raise ValueError(f"HFEngine.max_num_seqs: {max_num_seqs}, expected at least 1")
@@ -69,7 +72,7 @@ class HFEngine(Engine):
         self._chosen: list[Tensor | None] = [None] * len(routers)
         for slot, router in enumerate(routers):
             router.register_forward_hook(self._hook(slot))
-        self._destinations = Destinations(self.model)
+        self._destinations = Destinations.of(self.model, lora)
         self._offloaded = OffloadedStorage()
         self._refusal = "no weights were loaded yet"
         self.version: int | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.plan import Plan
+from pyrl_ext.rollout.adapters import applied_lora
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.servers.canary import Canary, prove
@@ -117,7 +118,7 @@ class Publisher:
 
 def shapes_of(plan: Plan) -> dict[str, torch.Size]:
     """Shape of every tensor that an engine of this plan holds, by its checkpoint name."""
-    held = Destinations.on_paper(plan.hf)
+    held = Destinations.on_paper(plan.hf, applied_lora(plan))
     return {name: held.shape(name) for name in held.parts}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,7 @@ def patch() -> None:
     """
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
     method: Any = experts.UnquantizedFusedMoEMethod
     setup = method._setup_kernel
@@ -89,6 +91,18 @@ def patch() -> None:
     method._setup_kernel = packing_again
     embedding: Any = vocab_parallel_embedding.UnquantizedEmbeddingMethod
     embedding.process_weights_after_loading = _unpacked
+    FusedMoEConfig.__post_init__ = _without_adapters(FusedMoEConfig.__post_init__)
+
+
+def _without_adapters(finish: Callable[[Any], None]) -> Callable[[Any], None]:
+    """With any LoRA, vLLM 0.32 takes Triton's experts, which no CPU runs, also if no expert has an
+    adapter (`fused_moe/layer.py`, `FusedMoEFactory`); ours never have one here."""
+
+    def post_init(self: Any) -> None:
+        self.is_lora_enabled = False
+        finish(self)
+
+    return post_init
 
 
 def _unpacked(_method: Any, layer: Any) -> None:

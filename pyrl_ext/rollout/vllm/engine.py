@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.all_at_once import AllAtOnce
 from pyrl_ext.rollout.engine import (
     Capabilities,
@@ -26,6 +27,7 @@ from pyrl_ext.rollout.engine import (
 )
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
+from pyrl_ext.rollout.vllm.adapters import lora_arguments, request_of
 from pyrl_ext.rollout.vllm.images import PromptImages, Scale
 from pyrl_ext.rollout.vllm.kept_sets import returned_sets, sample_fields
 from pyrl_ext.rollout.vllm.requests import Requests
@@ -34,6 +36,7 @@ from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn, route_dtype
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput
+    from vllm.lora.request import LoRARequest
 
 
 class VLLMEngine(Engine):
@@ -60,7 +63,10 @@ class VLLMEngine(Engine):
             a top-k, and log-probs of greedy samples are 0
         sleeps: on a GPU, allow `sleep` to free memory; vLLM has to know from the start
         scale: of the image processor; None: prompts have no images
+        lora: adapters that it applies itself; their factors come with the weights
         options: further arguments of vLLM's engine
+
+    Raises: ValueError naming modules whose adapters vLLM would not apply.
     """
 
     def __init__(
@@ -81,6 +87,7 @@ class VLLMEngine(Engine):
         sleeps: bool = False,
         tokenizer: str | Path | None = None,
         scale: Scale | None = None,
+        lora: Lora | None = None,
         options: dict[str, Any] | None = None,
     ):
         if find_spec("vllm") is None:
@@ -94,7 +101,7 @@ class VLLMEngine(Engine):
         self.max_num_seqs = max_num_seqs
         given = json.loads((Path(config) / "config.json").read_text(encoding="utf-8"))
         self.images = PromptImages(scale)
-        self._refusal = "no weights were loaded yet"
+        self._refusal, self._lora = "no weights were loaded yet", lora
         own = not self.on_cpu if engine_routes is None else engine_routes
         self._own, self._loads = own, 0
         self._sleeps, self._asleep = sleeps, set[str]()
@@ -114,15 +121,30 @@ class VLLMEngine(Engine):
             "max_num_seqs": max_num_seqs,
         }
         device = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleeps}
-        arguments |= self.images.arguments()
+        arguments |= self.images.arguments() | lora_arguments(given, lora)
         arguments |= cpu.arguments(cache_bytes) if self.on_cpu else device
         with world_of(ranks):
             self._engine = start(self.on_cpu and own, **(arguments | (options or {})))
+        if lora is not None:
+            self._watch_adapters(lora)
         if not own:
-            layers = self.layer_ids if self._captures else ()
-            self._engine.collective_rpc("watch_steps", args=(layers, num_experts))
-            if kept_sets:
-                self._engine.collective_rpc("watch_sets")
+            self._watch_steps()
+
+    def _watch_steps(self) -> None:
+        layers = self.layer_ids if self._captures else ()
+        self._engine.collective_rpc("watch_steps", args=(layers, self.num_experts))
+        if self._kept:
+            self._engine.collective_rpc("watch_sets")
+
+    def _watch_adapters(self, lora: Lora) -> None:
+        refused, *_ = self._engine.collective_rpc("watch_adapters", args=(lora.model_dump(),))
+        if refused:
+            self.close()
+            raise ValueError(
+                f"VLLMEngine.lora: {len(refused)} adapters that vLLM would not apply:\n  "
+                + "\n  ".join(refused[:8])
+                + "\nexpected none. Use lora.publish: merge, or leave these targets out"
+            )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -142,8 +164,8 @@ class VLLMEngine(Engine):
             named: (name, tensor of any device and float dtype) under the names of the model's
                 safetensors, experts one by one
             version: kept on each sample
-            only: names of the tensors that are sent, in whole layers; the others stay unchanged;
-                None: all
+            only: names of the tensors that are sent, in whole layers, and all factors; the others
+                stay unchanged; None: all
 
         Raises:
             ValueError: listing unknown, missing and twice given names, wrong shapes and tensors
@@ -157,7 +179,7 @@ class VLLMEngine(Engine):
         self.version, self._loads = None, self._loads + 1
         self._refusal = f"loading version {version} failed and left the weights incomplete"
         self._wake("weights")
-        for errors in self._engine.collective_rpc("take_weights", args=(named, only)):
+        for errors in self._engine.collective_rpc("take_weights", args=(named, only, self._loads)):
             for error in errors:
                 raise error
         self._engine.reset_prefix_cache()
@@ -256,7 +278,8 @@ class VLLMEngine(Engine):
         # our worker sees the routes of what is computed, not of what is cached
         apart, reads = (call == "answer" and self._captures), (call == "answer" or self._own)
         most, salt = 2 * self.max_num_seqs, str(self._loads)
-        asked = Requests(self._engine, self.images, sampling, most, salt, apart, reads)
+        request = self._adapter_request(where) if self._lora else None
+        asked = Requests(self._engine, self.images, sampling, most, salt, apart, reads, request)
         try:
             while left or is_open:
                 if self._loads != loads:
@@ -283,6 +306,16 @@ class VLLMEngine(Engine):
                 self._engine.abort_request(list(left))
             if self._captures or self._kept:
                 self._engine.collective_rpc("forget_routes")
+
+    def _adapter_request(self, where: str) -> LoRARequest:
+        """Asks for the adapters of the last load, which every worker has to hold."""
+        held = self._engine.collective_rpc("adapters_in_use")
+        if any(each != [self._loads] for each in held):
+            raise RuntimeError(
+                f"{where}: vLLM's workers hold the adapters of loads {held}, expected those of "
+                f"load {self._loads} alone; samples would come from other weights"
+            )
+        return request_of(self.version or 0, self._loads)
 
     def _sample(
         self, turn: Turn, name: str, output: CompletionOutput, images: tuple[Image, ...]

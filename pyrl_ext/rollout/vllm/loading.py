@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,16 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops.digest import digest_on_device, read
+from pyrl_ext.rollout.adapters import is_factor, need_all_factors
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.servers.identity import Identity
+from pyrl_ext.rollout.vllm.adapters import AdapterLoading
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class Loading:
+class Loading(AdapterLoading):
     """Its methods are called by name through `collective_rpc`."""
 
     model_runner: Any  # vLLM has one for GPUs, one for CPUs, and a second generation
@@ -29,14 +32,19 @@ class Loading:
     _taken: dict[str, Tensor]
 
     def take_weights(
-        self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        only: Collection[str] | None,
+        load: int = 0,
     ) -> list[Exception]:
-        """Loads a checkpoint, or whole layers of it. vLLM keeps the old values of modules that
-        receive nothing, and completes a module that receives a part with whatever memory holds.
+        """Loads a checkpoint, or whole layers of it, or the factors of all adapters. vLLM keeps the
+        old values of modules that receive nothing, and completes a module that receives a part with
+        whatever memory holds.
 
         Args:
             named: (name, tensor); a tensor is valid until the next one is asked for
             only: names of the tensors that are sent; None: all
+            load: number of this load, by which adapters are asked for
 
         Returns:
             errors, such as the ValueError of `Destinations.check`. They are returned in a list:
@@ -44,32 +52,53 @@ class Loading:
             mismatch the next call
         """
         try:
-            self._take(named, only)
+            self._take(named, only, load)
         except Exception as error:
             return [error]
         return []
 
-    def _take(self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None) -> None:
+    def _take(
+        self, named: Iterable[tuple[str, Tensor]], only: Collection[str] | None, load: int = 0
+    ) -> None:
         if self._destinations is None:
-            self._destinations = Destinations.on_paper(self.vllm_config.model_config.model)
+            given = self.vllm_config.model_config.model
+            self._destinations = Destinations.on_paper(given, self.lora)
         if only is None:
             self._taken = {}
         else:
             self._destinations.need_whole_layers(only)
-        try:
-            self.reload_weights(weights_iterator=self._noted(self._destinations.check(named, only)))
-        except BaseException:
-            # vLLM keeps the parts of incomplete layers and would complete them with parts of the
-            # next load; an empty load drops them
-            self.reload_weights(weights_iterator=())
-            raise
+            need_all_factors("VLLMEngine.load_weights", self.adapters, only)
+        factors = dict[str, Tensor]()
+        weights = self._noted(self._destinations.check(named, only), factors)
+        if only is None or not all(map(is_factor, only)):
+            self._reload_base(weights)
+        else:
+            deque(weights, maxlen=0)
+        if self.adapters:
+            self._use(factors, load)
 
-    def _noted(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Copies each tensor, as vLLM holds it until its layer is complete; records a digest."""
+    def _reload_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        with self._without_adapters():
+            try:
+                self.reload_weights(weights_iterator=weights)
+            except BaseException:
+                # vLLM keeps the parts of incomplete layers and would complete them with parts of
+                # the next load; an empty load drops them
+                self.reload_weights(weights_iterator=())
+                raise
+
+    def _noted(
+        self, named: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Copies each tensor, as vLLM holds it until its layer is complete; records a digest. Puts
+        factors, which are no weights of vLLM's, into ``factors``."""
         for name, tensor in named:
             copy = tensor.detach().clone()
             self._taken[name] = digest_on_device(copy)
-            yield name, copy
+            if is_factor(name):
+                factors[name] = copy
+            else:
+                yield name, copy
 
     def identity(self) -> dict[str, str]:
         """The model that this worker serves, as `Identity` compares it."""
@@ -94,6 +123,7 @@ class Loading:
     def _memory(self) -> Iterator[tuple[str, Tensor]]:
         """vLLM's parameters and buffers, packed, fused and sharded as they are. Weights that a CPU
         library has packed are not visible; their product with a vector stands for them."""
+        yield from self._adapter_memory()
         for name, module in self.model_runner.model.named_modules():
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:

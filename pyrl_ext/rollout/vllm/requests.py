@@ -15,6 +15,7 @@ from pyrl_ext.samples import Image, Prompt, Sampling, Turn
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
     from vllm.inputs import EngineInput
+    from vllm.lora.request import LoRARequest
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Requests:
         salt: names the weights; no block of the prefix cache is found under another one
         apart: no trajectory finds the blocks of another one
         reads_cache: what is in the prefix cache is not computed again
+        adapters: LoRA adapters that are applied; None: none
 
     Attributes:
         decoded: the images of each prompt, decoded when its first request is made
@@ -41,6 +43,7 @@ class Requests:
     salt: str
     apart: bool
     reads_cache: bool
+    adapters: LoRARequest | None = None
     decoded: dict[int, tuple[Image, ...]] = field(default_factory=dict)
     _last: tuple[Prompt, Any] | None = None
 
@@ -49,7 +52,8 @@ class Requests:
         memory of its patches."""
         while waiting and self.engine.get_num_unfinished_requests() < self.most:
             name = waiting.popleft()
-            self.engine.add_request(name, self._input(turns[name]), self._params(turns[name]))
+            given = self._input(turns[name]), self._params(turns[name])
+            self.engine.add_request(name, *given, lora_request=self.adapters)
 
     def _input(self, turn: Turn) -> EngineInput:
         prompt = turn.prompt

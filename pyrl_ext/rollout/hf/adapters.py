@@ -1,0 +1,117 @@
+"""LoRA adapters in a live transformers model, beside its weights: W x + scale B A x, unmerged.
+
+The factors are tensors of the model under their checkpoint names, those of routed experts stacked
+in three dimensions, so that whatever loads, compares or offloads weights does so with them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pyrl_ext.rollout.adapters import Adapter, Adapters
+from pyrl_ext.rollout.hf.published import published
+
+
+class Factor(nn.Module):
+    """A or B of an adapter; of those of a layer's experts, stacked unless they share it."""
+
+    def __init__(self, weight: Tensor, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(weight.new_empty(shape), requires_grad=False)
+
+
+def attach(model: PreTrainedModel, adapters: Adapters) -> None:
+    """Give modules of ``model`` their adapters; factors are undefined until they are loaded.
+
+    Raises: ValueError naming modules that are no linears, nor routed experts in three dimensions.
+    """
+    left = dict(adapters)
+    for name, module in list(model.named_modules()):
+        place = _published(model, name)
+        if isinstance(module, nn.Linear) and place in left:
+            _on_linear(module, left.pop(place))
+        elif name.endswith(".experts"):
+            _on_experts(module, {k: left.pop(k) for k in list(left) if k.startswith(place + ".")})
+    if left:
+        raise ValueError(
+            f"HFEngine.lora: {len(left)} modules of {type(model).__name__} have no place for an "
+            f"adapter, {sorted(left)[:4]}, expected linears and routed experts. Use lora.publish: "
+            "merge"
+        )
+
+
+def _published(model: PreTrainedModel, name: str) -> str:
+    """The checkpoint name of a module."""
+    found = published(model.config, {name: torch.empty(0, device="meta")})
+    return next(iter(found))
+
+
+def _on_linear(module: nn.Linear, adapter: Adapter) -> None:
+    rows, width = module.weight.shape
+    module.lora_A = Factor(module.weight, adapter.rank, width)
+    module.lora_B = Factor(module.weight, rows, adapter.rank)
+
+    def add(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + _delta(args[0], module.lora_A.weight, module.lora_B.weight, adapter.scale)
+
+    module.register_forward_hook(add)
+
+
+def _delta(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return scale * F.linear(F.linear(x, a), b)
+
+
+def _on_experts(module: Any, adapters: Adapters) -> None:
+    """``adapters``: of the layer's experts, which all have them at the same projections."""
+    kinds: dict[str, Adapter] = {}
+    for name, adapter in adapters.items():
+        kinds.setdefault(name.rpartition(".")[2], adapter)
+    if not kinds:
+        return
+    experts, rows, hidden = module.gate_up_proj.shape
+    module.adapters = nn.ModuleDict()
+    for kind, (rank, _, names) in kinds.items():
+        out, width = (hidden, rows // 2) if kind == "down_proj" else (rows // 2, hidden)
+        place = module.adapters[kind] = nn.Module()
+        for name, letter, shape in zip(names, "AB", ((rank, width), (out, rank)), strict=True):
+            stacked = (experts,) if ".experts.0." in name else ()
+            place.add_module(f"lora_{letter}", Factor(module.gate_up_proj, *stacked, *shape))
+    module.forward = partial(_experts_forward, module, kinds)
+
+
+def _experts_forward(
+    module: Any, kinds: Adapters, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' eager forward of experts, with what adapters add, one expert after the other.
+
+    Args:
+        kinds: by projection
+        hidden: [T, H]
+        top_k_index, top_k_weights: [T, K]
+
+    Syncs: reads which experts are chosen.
+    """
+
+    def added(kind: str, expert: int, x: Tensor, output: Tensor) -> Tensor:
+        if kind not in kinds:
+            return output
+        both = (each.weight for each in module.adapters[kind].children())
+        a, b = (each[expert] if each.dim() == 3 else each for each in both)
+        return output + _delta(x, a, b, kinds[kind].scale)
+
+    total = torch.zeros_like(hidden)
+    for expert in top_k_index.unique().tolist():
+        token, place = (top_k_index == expert).nonzero(as_tuple=True)
+        x = hidden[token]
+        gate, up = F.linear(x, module.gate_up_proj[expert]).chunk(2, -1)
+        gate, up = added("gate_proj", expert, x, gate), added("up_proj", expert, x, up)
+        inner = module.act_fn(gate) * up
+        down = added("down_proj", expert, inner, F.linear(inner, module.down_proj[expert]))
+        total.index_add_(0, token, (down * top_k_weights[token, place, None]).to(total.dtype))
+    return total
