@@ -77,10 +77,10 @@ def adapters_have_no_dropout(plan: Plan) -> Found:
 
 @rule("lora.experts")
 def adapters_of_experts_split_as_other_weights(plan: Plan) -> Found:
-    tp, etp = plan.parallel.tp, plan.parallel.etp_size
-    if _adapts_experts(plan) and 1 < etp < tp:
+    lora, tp, etp = plan.lora, plan.parallel.tp, plan.parallel.etp_size
+    if lora is not None and _adapts_experts(plan) and 1 < etp < tp:
         return (
-            f"{plan.lora.experts} with parallel.etp {etp} and tp {tp}, expected etp 1 "
+            f"{lora.experts} with parallel.etp {etp} and tp {tp}, expected etp 1 "
             f"or {tp}; the gradients of what each rank holds whole would need groups that "
             "megatron-core does not have. Use etp 1, or experts: none"
         )
