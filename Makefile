@@ -8,7 +8,7 @@ RUN_VL ?= runs/tiny_vl-$(SEED)
 RUN_TURNS ?= runs/tiny_turns-$(SEED)
 STEPS  ?= 240
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
-            layout replay_probs swiglu expert_rows
+            layout replay_probs swiglu rms_norm expert_rows
 
 .PHONY: help venv build browser demo demo-vl demo-turns pictures test test-fast test-servers mutants parity parity-large pipeline-fill faults two-hosts scale check bench \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te clean
