@@ -41,14 +41,12 @@ def padded(n: int, align: int) -> int:
 
 
 def best_fullest_bin(loads: list[int], num_bins: int) -> int:
-    """The fullest bin of the best placement, over all placements."""
-    fullest = sum(loads)
-    for bins in product(range(num_bins), repeat=len(loads)):
-        held = [0] * num_bins
-        for load, b in zip(loads, bins, strict=True):
-            held[b] += load
-        fullest = min(fullest, max(held))
-    return fullest
+    """The least load that the fullest bin can have; equal bins are tried once."""
+    fills = {(0,) * num_bins}
+    for load in loads:
+        grown = ((f, i) for f in fills for i in range(num_bins))
+        fills = {tuple(sorted((*f[:i], f[i] + load, *f[i + 1 :]))) for f, i in grown}
+    return min(max(fill) for fill in fills)
 
 
 @given(
