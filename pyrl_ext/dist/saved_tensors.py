@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -33,6 +33,14 @@ class Block(NamedTuple):
     view: Tensor
 
 
+class Head(NamedTuple):
+    """The place of the elements of a saved part of a tensor."""
+
+    place: int  # [bytes] of the first element, from the beginning of the part's archive
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class SavedTensors:
     """The tensors of a checkpoint.
 
@@ -45,7 +53,7 @@ class SavedTensors:
     def __init__(self, folder: Path):
         self.folder = folder
         self._tensors: Any = FileSystemReader(folder).read_metadata()
-        self._heads: dict[Any, Tensor] = {}
+        self._heads: dict[Any, Head] = {}
 
     def read_shard(
         self, shard: Tensor, first: int, shape: torch.Size, blocks: Sequence[Block]
@@ -105,20 +113,23 @@ class SavedTensors:
         path = self.folder / info.relative_path
         with path.open("rb", buffering=0) as file:
             if item.storage_index not in self._heads:
-                with FakeTensorMode():  # shape, strides and place, without the elements
-                    part: Any = _create_file_view(file, info.offset, info.length)
-                    head = torch.load(part)
-                self._heads[item.storage_index] = head
+                archive: Any = _create_file_view(file, info.offset, info.length)
+                self._heads[item.storage_index] = _head(torch.load(archive, map_location="meta"))
             head = self._heads[item.storage_index]
-            wanted = _narrow(head, item.storage_offsets, item.lengths)
-            last = sum((n - 1) * s for n, s in zip(wanted.shape, wanted.stride(), strict=True))
+            first = sum(map(mul, item.storage_offsets, head.strides))
+            last = sum((n - 1) * s for n, s in zip(item.lengths, head.strides, strict=True))
             span = torch.empty(last + 1, dtype=head.dtype)
-            place = head.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
-            file.seek(info.offset + place + wanted.storage_offset() * head.itemsize)
+            file.seek(info.offset + head.place + first * span.itemsize)
             if (read := file.readinto(span.view(torch.uint8).numpy())) != span.nbytes:  # type: ignore
                 raise ValueError(f"{path}: ends {span.nbytes - read} bytes early at {item}")
-        found = span.as_strided(wanted.shape, wanted.stride())
+        found = span.as_strided(item.lengths, head.strides)
         _narrow(into, item.dest_offsets, item.lengths).copy_(found)
+
+
+def _head(tensor: Tensor) -> Head:
+    storage: Any = tensor.untyped_storage()
+    place = storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
+    return Head(place, tensor.stride(), tensor.dtype)
 
 
 def _narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
