@@ -7,6 +7,7 @@ RUN    ?= runs/tiny-$(SEED)
 RUN_VL ?= runs/tiny_vl-$(SEED)
 RUN_TURNS ?= runs/tiny_turns-$(SEED)
 STEPS  ?= 240
+REPLAY_STEPS ?= 30
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs swiglu rms_norm expert_rows
 
@@ -52,7 +53,7 @@ pictures: build browser  ## configs/plan.png, and how the measured pictures of t
 	$(BIN)/python -m tests.pictures
 
 replay-effect: build  ## what routing replay does in bf16, on the same samples
-	$(BIN)/python -m benchmarks.replay_effect
+	$(BIN)/python -m benchmarks.replay_effect --steps $(REPLAY_STEPS)
 
 browser:  ## chromium, in which the tests look at a plan's page; Debian's, where root may install it
 	@for name in chromium google-chrome; do command -v $$name > /dev/null && exit 0; done; \
