@@ -22,6 +22,7 @@ from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, tiny_plan
 
+BARE = ("pyrl_ext.trainer.policy",)  # without the libraries of the hub
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BOTH = ("model.tokenizer=owner/name", "model.weights=owner/name")
 BESIDE = {"pytorch_model.bin": b"pickled", "original/model.safetensors": b"again", "README.md": b""}
@@ -146,7 +147,7 @@ def delay(seconds):
 
 def test_fetch_downloads_on_one_rank_for_all(hub, model):
     none, closed = (("model.weights=owner/" + name,) for name in ("none", "closed"))
-    ranks = run_ranks(on_rank, 2, 2, None, BOTH, none, closed)
+    ranks = run_ranks(on_rank, 2, 2, None, BOTH, none, closed, preload=BARE)
     (knows, weights, tokenizer, total), *refusals = ranks[0]
     assert ranks[1] == [(False, weights, tokenizer, total), *refusals] and knows
     assert tokenizer == weights and total == model[1]
@@ -169,7 +170,7 @@ def test_fetch_without_a_network_reads_the_cache_of_each_node(model, tmp_path, m
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     attempts = BOTH, (BOTH[0], "model.weights=owner/other")
-    ranks = run_ranks(on_rank, 2, 1, tmp_path / "run", *attempts)
+    ranks = run_ranks(on_rank, 2, 1, tmp_path / "run", *attempts, preload=BARE)
     for found, refusal, exit_code in ranks:
         assert exit_code == 0
         assert found == (True, str(folder), str(folder), model[1])

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.forkserver import ForkServer
 from pathlib import Path
@@ -18,6 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.helpers.deadline import DEADLINE
+
+PRELOAD: list[str] = []  # before anything else
+LOOP = ("pyrl_ext.train", "pyrl_ext.rollout.hf.engine")  # the second brings transformers
 
 
 def poison_empty() -> None:
@@ -31,23 +35,25 @@ def run_ranks(
     *args: Any,
     backend: str = "gloo",
     timeout: float = DEADLINE,
+    preload: tuple[str, ...] = LOOP,
 ) -> list[Any]:
     """Call ``fn(group, *args)`` on ``world_size`` processes and return the results by rank.
 
     ``fn`` must be importable (top level of a test module). The first rank that failed fails the
     test with its own traceback, not with the broken connections it caused; so does a rank that a
     signal ended, or one still running after ``timeout`` [s]. No port is taken: the ranks meet in a
-    file.
+    file. They begin with the modules ``preload`` imported.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")
+        servers = [_server(preload, number) for number in range(min(2, world_size))]
         task = (world_size, backend, folder, dict(os.environ), fn, args)
         processes = [
             context.Process(target=_rank_main, args=(rank, *task)) for rank in range(world_size)
         ]
         try:
-            for process, server in zip(processes, _servers(world_size), strict=True):
-                connect = server.connect_to_new_process
+            for rank, process in enumerate(processes):
+                connect = servers[rank.bit_count() % 2].connect_to_new_process
                 with patch.object(forkserver, "connect_to_new_process", connect):
                     process.start()
             _wait(processes, Path(folder), time.monotonic() + timeout)
@@ -75,7 +81,7 @@ def fork_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Iterator[
     """``fn(rank, world_size, port of a store, *args)`` on many light processes, which are killed
     when the block ends. Unlike `run_ranks`, no rank waits for another, and any of them may die."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
-    context, [server] = mp.get_context("forkserver"), _servers(1)
+    context, server = mp.get_context("forkserver"), _server(LOOP, 0)
     processes = [
         context.Process(target=fn, args=(rank, world_size, store.port, *args))
         for rank in range(world_size)
@@ -92,25 +98,22 @@ def fork_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Iterator[
                 process.join()
 
 
-_SERVERS: list[ForkServer] = []
-PRELOAD = ["pyrl_ext.trainer.policy"]
+@cache
+def _server(preload: tuple[str, ...], number: int) -> ForkServer:
+    """A process to fork ranks from, which imported the modules ``preload`` and did no more.
 
-
-def _servers(count: int) -> list[ForkServer]:
-    """A process for each rank to fork from, which imported torch and megatron and did no more.
-
-    So a rank is as fresh as a new process without the seconds of its imports; and as ranks of
-    different servers, no two share addresses or the seed of hashes, which set their sets' order.
+    So a rank is as fresh as a new process without the seconds of its imports. Ranks of different
+    servers share neither addresses nor the seed of hashes, which set their sets' order. Two servers
+    are enough: of the ranks of a group in a grid of powers of two, which differ in some of their
+    bits, half have an odd number of ones, and those are of the second.
     """
-    while len(_SERVERS) < count:
-        server = ForkServer()
-        server.set_forkserver_preload(PRELOAD)
-        # megatron's imports ask for GPUs, and CUDA cannot be used in forks of who did; gloo ranks
-        # need none
-        with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
-            server.ensure_running()
-        _SERVERS.append(server)
-    return _SERVERS[:count]
+    server = ForkServer()
+    server.set_forkserver_preload([*PRELOAD, *preload])
+    # megatron's imports ask for GPUs, and CUDA cannot be used in forks of who did; gloo ranks need
+    # none
+    with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+        server.ensure_running()
+    return server
 
 
 def _wait(processes: list[Any], folder: Path, deadline: float) -> None:
