@@ -144,8 +144,6 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
     found = [f"model.config: {reason}" for reason in plan.sizes.unsupported()]
     found += te_problems(plan)
     found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]
-    if plan.lora is not None:
-        found.append("lora: adapters are not built yet. Leave it out")
     if plan.sizes.vision and not plan.modules:
         reads = f"{plan.model.family} reads images, which nothing would encode"
         found.append(f"modules: none, expected vision; {reads}")
