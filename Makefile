@@ -6,12 +6,15 @@ SEED   ?= 0
 RUN    ?= runs/tiny-$(SEED)
 RUN_VL ?= runs/tiny_vl-$(SEED)
 RUN_TURNS ?= runs/tiny_turns-$(SEED)
+RUN_LORA ?= runs/tiny_lora-$(SEED)
 STEPS  ?= 240
 REPLAY_STEPS ?= 30
+BASE   ?= 40
+BASE_RUN := runs/tiny_base-$(BASE)
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs swiglu rms_norm expert_rows
 
-.PHONY: help venv build browser demo demo-vl demo-turns pictures test test-fast test-servers mutants parity parity-large pipeline-fill faults two-hosts scale check bench \
+.PHONY: help venv build browser demo demo-vl demo-turns demo-lora pictures test test-fast test-servers mutants parity parity-large pipeline-fill faults two-hosts scale check bench \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te clean
 
 help:  ## this list
@@ -48,6 +51,17 @@ demo-vl: build  ## a model that sees learns to count squares: in one process, th
 
 demo-turns: build  ## trajectories of several turns: guess a number from "higher" and "lower"
 	$(BIN)/python -m pyrl_ext.train configs/tiny_turns.yaml seed=$(SEED) run=$(RUN_TURNS) steps=$(STEPS)
+
+# a base that learns from here on: weights at random earn nothing that adapters could amplify
+$(BASE_RUN)/checkpoints/step-$(BASE)/hf: | build
+	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml steps=$(BASE) checkpoint.hf=true run=$(BASE_RUN)
+
+demo-lora: STEPS = 150
+demo-lora: build $(BASE_RUN)/checkpoints/step-$(BASE)/hf  ## adapters of rank 8 on a base that 40 steps trained; written for PEFT
+	$(BIN)/python -m pyrl_ext.train configs/tiny_lora.yaml steps=$(STEPS) seed=$(SEED) \
+	  run=$(RUN_LORA) model.weights=$(CURDIR)/$(BASE_RUN)/checkpoints/step-$(BASE)/hf
+	rm -rf $(RUN_LORA)/adapter
+	$(BIN)/python -m pyrl_ext.tools.export $(RUN_LORA) $(RUN_LORA)/adapter --adapter single
 
 pictures: build browser  ## configs/plan.png, and how the measured pictures of the docs are made
 	$(BIN)/python -m tests.pictures

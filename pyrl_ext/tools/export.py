@@ -1,7 +1,8 @@
 """``python -m pyrl_ext.tools.export RUN OUT``: a run's weights as a Hugging Face folder.
 
 The model, with its encoders, is built in one process on the CPU, or as overrides say: under
-torchrun any layout writes the same files.
+torchrun any layout writes the same files. Adapters are merged into the weights; ``--adapter`` has
+them alone written, as a PEFT adapter.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from pathlib import Path
 from typing import get_args
 
 from pyrl_ext.dist import topology
+from pyrl_ext.dist.buckets import BucketStream
 from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.models.hf_folder import save_checkpoint_hf
+from pyrl_ext.models.peft_folder import Form, save_adapter
 from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.plan.command import called
 from pyrl_ext.plan.compile import changed_plan
 from pyrl_ext.plan.language.fields import Dtype
 from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 
 
 def find(run: Path, step: int | None) -> Path:
@@ -48,13 +52,25 @@ def smallest(saved: Plan, overrides: Sequence[str]) -> Plan:
     return changed_plan(saved, one, overrides)
 
 
-def export(plan: Plan, saved: Path, out: Path, dtype: str | None, tokenizer: str | None) -> bool:
+def export(
+    plan: Plan,
+    saved: Path,
+    out: Path,
+    dtype: str | None,
+    tokenizer: str | None,
+    adapter: Form | None = None,
+) -> bool:
     """Write the checkpoint ``saved`` to ``out``; whether this is the main rank.
+
+    Args:
+        adapter: write only the adapters, in this form; None: whole weights.
 
     Communicates: as `Policy.load` and `Policy.weights`. Raises: as they do; FileNotFoundError when
         the run's tokenizer is gone.
     """
-    names = {"weights": None, "tokenizer": tokenizer or plan.model.tokenizer}
+    # a checkpoint has all weights, or adapters on those of the model
+    weights = plan.model.weights if plan.lora else None
+    names = {"weights": weights, "tokenizer": tokenizer or plan.model.tokenizer}
     beside = plan.model_copy(update={"model": plan.model.model_copy(update=names)})
     with topology.start(plan) as topo, heartbeats(topo):
         beside = fetch(beside, topo)
@@ -64,10 +80,22 @@ def export(plan: Plan, saved: Path, out: Path, dtype: str | None, tokenizer: str
                 f"export: the tokenizer {folder} is not there, expected its folder, which is "
                 "copied. Name where it is now: --tokenizer FOLDER"
             )
+        plan = plan.model_copy(update={"fetched": beside.fetched})
         policy = Policy.build(plan, topo, trainable=False, initial=False)
         policy.load(saved)
-        save_checkpoint_hf(out, policy.weights(), beside, topo, dtype)
+        if adapter is None:
+            save_checkpoint_hf(out, policy.weights(), beside, topo, dtype)
+        else:
+            save_adapter(out, factors(policy), beside, topo, dtype, adapter)
         return topo.is_main
+
+
+def factors(policy: Policy) -> BucketStream:
+    """Every factor of the adapters, whole on every rank. Communicates: see `GatheredWeights`."""
+    module = policy.llm
+    assert module.adapters is not None
+    buckets = plan_buckets(policy.plan, module.adapters.table)
+    return GatheredWeights(buckets, module.adapters.live(), module.topo)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="of the checkpoint; the newest if left out")
     parser.add_argument("--dtype", choices=get_args(Dtype), help="the model's if left out")
     parser.add_argument("--tokenizer", help="folder or hub id; the run's if left out")
+    parser.add_argument(
+        "--adapter", choices=get_args(Form), help="only the adapters, experts apart or fused"
+    )
     options = parser.parse_intermixed_args(arguments)
     if (named := options.tokenizer) is not None and Path(named).is_dir():
         options.tokenizer = str(Path(named).resolve())
@@ -89,7 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = smallest(Plan.read(saved / checkpoint.PLAN), options.overrides)
         if plan.unsupported:
             raise ValueError("\n".join(plan.unsupported))
-        if export(plan, saved, options.out, options.dtype, options.tokenizer):
+        if options.adapter and plan.lora is None:
+            raise ValueError(f"export: {saved} has no adapters; leave --adapter out")
+        files = options.dtype, options.tokenizer, options.adapter
+        if export(plan, saved, options.out, *files):
             print(f"wrote {options.out} from {saved}")
     except ConfigError as error:
         print(error, file=sys.stderr)

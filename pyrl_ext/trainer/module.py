@@ -23,6 +23,7 @@ from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import TowerFamily, family, hf_folder, weight_table
 from pyrl_ext.models.lora_live import Adapters
 from pyrl_ext.models.lora_table import RandomFactors
+from pyrl_ext.models.peft_folder import PeftFolder
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import Offloadable
@@ -104,7 +105,7 @@ class Module:
             if not shares:  # all ranks build one for the module that only they run
                 build_optimizer(plan, wrap_ddp(plan, frozen, groups), groups)
         adapters = None
-        if trainable and plan.lora and not tower:
+        if plan.lora and not tower:
             models, table = [unwrap(chunk) for chunk in chunks], table_of(plan, name)
             adapters = Adapters.attach(models, table, plan.lora, topo)
         if trainable:
@@ -115,7 +116,7 @@ class Module:
         if not tower:
             module._check_stages()
         if initial or adapters:  # no checkpoint has the base
-            module.load_initial_weights()
+            module.load_initial_weights(factors=initial)
         if trainable:  # after the weights: mixed precision copies them to fp32 masters
             module.optimizer = build_optimizer(plan, chunks, topo.groups)
             module.config.grad_scale_func = module.optimizer.scale_loss
@@ -167,8 +168,9 @@ class Module:
             self.models, self.topo.groups.ep.rank(), experts
         )
 
-    def load_initial_weights(self) -> None:
-        """Load ``model.weights``, or draw the weights from the plan's seed; draw adapters."""
+    def load_initial_weights(self, factors: bool = True) -> None:
+        """Load ``model.weights``, or draw the weights from the plan's seed; those of adapters too,
+        unless ``factors`` is false."""
         live, plan, rows = self.named_parameters(), self.plan, self.table
         weight_table.check_claims(self.table, live)
         if plan.weights_path is None:
@@ -184,9 +186,39 @@ class Module:
             shown = self.topo.is_main and plan.log.progress
             rows = hf_folder.progress(rows, f"reading {plan.weights_path}", len(rows), size, shown)
         weight_table.load(rows, live, read, self.topo)
-        if self.adapters:
-            draw = RandomFactors(self.adapters.table, plan.seed)
-            weight_table.load(self.adapters.table, self.adapters.live(), draw, self.topo)
+        if self.adapters and factors:
+            self._load_initial_adapters(self.adapters)
+
+    def _load_initial_adapters(self, adapters: Adapters) -> None:
+        """Load ``lora.weights``, or draw the factors from the plan's seed."""
+        plan, read = self.plan, RandomFactors(adapters.table, self.plan.seed)
+        assert plan.lora is not None
+        if plan.lora.weights is not None:
+            folder, sizes = plan.resolve(plan.lora.weights), plan.sizes
+            ignored = self.family.ignored(sizes, self.mtp_layers)
+            read = PeftFolder(folder, plan.lora, sizes, adapters.table, ignored)
+            if read.one_a and self.topo.is_main:
+                print(
+                    f"lora.weights: in {folder} gate and up of the experts of {len(read.one_a)} "
+                    "layers have one A; each starts with it, and from then on has one to itself",
+                    flush=True,
+                )
+        weight_table.load(adapters.table, adapters.live(), read, self.topo)
+
+    def share_base(self, other: Module) -> None:
+        """Hold the base of ``other``, of which this is another set of adapters, in place of a copy:
+        in memory once, it serves both, and training one leaves the other as it is.
+
+        Communicates: as `base_digest`. Raises: ValueError if the bases differ.
+        """
+        if not (self.adapters and other.adapters) or self.base_digest != other.base_digest:
+            raise ValueError(
+                f"Module.share_base: {self.plan.model.weights} and {other.plan.model.weights} "
+                "differ, expected adapters on the same base"
+            )
+        held = {name: tensor for _, _, name, tensor in weight_table.named_global(other.models)}
+        for _, _, name, tensor in weight_table.named_global(self.models):
+            tensor.data = held[name].data
 
     def weights(self) -> dict[str, Tensor]:
         """The live tensors of this rank, by their name in the whole model."""

@@ -52,7 +52,8 @@ class Step(ABC):
     collective over all ranks.
 
     Args:
-        reference: frozen copy of the initial policy; None: nothing is compared with it.
+        reference: frozen copy of the initial policy; None: nothing is compared with it, or the
+            policy's base, without its adapters, is the reference.
         advantage: of the samples.
     """
 
@@ -199,7 +200,7 @@ class RolloutStep(Step):
             rollouts.make_room()
             policy, reference = Policy.build(plan, topo), None
             rollouts.engine.score_canaries = partial(score_canaries, policy)
-            if plan.objective.kl_coef:
+            if plan.objective.kl_coef and plan.lora is None:
                 reference = Policy.build(plan, topo, trainable=False)
         except BaseException:
             rollouts.close()
@@ -286,10 +287,9 @@ class RolloutStep(Step):
             self._check_batch(shard, old)
         self.rollouts.disproved()  # before the weights change; the rows are of proved ones
         columns = {"old_logprobs": old.logprobs}
-        if self.reference is not None:
+        if self.plan.objective.kl_coef:
             with phase("time/ref_logprobs"):
-                ref = self.reference.scores(shard, self.plan.replay.reference)
-            columns["ref_logprobs"] = ref.logprobs
+                columns["ref_logprobs"] = self._reference_scores(shard).logprobs
         if shard.seat.last_stage:
             shard = shard.with_columns(**columns)
         shard, self.weighed = weigh_tokens(shard, index, self.plan, self.topo, self.advantage)
@@ -308,6 +308,14 @@ class RolloutStep(Step):
             seconds = (p.module.replay.clock.take() for p in policies)
             metrics["time/replay"] = sum(sum(each.values()) for each in seconds)
         return metrics
+
+    def _reference_scores(self, shard: BatchShard) -> Scores:
+        replay, adapters = self.plan.replay.reference, self.policy.module.adapters
+        if self.reference is not None:
+            return self.reference.scores(shard, replay)
+        assert adapters is not None
+        with adapters.off():
+            return self.policy.scores(shard, replay)
 
     @property
     def _engine_dtype(self) -> torch.dtype:

@@ -1,6 +1,8 @@
 """PEFT adapter folders: what is written comes back, foreign forms, and what is refused."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from pyrl_ext.models import family
 from pyrl_ext.models.lora_table import adapter_table
-from pyrl_ext.models.peft_folder import CONFIG, TENSORS, PeftFolder, write_adapter
+from pyrl_ext.models.peft_folder import CONFIG, TENSORS, Form, PeftFolder, write_adapter
 from tests.helpers.tiny import CONFIG as GLM
 from tests.helpers.tiny import QWEN3, tiny_plan
 
@@ -30,7 +32,9 @@ def random_factors(plan):
     }
 
 
-def written(folder, form="single", *overrides, config=QWEN3):
+def written(
+    folder: Path, form: Form = "single", *overrides: str, config: Path = QWEN3
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """(plan, factors) of random adapters in ``folder``."""
     plan = tiny_plan(*LORA, *overrides, config=config)
     factors = random_factors(plan)
@@ -56,7 +60,7 @@ def changed(folder, tensors=None, **keys):
     "config, overrides",
     [
         (GLM, ()),
-        (QWEN3, ("lora.expert_rank=2",)),
+        (QWEN3, ("lora.expert_rank=8",)),
         (QWEN3, ("lora.experts=shared_outer",)),
         (GLM, ("lora.experts=none",)),
         (QWEN3, ("lora.targets=[up_proj, q_proj, gate]",)),

@@ -1,0 +1,100 @@
+"""transformers + peft and the trainer compute the same with the same adapter, for every family."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from pyrl_ext.dist import topology
+from pyrl_ext.models.peft_folder import CONFIG as CONFIG_FILE
+from pyrl_ext.models.peft_folder import TENSORS, PeftFolder, save_adapter
+from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.tools import export
+from pyrl_ext.tools.export import factors
+from pyrl_ext.trainer.policy import Policy
+from tests.helpers import passes
+from tests.helpers.lora import adapters_of, draw_b
+from tests.helpers.models import (
+    DEEPSEEK,
+    GLM,
+    HF,
+    MOONLIGHT,
+    QWEN3_SMALL,
+    exact_logprobs,
+    plan_of,
+    write_model,
+)
+from tests.helpers.tiny import CONFIG, random_batch
+
+LITE = json.loads((CONFIG.parent / "tiny/config.json").read_text())
+CASES = {  # model, overrides, form of the file
+    "GLM-4.7-Flash": (LITE, (), "single"),
+    "GLM-4.7": (GLM, ("lora.expert_rank=8",), "fused"),
+    "DeepSeek-V3": (DEEPSEEK, (), "fused"),
+    "Moonlight": (MOONLIGHT, ("lora.experts=none",), "single"),
+    "Qwen3-30B": (HF, ("lora.expert_rank=8",), "single"),
+    "Qwen3-30B, shared": (HF, ("lora.experts=shared_outer",), "single"),
+    "Qwen3-8B": (QWEN3_SMALL, (), "single"),
+}
+
+
+def logprobs_of(policy, plan, batch):
+    schedule = plan_microbatches(batch.seqlens, 1, 128, plan.row_alignment)
+    return passes.scores(policy, batch, schedule, replay=False).logprobs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_adapter_is_the_same_in_peft(name, tmp_path):
+    hf, overrides, form = CASES[name]
+    write_model(tmp_path / "base", hf)
+    lora = ("replay=off", "lora.rank=4", "lora.alpha=8", *overrides)
+    plan, batch, folder = plan_of(tmp_path / "base", *lora), random_batch(5), tmp_path / "adapter"
+    with topology.start(plan) as topo:
+        policy = Policy.build(plan, topo)
+        draw_b(policy.llm)
+        ours = logprobs_of(policy, plan, batch)
+        with adapters_of(policy.llm).off():
+            base = logprobs_of(policy, plan, batch)
+        save_adapter(folder, factors(policy), plan, topo, form=form)
+        drawn = {n: t.clone() for n, t in factors(policy)}
+        again = plan_of(tmp_path / "base", *lora, f"lora.weights={folder}")
+        started = Policy.build(again, topo, trainable=False)
+        assert all(t.equal(drawn[n]) for n, t in factors(started))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing adapter keys.*")
+        theirs = PeftModel.from_pretrained(model, folder).eval()
+    assert (ours - base).abs().max() > 0.05
+    torch.testing.assert_close(ours, exact_logprobs(theirs, batch), atol=1e-5, rtol=0)
+    theirs.save_pretrained(tmp_path / "again")
+    assert plan.lora is not None
+    table = adapters_of(started.llm).table
+    back = PeftFolder(tmp_path / "again", plan.lora, plan.sizes, table, {})
+    assert all(torch.equal(back(n)[:], tensor) for n, tensor in drawn.items())
+
+
+def test_export_writes_the_adapters_of_a_run_or_its_merged_model(tmp_path, capfd):
+    write_model(tmp_path / "base", HF)
+    lora = ("lora.rank=4", "lora.alpha=8")
+    run, batch = tmp_path / "run", random_batch(5)
+    with topology.start(plan := plan_of(tmp_path / "base", "replay=off", *lora)) as topo:
+        policy = Policy.build(plan, topo)
+        draw_b(policy.llm)
+        ours = logprobs_of(policy, plan, batch)
+        policy.save(run / "checkpoints/step-0")
+        save_adapter(tmp_path / "wanted", factors(policy), plan, topo, form="fused")
+        whole = Policy.build(plan_of(tmp_path / "base", "replay=off"), topo)
+        whole.save(tmp_path / "whole/checkpoints/step-0")
+    assert export.main([str(run), str(tmp_path / "adapter"), "--adapter", "fused"]) == 0
+    for file in (CONFIG_FILE, TENSORS):
+        assert (tmp_path / "adapter" / file).read_bytes() == (
+            tmp_path / "wanted" / file
+        ).read_bytes()
+    assert export.main([str(run), str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    torch.testing.assert_close(ours, exact_logprobs(merged, batch), atol=1e-5, rtol=0)
+    assert export.main([str(tmp_path / "whole"), str(tmp_path / "none"), "--adapter", "fused"]) == 1
+    assert "step-0 has no adapters" in capfd.readouterr().err
