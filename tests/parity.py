@@ -299,6 +299,7 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
     begun = time.perf_counter()
     with topology.start(plan) as topo:
         policy, loss = Policy.build(plan, topo), build_loss(plan.objective)
+        base = None
         if policy.llm.adapters:
             lora.draw_b(policy.llm)
             base = lora.base_digest(policy.llm)

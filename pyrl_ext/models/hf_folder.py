@@ -184,6 +184,7 @@ def _parts(name: str, data: Any, hidden: int | None) -> Iterator[tuple[str, Stor
         yield name, Stored(data, torch.Size(shape))
         return
     for single, expert, rows in experts:
+        assert isinstance(expert, int)  # no adapter's factor is in a checkpoint of weights
         size = torch.Size((rows.stop - rows.start, shape[1 if turned else 2]))
         yield single, Stored(data, size, expert, rows.start, turned)
 

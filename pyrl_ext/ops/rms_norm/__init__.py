@@ -79,7 +79,8 @@ class _WithResidual(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, residual_grad: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if grad is None:
             return residual_grad, None, None
-        return *rms_norm_grad(grad, *ctx.saved_tensors, residual_grad), None
+        x, weight, scale = ctx.saved_tensors
+        return *rms_norm_grad(grad, x, weight, scale, residual_grad), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, isa: str = "auto") -> tuple[
         return out, scale.view(x.shape[:-1])
     rows, weight = rows_of(x), weight.contiguous()
     out, scale = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    _run(rows, isa, weight=weight, eps=eps, scale=scale, out=out)
+    _run(rows, isa, eps, weight=weight, scale=scale, out=out)
     return out, scale
 
 
@@ -48,7 +48,7 @@ def rms_norm_grad(
     dense = {name: None if each is None else each.contiguous() for name, each in given.items()}
     size = C.rms_norm_scratch(scale.numel(), weight.numel())
     parts = weight.new_empty(size, dtype=torch.float32)
-    _run(rows_of(x), isa, **dense, out=out, weight_grad=weight_grad, parts=parts)
+    _run(rows_of(x), isa, 0.0, **dense, out=out, weight_grad=weight_grad, parts=parts)
     return out, weight_grad
 
 
@@ -57,12 +57,12 @@ class Rows(NamedTuple):
 
     Args:
         data: a tensor that begins with the first row.
-        count, heads: rows in all, and those that lie ``head`` apart.
+        rows, heads: rows in all, and those that lie ``head`` apart.
         row, head: strides [elements].
     """
 
     data: Tensor
-    count: int
+    rows: int
     heads: int
     row: int
     head: int
@@ -85,13 +85,13 @@ def rows_of(x: Tensor) -> Rows:
     return Rows(x, rows * heads, heads, row, head)
 
 
-def _run(rows: Rows, isa: str, *, eps: float = 0.0, **tensors: Tensor | None) -> None:
+def _run(rows: Rows, isa: str, eps: float, /, **tensors: Tensor | None) -> None:
     names = ("weight", "scale", "grad", "residual_grad", "out", "weight_grad", "parts")
     found = {name: tensors.get(name) for name in names}
     args = C.RmsNormArgs(
         src=rows.data.data_ptr(),
         dtype=dtype_of(rows.data),
-        rows=rows.count,
+        rows=rows.rows,
         heads=rows.heads,
         row=rows.row,
         head=rows.head,
