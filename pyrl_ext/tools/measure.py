@@ -3,16 +3,14 @@
 Steps of the plan run on the device at hand, under torchrun as `train` does: one warms up, one is
 counted, and, where counting costs time, one more is timed. Nothing is written. What is compared:
 
-weights, gradients, optimizer, reference, engine weights: bytes of these tensors (without the
-padding of gradient buffers).
+weights, gradients, optimizer, reference, engine weights and adapters: bytes of these tensors
+(without the padding of gradient buffers).
 routes: bytes of the largest microbatch's, and of the whole batch on the host.
 activations: most bytes that autograd held for backward passes at a time, each storage once; on
 ranks of two modules, of both.
 phases: on a GPU the most that torch's allocator had given out, as `torch.cuda` counts it. On a CPU
 what the tensors above hold as the phase starts, and the most that operators had made on top of it
-(what a kernel takes inside is not seen).
-
-The prediction is for the rows that were computed, not for the most that the plan allows.
+(what a kernel takes inside is not seen). The prediction is for the rows that were computed.
 """
 
 from __future__ import annotations
@@ -187,7 +185,9 @@ class Bench:
                 found[f"reference{of}"] = _parameters(module)
         model = getattr(self.step.engine, "model", None)
         if isinstance(model, torch.nn.Module):
-            found["engine weights"] = list(model.parameters())
+            for name, tensor in model.named_parameters():
+                kind = "adapters" if ".lora_" in name else "weights"
+                found.setdefault(f"engine {kind}", []).append(tensor)
         return {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
 
     def largest(self, shard: BatchShard) -> tuple[int, int]:

@@ -107,8 +107,11 @@ def _factor_name(weight: str, letter: str, factors: dict) -> str | None:
 
 @pytest.mark.parametrize("targets", ["all", "[gate]", "[q_a_proj]"])
 def test_Adapters_are_all_that_has_gradients_and_moments(tmp_path, targets):
-    rank = () if targets == "all" else ("lora.expert_rank=null",)  # no expert has an adapter
-    plan = compiled("glm lora", tmp_path, (f"lora.targets={targets}", *rank))
+    with_experts = compiled("glm lora", tmp_path)
+    lora_keys = {} if targets == "all" else {"expert_rank": None, "targets": targets[1:-1].split()}
+    assert with_experts.lora is not None
+    lora_section = with_experts.lora.model_copy(update=lora_keys)
+    plan = with_experts.model_copy(update={"lora": lora_section})
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         held = sum(t.numel() for t in lora.factors(policy.llm).values())

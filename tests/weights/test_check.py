@@ -187,7 +187,8 @@ def parts() -> Iterator[Parts]:
 
 def test_sync_weights_compares_every_tensor_of_the_engine(parts: Parts):
     names = parts.names
-    assert parts.sync() == {"publish/checked": len(names)}
+    sent = sum(tensor.nbytes for name, tensor in parts.policy.weights() if name in names)
+    assert parts.sync() == {"publish/checked": len(names), "publish/tensor_bytes": sent}
     assert len(names) == len(set(names)) > 100
     assert set(names) == set(parts.engine.checksums(None))
 
@@ -241,7 +242,9 @@ def test_sync_weights_sends_only_what_changed(parts: Parts):
     parts.move()
     row = parts.sync(only={NORM, DOWN})
     after, now = parts.engine.checksums(None), {n: digest(t) for n, t in parts.policy.weights()}
-    assert row == {"publish/checked": 2} and parts.engine.version == parts.version
+    sent = sum(t.nbytes for n, t in parts.policy.weights() if n in (NORM, DOWN))
+    assert row == {"publish/checked": 2, "publish/tensor_bytes": sent}
+    assert parts.engine.version == parts.version
     assert after == before | {name: now[name] for name in (NORM, DOWN)} != before
     parts.sync()
 
