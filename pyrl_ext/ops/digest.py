@@ -19,7 +19,6 @@ from torch import Tensor
 from pyrl_ext.ops.splitmix64 import GOLDEN, splitmix64
 
 WORDS = 1 << 19  # integers of a chunk: enough to fill a GPU, few enough for a CPU's caches
-SMALL = 1 << 16  # elements on a CPU up to which torch's many calls take longer than their work
 STEP = 0x5851F42D4C957F2D  # odd: the factor from one chunk to the next
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -60,10 +59,6 @@ def digest_on_device(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().reshape(tensor.shape or (1,))
     # the widest integer that divides a row, and with it every chunk
     size, total = gcd(4, tensor.shape[-1] * tensor.itemsize), seed
-    if tensor.device.type == "cpu" and tensor.numel() <= SMALL:
-        words = _words(tensor, size).numpy()
-        sum_ = (words * _of_a_chunk(tensor.device)[: len(words)].numpy()).sum()
-        return torch.tensor(_signed(int(sum_) + seed * STEP))
     at_once = _at_once(tensor.device)
     for part, chunk in _parts(tensor, WORDS * size // tensor.itemsize, at_once):
         words, width = _words(part, size), chunk * tensor.itemsize // size
