@@ -70,7 +70,8 @@ def test_lookup_knows_the_names_of_earlier_versions():
 
 
 def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
-    """Two steps of runs with all that logs a metric, of fine-tuning and with an environment."""
+    """Two steps of runs with all that logs a metric: of fine-tuning, and of merged adapters in an
+    environment."""
     config = json.loads((CONFIG.parent / "tiny/config.json").read_text())
     config |= {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -93,6 +94,7 @@ def test_glossary_holds_what_a_run_logs_and_nothing_else(tmp_path):
     turns = tiny_plan(
         *("steps=2", "batching.prompts=2", "batching.samples_per_prompt=2", "evaluate.every=1"),
         *("log.progress=false", f"run={tmp_path / 'turns'}"),
+        *("lora.rank=8", "lora.alpha=16", "lora.publish=merge"),
         config=CONFIG.with_name("tiny_turns.yaml"),
     )
     logged = {f"turns/dropped/{reason}" for reason in REASONS}  # only those that happen are logged
