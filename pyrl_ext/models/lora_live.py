@@ -17,7 +17,7 @@ from pyrl_ext.models.lora_table import adapter_rows, adapter_table, targeted
 from pyrl_ext.models.weight_table import Weight, by_expert, named_global, shard_of, tensor_split
 from pyrl_ext.plan.schema.lora import Lora
 
-Note = Callable[[Weight, Tensor, Tensor], None]
+Note = Callable[[Weight, Tensor, Tensor, Tensor], None]
 _OF_AN_EXPERT = re.compile(r"\.local_experts\.\d+\.(linear_fc[12])\.weight$")
 
 
@@ -139,7 +139,8 @@ class Adapters:
         the factors.
 
         Args:
-            note: called with the row, the weight and ``scale B A`` in float32 of each that is made.
+            note: called with the row, the weight, ``scale B A`` in float32 and the merged weight of
+                each that is made.
         """
         return _Merged(live, self._of, note)
 
@@ -171,9 +172,11 @@ class _Merged(Mapping[str, Tensor]):
         if (place := self._places.get(name)) is None:
             return weight
         delta = place.adapter.delta(place.expert)
-        if self._note is not None:
-            self._note(place.row, weight, delta)
-        return delta.add_(weight.detach()).to(weight.dtype)
+        if self._note is None:
+            return delta.add_(weight.detach()).to(weight.dtype)
+        merged = (delta + weight.detach()).to(weight.dtype)
+        self._note(place.row, weight, delta, merged)
+        return merged
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._live)

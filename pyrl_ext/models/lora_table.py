@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.models.weight_table import Shard, Weight, stream_of
-from pyrl_ext.plan.schema.lora import TARGETS, Lora
+from pyrl_ext.plan.schema.lora import Lora
 
 _FIRST_EXPERT = re.compile(r"\.(local_)?experts\.0\.")
 
@@ -24,13 +24,10 @@ def linear_of(name: str) -> str:
 
 def targeted(row: Weight, lora: Lora) -> list[int]:
     """Which of ``row.hf_names`` are weights of linears with an adapter."""
-    if row.expert is not None and lora.experts == "none":
-        return []
-    wanted = TARGETS if lora.targets == "all" else lora.targets
     return [
         i
         for i, name in enumerate(row.hf_names)
-        if name.endswith(".weight") and linear_of(name) in wanted
+        if name.endswith(".weight") and lora.adapts(linear_of(name), row.expert is not None)
     ]
 
 

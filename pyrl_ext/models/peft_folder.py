@@ -108,19 +108,13 @@ class PeftFolder:
         self._check_names(table, ignored)
 
     def __call__(self, name: str) -> Sliceable:
-        first, *others = (self._found[each] for each in self._names_of(name))
+        first, *others = (self._found[n] for n in _of_experts(name, self.sizes.num_experts))
         if not all(torch.equal(first[:], other[:]) for other in others):
             raise ValueError(
                 f"adapter: {self.folder}: {name} differs between experts, expected one for all "
                 "with lora.experts: shared_outer. Set lora.experts to per_expert"
             )
         return first
-
-    def _names_of(self, name: str) -> list[str]:
-        """The names in a file: one, or as many as experts share the factor."""
-        if (shared := _SHARED.fullmatch(name)) is None:
-            return [name]
-        return [f"{shared[1]}.{e}.{shared[2]}" for e in range(self.sizes.num_experts)]
 
     def _modules(self) -> list[str]:
         """The modules of the file, each with both factors."""
@@ -205,7 +199,8 @@ class PeftFolder:
             )
 
     def _check_names(self, table: Sequence[Weight], ignored: Mapping[str, str]) -> None:
-        wanted = {each for row in table for name in row.hf_names for each in self._names_of(name)}
+        number = self.sizes.num_experts
+        wanted = {x for row in table for name in row.hf_names for x in _of_experts(name, number)}
         missing, beside = sorted(wanted - self._found.keys()), self._found.keys() - wanted
         beside = {n for n in beside if not any(re.fullmatch(p, n) for p in ignored)}
         # a module whose B is zero is none: the forms have gate, up and down of an expert together
@@ -219,6 +214,12 @@ class PeftFolder:
                 f"{len(unknown)} are unknown {unknown[:6]}; expected exactly those of lora.targets "
                 f"and lora.experts. It has {', '.join(kinds)}"
             )
+
+
+def _of_experts(name: str, number: int) -> list[str]:
+    """The names of a factor in a file: one, or as many as experts share it."""
+    shared = _SHARED.fullmatch(name)
+    return [f"{shared[1]}.{e}.{shared[2]}" for e in range(number)] if shared else [name]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -325,9 +326,8 @@ def _whole_experts(factors: Mapping[str, Tensor], number: int) -> dict[str, Tens
     peft has adapters of their gate, up and down together, or none."""
     found: dict[str, Tensor] = {}
     for name, tensor in factors.items():
-        shared = _SHARED.fullmatch(name)
-        names = [f"{shared[1]}.{e}.{shared[2]}" for e in range(number)] if shared else [name]
-        found |= {each: tensor.clone() if shared else tensor for each in names}
+        names = _of_experts(name, number)
+        found |= {each: tensor.clone() if len(names) > 1 else tensor for each in names}
     for module in _experts_in(found):
         some = next(kind for kind in _KINDS if f"{module}.0.{kind}_proj.lora_A.weight" in found)
         a, b = (found[f"{module}.0.{some}_proj.lora_{letter}.weight"] for letter in "AB")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.schema.lora import ROUTER, TARGETS, Lora
+from pyrl_ext.plan.schema.lora import ROUTER, Lora
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -40,8 +40,7 @@ def adapters_of(lora: Lora, names: Iterable[str]) -> dict[str, Adapter]:
     Raises: ValueError for an adapter of the router, which engines choose experts with before any
         adapter could be added.
     """
-    wanted = TARGETS if lora.targets == "all" else tuple(lora.targets)
-    if ROUTER in wanted:
+    if lora.adapts(ROUTER, expert=False):
         raise ValueError(
             f"lora.targets: {ROUTER} with lora.publish adapter, expected other targets; engines "
             "have no adapters in routers. Use lora.publish: merge"
@@ -50,7 +49,7 @@ def adapters_of(lora: Lora, names: Iterable[str]) -> dict[str, Adapter]:
     for name in names:
         module, _, kind = name.rpartition(".")
         last, expert = module.rpartition(".")[2], _EXPERT.search(name) is not None
-        if kind != "weight" or last not in wanted or (expert and lora.experts == "none"):
+        if kind != "weight" or not lora.adapts(last, expert):
             continue
         shared = ""
         if expert and lora.experts == "shared_outer":

@@ -25,16 +25,16 @@ class MoveSeen:
         self.dtype, self.topo = dtype, topo
         self.sums = torch.zeros(2, dtype=torch.float64, device=topo.device)
 
-    def note(self, row: Weight, weight: Tensor, delta: Tensor) -> None:
+    def note(self, row: Weight, weight: Tensor, delta: Tensor, merged: Tensor) -> None:
         """One weight of this rank.
 
         Args:
             row: of the weight.
             weight: of the base, in the type in which it is sent.
             delta: [as the weight] float32, what its adapter adds.
+            merged: the sum of both, as it is sent.
         """
-        sent = (weight.float() + delta).to(weight.dtype)
-        seen = sent.to(self.dtype).float() - weight.to(self.dtype).float()
+        seen = merged.to(self.dtype).float() - weight.to(self.dtype).float()
         both = torch.stack([(delta * seen).sum(dtype=torch.float64), delta.double().square().sum()])
         self.sums += both * self._shards(row)
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from pyrl_ext.plan.model.families.blocks import GroupedQuery, Latent
 from pyrl_ext.plan.model.sizes import ModelSizes
 from pyrl_ext.plan.schema import Config
-from pyrl_ext.plan.schema.lora import ROUTER, TARGETS, Lora
+from pyrl_ext.plan.schema.lora import ROUTER, Lora
 
 
 class Linear(NamedTuple):
@@ -101,12 +101,7 @@ def names_of(sizes: ModelSizes) -> tuple[str, ...]:
 
 def adapted(sizes: ModelSizes, lora: Lora, sparse: bool) -> list[Linear]:
     """The linears of a layer that have adapters."""
-    wanted = TARGETS if lora.targets == "all" else lora.targets
-    return [
-        each
-        for each in linears(sizes, sparse)
-        if each.name in wanted and not (each.experts and lora.experts == "none")
-    ]
+    return [each for each in linears(sizes, sparse) if lora.adapts(each.name, each.experts > 0)]
 
 
 def factors(sizes: ModelSizes, lora: Lora, sparse: bool) -> Iterator[Factor]:

@@ -42,6 +42,11 @@ class Lora(Section):
     """folder of a PEFT adapter to start from, relative to this YAML file; null: A is drawn from the
     seed, B is zero"""
 
+    def adapts(self, linear: str, expert: bool) -> bool:
+        """Whether a linear has an adapter, called by the last part of its HF name."""
+        wanted = TARGETS if self.targets == "all" else self.targets
+        return linear in wanted and not (expert and self.experts == "none")
+
     def rank_of(self, expert: bool) -> int:
         """The rank of an adapter of a routed expert, or of any other."""
         return self.expert_rank or self.rank if expert else self.rank
