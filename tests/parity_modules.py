@@ -98,20 +98,26 @@ class Layout:
         return tuple(name for name, each in self.encoders.items() if not each.train)
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether it computes in bfloat16; what it is compared with does in float32."""
+        return "bf16" in self._parts[1]
+
+    @property
     def reference(self) -> str:
         """Names the single process that it is compared with."""
-        return "-".join([self.model, *self.encoders, "frozen", *self.frozen]).replace(" ", "_")
+        words = [self.model, *self.encoders, "frozen", *self.frozen, "routed" * self.is_narrow]
+        return "-".join(words).replace(" ", "_")
 
     def plan(self, folder: Path, alone: bool = False) -> Plan:
         words = [] if alone else [w for w in self._parts[1] if w not in ("1", "bf16")]
-        dtype = "bfloat16" if "bf16" in self._parts[1] and not alone else "float32"
+        dtype = "bfloat16" if self.is_narrow and not alone else "float32"
         overrides = (*map(parity._override, words), f"model.dtype={dtype}")
         plan = parity.compiled(self.model, folder, overrides, COMMON)
         return plan if alone else plan.model_copy(update={"modules": self.encoders})
 
     @property
     def bounds(self) -> dict[str, float]:
-        return BF16_BOUNDS if "bf16" in self.name else BOUNDS
+        return BF16_BOUNDS if self.is_narrow else BOUNDS
 
 
 # towers of the families: features added in the first chunk, positions of three axes
@@ -192,13 +198,19 @@ FEW = {
 }
 
 
-def batches(plan: Plan, kinds: tuple[str, ...]) -> list[ImageBatch]:
-    """One a step; some microbatches have no image."""
+def batches(plan: Plan, layout: Layout) -> list[ImageBatch]:
+    """One a step; some microbatches have no image.
+
+    In bfloat16 every token has its routes: a router left to itself may choose another expert than
+    in float32 where two are nearly equal, and one token is most of the gradient of an expert with
+    few.
+    """
     found, tower = [], plan.sizes.vision
     numbers = 3 * tower.temporal_patch_size * tower.patch_size**2 if tower else towers.PIXELS
     for seed, batch in enumerate(parity.batches(plan, mtp_routes=False)):
-        one = replace(batch, targets=batch.targets.clone())
-        found.append(towers.with_images(one, kinds, seed, numbers))
+        mask = batch.route_mask | layout.is_narrow
+        one = replace(batch, targets=batch.targets.clone(), route_mask=mask)
+        found.append(towers.with_images(one, (*layout.encoders,), seed, numbers))
     return found
 
 
@@ -259,7 +271,7 @@ def whole_steps(plan: Plan, layout: Layout) -> Outcome:
         )
         before = everything(policy, held, topo)
         out = Outcome([], [], [], [], {})
-        for step, batch in enumerate(batches(plan, kinds)):
+        for step, batch in enumerate(batches(plan, layout)):
             schedule = Scheduler(plan).schedule(batch.seqlens)
             for (name, _), edge in inside.items():
                 edge.images = towers.image_shard(plan, topo, batch, schedule).images[name]
@@ -355,7 +367,7 @@ def train_steps(plan: Plan, layout: Layout) -> Outcome:
     with topology.start(plan) as topo:
         policy, loss = build(plan, topo, layout), build_loss(plan.objective)
         before, out = gathered(policy, layout, grads=False), Outcome([], [], [], [], {})
-        for batch in batches(plan, tuple(layout.encoders)):
+        for batch in batches(plan, layout):
             schedule = Scheduler(plan).schedule(batch.seqlens)
             shard = towers.image_shard(plan, topo, batch, schedule)
             batch = replace(batch, old_logprobs=rows_scored(policy, shard, batch))
@@ -387,7 +399,7 @@ def sent_over_edges(policy: Policy) -> dict[str, list[int]]:
 def expected_bytes(plan: Plan, layout: Layout) -> dict[str, list[int]]:
     """Every row goes there twice, for scores and update, and comes back once, unless frozen; to an
     MTP layer, which reads less of it, once, and back if its gradient is wanted."""
-    number, whole = 2 if plan.model.dtype == "bfloat16" else 4, batches(plan, (*layout.encoders,))
+    number, whole = 2 if plan.model.dtype == "bfloat16" else 4, batches(plan, layout)
     found = {kind: [0, 0] for kind in layout.encoders}
     for kind, depth in product(layout.encoders, range(1 + plan.num_mtp_layers)):
         rows = sum(crossing(plan, batch, kind, depth) for batch in whole)
