@@ -41,7 +41,8 @@ class Binary(NamedTuple):
 
 
 def triton_builds() -> dict[str, tuple[Any, dict[str, str], dict[str, object]]]:
-    """``op variant`` -> (kernel, signature, constexprs) of every op's ``triton_kernel.BUILDS``."""
+    """``op variant`` -> (kernel, signature, constexprs) of every op's ``triton_kernel.BUILDS``;
+    among the last may be the launch's ``num_warps``."""
     builds = {}
     for file in sorted(PACKAGE.glob("ops/*/triton_kernel.py")):
         op = file.parent.name
@@ -64,7 +65,9 @@ def compiled(
     **options: Any,
 ) -> Binary:
     """``aligned``: arguments that 16 divides; ``options``: those of the launch (``num_warps``)."""
-    kernel, signature, constexprs = build
+    kernel, signature, constants = build
+    constexprs = {name: value for name, value in constants.items() if name in signature}
+    options |= {name: value for name, value in constants.items() if name not in signature}
     known = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if n in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=known)
     built = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)

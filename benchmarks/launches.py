@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -50,23 +48,13 @@ class Launch:
 class Launches(TorchDispatchMode):
     """The operators dispatched inside, in order; a call of one counts as one launch.
 
-    What is one operator on a GPU counts as one on a CPU, too: ``F.rms_norm``, and what `as_one`
-    runs. There an operator may launch more than one kernel, as the gradients of attention and of
-    norms do.
+    What `as_one` runs counts as one operator on a CPU, as it is one on a GPU. There an operator may
+    launch more than one kernel, as the gradients of attention and of norms do.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.all: list[Launch] = []
-        self._norms = _Norms()
-
-    def __enter__(self) -> Launches:
-        self._norms.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._norms.__exit__(*error)
 
     def add(self, name: str, tensors: Iterable[Any]) -> None:
         read = {id(x): x for x in tensors if isinstance(x, Tensor)}
@@ -125,16 +113,6 @@ def as_one(name: str, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """``run(*tensors)``, which `Launches` around it counts as one operator each way."""
     out: Tensor = _AsOne.apply(name, run, *tensors)  # type: ignore[assignment]
     return out
-
-
-class _Norms(TorchFunctionMode):
-    """``F.rms_norm`` as one operator each way: CUDA has it fused, a CPU computes it in six."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.rms_norm:
-            return func(*args, **(kwargs or {}))
-        x, shape, weight, eps = args + tuple((kwargs or {}).values())
-        return as_one("rms_norm", lambda x, w: F.rms_norm(x, shape, w, eps), x, weight)
 
 
 def _bytes(x: Tensor) -> int:

@@ -17,6 +17,7 @@
 #include "latent_keys/api.hpp"
 #include "plan_dynamic_cp/api.hpp"
 #include "replay_probs/api.hpp"
+#include "rms_norm/api.hpp"
 #include "rotary/api.hpp"
 #include "sum_rows/api.hpp"
 #include "swiglu/api.hpp"
@@ -343,6 +344,34 @@ void bind_replay_probs(py::module_& m) {
 #endif
 }
 
+void bind_rms_norm(py::module_& m) {
+  using Args = pyrl::RmsNormArgs;
+  py::class_<Args>(m, "RmsNormArgs")
+      .def(py::init([](Address src, pyrl::DType dtype, int64_t rows, int64_t heads, int64_t row,
+                       int64_t head, int64_t width, Address weight, float eps, Address scale,
+                       Address grad, Address residual_grad, Address out, Address weight_grad,
+                       Address parts) {
+             return Args{at<const void>(src), dtype,
+                         rows,                heads,
+                         row,                 head,
+                         width,               at<const void>(weight),
+                         eps,                 at<float>(scale),
+                         at<const void>(grad), at<const void>(residual_grad),
+                         at<void>(out),       at<void>(weight_grad),
+                         at<float>(parts)};
+           }),
+           py::kw_only(), arg("src"), arg("dtype"), arg("rows"), arg("heads"), arg("row"),
+           arg("head"), arg("width"), arg("weight"), arg("eps"), arg("scale"), arg("grad"),
+           arg("residual_grad"), arg("out"), arg("weight_grad"), arg("parts"));
+  m.def("rms_norm_scratch", &pyrl::rms_norm_scratch, arg("rows"), arg("width"));
+  m.def(
+      "rms_norm_cpu",
+      [](const Args& args, const std::string& isa, int threads) {
+        pyrl::rms_norm_cpu(args, isa.c_str(), threads);
+      },
+      arg("args"), arg("isa"), arg("threads"), nogil());
+}
+
 void bind_swiglu(py::module_& m) {
   using Args = pyrl::SwigluArgs;
   py::class_<Args>(m, "SwigluArgs")
@@ -503,6 +532,7 @@ PYBIND11_MODULE(_C, m) {
   bind_gather_routes(m);
   bind_plan_dynamic_cp(m);
   bind_sum_rows(m);
+  bind_rms_norm(m);
   bind_rotary(m);
   bind_latent_keys(m);
   bind_replay_probs(m);

@@ -24,16 +24,28 @@ from torch import Tensor
 
 from pyrl_ext.megatron.packed_attention import PackedSequences, gather_over
 from pyrl_ext.megatron.rotary import PackedRotary
-from pyrl_ext.ops import latent_keys, rotary, swiglu
+from pyrl_ext.ops import latent_keys, rms_norm, rms_norm_residual, rotary, swiglu
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """megatron's ``WrappedTorchNorm`` refuses sequence parallelism; all torch's norm lacks is the
-    mark that its gradient must be summed over the tensor-parallel ranks."""
+    """One kernel each way, which torch computes in pieces on a CPU. megatron's ``WrappedTorchNorm``
+    refuses sequence parallelism; here the weight has the mark that its gradient must be summed over
+    the tensor-parallel ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Any:
+        return rms_norm(x, self.weight, self.eps)  # type: ignore[arg-type]
+
+
+class ResidualNorm(RMSNorm):
+    """The norm of a layer's input, and the input, which a layer of megatron then adds its output
+    to: the gradients of both are added by the norm's kernel."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return rms_norm_residual(x, self.weight, self.eps)  # type: ignore[arg-type]
 
 
 class TurnedAttention(SelfAttention):

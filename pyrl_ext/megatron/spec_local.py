@@ -78,6 +78,7 @@ def _fit(layer: Any, config: Any) -> None:
     from pyrl_ext.megatron.local_layers import (
         LatentAttention,
         ReplicatedLinear,
+        ResidualNorm,
         RMSNorm,
         TurnedAttention,
     )
@@ -100,4 +101,4 @@ def _fit(layer: Any, config: Any) -> None:
         parts.self_attention.module = TurnedAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = ResidualNorm

@@ -9,6 +9,7 @@ from .gather_routes import count_routes, gather_routes
 from .gather_rows import Inverse, gather_rows, invert_rows
 from .latent_keys import latent_keys
 from .replay_probs import replay_probs
+from .rms_norm import rms_norm, rms_norm_residual
 from .rotary import rotary
 from .sum_rows import sum_rows
 from .swiglu import swiglu
@@ -34,6 +35,8 @@ __all__ = [
     "invert_rows",
     "latent_keys",
     "replay_probs",
+    "rms_norm",
+    "rms_norm_residual",
     "rotary",
     "serve_gpu_from",
     "sum_rows",

@@ -22,6 +22,7 @@ from pyrl_ext.ops.gather_routes import triton as gather_routes
 from pyrl_ext.ops.gather_rows import triton as gather_rows
 from pyrl_ext.ops.latent_keys import triton as latent_keys
 from pyrl_ext.ops.replay_probs import triton as replay_probs
+from pyrl_ext.ops.rms_norm import triton as rms_norm
 from pyrl_ext.ops.rotary import triton as rotary
 from pyrl_ext.ops.sum_rows import triton as sum_rows
 from pyrl_ext.ops.swiglu import triton as swiglu
@@ -42,7 +43,7 @@ def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
         (name, a call with the given number of rows) of each.
     """
     ops = gather_routes, replay_probs, token_logprob, gather_rows, sum_rows, swiglu
-    for op in (*ops, rotary, latent_keys, expert_rows):
+    for op in (*ops, rotary, rms_norm, latent_keys, expert_rows):
         yield from op.launches(plan, config)
 
 

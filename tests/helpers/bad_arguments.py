@@ -18,6 +18,7 @@ from pyrl_ext.ops import (
     invert_rows,
     latent_keys,
     replay_probs,
+    rms_norm,
     rotary,
     sum_rows,
     swiglu,
@@ -30,6 +31,7 @@ from pyrl_ext.ops import (
 from pyrl_ext.ops.expert_rows import expert_rows_grad
 from pyrl_ext.ops.latent_keys import latent_keys_grad
 from pyrl_ext.ops.replay_probs import grad_op
+from pyrl_ext.ops.rms_norm import rms_norm_grad
 from pyrl_ext.ops.swiglu import swiglu_grad
 
 NONE, ZERO = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -60,6 +62,7 @@ def bad_calls() -> list[Bad]:
         *_expert_rows(),
         *_sum_rows(),
         *_swiglu(),
+        *_rms_norm(),
         *_rotary(),
         *_latent_keys(),
         *_replay_probs(),
@@ -278,6 +281,28 @@ def _expert_rows() -> list[Bad]:
         bad(ValueError, "routing_map[1] has 3 experts, expected top_k 2", more, probs, 2),
         bad(ValueError, "routing_map[0] has 2 experts, expected top_k 3", chosen, probs, 3),
         grad,
+    ]
+
+
+def _rms_norm() -> list[Bad]:
+    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
+        return Bad("rms_norm", lambda: rms_norm(*args), error, message)
+
+    x, weight = torch.zeros(3, 4), torch.zeros(4)
+    wide = Bad(
+        "rms_norm_grad",
+        lambda: rms_norm_grad(x[:2], x, weight, x[:, 0], None),
+        *(ValueError, "grad is torch.float32 [2, 4], expected torch.float32 [3, 4]"),
+    )
+    return [
+        wide,
+        bad(ValueError, "x is [3, 4], weight [3], expected [..., W] and [W]", x, x[:, 0], 1e-6),
+        bad(ValueError, "x is [], weight [4], expected", x[0, 0], weight, 1e-6),
+        bad(ValueError, "x is [3, 0], weight [0], expected", x[:, :0], weight[:0], 1e-6),
+        bad(TypeError, "x is torch.float16, weight", x.half(), weight.half(), 1e-6),
+        bad(TypeError, "weight torch.bfloat16, expected both", x, weight.bfloat16(), 1e-6),
+        bad(ValueError, "x is on cpu, weight on meta", x, weight.to("meta"), 1e-6),
+        bad(ValueError, "eps is 0.0, expected a number above 0", x, weight, 0.0),
     ]
 
 

@@ -82,6 +82,26 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
         )
         for dtype, weight in ((torch.bfloat16, real(3, dtype=torch.float32)), (torch.float32, None))
     },
+    **{
+        f"rms_norm, {dtype}": (
+            "rms_norm",
+            (real(3, 2, 6, dtype=dtype, grad=True), real(6, dtype=dtype, grad=True), 1e-6),
+        )
+        for dtype in (torch.float64, torch.bfloat16)
+    },
+    **{
+        f"rms_norm_grad, {dtype}": (
+            "rms_norm_grad",
+            (
+                *(real(3, 6, dtype=dtype), 1 + real(3, 6, dtype=dtype), real(6, dtype=dtype)),
+                *(real(3, dtype=torch.float32), residual),
+            ),
+        )
+        for dtype, residual in (
+            (torch.float32, None),
+            (torch.bfloat16, real(3, 6, dtype=torch.bfloat16)),
+        )
+    },
     "gather_fields": (
         "gather_fields",
         (

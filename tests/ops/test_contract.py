@@ -93,7 +93,7 @@ def test_Op_refuses_arguments_that_do_not_fit(bad: Bad, backend: str):
 # Triton, interpreted: one process for all, since importing torch and Triton takes longest ---------
 
 # operators that a file of tests speaks for together
-GRADS = ("replay_probs", "swiglu", "latent_keys", "expert_rows")
+GRADS = ("replay_probs", "rms_norm", "swiglu", "latent_keys", "expert_rows")
 FILES = {f"{name}_grad": name for name in GRADS} | {
     f"token_logprob_{name}": "token_logprob"
     for name in ("stats", "rows", "combine", "grad", "grad_")

@@ -56,15 +56,15 @@ def test_stage_memory_of_a_dense_layer_equals_a_count_by_hand():
     """One layer, float32, on a CPU: every tensor that autograd saves, in floats a row."""
     plan = tiny_plan("parallel.pp=4")
     plan.hf["mlp_layer_types"] = ["dense"] * 4
-    norm, up = 2 * 64 + 1, 3 * 128
-    latents = (32 + 48 + 1 + 32) + (32 + 32 + 1 + 32)  # the kv norm's input holds the rotary key
+    norm, up = 64 + 1, 3 * 128
+    latents = (48 + 1 + 32) + (32 + 1 + 32)  # the kv norm's input holds the rotary key
     attention = 4 * 128 + 4 + 2 + 128  # q k v o, sums, an order, o in order
     row = 4 * (norm + 64 + latents + attention + norm + 64 + up + 16)  # 16: of the angles
-    ends = 2 * 4 * 64  # what came and what was sent on, which the schedule keeps
+    sent = 4 * 64  # the schedule keeps what was sent on; what came the first norm has saved
     rows = plan.batching.tokens_per_microbatch
     held = [each.bytes_of("activations") for each in stage_memory(plan)]
-    assert held[1] == 3 * rows * (row + ends)
-    assert held[3] == rows * (row + ends + 4 * (norm + 64))  # the last norm, and the head's input
+    assert held[1] == 3 * rows * (row + sent)
+    assert held[3] == rows * (row + sent + 4 * (norm + 64))  # the last norm, and the head's input
 
 
 def test_stage_memory_of_routes_equals_a_count_by_hand():

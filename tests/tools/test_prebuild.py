@@ -22,6 +22,7 @@ from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.models import family
 from pyrl_ext.ops import prebuilt
 from pyrl_ext.ops.gather_fields.triton import gather_fields
+from pyrl_ext.ops.rms_norm.native import rows_of
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.tools import prebuild
@@ -179,6 +180,9 @@ def launch_name(op: str, args: tuple) -> str | None:
         shared = key.shape[2] - plain if back else second.shape[1]
         name = f"latent_keys {key.dtype} {key.shape[1]} x {plain}, {rest}, {shared} shared"
         return name + " back" * back
+    if op.startswith("rms_norm"):
+        x = args[op == "rms_norm_grad"]
+        return f"rms_norm {x.dtype} {rows_of(x).heads} x {x.shape[-1]}"
     if op.startswith("swiglu"):
         gate_up = args[op == "swiglu_grad"]
         return f"swiglu {gate_up.dtype} x {gate_up.shape[1]}"
@@ -206,6 +210,6 @@ def test_launches_names_all_that_a_real_step_launches():
     found = {name.replace("torch.", "") for name in called.names}
     assert {name.split()[0] for name in found} == {
         *("gather_routes", "replay_probs", "token_logprob", "sum_rows", "swiglu"),
-        *("rotary", "latent_keys", "expert_rows"),
+        *("rotary", "rms_norm", "latent_keys", "expert_rows"),
     }
     assert found <= {name for name, _ in prebuilt.launches(plan, config_of(plan))}

@@ -103,16 +103,11 @@ def adapters_kept(plan: Plan, sparse: bool) -> Narrow:
 
 
 def _norm(plan: Plan, width: int, input_width: int | None = None) -> int:
-    """A norm saves its input on a GPU; on a CPU a float32 copy of the input and of the output.
+    """A norm saves its input, and a float32 number a row.
 
     `input_width`: width of the tensor that the input is a slice of; None: it is no slice.
     """
-    each = DTYPE_BYTES[plan.model.dtype]
-    kept = input_width or width
-    if plan.device == "cuda":
-        return each * kept + 4
-    output = 4 * width * (plan.lora is None)  # for the gradient of its weight
-    return 4 * (kept if each == 4 else width) + output + 4
+    return DTYPE_BYTES[plan.model.dtype] * (input_width or width) + 4
 
 
 def _latent_inputs(plan: Plan, read: Set[str]) -> int:
@@ -155,11 +150,8 @@ def _norms_of_heads(plan: Plan, heads: Heads) -> int:
 
 def _own_value(plan: Plan, heads: Heads) -> int:
     """Elements that are saved for the values as they enter core attention. Grouped queries, keys
-    and values are slices of one product, which the norm of the keys may have saved already."""
-    if isinstance(plan.sizes, Latent):
-        return heads.value
-    saved = plan.device == "cuda" or plan.model.dtype == "float32"
-    return 0 if saved else heads.query + heads.key + heads.value
+    and values are slices of one product, which the norm of the keys has saved already."""
+    return heads.value if isinstance(plan.sizes, Latent) else 0
 
 
 def takes_equal_shapes(plan: Plan) -> bool:
@@ -236,8 +228,8 @@ def chunk_activations(plan: Plan, chunk: ModelChunk) -> Kept:
     head = 0.0
     if chunk.loss:  # the final norm, and the hidden states of every depth as the head reads them
         head = (_norm(plan, hidden) + (1 + plan.num_mtp_layers) * each * hidden) / tp
-    if plan.parallel.pp > 1:  # the pipeline schedule also holds the chunk's input and output
-        kept += 2 * each * hidden / tp
+    if plan.parallel.pp > 1:  # the pipeline schedule also holds the chunk's output; its input is
+        kept += each * hidden / tp  # what the first norm has saved
     offloaded = sum(part for part, _ in split[: plan.model.offload_layers])
     again = (
         max((part for _, part in split), default=0) - head
@@ -252,8 +244,7 @@ def _recomputed(plan: Plan, saved: Layer, sparse: bool) -> tuple[float, float]:
     if plan.model.recompute == "full":
         each = DTYPE_BYTES[plan.model.dtype]
         entering = each * plan.sizes.hidden_size / plan.parallel.tp
-        shared = plan.device == "cuda" or each == 4  # the first norm saves the same tensor
-        return entering, saved.whole - entering * shared
+        return entering, saved.whole - entering  # the first norm saves the same tensor
     # selective: core attention and experts, each from its inputs
     core = saved.core if takes_equal_shapes(plan) else saved.core - saved.core_inputs
     experts = saved.feed_forward - saved.feed_forward_input if sparse else 0

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._triton import Launch, meta, refuse_device, short
+from pyrl_ext.ops.dtypes import dtype_of
+
+from .native import DTYPES, rows_of
+
+if TYPE_CHECKING:
+    from pyrl_ext.plan import Plan
+
+TILE = 2048  # elements that a program reads at once, at least a row
+WIDEST = 16384  # columns of a row, which a program holds
+PARTS = 512  # programs of the gradient at most: each writes a part of the weight's
+
+
+def refuse(x: Tensor, *_: Any) -> str | None:
+    if x.dtype not in DTYPES:
+        return f"x is {x.dtype}, expected one of {list(DTYPES)}"
+    if x.shape[-1] > WIDEST:
+        return f"x is {x.shape[-1]} wide, expected at most {WIDEST}"
+    return refuse_device("x", x)
+
+
+def refuse_grad(grad: Tensor, x: Tensor, *_: Any) -> str | None:
+    return refuse(x)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from .triton_kernel import rms_norm_fwd_kernel  # triton takes a while to import
+
+    out, scale = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    src, rows, heads, row, head = rows_of(x)
+    if out.numel():
+        tiles = _tiles(x.shape[-1])
+        kernel: Any = rms_norm_fwd_kernel
+        kernel[(-(-rows // tiles["TALL"]),)](
+            *(src, row, head, heads, weight.contiguous(), out, scale, rows, x.shape[-1], eps),
+            **tiles,
+        )
+    return out, scale
+
+
+def rms_norm_grad(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, residual_grad: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    from .triton_kernel import rms_norm_bwd_kernel, rms_norm_sum_kernel
+
+    src, rows, heads, row, head = rows_of(x)
+    width = x.shape[-1]
+    out, weight_grad = x.new_empty(x.shape), weight.new_empty(weight.shape)
+    if not out.numel():
+        return out, weight_grad.zero_()
+    tiles = _tiles(width)
+    tall = tiles["TALL"]
+    span = -(-rows // (PARTS * tall)) * tall  # rows of a program
+    parts = scale.new_empty(-(-rows // span), width)
+    kernel: Any = rms_norm_bwd_kernel
+    kernel[(len(parts),)](
+        *(grad.contiguous(), src, row, head, heads, weight.contiguous(), scale.contiguous()),
+        *(None if residual_grad is None else residual_grad.contiguous(), out, parts),
+        *(rows, width, span),
+        **tiles,
+    )
+    kernel = rms_norm_sum_kernel
+    kernel[(-(-width // 32),)](parts, weight_grad, len(parts), width, TALL=64, WIDE=32)
+    return out, weight_grad
+
+
+def _tiles(width: int) -> dict[str, int]:
+    wide = 1 << (width - 1).bit_length()
+    return {"TALL": max(1, TILE // wide), "WIDE": wide, "num_warps": max(4, wide // 512)}
+
+
+def launches(plan: Plan, config: Mapping[str, Any]) -> Iterator[Launch]:
+    """The launches of a run of ``plan``: of hidden rows, with the gradient of what passes beside
+    them and without; and of queries and keys, or their latents."""
+    dtype, tp = dtype_of(plan.model.dtype), plan.parallel.tp
+    rest = config.get("qk_pos_emb_head_dim", 0)
+    shapes = [(1, config["hidden_size"], config["hidden_size"])]  # heads, width, stride of a row
+    if config.get("multi_latent_attention"):
+        wide, narrow = config.get("q_lora_rank") or 0, config["kv_lora_rank"]
+        shapes += [(1, wide, wide), (1, narrow, narrow + rest)]
+    elif config.get("qk_layernorm"):
+        wide, groups = config["kv_channels"], config["num_query_groups"] // tp
+        heads = config["num_attention_heads"] // tp
+        whole = (heads + 2 * groups) * wide  # of a row of queries, keys and values
+        shapes += [(1, wide, wide) if groups > 1 else (heads, wide, whole), (groups, wide, whole)]
+    for heads, width, stride in shapes:
+        if width:
+
+            def both(rows: int, heads: int = heads, width: int = width, stride: int = stride):
+                x = meta(rows, stride, dtype=dtype)[:, : heads * width]
+                x = x.unflatten(1, (heads, width))
+                weight, scale = meta(width, dtype=dtype), meta(rows, heads)
+                rms_norm(x, weight, 1e-5)
+                for residual in (x, None):
+                    rms_norm_grad(x, x, weight, scale, residual)
+
+            yield f"rms_norm {short(dtype)} {heads} x {width}", both

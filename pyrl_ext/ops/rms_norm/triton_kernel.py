@@ -1,0 +1,114 @@
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["N", "eps"])
+def rms_norm_fwd_kernel(
+    x,  # rows read; row n is at n // heads * row + n % heads * head
+    row,
+    head,
+    heads,
+    weight,  # [W] read
+    out,  # [N, W] written
+    scale,  # [N] float32 written
+    N,
+    W,
+    eps,
+    TALL: tl.constexpr,  # rows of a program
+    WIDE: tl.constexpr,  # a row's columns, and more
+):
+    n = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)[:, None]
+    c = tl.arange(0, WIDE)[None, :]
+    inside = (n < N) & (c < W)
+    v = tl.load(x + n // heads * row + n % heads * head + c, inside, other=0).to(tl.float32)
+    s = 1 / tl.sqrt(tl.sum(v * v, 1, keep_dims=True) / W + eps)
+    w = tl.load(weight + c, c < W, other=0).to(tl.float32)
+    tl.store(out + n * W + c, (v * s * w).to(out.dtype.element_ty), inside)
+    tl.store(scale + n, s, n < N)
+
+
+@triton.jit(do_not_specialize=["N", "span"])
+def rms_norm_bwd_kernel(
+    grad,  # [N, W] read
+    x,  # as in the forward kernel
+    row,
+    head,
+    heads,
+    weight,  # [W] read
+    scale,  # [N] float32 read
+    residual_grad,  # [N, W] read, or None: 0
+    out,  # [N, W] written
+    parts,  # [programs, W] float32 written: the weight's gradient from each program's rows
+    N,
+    W,
+    span,  # rows of a program
+    TALL: tl.constexpr,  # rows that it reads at once
+    WIDE: tl.constexpr,
+):
+    p = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, WIDE)[None, :]
+    total = tl.zeros((TALL, WIDE), tl.float32)
+    for start in range(0, span, TALL):
+        n = p * span + start + tl.arange(0, TALL)[:, None]
+        inside = (n < N) & (c < W)
+        v = tl.load(x + n // heads * row + n % heads * head + c, inside, other=0).to(tl.float32)
+        g = tl.load(grad + n * W + c, inside, other=0).to(tl.float32)
+        s = tl.load(scale + n, n < N, other=0)
+        v = v * s
+        total += g * v
+        g *= tl.load(weight + c, c < W, other=0).to(tl.float32)  # again: it would take registers
+        y = (g - v * (tl.sum(g * v, 1, keep_dims=True) / W)) * s
+        if residual_grad is not None:
+            y += tl.load(residual_grad + n * W + c, inside, other=0).to(tl.float32)
+        tl.store(out + n * W + c, y.to(out.dtype.element_ty), inside)
+    tl.store(parts + p * W + tl.arange(0, WIDE), tl.sum(total, 0), tl.arange(0, WIDE) < W)
+
+
+@triton.jit(do_not_specialize=["P"])
+def rms_norm_sum_kernel(
+    parts,  # [P, W] float32 read
+    out,  # [W] written
+    P,
+    W,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    c = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    total = tl.zeros((TALL, WIDE), tl.float32)
+    for start in range(0, P, TALL):
+        p = start + tl.arange(0, TALL)[:, None]
+        total += tl.load(parts + p.to(tl.int64) * W + c, (p < P) & (c < W), other=0)
+    tl.store(out + c, tl.sum(total, 0).to(out.dtype.element_ty), c < W)
+
+
+def _build(name: str, dtype: str, width: int, residual: bool):
+    kernel = {"fwd": rms_norm_fwd_kernel, "bwd": rms_norm_bwd_kernel, "sum": rms_norm_sum_kernel}
+    wide = 1 << (width - 1).bit_length()
+    types = dict.fromkeys(("x", "grad", "weight", "residual_grad", "out"), f"*{dtype}")
+    types |= {"scale": "*fp32", "parts": "*fp32", "eps": "fp32"}
+    types |= dict.fromkeys(("row", "head", "heads", "N", "W", "P", "span"), "i32")
+    constants: dict[str, object] = {"TALL": max(1, 2048 // wide), "WIDE": wide}
+    if name == "sum":
+        constants = {"TALL": 64, "WIDE": 32}
+    elif wide > 2048:
+        constants["num_warps"] = wide // 512
+    if not residual:
+        constants["residual_grad"] = None
+    signature = {n: types.get(n, "constexpr") for n in kernel[name].arg_names}
+    signature |= {n: "constexpr" for n in constants if n in signature}
+    kept = {n: c for n, c in constants.items() if n in signature or n == "num_warps"}
+    return kernel[name], signature, kept
+
+
+BUILDS = {
+    f"{name} {width} {dtype}{' residual' * residual}": _build(name, dtype, width, residual)
+    for name, width, dtype, residual in (
+        ("fwd", 2048, "bf16", False),
+        ("bwd", 2048, "bf16", True),
+        ("fwd", 4096, "bf16", False),
+        ("bwd", 4096, "bf16", True),
+        ("bwd", 128, "bf16", False),
+        ("bwd", 64, "fp32", True),
+        ("sum", 2048, "bf16", False),
+    )
+}
