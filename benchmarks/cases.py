@@ -14,6 +14,7 @@ FAMILIES = {
     "feed": "benchmarks.cases_feed:feed",
     "replay_probs": "benchmarks.cases_router:replay_probs",
     "swiglu": "benchmarks.cases_swiglu:swiglu",
+    "rms_norm": "benchmarks.cases_rms_norm:rms_norm",
     "expert_rows": "benchmarks.cases_expert_rows:expert_rows",
     "experts": "benchmarks.cases_experts:experts",
     "token_logprob": "benchmarks.cases_logprob:token_logprob",
@@ -43,6 +44,7 @@ GPU_BARS: dict[str, list[tuple[str, dict[str, float], dict[str, float]]]] = {
     "feed": [("a microbatch", {}, {"ms": 0.15})],
     "replay_probs": [("probs and map", {"% of floor": 80}, {}), ("router", {"megatron": 1}, {})],
     "swiglu": [("", {"% of floor": 80}, {})],
+    "rms_norm": [("", {"% of floor": 75, "torch": 1}, {})],
     "expert_rows": [("", {"torch": 2}, {})],
     "experts": [("", {"SequentialMLP": 2}, {})],
 }

@@ -2,10 +2,10 @@
 
 Scores and an update of 8,192 tokens by three layers with experts, 4 of 64 a token, hidden 512,
 width 256, attention and the layer without experts as narrow as the demo's: with the experts and
-dispatcher of this package, with megatron's ``SequentialMLP`` and its permutation, and with these
-and the optimizer as megatron builds it: torch's AdamW in a dozen passes over all weights. Weights
-and routes are equal, and everything else is the same. They take turns in one process on one thread;
-the clock is the processor's, the fastest of the rounds counts.
+dispatcher of this package; with megatron's ``SequentialMLP`` and its permutation; and with these,
+torch's norms, and the optimizer as megatron builds it: torch's AdamW in a dozen passes over all
+weights. Weights and routes are equal, and everything else is the same. They take turns in one
+process on one thread; the clock is the processor's, the fastest of the rounds counts.
 
 The floor is the matrix products and attention alone: what else a step does could become free, and
 it would still take that long. Prints what else takes time, too.
@@ -38,6 +38,7 @@ from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron import expert_rows, grouped_experts
 from pyrl_ext.megatron.ddp import unwrap
+from pyrl_ext.megatron.local_layers import ResidualNorm, RMSNorm
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.trainer.policy import Policy
@@ -174,14 +175,18 @@ def experts_of(policy: Policy, tokens: int) -> Callable[[], list[Tensor]]:
 def step_of(
     policy: Policy, batch: WholeBatch, schedule: Schedule, fused: bool = True
 ) -> Callable[[], list[Tensor]]:
-    """Old log-probs of the batch, and an update on it; ``fused``: as this package builds AdamW."""
+    """Old log-probs of the batch, and an update on it; ``fused``: with this package's norms, and
+    AdamW as it builds it; otherwise with torch's norms, and AdamW in passes."""
     loss = build_loss(policy.plan.objective)
 
     def run() -> list[Tensor]:
         for group in policy.llm.optimizer.param_groups:
             group["fused"] = fused
-        old = passes.scores(policy, batch, schedule, True)
-        passes.update(policy, batch.with_(old_logprobs=old.logprobs), schedule, loss)
+        with ExitStack() as stack:
+            for norm in (RMSNorm, ResidualNorm) * (not fused):
+                stack.enter_context(patch.object(norm, "forward", torch.nn.RMSNorm.forward))
+            old = passes.scores(policy, batch, schedule, True)
+            passes.update(policy, batch.with_(old_logprobs=old.logprobs), schedule, loss)
         return [old.logprobs]
 
     return run
@@ -255,7 +260,7 @@ def main() -> None:
             schedule = plan_microbatches(batch.seqlens, 1, args.tokens, 1)
             steps = {name: step_of(policy, batch, schedule) for name, policy in pair.items()}
             last = [*pair][-1]
-            steps[f"{last} and optimizer"] = step_of(pair[last], batch, schedule, fused=False)
+            steps[f"{last}, norms, AdamW"] = step_of(pair[last], batch, schedule, fused=False)
             show(f"scores and update, three such layers: {title}", compare(steps, args.rounds))
 
 
