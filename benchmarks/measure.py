@@ -74,15 +74,6 @@ class Case:
     product: tuple[Callable[[], Any], float] | None = None
 
 
-def keep_memory() -> None:
-    """Let malloc keep what is freed, from now on. With glibc's defaults a tensor above 32 MiB is
-    mapped anew in every call, and its page faults cost several times what is done with it."""
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_MAX, 0)
-    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
 def call_seconds(
     run: Callable[[], Any], device: str, budget: float = 1.0, least: int = 5
 ) -> list[float]:

@@ -25,7 +25,8 @@ from rich.table import Table
 
 from benchmarks import measure as timing
 from benchmarks.cases import FAMILIES, FRESH_MEMORY, cases_of, with_gpu_bars
-from benchmarks.measure import keep_memory, measure
+from benchmarks.measure import measure
+from pyrl_ext.megatron.cpu import keep_memory
 from pyrl_ext.ops._native import C
 
 NOTE = (

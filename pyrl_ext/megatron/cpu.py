@@ -7,6 +7,7 @@ imports this file. Plans with ``device: cpu`` call `install`, which is permanent
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import warnings
@@ -69,6 +70,19 @@ def install() -> None:
     _answer_split_sizes()
     _answer_uneven_shards()
     _leave_fusers_uncompiled()
+    keep_memory()
+
+
+def keep_memory() -> None:
+    """Let malloc keep what is freed, from now on: a process holds the most it ever held.
+
+    With glibc's defaults a tensor above 32 MiB is mapped anew in every call, and its page faults
+    cost several times what is done with it. A C library without ``mallopt`` stays as it is.
+    """
+    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)  # never return the end of the heap
 
 
 def _answer_torch_cuda() -> None:
