@@ -68,6 +68,10 @@ CORE = {
         *("rollout/adapters", "rollout/hf/adapters", "rollout/vllm/adapters"),
         *("rollout/adapters", "rollout/hf/adapters", "rollout/vllm/adapters"),
     ),
+    "hybrid": (
+        *("plan/model/layer_kinds", "plan/model/families/qwen3_next", "plan/rules/state_layers"),
+        "plan/model/families/nemotron_h",
+    ),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),
         *("rollout/engine", "rollout/build", "rollout/distribute", "rollout/rollouts"),
@@ -86,6 +90,7 @@ MAX_CODE = {
     "turns": 900,
     "recorded": 420,
     "lora": 1500,
+    "hybrid": 400,
     "core": 7500,
     "plan core": 2500,
     "vllm": 600,

@@ -20,6 +20,7 @@ from pyrl_ext.plan.language.renamed import renamed_tree
 from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.model.alignment import TILE_ROWS, alignment
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
+from pyrl_ext.plan.model.layer_kinds import hybrid_pattern
 from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.model.sizes import ModelSizes, read_sizes
 from pyrl_ext.plan.schema import Config, Parallel
@@ -69,7 +70,9 @@ class Plan(Config):
     @property
     def derived(self) -> dict[str, Any]:
         """Derived values: row counts, the stages' layers, the ranks' coordinates and groups."""
+        pattern = hybrid_pattern(self.stages, self.sizes.layer_kinds)
         return {
+            **({"hybrid_layer_pattern": pattern} if pattern else {}),
             "world_size": self.world_size,
             "fingerprint": self.fingerprint,
             "row_alignment": self.row_alignment,

@@ -10,6 +10,7 @@ from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.activations import layer
 from pyrl_ext.plan.forecast.cp_gather import Choice, choose_gather, gather_parts, gathers_latents
 from pyrl_ext.plan.forecast.hardware import GPUS
+from pyrl_ext.plan.model.layer_kinds import SPARSE
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FITS = "hardware.memory=10000000000000", "rollout.tp=1", "hardware.gpu=H100"
@@ -76,7 +77,7 @@ def test_gather_parts_recompute_the_projection_with_core_attention():
 def test_activations_of_gathered_latents():
     """The rows of every rank are kept; with core attention recomputed, this rank's alone."""
     plans = [glm47(f"parallel.dp={8 // cp}", f"parallel.cp={cp}") for cp in (1, 2)]
-    one, two = (layer(plan, True) for plan in plans)
+    one, two = (layer(plan, SPARSE) for plan in plans)
     assert one.projections - two.projections == 2 * 512  # they belong to core attention now
     keys_and_values = 2 * 20 * 512
     assert two.core - one.core == pytest.approx(1.5 * keys_and_values + 2 * 2 * 512)

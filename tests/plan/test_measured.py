@@ -87,7 +87,7 @@ def test_step_time_follows_measured_rates(tmp_path: Path):
     assert head.seconds == pytest.approx(head.amount / (0.4 * 989e12))
     text = " ".join(after.assumed)
     assert "projections 61% (assumed 60%)" in text and "grouped experts 51% (assumed 50%)" in text
-    assert "assumed as before: attention, head, fp8, ring, exchange" in text
+    assert "assumed as before: attention, scan, head, fp8, ring, exchange" in text
     assert "measured" not in " ".join(before.assumed)
     assert before.error != after.error
 

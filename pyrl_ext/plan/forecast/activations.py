@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.attention import Heads, heads_of
 from pyrl_ext.plan.forecast.cp_gather import gathers_latents
+from pyrl_ext.plan.forecast.state_layers import state_saved
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.model.chunks import ModelChunk
-from pyrl_ext.plan.model.families.blocks import Latent
+from pyrl_ext.plan.model.families.blocks import GroupedQuery, Latent
+from pyrl_ext.plan.model.layer_kinds import LayerKind
 from pyrl_ext.plan.model.lora import adapted
 from pyrl_ext.plan.plan import Plan
 
@@ -41,25 +43,35 @@ class Layer(NamedTuple):
         return self.norms + self.projections + self.core + self.feed_forward
 
 
-def layer(plan: Plan, sparse: bool) -> Layer:
-    """Bytes that a layer, with experts (`sparse`) or without, saves when nothing is recomputed."""
+def layer(plan: Plan, kind: LayerKind) -> Layer:
+    """Bytes that a layer saves when nothing is recomputed."""
     sizes, tp, each = plan.sizes, plan.parallel.tp, DTYPE_BYTES[plan.model.dtype]
+    sparse = kind.feed_forward == "moe"
     heads, read = heads_of(plan), inputs_kept(plan, sparse)
     narrow = adapters_kept(plan, sparse)
-    projections = each * sizes.hidden_size * ("attention" in read) / tp
-    projections += _latent_inputs(plan, read) / tp
-    projections += _norms_of_heads(plan, heads) + narrow.attention
-    projections += each * heads.output * ("core" in read)  # input of the last product
-    # megatron's routers keep their input, also for a frozen weight
-    feed_forward_input = each * sizes.hidden_size * ("mlp" in read or sparse) / tp
-    feed_forward = narrow.feed_forward + (
-        _experts(plan, read) if sparse else _gated(plan, sizes.intermediate_size, read)
-    )
+    projections = core = core_inputs = 0.0
+    if kind.mixer is not None:
+        projections = each * sizes.hidden_size * ("attention" in read) / tp + narrow.attention
+    if kind.mixer == "attention":
+        projections += _latent_inputs(plan, read) / tp + _norms_of_heads(plan, heads)
+        # the gate, and what it multiplies
+        projections += each * heads.output * (("core" in read) + 2 * sizes.has_output_gate)
+        core = _core(plan, heads) + _gathered_latents(plan)
+        core_inputs = each * (heads.query + _own_keys(plan, heads))
+    elif kind.has_state:
+        projections += state_saved(plan)
+    feed_forward = feed_forward_input = 0.0
+    if kind.feed_forward is not None:
+        # megatron's routers keep their input, also for a frozen weight
+        feed_forward_input = each * sizes.hidden_size * ("mlp" in read or sparse) / tp
+        feed_forward = narrow.feed_forward + (
+            _experts(plan, read) if sparse else _mlp(plan, sizes.intermediate_size, read)
+        )
     return Layer(
-        norms=2 * _norm(plan, sizes.hidden_size) / tp,
+        norms=kind.blocks * _norm(plan, sizes.hidden_size) / tp,
         projections=projections,
-        core=_core(plan, heads) + _gathered_latents(plan),
-        core_inputs=each * (heads.query + _own_keys(plan, heads)),
+        core=core,
+        core_inputs=core_inputs,
         feed_forward=feed_forward_input + feed_forward,
         feed_forward_input=feed_forward_input,
     )
@@ -141,7 +153,7 @@ def _own_keys(plan: Plan, heads: Heads) -> float:
 
 def _norms_of_heads(plan: Plan, heads: Heads) -> int:
     """The norms of queries and keys, head by head."""
-    if isinstance(plan.sizes, Latent):
+    if not (isinstance(plan.sizes, GroupedQuery) and plan.sizes.has_qk_norm):
         return 0
     every = heads.query + heads.key + heads.value  # one product makes them
     each_head = 4 * (heads.number + heads.number * heads.key // heads.query - 2)
@@ -175,9 +187,9 @@ def _core(plan: Plan, heads: Heads) -> float:
     return kept + each * heads.query * (heads.query != heads.output)
 
 
-def _gated(plan: Plan, width: int, read: Set[str]) -> float:
-    """A gated MLP saves gate and up, and their product."""
-    saved = 2 + ("inside mlp" in read)
+def _mlp(plan: Plan, width: int, read: Set[str]) -> float:
+    """An MLP saves up, with a gate that too, and what of them enters the last product."""
+    saved = plan.sizes.mlp_matrices - 1 + ("inside mlp" in read)
     return saved * DTYPE_BYTES[plan.model.dtype] * width / plan.parallel.tp
 
 
@@ -194,9 +206,9 @@ def _experts(plan: Plan, read: Set[str]) -> float:
     # map, and where a row's begin; the pairs themselves, unless they are replayed
     router = 8 * experts + 24 * sizes.topk + 8 + 8 * sizes.topk * (not plan.replay.train)
     width = sizes.moe_intermediate_size / parallel.etp_size
-    saved = 2 + ("inside experts" in read)
+    saved = sizes.mlp_matrices - 1 + ("inside experts" in read)
     row = each * (sizes.hidden_size * ("experts" in read) + saved * width) + 4
-    shared = _gated(plan, sizes.shared_expert_width, read)
+    shared = _mlp(plan, sizes.shared_expert_width, read)
     return router / parallel.tp + dispatched(plan) * row + shared
 
 
@@ -218,9 +230,8 @@ def chunk_activations(plan: Plan, chunk: ModelChunk) -> Kept:
     """The tensors that one microbatch saves in a model chunk, under the plan's recompute choice."""
     hidden, tp = plan.sizes.hidden_size, plan.parallel.tp
     each = DTYPE_BYTES[plan.model.dtype]
-    sparse = [i in plan.router_layers for i in chunk.layers]
-    sparse += [bool(plan.router_layers)] * chunk.mtp
-    split = [_recomputed(plan, layer(plan, kind), kind) for kind in sparse]
+    kinds = plan.sizes.kinds_in(chunk)
+    split = [_recomputed(plan, layer(plan, kind), kind) for kind in kinds]
     kept = sum(part for part, _ in split)
     # an MTP layer adds two norms, the concatenated input of a projection, and a last norm
     joined = 2 * each * hidden * (plan.lora is None)
@@ -237,7 +248,7 @@ def chunk_activations(plan: Plan, chunk: ModelChunk) -> Kept:
     return Kept(kept + head, max(again, 0), offloaded)
 
 
-def _recomputed(plan: Plan, saved: Layer, sparse: bool) -> tuple[float, float]:
+def _recomputed(plan: Plan, saved: Layer, kind: LayerKind) -> tuple[float, float]:
     """(kept, recomputed in the backward pass) of a layer."""
     if plan.model.recompute == "none":
         return saved.whole, 0
@@ -246,8 +257,10 @@ def _recomputed(plan: Plan, saved: Layer, sparse: bool) -> tuple[float, float]:
         entering = each * plan.sizes.hidden_size / plan.parallel.tp
         return entering, saved.whole - entering  # the first norm saves the same tensor
     # selective: core attention and experts, each from its inputs
-    core = saved.core if takes_equal_shapes(plan) else saved.core - saved.core_inputs
-    experts = saved.feed_forward - saved.feed_forward_input if sparse else 0
+    core = (
+        saved.core if not saved.core or takes_equal_shapes(plan) else saved.core - saved.core_inputs
+    )
+    experts = saved.feed_forward - saved.feed_forward_input if kind.feed_forward == "moe" else 0
     kept = saved.whole - saved.core + saved.core_inputs - experts
     # core attention is recomputed when the part behind it is done
     behind = saved.norms / 2 + saved.feed_forward - experts

@@ -50,14 +50,17 @@ def heads_of(plan: Plan) -> Heads:
         both, value = number * width, number * value
         return Heads(both, both, value, value, number, sizes.qk_rope_head_dim)
     shared = width * kv_heads(plan, tp)
-    return Heads(number * width, shared, shared, number * width, number, width)
+    rotary = width if sizes.rotary_width else 0
+    return Heads(number * width, shared, shared, number * width, number, rotary)
 
 
 def kv_bytes_per_token(plan: Plan, tp: int) -> int:
-    """Bytes that the engine's KV cache holds for one token on each of its `tp` GPUs."""
+    """Bytes that the engine's KV cache holds for one token on each of its `tp` GPUs, in the layers
+    that attend."""
     sizes = plan.sizes
     if isinstance(sizes, Latent):  # one latent for all heads: a copy on every rank
         width = sizes.kv_lora_rank + sizes.qk_rope_head_dim
     else:
         width = kv_heads(plan, tp) * sum(head_widths(sizes))
-    return DTYPE_BYTES[plan.rollout_dtype] * sizes.num_hidden_layers * width
+    attending = sum(kind.mixer == "attention" for kind in sizes.layer_kinds)
+    return DTYPE_BYTES[plan.rollout_dtype] * attending * width

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from pyrl_ext.plan.forecast.parameters import (
 )
 from pyrl_ext.plan.forecast.parts import Part, Work, computed_again, reached
 from pyrl_ext.plan.forecast.pipeline_schedule import Ahead, ahead_of, pipeline
+from pyrl_ext.plan.forecast.state_layers import state_elements, state_exchange
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, duration
 from pyrl_ext.plan.forecast.workload import Bin, Round
 from pyrl_ext.plan.model.chunks import ModelChunk
@@ -112,10 +114,10 @@ class Passes:
         self._parts: dict[tuple, list[Part]] = {}
         self._rates: dict[tuple, tuple[float, ...]] = {}
         self._whole: dict[int, tuple[float, ...]] = {}
-        routers = {*plan.router_layers}
+        kinds = plan.sizes.layer_kinds
         self._kinds = {
             id(chunk): (
-                *(len(chunk.layers), len(routers.intersection(chunk.layers))),
+                frozenset(Counter(kinds[layer] for layer in chunk.layers).items()),
                 *(chunk.mtp, chunk.embedding, chunk.loss),
             )
             for stage in plan.stages
@@ -255,6 +257,7 @@ def _products(
              row=each.experts * share("experts")),
         Part("attention", "FLOP", *reached("attention", plain),
              pair=each.attention * share("attention", frozen=False)),
+        Part("scan", "FLOP", *reached("scan", plain), row=each.scan * share("scan", frozen=False)),
         _head(plan, plain, each.head / ranks, work),
     ]  # fmt: skip
 
@@ -286,18 +289,19 @@ def _memory(
     """Memory traffic between matrix products, and of the weights."""
     sizes, parallel, held = plan.sizes, plan.parallel, chunk_parameters(plan, chunk)
     each = DTYPE_BYTES[plan.model.dtype]
-    routers = len({*plan.router_layers}.intersection(chunk.layers)) + chunk.mtp
-    dense = len(chunk.layers) + chunk.mtp - routers
-    # a layer has two norms, two residual sums, and rotates queries and keys
-    elements = (dense + routers) * (
-        10 * sizes.hidden_size + 4 * sizes.num_attention_heads * head_widths(sizes)[0]
-    )
-    elements += (
-        3 * dense * sizes.intermediate_size
-    )  # gate and up are read, their product is written
+    kinds = plan.sizes.kinds_in(chunk)
+    routers, dense = (sum(k.feed_forward == each for k in kinds) for each in ("moe", "mlp"))
+    attending = sum(kind.mixer == "attention" for kind in kinds)
+    # a block has a norm and a residual sum; attention rotates queries and keys
+    elements = 5 * sizes.hidden_size * sum(kind.blocks for kind in kinds)
+    if sizes.rotary_width:
+        elements += attending * 4 * sizes.num_attention_heads * head_widths(sizes)[0]
+    # gate and up are read, their product is written
+    elements += sizes.mlp_matrices * dense * sizes.intermediate_size
     widths = sizes.topk * sizes.moe_intermediate_size + sizes.shared_expert_width
     # rows are sorted by expert and by rank on the way to the experts and back
-    elements += routers * (3 * widths + 8 * sizes.topk * sizes.hidden_size)
+    elements += routers * (sizes.mlp_matrices * widths + 8 * sizes.topk * sizes.hidden_size)
+    elements += state_elements(plan, chunk)
     times = 1 if work != "backward" else 2 + ("memory" in again)
     weights = rank_parameters(plan, held).total
     trained = rank_parameters(plan, trained_parameters(plan, chunk)).total
@@ -315,17 +319,19 @@ def _exchanged(
     """Bytes that a rank sends in a pass, by process group."""
     parallel, sizes, node = plan.parallel, plan.sizes, plan.hardware.gpus_per_node
     tp, ep, etp = parallel.tp, parallel.ep, parallel.etp_size
-    layers = len(chunk.layers) + chunk.mtp
-    routers = len({*plan.router_layers}.intersection(chunk.layers)) + chunk.mtp
+    kinds = plan.sizes.kinds_in(chunk)
+    layers = sum(kind.mixer == "attention" for kind in kinds)
+    routers = sum(kind.feed_forward == "moe" for kind in kinds)
     each = DTYPE_BYTES[plan.model.dtype]
     hidden = each * sizes.hidden_size
     found = []
     if tp > 1:
-        # attention, and dense or shared feed-forward parts: an all-gather before, a reduce-scatter
+        # mixers, and dense or shared feed-forward parts: an all-gather before, a reduce-scatter
         # after; the backward pass gathers the input once more
-        shared = layers - (0 if sizes.shared_expert_width else routers)
+        blocks = sum(kind.blocks for kind in kinds)
+        shared = blocks - (0 if sizes.shared_expert_width else routers)
         times = (1.25 if work == "backward" else 1) + ("tensor parallel" in again)
-        row = 2 * (layers + shared) * times * hidden * (tp - 1) / tp / cp
+        row = 2 * shared * times * hidden * (tp - 1) / tp / cp
         rate = reached("ring", group_rate(gpu, node, tp, 1), "byte")
         found.append(Part("tensor parallel", "byte", *rate, row=row))
     times = 1 + ("expert parallel" in again)
@@ -340,4 +346,5 @@ def _exchanged(
         found.append(Part("expert tensor parallel", "byte", *rate, row=row))
     if cp > 1:
         found += gather_parts(plan, gpu, cp, work, layers)
+        found += state_exchange(plan, gpu, cp, chunk, again)
     return found

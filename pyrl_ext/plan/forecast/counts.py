@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from pyrl_ext.plan.model.families.blocks import GroupedQuery, Latent
+from pyrl_ext.plan.model.layer_kinds import LayerKind
 from pyrl_ext.plan.model.sizes import ModelSizes
 
 
@@ -55,7 +56,7 @@ def attention(sizes: ModelSizes) -> Parameters:
 
 def _grouped_query(sizes: GroupedQuery) -> Parameters:
     hidden, width, heads = sizes.hidden_size, sizes.head_width, sizes.num_attention_heads
-    inputs = heads + 2 * sizes.num_key_value_heads  # queries; keys, values
+    inputs = heads * (1 + sizes.has_output_gate) + 2 * sizes.num_key_value_heads
     whole, split = 0, hidden * width * (inputs + heads)
     if sizes.has_qk_norm:
         whole += 2 * width
@@ -90,21 +91,44 @@ def whole_projections(sizes: ModelSizes) -> int:
 
 def layers(sizes: ModelSizes) -> tuple[Parameters, ...]:
     """Parameters of every decoder layer, without its router's bias buffer."""
-    kinds, routers = (_dense_layer(sizes), _sparse_layer(sizes)), {*sizes.router_layers}
-    return tuple(kinds[layer in routers] for layer in range(sizes.num_hidden_layers))
+    kinds = sizes.layer_kinds
+    each = {kind: layer_parameters(sizes, kind) for kind in {*kinds}}
+    return tuple(each[kind] for kind in kinds)
 
 
-def _dense_layer(sizes: ModelSizes) -> Parameters:
-    norms, ffn = 2 * sizes.hidden_size, 3 * sizes.hidden_size * sizes.intermediate_size
-    return Parameters(replicated=norms, tensor=ffn) + attention(sizes)
+def layer_parameters(sizes: ModelSizes, kind: LayerKind) -> Parameters:
+    """Parameters of a layer: of its norms, its mixer and its feed-forward part."""
+    found = Parameters(replicated=kind.blocks * sizes.hidden_size)
+    if kind.mixer == "attention":
+        found += attention(sizes)
+    elif kind.mixer is not None:
+        found += state_mixer_parameters(sizes)
+    if kind.feed_forward == "mlp":
+        found += Parameters(tensor=_mlp(sizes, sizes.intermediate_size))
+    elif kind.feed_forward == "moe":
+        found += _experts(sizes)
+    return found
 
 
-def _sparse_layer(sizes: ModelSizes) -> Parameters:
-    hidden = sizes.hidden_size
-    one = 3 * hidden * sizes.moe_intermediate_size
-    return attention(sizes) + Parameters(
-        replicated=2 * hidden + hidden * sizes.num_experts,
-        tensor=3 * hidden * sizes.shared_expert_width,
+def state_mixer_parameters(sizes: ModelSizes) -> Parameters:
+    """Parameters of a mixer that carries a state."""
+    mixer = sizes.state_mixer
+    assert mixer is not None
+    split = sizes.hidden_size * (mixer.inputs + mixer.inner)
+    split += mixer.convolved * mixer.taps + mixer.vectors
+    norm = mixer.norm if mixer.norm == mixer.inner else 0
+    return Parameters(replicated=mixer.norm - norm, tensor=split + norm)
+
+
+def _mlp(sizes: ModelSizes, width: int) -> int:
+    return sizes.mlp_matrices * sizes.hidden_size * width
+
+
+def _experts(sizes: ModelSizes) -> Parameters:
+    hidden, one = sizes.hidden_size, _mlp(sizes, sizes.moe_intermediate_size)
+    return Parameters(
+        replicated=hidden * (sizes.num_experts + sizes.has_shared_expert_gate),
+        tensor=_mlp(sizes, sizes.shared_expert_width),
         expert=one * sizes.num_experts,
         active_expert=one * sizes.topk,
     )
@@ -114,7 +138,8 @@ def mtp_parameters(sizes: ModelSizes) -> Parameters:
     """Parameters of a layer for multi-token prediction: a decoder layer with experts, behind a
     projection of two normed inputs and before a separate norm."""
     hidden = sizes.hidden_size
-    return _sparse_layer(sizes) + Parameters(replicated=3 * hidden, tensor=2 * hidden * hidden)
+    more = Parameters(replicated=3 * hidden, tensor=2 * hidden * hidden)
+    return layer_parameters(sizes, sizes.mtp_kind) + more
 
 
 def embedding_parameters(sizes: ModelSizes) -> Parameters:

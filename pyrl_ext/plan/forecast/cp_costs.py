@@ -52,7 +52,7 @@ def costs_of(plan: Plan) -> Costs:
     if gpu is None:
         each = model_flops(plan.sizes, plan.num_mtp_layers)
         pair = 3 * each.attention / tp / pp
-        row = 3 * (each.projections + each.experts + each.head * scored) / tp / pp
+        row = 3 * (each.projections + each.experts + each.scan + each.head * scored) / tp / pp
         why = "operations of the slowest rank: hardware.gpu names no GPU; communication is free"
         return Costs(CostModel(row + pair / 2, pair / 2), "FLOP", why)
     run = Passes(plan, gpu)

@@ -8,6 +8,7 @@ from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
 from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
 from pyrl_ext.plan.forecast.hardware import memory_limit
+from pyrl_ext.plan.forecast.state_layers import state_bytes
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
 
@@ -28,16 +29,18 @@ class EngineMemory:
     """Key/value cache of one token."""
     sample: int
     """Tokens of the longest sample."""
+    state: int = 0
+    """States of one sequence, of layers that have no such cache."""
 
     @property
     def least(self) -> int:
         """Needed for the weights and the longest sample."""
-        return self.weights + self.cache * self.sample
+        return self.weights + self.state + self.cache * self.sample
 
     @property
     def tokens(self) -> int:
         """Tokens for which the key/value cache has room."""
-        return max(0, self.taken - self.weights) // self.cache
+        return max(0, self.taken - self.weights) // max(1, self.cache)
 
 
 def engine_memory(plan: Plan) -> EngineMemory | None:
@@ -57,4 +60,5 @@ def engine_memory(plan: Plan) -> EngineMemory | None:
         held // rollout.tp,
         kv_bytes_per_token(plan, rollout.tp),
         plan.longest + 1,
+        state_bytes(plan, rollout.tp),
     )

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.attention import head_widths
 from pyrl_ext.plan.forecast.counts import (
-    Parameters,
     Sums,
-    layers,
-    mtp_parameters,
+    layer_parameters,
     whole_projections,
 )
 from pyrl_ext.plan.model.chunks import ModelChunk
+from pyrl_ext.plan.model.layer_kinds import LayerKind
 from pyrl_ext.plan.model.sizes import ModelSizes
 
 
@@ -33,6 +32,8 @@ class Flops(Sums):
     """For a pair of a query and a key it attends to: their product, and that with the value."""
     head: float = 0.0
     """For a scored row: the output projection."""
+    scan: float = 0.0
+    """For a row: convolutions and chunked scans of mixers that carry a state."""
 
     def times(self, number: int) -> Flops:
         """The operations of `number` such layers."""
@@ -40,20 +41,17 @@ class Flops(Sums):
 
     def of(self, rows: float, pairs: float, scored: float) -> float:
         """All operations for so many rows, causal pairs and scored rows."""
-        return (
-            (self.projections + self.experts) * rows + self.attention * pairs + self.head * scored
-        )
+        each_row = self.projections + self.experts + self.scan
+        return each_row * rows + self.attention * pairs + self.head * scored
 
 
 def chunk_flops(sizes: ModelSizes, chunk: ModelChunk) -> Flops:
     """Operations of a model chunk for one row, pair or scored row; MTP layers score as well."""
     head = 2 * sizes.vocab_size * sizes.hidden_size * (chunk.loss + chunk.mtp)
-    each = layers(sizes)
-    kinds = [each[layer] for layer in chunk.layers]
-    kinds += [mtp_parameters(sizes)] * chunk.mtp
-    total = Flops(head=head)
-    for held, number in Counter(kinds).items():
-        total += _layer(sizes, held).times(number)
+    total = Flops(head=head, projections=2 * chunk.mtp * 2 * sizes.hidden_size**2)
+    kinds = sizes.kinds_in(chunk)
+    for kind, number in Counter(kinds).items():
+        total += _layer(sizes, kind).times(number)
     return total
 
 
@@ -62,10 +60,16 @@ def model_flops(sizes: ModelSizes, mtp: int = 0) -> Flops:
     return chunk_flops(sizes, ModelChunk(True, tuple(range(sizes.num_hidden_layers)), mtp, True))
 
 
-def _layer(sizes: ModelSizes, held: Parameters) -> Flops:
-    router = sizes.hidden_size * sizes.num_experts if held.expert else 0
-    return Flops(
-        projections=2 * (held.tensor + whole_projections(sizes) + router),
-        experts=2 * held.active_expert,
-        attention=2 * sizes.num_attention_heads * sum(head_widths(sizes)),
-    )
+def _layer(sizes: ModelSizes, kind: LayerKind) -> Flops:
+    held, mixer = layer_parameters(sizes, kind), sizes.state_mixer
+    split, scan, pairs = held.tensor, 0.0, 0
+    if kind.feed_forward == "moe":
+        split += sizes.hidden_size * (sizes.num_experts + sizes.has_shared_expert_gate)
+    if kind.mixer == "attention":
+        split += whole_projections(sizes)
+        pairs = sizes.num_attention_heads * sum(head_widths(sizes))
+    elif kind.has_state and mixer is not None:
+        split -= mixer.convolved * mixer.taps + mixer.vectors
+        split -= mixer.norm if mixer.norm == mixer.inner else 0
+        scan = mixer.convolved * mixer.taps + mixer.scan
+    return Flops(2 * split, 2 * held.active_expert, 2 * pairs, 0.0, 2 * scan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 
 from pyrl_ext.plan.forecast.activations import (
@@ -28,7 +28,9 @@ from pyrl_ext.plan.forecast.parameters import (
 )
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, START, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.forecast.publishing import crossing, gathered, uses_buckets
+from pyrl_ext.plan.forecast.state_layers import state_bytes, state_scratch
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.model.layer_kinds import LayerKind
 from pyrl_ext.plan.plan import Plan
 
 
@@ -155,21 +157,23 @@ def _activations(plan: Plan, stage: int, rows: int) -> Iterator[Item]:
         why = f"{plan.model.offload_layers} layers of every chunk and microbatch"
         held = math.ceil(rows * saved.offloaded)
         yield Item("offloaded activations", held, ("update",), why, exact=False, host=True)
-    sparse = {i in plan.router_layers for chunk in plan.stages[stage] for i in chunk.layers}
-    sparse |= {bool(plan.router_layers) for chunk in plan.stages[stage] if chunk.mtp}
-    if not sparse:  # the stage holds only the embedding or the loss
+    kinds = {kind for chunk in plan.stages[stage] for kind in plan.sizes.kinds_in(chunk)}
+    if not kinds:  # the stage holds only the embedding or the loss
         return
-    widest = max(layer(plan, kind).whole for kind in sparse)
+    widest = max(layer(plan, kind).whole for kind in kinds)
     why = "as much as one layer saves for its backward pass"
     yield Item("forward pass", math.ceil(rows * widest), ("logprobs",), why, exact=False)
-    yield _scratch(plan, rows, experts=True in sparse)
+    yield _scratch(plan, rows, kinds)
 
 
-def _scratch(plan: Plan, rows: int, experts: bool) -> Item:
-    """Temporary memory of one layer's backward pass: of its attention, then of its experts."""
-    attention = math.ceil(rows * attention_scratch(plan))
+def _scratch(plan: Plan, rows: int, kinds: Set[LayerKind]) -> Item:
+    """Temporary memory of one layer's backward pass: of its mixer, then of its experts."""
+    experts = any(kind.feed_forward == "moe" for kind in kinds)
+    states = state_scratch(plan) if any(kind.has_state for kind in kinds) else 0
+    attends = any(kind.mixer == "attention" for kind in kinds)
+    attention = math.ceil(rows * max(states, attention_scratch(plan) if attends else 0))
     dispatch = math.ceil(rows * dispatch_scratch(plan)) if experts else 0
-    why = "gradients of core attention"
+    why = "gradients of core attention" if not states else "gradients of mixers"
     if experts:
         rows_copied = f"{plan.sizes.topk} copies of each token's row, with experts evenly used"
         why = f"the larger of {attention:,} for {why} and {dispatch:,} for {rows_copied} "
@@ -281,7 +285,7 @@ def _engine(plan: Plan, load: Load) -> Iterator[Item]:
             yield Item("engine weights", held, loaded if rollout.sleep else always, why)
             return
         whole = int(share * limit)
-        left = max(0, whole - held) // kv_bytes_per_token(plan, rollout.tp)
+        left = max(0, whole - held) // max(1, kv_bytes_per_token(plan, rollout.tp))
         yield Item(
             "engine",
             whole,
@@ -299,7 +303,8 @@ def _embedded_cache(plan: Plan, load: Load) -> Item:
     tokens = slots * load.longest
     each = kv_bytes_per_token(plan, 1)
     # a slot's token, log-prob and routes, and three float32 copies of its logits
-    state = tokens * (12 + plan.sizes.route_bytes_per_token) + 12 * slots * plan.sizes.vocab_size
+    state = slots * state_bytes(plan, 1)
+    state += tokens * (12 + plan.sizes.route_bytes_per_token) + 12 * slots * plan.sizes.vocab_size
     why = f"{slots} sequences, {tokens:,} tokens x {each:,} bytes, and their logits"
     return Item("engine cache", tokens * each + state, ("rollout",), why, exact=False)
 

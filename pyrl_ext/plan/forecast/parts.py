@@ -26,6 +26,7 @@ REACHED = {
     "projections": Reached(0.6, "matrix products of thousands of rows"),
     "grouped experts": Reached(0.5, "one grouped product for all experts of a rank"),
     "attention": Reached(0.4, "packed causal attention, counting the unmasked half"),
+    "scan": Reached(0.25, "products within chunks of 64 to 256 rows, and with states"),
     "head": Reached(0.4, "chunks whose float32 logits are written once and read twice"),
     "fp8": Reached(0.45, "8-bit products, with the scaling of their inputs"),
     "memory": Reached(0.8, "long sequential reads and writes"),
@@ -95,4 +96,4 @@ def computed_again(plan: Plan) -> frozenset[str]:
     selected = {"attention", "experts", "context parallel", "expert parallel"}
     if plan.model.recompute == "selective":  # core attention and experts
         return frozenset(selected)
-    return frozenset({*selected, "projections", "memory", "tensor parallel"})
+    return frozenset({*selected, "projections", "scan", "memory", "tensor parallel"})

@@ -15,6 +15,7 @@ from pyrl_ext.plan.forecast.encoder import encoder_parameters, encoders
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, group_rate, memory_limit
 from pyrl_ext.plan.forecast.parts import reached
+from pyrl_ext.plan.forecast.state_layers import state_bytes
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import Sample, step_samples
 from pyrl_ext.plan.plan import Plan
@@ -67,6 +68,11 @@ class Decoder:
         return kv_bytes_per_token(self.plan, self.tp)
 
     @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence on one GPU, read and written for each token."""
+        return state_bytes(self.plan, self.tp)
+
+    @cached_property
     def weight_bytes(self) -> float:
         """Bytes of weights on one GPU."""
         return self._parameters.total * DTYPE_BYTES[self.plan.rollout_dtype] / self.tp
@@ -84,7 +90,7 @@ class Decoder:
             return rollout.max_num_seqs
         towers = encoder_parameters(self.plan) * DTYPE_BYTES[self.plan.rollout_dtype] / self.tp
         free = rollout.gpu_memory_utilization * limit - self.weight_bytes - towers
-        cached = int(free / (self.cache_bytes * self.tokens))
+        cached = int(free / (self.cache_bytes * self.tokens + self.state_bytes))
         return max(1, min(cached, rollout.engine_options.get("max_num_seqs", MOST_SEQUENCES)))
 
     def used(self, sequences: int) -> float:
@@ -112,7 +118,7 @@ class Decoder:
         memory, _ = reached("memory", self.gpu.bandwidth, "byte")
         rate, _ = reached("projections", self.gpu.flops[self.plan.rollout_dtype])
         held = self.weight_bytes * self.used(sequences)
-        held += sequences * self.tokens * self.cache_bytes
+        held += sequences * (self.tokens * self.cache_bytes + 2 * self.state_bytes)
         return held, max(held / memory, sequences * each / rate)
 
     def token_seconds(self, sequences: int) -> float:
@@ -131,10 +137,11 @@ class Decoder:
         return self.sent(rows) / link
 
     def sent(self, rows: int) -> float:
-        """Bytes that a GPU of an engine sends to the others for so many rows: two all-reduces a
-        layer, each a reduce-scatter and an all-gather."""
+        """Bytes that a GPU of an engine sends to the others for so many rows: an all-reduce a
+        block, each a reduce-scatter and an all-gather."""
         width = self.plan.sizes.hidden_size * DTYPE_BYTES[self.plan.rollout_dtype]
-        return 4 * self.plan.sizes.num_hidden_layers * rows * width * (self.tp - 1) / self.tp
+        blocks = sum(kind.blocks for kind in self.plan.sizes.layer_kinds)
+        return 2 * blocks * rows * width * (self.tp - 1) / self.tp
 
     @property
     def link(self) -> float:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from pyrl_ext.plan.language.fields import Count, Positive
+from pyrl_ext.plan.model.chunks import ModelChunk
+from pyrl_ext.plan.model.layer_kinds import DENSE, SPARSE, LayerKind, StateMixer
 from pyrl_ext.plan.model.route_ids import route_id_bytes
 from pyrl_ext.plan.model.towers import Tower
 
@@ -72,6 +75,14 @@ class ModelSizes(BaseModel, ABC):
     """Whether ``attention_bias`` means the output projection too, which the trainer cannot."""
     has_router_bias: ClassVar[bool] = False
     """Whether routers have a bias that only chooses experts, and can be moved towards balance."""
+    built_act: ClassVar[str] = "silu"
+    """The activation that the trainer builds."""
+    mlp_matrices: ClassVar[int] = 3
+    """Matrices of an MLP or expert: gate, up and down; 2 without a gate."""
+    has_output_gate: ClassVar[bool] = False
+    """Whether attention's output is gated by as many more outputs of the query projection."""
+    has_shared_expert_gate: ClassVar[bool] = False
+    """Whether a number of each token scales the output of the shared expert."""
     rope_types: ClassVar[frozenset[str]] = frozenset({"default"})
     """Rotary embeddings that the trainer builds."""
 
@@ -84,6 +95,26 @@ class ModelSizes(BaseModel, ABC):
     def router_layers(self) -> tuple[int, ...]:
         """0-based global ids of the decoder layers that have a router."""
         return ()
+
+    @cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every decoder layer."""
+        routers = {*self.router_layers}
+        return tuple(SPARSE if i in routers else DENSE for i in range(self.num_hidden_layers))
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """The kind of the layers for multi-token prediction."""
+        return SPARSE if self.num_experts else DENSE
+
+    def kinds_in(self, chunk: ModelChunk) -> list[LayerKind]:
+        """The kinds of a model chunk's layers, those for multi-token prediction last."""
+        return [self.layer_kinds[layer] for layer in chunk.layers] + [self.mtp_kind] * chunk.mtp
+
+    @property
+    def state_mixer(self) -> StateMixer | None:
+        """The mixer of layers that carry a state; None: all attend."""
+        return None
 
     @property
     @abstractmethod
@@ -153,8 +184,10 @@ class ModelSizes(BaseModel, ABC):
         found = []
         if self.rope_type not in self.rope_types:
             found.append(f"rope_type is {self.rope_type}; its rotary embeddings are not built")
-        if self.hidden_act != "silu":
-            found.append(f"hidden_act is {self.hidden_act}; layers are built with silu")
+        if self.hidden_act != self.built_act:
+            found.append(f"hidden_act is {self.hidden_act}; layers are built with {self.built_act}")
+        if (mixer := self.state_mixer) is not None:
+            found.append(f"the trainer does not build {mixer.name} layers yet")
         if self.attention_bias and self.has_output_bias:
             found.append("attention_bias is true; attention is built without biases")
         return found

@@ -9,7 +9,8 @@ from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule, unfit
 @rule("parallel.tp")
 def the_model_splits_over_tp(plan: Plan) -> Found:
     sizes, why = plan.sizes, "each of them is split over tensor-parallel ranks"
-    wholes = {"num_attention_heads": sizes.num_attention_heads} | sizes.tp_widths
+    states = sizes.state_mixer.heads if sizes.state_mixer else {}
+    wholes = {"num_attention_heads": sizes.num_attention_heads, **states} | sizes.tp_widths
     heads = unfit_for_heads(plan, plan.parallel.tp, "a key/value head is whole on a rank")
     return filter(None, (indivisible(plan.parallel.tp, wholes, why, in_config(plan)), heads))
 

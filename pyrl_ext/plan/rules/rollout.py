@@ -128,6 +128,7 @@ def the_model_splits_over_an_engine(plan: Plan) -> Found:
         "intermediate_size": sizes.intermediate_size,
         "moe_intermediate_size": sizes.moe_intermediate_size,
         "vocab_size as vLLM pads it": vocabulary,
+        **(sizes.state_mixer.heads if sizes.state_mixer else {}),
     }
     if rollout.engine_options.get("enable_expert_parallel"):
         del wholes["moe_intermediate_size"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -16,6 +17,7 @@ from pyrl_ext.plan.forecast.engines_apart import steady_states
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.lora import factor_numbers, published_numbers
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
+from pyrl_ext.plan.forecast.state_layers import state_bytes
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, count, duration, size
 from pyrl_ext.plan.language.errors import Key, show
@@ -145,6 +147,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("parameters", f"{count(counts.total)}, {count(counts.active)} of them active for a token"),
         ("routers", f"{len(routers)} of {sizes.num_hidden_layers} layers ({ranges(routers)}), "
                     f"each picks {sizes.topk} of {sizes.num_experts} experts"),
+        *_pattern(plan),
         *_adapters(plan),
         *_cp_costs(plan),
         *_source(plan),
@@ -153,6 +156,19 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("microbatches", f"at most {most_microbatches(plan)} a minibatch and replica: samples of "
                          f"{plan.max_rows} rows, padded to a multiple of {plan.row_alignment}"),
     ]  # fmt: skip
+
+
+def _pattern(plan: Plan) -> list[tuple[str, str]]:
+    """The layers of a hybrid model: its kinds, and megatron-core's pattern of one with a block a
+    layer."""
+    if plan.sizes.state_mixer is None:
+        return []
+    mixers = Counter(kind.mixer for kind in plan.sizes.layer_kinds if kind.mixer).items()
+    words = ", ".join(f"{number} of {name.replace('_', ' ')}" for name, number in mixers)
+    state = size(state_bytes(plan, plan.rollout.tp))
+    found = [("layers", f"{words}; a sequence's states are {state} on each of an engine's devices")]
+    pattern = plan.derived.get("hybrid_layer_pattern")
+    return [*found, ("", pattern)] if pattern else found
 
 
 def _formula(plan: Plan) -> list[str]:

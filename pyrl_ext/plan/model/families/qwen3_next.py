@@ -1,0 +1,101 @@
+"""Qwen3-Next: gated delta net layers, a gated full attention every few layers, routed experts and a
+gated shared one. Its norms are centred at zero: they multiply by 1 + weight."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pyrl_ext.plan.language.fields import Count, Positive
+from pyrl_ext.plan.model.families.qwen3_moe import Qwen3Moe
+from pyrl_ext.plan.model.layer_kinds import LayerKind, StateMixer, gated_delta_net
+
+# Rows of a chunk of the delta rule, which no config states
+CHUNK = 64
+
+
+class Qwen3Next(Qwen3Moe):
+    """HF ``Qwen3NextConfig``."""
+
+    head_dim: Positive | None = 256
+    norm_topk_prob: bool = True
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.25
+    shared_expert_intermediate_size: Count = 512
+    linear_conv_kernel_dim: Positive = 4
+    linear_key_head_dim: Positive = 128
+    linear_value_head_dim: Positive = 128
+    linear_num_key_heads: Positive = 16
+    linear_num_value_heads: Positive = 32
+    full_attention_interval: Positive = 4
+    layer_types: Annotated[
+        tuple[Literal["linear_attention", "full_attention"], ...] | None, Field(strict=False)
+    ] = None
+
+    has_output_gate = True
+    has_shared_expert_gate = True
+
+    @property
+    def rotary_width(self) -> int:
+        rope = self.rope_parameters or {}
+        return int(self.head_width * rope.get("partial_rotary_factor", self.partial_rotary_factor))
+
+    @property
+    def shared_expert_width(self) -> int:
+        return self.shared_expert_intermediate_size
+
+    @cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        interval, mixers = self.full_attention_interval, self.layer_types
+        if mixers is None:
+            mixers = tuple(
+                "linear_attention" if (i + 1) % interval else "full_attention"
+                for i in range(self.num_hidden_layers)
+            )
+        routers = {*self.router_layers}
+        return tuple(
+            LayerKind(
+                "attention" if mixer == "full_attention" else "gated_delta_net",
+                "moe" if i in routers else "mlp",
+            )
+            for i, mixer in enumerate(mixers)
+        )
+
+    @property
+    def state_mixer(self) -> StateMixer | None:
+        if not any(kind.has_state for kind in self.layer_kinds):
+            return None
+        return gated_delta_net(
+            self.linear_num_key_heads,
+            self.linear_key_head_dim,
+            self.linear_num_value_heads,
+            self.linear_value_head_dim,
+            self.linear_conv_kernel_dim,
+            CHUNK,
+        )
+
+    def contradictions(self) -> list[str]:
+        found = super().contradictions()
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            found.append(
+                f"layer_types has {len(self.layer_types)} entries, expected one for each of "
+                f"num_hidden_layers {self.num_hidden_layers}"
+            )
+        if values % keys:
+            found.append(
+                f"linear_num_key_heads {keys} does not divide linear_num_value_heads {values}, "
+                "expected a divisor; as many value heads share each"
+            )
+        return found
+
+    def notes(self) -> list[str]:
+        return [
+            *super().notes(),
+            "checkpoints of qwen3_next hold mtp.* tensors, which transformers leaves out: they are "
+            "neither loaded nor trained",
+        ]
+
+
+SIZES = Qwen3Next

@@ -1,0 +1,53 @@
+"""Layers that carry a state: heads over context-parallel ranks, and what is not built for them."""
+
+from __future__ import annotations
+
+from pyrl_ext.plan.model.cp_sizes import cp_sizes
+from pyrl_ext.plan.plan import Plan
+from pyrl_ext.plan.rules._rule import Found, in_config, rule
+
+
+def _unfit(plan: Plan, sizes: list[int], ranks: int) -> str | None:
+    """The problem that groups of some of these `sizes` cannot share the heads of a mixer."""
+    mixer, tp = plan.sizes.state_mixer, plan.parallel.tp
+    if mixer is None or not mixer.fits(tp, 1) or all(mixer.fits(tp, size) for size in sizes):
+        return None
+    heads = ", ".join(f"{name} {number}" for name, number in mixer.heads.items())
+    odd = next(size for size in sizes if not mixer.fits(tp, size))
+    most = max(size for size in range(1, odd + 1) if ranks % size == 0 and mixer.fits(tp, size))
+    return (
+        f"{odd} with tp {tp}, expected groups that divide {heads} {in_config(plan)}, each over tp; "
+        f"the ranks that share a sample share the heads of {mixer.name} layers. Use at most {most}"
+    )
+
+
+@rule("parallel.cp")
+def heads_with_states_split_over_cp(plan: Plan) -> Found:
+    parallel = plan.parallel
+    return _unfit(plan, [parallel.cp], parallel.dp * parallel.cp)
+
+
+@rule("parallel.dynamic_cp")
+def heads_with_states_split_over_every_group(plan: Plan) -> Found:
+    parallel = plan.parallel
+    if parallel.dynamic_cp is None:
+        return None
+    ranks = parallel.dp * parallel.cp
+    _, *larger = cp_sizes(ranks, parallel.cp, parallel.dynamic_cp)
+    return _unfit(plan, larger, ranks)
+
+
+@rule("model")
+def features_know_layers_with_states(plan: Plan) -> Found:
+    mixer, model = plan.sizes.state_mixer, plan.model
+    asked = {"mtp": model.mtp, "fp8": model.fp8, "te_attention": model.te_attention}
+    for name in (name for name, value in asked.items() if mixer and value):
+        unset = "off" if name == "mtp" else "null"
+        yield name, f"{asked[name]} with {mixer.name} layers, expected {unset}; not built for them"
+
+
+@rule("lora")
+def adapters_know_layers_with_states(plan: Plan) -> Found:
+    mixer = plan.sizes.state_mixer
+    if plan.lora is not None and mixer is not None:
+        return f"on with {mixer.name} layers, expected null; adapters are not built for them"
