@@ -183,6 +183,7 @@ class Sample:
         kept_ids: [sum of counts >= 0] int32, these tokens, token by token, rising in each
         version_spans: (begin, end, version), tokens that these weights sampled, in order; together
             all sampled tokens. Empty: weight_version sampled all of them
+        masked: rows whose routes the engine gave, and route_mask leaves out on purpose
     """
 
     prompt_id: int
@@ -205,6 +206,7 @@ class Sample:
     kept_counts: Tensor | None = None
     kept_ids: Tensor | None = None
     version_spans: tuple[tuple[int, int, int], ...] = ()
+    masked: int = 0
 
     @property
     def versions(self) -> Tensor:

@@ -95,6 +95,11 @@ def test_command_of_vllm_has_keys_in_files_and_the_guard(tmp_path: Path):
     assert given["--middleware"] == "pyrl_ext.rollout.servers.guard.Guard"
     assert (given["--host"], given["--port"]) == ("127.0.0.1", "8100")
     assert int(given["--max-model-len"]) > 256  # a canary of two blocks
+    for asked, expected in (("rollout.max_num_seqs=null", 1024), ("rollout.max_num_seqs=7", 7)):
+        one = tiny_plan(*("rollout.servers=[http://127.0.0.1:8100]", "rollout.engine=vllm", asked))
+        (command,) = commands_of(one, (), None)
+        given = dict(zip(command.arguments, command.arguments[1:]))
+        assert int(given["--max-num-seqs"]) == one.max_num_seqs == expected
     assert not re.search("[gc]{32}", str(command))
 
 

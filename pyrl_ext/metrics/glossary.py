@@ -163,7 +163,14 @@ _METRICS = (
     Metric(
         "route/fallback_rows",
         "rows",
-        "Rows without a route from the engine, which the trainer's router decides even in replay.",
+        "Rows that the trainer's router decides even in replay: the engine gave no route, or it is "
+        "masked.",
+    ),
+    Metric(
+        "route/masked",
+        "rows",
+        "Rows whose routes came from the engine and are left out: they are of weights before an "
+        "update within the sample (rollout.second_span_routes).",
     ),
     Metric(
         "route/changed_rows",

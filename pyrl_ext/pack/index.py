@@ -1,4 +1,4 @@
-"""BatchIndex: the numbers that every rank knows of all samples of a step, about 50 bytes each."""
+"""BatchIndex: the numbers that every rank knows of all samples of a step, about 60 bytes each."""
 
 # torch.from_numpy is not fully typed
 # pyright: reportUnknownMemberType=false
@@ -42,6 +42,7 @@ class BatchIndex:
         rewards:     [S] float64, of the trajectory.
         versions:    [S] int32, of the weights that generated the sample.
         unrouted:    [S] int32, rows without a route.
+        masked:      [S] int32, those of them whose route is left out on purpose.
         kept:        [S] int32, ids in the sets that top-p and top-k left; 0 without such sets.
         loss_tokens: [S, 1 + D] int32, rows under the loss mask; at depth d those whose target is d
             tokens further on, as the MTP layer at depth d predicts it.
@@ -61,6 +62,7 @@ class BatchIndex:
     rewards: np.ndarray
     versions: np.ndarray
     unrouted: np.ndarray
+    masked: np.ndarray
     kept: np.ndarray
     loss_tokens: np.ndarray
     layer_ids: tuple[int, ...] = ()
@@ -92,6 +94,7 @@ class BatchIndex:
             "rewards": [s.reward for s in samples],
             "versions": [s.weight_version for s in samples],
             "unrouted": [int((~s.route_mask[:-1]).sum()) for s in samples],
+            "masked": [s.masked for s in samples],
             "kept": [0 if s.kept_ids is None else len(s.kept_ids) for s in samples],
             "loss_tokens": np.asarray(counts, np.int32).reshape(-1, 1 + depths),
         }
@@ -275,9 +278,9 @@ class BatchIndex:
         for name, values in self.components.items():
             stats[f"reward/{name}"] = float(values[self.firsts].mean())
         if self.layer_ids:
-            without = int(self.unrouted.sum())
-            stats["route/fallback_rows"] = without
-            stats["route/coverage"] = 1 - without / max(1, int(self.seqlens.sum()))
+            without, masked = int(self.unrouted.sum()), int(self.masked.sum())
+            stats |= {"route/fallback_rows": without, "route/masked": masked}
+            stats["route/coverage"] = 1 - (without - masked) / max(1, int(self.seqlens.sum()))
         return stats
 
 
@@ -304,6 +307,6 @@ _COLUMNS = {
     "groups": np.dtype(np.int64),
     "rewards": np.dtype(np.float64),
     **dict.fromkeys(("owners", "places", "turns", "seqlens", "sampled"), np.dtype(np.int32)),
-    **dict.fromkeys(("versions", "unrouted", "kept", "loss_tokens"), np.dtype(np.int32)),
+    **dict.fromkeys(("versions", "unrouted", "masked", "kept", "loss_tokens"), np.dtype(np.int32)),
     "truncated": np.dtype(np.bool_),
 }

@@ -25,8 +25,7 @@ from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.model.sizes import ModelSizes, read_sizes
 from pyrl_ext.plan.schema import Config, Parallel
 
-# What a resumed run may change: it decides how long, how often, where and how, not what is computed
-# (beyond rounding).
+# What a resumed run may change: how long, how often, where; it computes the same but for rounding.
 FREE_ON_RESUME = (
     *("threads", "steps", "run", "resume", "log", "checkpoint", "evaluate"),
     *("hardware", "estimate", "device", "parallel", "optimizer.distributed", "optimizer.offload"),
@@ -70,9 +69,8 @@ class Plan(Config):
     @property
     def derived(self) -> dict[str, Any]:
         """Derived values: row counts, the stages' layers, the ranks' coordinates and groups."""
-        pattern = hybrid_pattern(self.stages, self.sizes.layer_kinds)
         return {
-            **({"hybrid_layer_pattern": pattern} if pattern else {}),
+            "hybrid_layer_pattern": hybrid_pattern(self.stages, self.sizes.layer_kinds),
             "world_size": self.world_size,
             "fingerprint": self.fingerprint,
             "row_alignment": self.row_alignment,
@@ -80,10 +78,7 @@ class Plan(Config):
             "samples_per_minibatch": self.samples_per_minibatch,
             "router_layers": self.router_layers,
             "stages": [[vars(chunk) for chunk in stage] for stage in self.stages],
-            "ranks": {
-                name: [grid.place(rank)._asdict() for rank in grid.ranks]
-                for name, grid in self.grids.items()
-            },
+            "ranks": {n: [g.place(r)._asdict() for r in g.ranks] for n, g in self.grids.items()},
             "groups": {name: grid.groups for name, grid in self.grids.items()},
         }
 
@@ -201,9 +196,8 @@ class Plan(Config):
     @property
     def shares_gpus(self) -> bool:
         """Whether the engine uses the trainer's GPUs."""
-        rollout = self.rollout
-        own = rollout.gpus is not None or self.engines_apart
-        return self.device == "cuda" and not own and rollout.engine in ("hf", "vllm")
+        own = self.rollout.gpus is not None or self.engines_apart
+        return self.device == "cuda" and not own and self.rollout.engine in ("hf", "vllm")
 
     @property
     def engines_apart(self) -> bool:
@@ -218,8 +212,15 @@ class Plan(Config):
     @property
     def num_engines(self) -> int:
         """Engines that generate at the same time; each has rollout.tp GPUs."""
-        gpus = self.rollout.gpus or self.parallel.world_size
-        return len(self.addresses) or gpus // self.rollout.tp
+        return (
+            len(self.addresses)
+            or (self.rollout.gpus or self.parallel.world_size) // self.rollout.tp
+        )
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that an engine runs at a time, with null resolved."""
+        return self.rollout.max_num_seqs or (1024 if self.rollout.engine == "vllm" else 128)
 
     @property
     def engine_sleeps(self) -> bool:

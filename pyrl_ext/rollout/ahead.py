@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -144,8 +145,9 @@ class Ahead:
                 job.stopped = True
             self._changed.notify_all()
         self.engine.close()
+        end = time.monotonic() + _CLOSE_SECONDS  # of all threads together
         for thread in self._threads:
-            thread.join(_CLOSE_SECONDS)
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _begin(self, step: int, now: int) -> None:
         """Begin the groups of ``step``: as many as the step lacks beside those that are carried."""

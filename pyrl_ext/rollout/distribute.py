@@ -88,7 +88,7 @@ def generate_on_ranks(
             different prompts or sampling, or if too few trajectories are left
 
     Communicates:
-        group, all-gather of a line of text, and then of about 50 bytes a sample; with an
+        group, all-gather of a line of text, and then of about 60 bytes a sample; with an
         environment also of about 20 numbers
     """
     part, owns, label = part_of(request, group, engine_of_rank)

@@ -68,4 +68,5 @@ def with_newest_routes(sample: Sample) -> Sample:
     first = next(begin for begin, _, version in spans if version == spans[-1][2])
     mask = sample.route_mask.clone()
     mask[: first - 1] = False
-    return replace(sample, route_mask=mask)
+    masked = int(sample.route_mask.sum() - mask.sum())
+    return replace(sample, route_mask=mask, masked=sample.masked + masked)

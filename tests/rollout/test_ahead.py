@@ -105,6 +105,9 @@ def test_Ahead_trains_every_group_once_and_no_token_too_old(too_old: str):
             given_up += metrics["rollout/aborted_groups"]
             mask = [s.route_mask for s in rollout.samples if s.version_spans]
             assert all(not m[:2].any() and m[2:-1].all() for m in mask)  # the seam is at token 3
+            stats = rollout.index.stats()
+            assert stats["route/masked"] == stats["route/fallback_rows"] == 2 * len(mask)
+            assert stats["route/coverage"] == 1
         assert len({*trained}) == len(trained) == KEEP * STEPS
         assert {*trained} <= {*run.engine.begun}
         asked = len(run.engine.begun)

@@ -299,7 +299,7 @@ def _engine(plan: Plan, load: Load) -> Iterator[Item]:
 
 def _embedded_cache(plan: Plan, load: Load) -> Item:
     prompts = -(-plan.prompts_asked // plan.parallel.world_size)
-    slots = min(plan.rollout.max_num_seqs, prompts * plan.batching.samples_per_prompt)
+    slots = min(plan.max_num_seqs, prompts * plan.batching.samples_per_prompt)
     tokens = slots * load.longest
     each = kv_bytes_per_token(plan, 1)
     # a slot's token, log-prob and routes, and three float32 copies of its logits

@@ -21,9 +21,8 @@ from pyrl_ext.plan.forecast.workload import Sample, step_samples
 from pyrl_ext.plan.plan import Plan
 
 # Assumed: fixed time of a layer beside memory traffic and FLOPs, in a CUDA graph and with kernels
-# launched one by one; and the sequences that vLLM runs at a time by default.
+# launched one by one.
 GRAPH_SECONDS, EAGER_SECONDS = 60e-6, 400e-6
-MOST_SEQUENCES = 1024
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,11 @@ class Decoder:
         """Sequences that run at a time, bounded by the KV cache and the engine's limit."""
         rollout, limit = self.plan.rollout, memory_limit(self.plan)
         if rollout.engine != "vllm" or limit is None:
-            return rollout.max_num_seqs
+            return self.plan.max_num_seqs
         towers = encoder_parameters(self.plan) * DTYPE_BYTES[self.plan.rollout_dtype] / self.tp
         free = rollout.gpu_memory_utilization * limit - self.weight_bytes - towers
         cached = int(free / (self.cache_bytes * self.tokens + self.state_bytes))
-        return max(1, min(cached, rollout.engine_options.get("max_num_seqs", MOST_SEQUENCES)))
+        return max(1, min(cached, self.plan.max_num_seqs))
 
     def used(self, sequences: int) -> float:
         """Share of the weights read when each of `sequences` decodes a token: experts that no token

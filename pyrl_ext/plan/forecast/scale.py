@@ -35,7 +35,7 @@ TOKEN, TARGET = 4, 4 + 1
 LOSS = {"log-prob of the engine": 4, "advantage": 4}
 ROUTE_MASK = 1
 KEPT_ID = 4  # of a kept set, and its size
-INDEX_BYTES, MTP_BYTES = 53, 4
+INDEX_BYTES, MTP_BYTES = 57, 4
 """The numbers of one sample that all ranks know; with every MTP layer."""
 EXCHANGE_PARTS = 4
 """Messages of an owner to a rank, at most: `pack.exchange.PARTS`."""

@@ -16,11 +16,10 @@ from pyrl_ext.plan.rules._rule import (
     unfit_for_heads,
 )
 
-# Key of the section -> the engines that read it; all others are read by every engine, or have a
-# separate rule.
+# Key of the section -> the engines that read it; all others are read by every engine, have a
+# separate rule, or may stay when rollouts are played again.
 READERS = {
     **dict.fromkeys(("tp", "gpus", "gpu_memory_utilization", "engine_options"), ("vllm",)),
-    "max_num_seqs": ("hf",),
     **dict.fromkeys(("sleep", "offload_trainer", "dtype", "transport"), ("hf", "vllm")),
     **dict.fromkeys(("stop", "oversample", "record", "check_tensors"), ("hf", "vllm")),
     "max_mismatch": ("hf", "vllm"),

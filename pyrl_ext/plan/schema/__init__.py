@@ -157,8 +157,8 @@ class Rollout(Servers):
     """a response that holds one of these texts ends with the token that completes it"""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """prompts asked for each one trained on; the slowest are aborted: short answers are favoured"""
-    max_num_seqs: Positive = 128
-    """sequences the embedded engine decodes at a time"""
+    max_num_seqs: Positive | None = None
+    """sequences that an engine runs at a time; null: 128 of the embedded one, 1024 of vLLM"""
     logprobs_mode: Literal["processed", "raw"] = "processed"
     """log-probabilities the engine reports: after or before temperature"""
     accept_truncated_sampling: bool = False

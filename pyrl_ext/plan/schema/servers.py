@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pyrl_ext.plan.language.fields import Count, Positive, Rate, Section, Text
+from pyrl_ext.plan.language.fields import Positive, Rate, Section, Text
 
 Address = Annotated[str, Field(pattern=r"^https?://[^/\s:@?#]+:[1-9]\d{0,4}$")]
 
@@ -44,7 +44,7 @@ class Servers(Section):
     """longest time without a token of a request, before its engine is taken out [seconds]"""
     publish_timeout: Rate = 600.0
     """longest time that one engine may take for a publish, before it is taken out [seconds]"""
-    ahead: Count = 0
+    ahead: Annotated[int, Field(ge=0, le=64)] = 0
     """steps that the engines may generate ahead of the trainer; 0: they wait for each other. A
     token is trained on at most so many versions after the one that generated it"""
     pause: Literal["finish", "keep", "abort"] = "abort"

@@ -27,7 +27,7 @@ def build_servers_engine(
         [Server(address, keys, silence, model.row_bytes) for address in plan.addresses],
         model,
         Publisher(plan, device),
-        max_num_seqs=rollout.max_num_seqs,
+        max_num_seqs=plan.max_num_seqs,
         min_servers=rollout.min_servers,
         patience=rollout.publish_timeout,
         tokenizer=load_tokenizer(folder) if folder else None,

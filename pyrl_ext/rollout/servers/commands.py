@@ -112,7 +112,7 @@ def _vllm(plan: Plan, overrides: Sequence[str], address: str) -> tuple[list[str]
         "dtype": plan.rollout_dtype,
         "tensor_parallel_size": rollout.tp,
         "max_model_len": max_tokens(plan),
-        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_seqs": plan.max_num_seqs,
         "enable_prefix_caching": True,
         "enable_return_routed_experts": bool(plan.router_layers),
         "logprobs_mode": "processed_logprobs",

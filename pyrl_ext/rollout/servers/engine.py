@@ -32,7 +32,7 @@ from pyrl_ext.rollout.servers.client import Server, ServerFailed
 from pyrl_ext.rollout.servers.model import Model
 from pyrl_ext.rollout.servers.parts import Parts
 from pyrl_ext.rollout.servers.protocol import RPC, Request
-from pyrl_ext.rollout.servers.publisher import Publish
+from pyrl_ext.rollout.servers.publisher import Publisher
 from pyrl_ext.rollout.servers.router import Router, Traffic
 from pyrl_ext.rollout.servers.stream import Stream
 from pyrl_ext.rollout.versions import newest
@@ -61,7 +61,7 @@ class ServersEngine(Engine):
         self,
         servers: Sequence[Server],
         model: Model,
-        publish: Publish,
+        publish: Publisher,
         *,
         max_num_seqs: int = 128,
         min_servers: int = 1,
@@ -109,7 +109,7 @@ class ServersEngine(Engine):
         """Sends new weights to all servers, from the first rank; the others read ``named``.
 
         New requests wait until all ranks are done. A server that fails is taken out; one that is
-        there again or new joins.
+        there again or new joins once it gets all tensors, not with ``only`` some.
 
         Raises: RuntimeError on every rank if one failed or too few servers are left.
         Communicates: three lines of every rank; every byte of the weights once to each server.
@@ -122,7 +122,10 @@ class ServersEngine(Engine):
         error, tried = None, dict[str, str | None]()
         try:
             if self.rank == 0:
+                if only is not None:
+                    need_weights("ServersEngine.load_weights", self.version, "only some are sent")
                 lanes = self.run(self._joining(reports))
+                lanes = [lane for lane in lanes if only is None or lane.used]
                 failed = self._send([lane.server for lane in lanes], named, version, only)
                 tried = {lane.server.address: failed.get(lane.server.address) for lane in lanes}
             else:

@@ -40,6 +40,7 @@ class Weights:
         version: of them
         shapes: of all tensors that servers hold, by name
         only: names of the tensors that are sent, the others stay; None: all
+        base: version that servers need to have with ``only``; None: any
         bucket_bytes: of each of the two buffers that they pass through
         device: of the tensors
     """
@@ -48,6 +49,7 @@ class Weights:
     version: int
     shapes: Mapping[str, Sequence[int]]
     only: Collection[str] | None = None
+    base: int | None = None
     bucket_bytes: int = 2**30
     device: torch.device | str = "cpu"
 
@@ -114,7 +116,7 @@ def publish(
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
     parts = [_Part(server, weights.version, timeout, result) for server in servers]
-    ready = run(_each(parts, lambda part: part.prepare(pause, identity)))
+    ready = run(_each(parts, lambda part: part.prepare(pause, identity, weights.base)))
     hosts = {part.server.address: part.host for part in ready}
     transfer = Transfer(
         *(loop, hosts, weights.version, weights.shapes, timeout),
@@ -152,7 +154,7 @@ class _Part:
         self.server, self.version, self.result = server, version, result
         self.left, self.host = timeout, ""
 
-    async def prepare(self, pause: Pause, identity: Identity | None) -> None:
+    async def prepare(self, pause: Pause, identity: Identity | None, base: int | None) -> None:
         """Everything before the first byte."""
         self.server.failure = None  # also of one that failed earlier, and is there again
         place = urlsplit(self.server.address)
@@ -164,6 +166,13 @@ class _Part:
                 if why := identity.differs(each):
                     raise ServerFailed(f"{self.server.address}: {why}; it may not join")
         await self.pause(pause)
+        if base is not None:
+            found = await self._call("start", protocol.WEIGHT_INFO, method="GET")
+            if (has := found.get("weight_version")) != str(base):
+                raise ServerFailed(
+                    f"{self.server.address}: it has weights of version {has}, expected {base}, of "
+                    "which a part is replaced; it needs all of them first"
+                )
         try:
             await self._call("start", protocol.START)
         except ServerFailed:  # of a trainer that died: vLLM takes no second start
@@ -197,10 +206,12 @@ class _Part:
         self._took("canary", begin)
         return seen
 
-    async def _call(self, step: str, path: str, body: Any = None) -> dict[str, Any]:
+    async def _call(
+        self, step: str, path: str, body: Any = None, method: str = "POST"
+    ) -> dict[str, Any]:
         begin = time.monotonic()
         try:
-            return await self.server.control(path, body, max(self.left, 0.0))
+            return await self.server.control(path, body, max(self.left, 0.0), method)
         finally:
             self._took(step, begin)
 

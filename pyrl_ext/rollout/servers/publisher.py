@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,33 +18,6 @@ from pyrl_ext.rollout.servers.client import Server
 from pyrl_ext.rollout.servers.identity import Identity
 from pyrl_ext.rollout.servers.model import Model
 from pyrl_ext.rollout.servers.publish import Published, Weights, publish
-
-
-class Publish(Protocol):
-    """Gives servers weights.
-
-    Attributes:
-        loop: of the servers; set before the first call
-        metrics: of the last publish
-    """
-
-    loop: asyncio.AbstractEventLoop
-    metrics: dict[str, float]
-
-    def __call__(
-        self,
-        servers: Sequence[Server],
-        named: Iterable[tuple[str, Tensor]],
-        version: int,
-        only: Collection[str] | None,
-    ) -> Mapping[str, str]:
-        """Address -> reason of those that do not have the weights; called on the first rank."""
-        ...
-
-    def prove(self, version: int, score: ScoreCanaries | None) -> Mapping[str, str]:
-        """Address -> reason, on the first rank, of those that generate with others since the last
-        publish; every rank calls it."""
-        ...
 
 
 class Publisher:
@@ -67,6 +39,7 @@ class Publisher:
         self.metrics: dict[str, float] = {}
         self._done = Published()
         self.canary = canary_of(plan)
+        self._version: int | None = None
         self._model: tuple[dict[str, torch.Size], Identity] | None = None
 
     def __call__(
@@ -76,13 +49,17 @@ class Publisher:
         version: int,
         only: Collection[str] | None,
     ) -> Mapping[str, str]:
-        """Gives servers the weights; returns address -> reason of those that failed."""
+        """Gives servers the weights; returns address -> reason of those that failed.
+
+        Those that lack the version before fail where ``only`` some tensors are sent.
+        """
         rollout = self.plan.rollout
         if self._model is None:
             self._model = shapes_of(self.plan), identity_of(self.plan)
         shapes, identity = self._model
+        base = None if only is None else self._version
         size, device = rollout.bucket_bytes, self.device
-        weights = Weights(named, version, shapes, only, size, device)
+        weights = Weights(named, version, shapes, only, base, size, device)
         self._done.cancel()
         self._done = publish(
             *(self.loop, servers, weights),
@@ -91,6 +68,7 @@ class Publisher:
             identity=identity,
             canary=self.canary,
         )
+        self._version = version
         self._count()
         return self._done.failed
 

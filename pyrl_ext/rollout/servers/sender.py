@@ -219,9 +219,14 @@ class Transfer:
         task.add_done_callback(self._tasks.discard)
 
     async def _accept(self, door: socket.socket) -> None:
-        while True:
-            connection, _ = await self.loop.sock_accept(door)
-            self._spawn(self._meet(connection))
+        try:
+            while True:
+                connection, _ = await self.loop.sock_accept(door)
+                self._spawn(self._meet(connection))
+        except OSError as error:  # such as too many open files
+            for each in self._engines:
+                if each.socket is None:
+                    each.fail(f"could not connect: the trainer's accept failed ({error})")
 
     async def _meet(self, connection: socket.socket) -> None:
         """Lets in who proves that it knows the secret of an engine."""

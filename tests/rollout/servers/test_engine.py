@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from pyrl_ext.rollout.servers.client import Server
 from pyrl_ext.rollout.servers.engine import ServersEngine
 from pyrl_ext.rollout.servers.model import Model
 from pyrl_ext.rollout.servers.protocol import encode_routes
+from pyrl_ext.rollout.servers.publisher import Publisher
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn
 from tests.helpers.http_engine import (
@@ -72,7 +73,7 @@ class Versions:
 def over(engines: Sequence[HttpEngine], **options: Any) -> Iterator[ServersEngine]:
     """An engine over the servers, with weights of version 1."""
     servers = [Server(each.address, silence=5.0) for each in engines]
-    engine = ServersEngine(servers, MODEL, Versions(), patience=10.0, **options)
+    engine = ServersEngine(servers, MODEL, cast(Publisher, Versions()), patience=10.0, **options)
     try:
         engine.load_weights([], 1)
         yield engine
@@ -249,7 +250,8 @@ def test_engine_gives_up_what_a_closed_stream_asked_for(engines: list[HttpEngine
 
 
 def test_engine_tells_nothing_without_weights(engines: list[HttpEngine]):
-    engine = ServersEngine([Server(each.address) for each in engines], MODEL, Versions())
+    servers = [Server(each.address) for each in engines]
+    engine = ServersEngine(servers, MODEL, cast(Publisher, Versions()))
     with pytest.raises(RuntimeError, match="no weights were sent yet"):
         engine.generate(PROMPTS, SAMPLING)
     engine.close()
@@ -275,7 +277,7 @@ def test_engine_takes_out_servers_that_fail_a_publish(engines: list[HttpEngine],
     else:
         publish.wrong = reasons
     servers = [Server(each.address) for each in engines]
-    engine = ServersEngine(servers, MODEL, publish, patience=10.0)
+    engine = ServersEngine(servers, MODEL, cast(Publisher, publish), patience=10.0)
     engine.load_weights([], 1)
     reasons[servers[1].address] = "its digest differs"
     engine.load_weights([], 2)
@@ -292,6 +294,26 @@ def test_engine_takes_out_servers_that_fail_a_publish(engines: list[HttpEngine],
     engine.generate(PROMPTS, SAMPLING)
     assert engines[1].asked
     engine.close()
+
+
+def test_engine_sends_a_part_to_who_has_the_rest_alone(engines: list[HttpEngine]):
+    """A server that was lost waits for a publish of all tensors."""
+    with over(engines) as engine:
+        engine.run(lost(engine))
+        while not engine.router.lanes[1].there:
+            time.sleep(0.05)
+        for version, only, used in ((2, ["a"], False), (3, ["a"], False), (4, None, True)):
+            engine.load_weights([], version, only)
+            assert [lane.used for lane in engine.router.lanes] == [True, used]
+            assert (engines[0].version, engines[1].version) == (version, version if used else 1)
+    servers = [Server(each.address) for each in engines]
+    says = pytest.raises(RuntimeError, match="only some are sent, expected a load_weights")
+    with closing(ServersEngine(servers, MODEL, cast(Publisher, Versions()))) as engine, says:
+        engine.load_weights([], 1, ["a"])
+
+
+async def lost(engine: ServersEngine) -> None:
+    engine.router.take_out(engine.router.lanes[1], "it is lost")
 
 
 def nonsense(field: str, value: Any) -> Any:

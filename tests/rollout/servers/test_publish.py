@@ -235,6 +235,27 @@ def test_publish_leaves_a_server_that_fails_paused_with_its_old_weights():
         assert digests(both.engine(1)) == digests(both.engine(0)) and not both.paused(1)
 
 
+def test_publish_of_a_part_replaces_the_version_before_alone():
+    """A server that missed the publish before keeps what it has until it gets all tensors."""
+    part = {n: w + 1 for n, w in FIRST.items() if ".layers.1." in n}
+    with bench(EmbeddedServer, EmbeddedServer) as both:
+        good, behind = both.servers
+        both.publish(FIRST, 1)
+        both.publish(SECOND, 2, [good])
+        before = digests(both.engine(1))
+        done = both.publish(part, 3, only=set(part), base=2, canary=None)
+        assert done.failed == {
+            behind.address: f"{behind.address}: it has weights of version 1, expected 2, of which "
+            "a part is replaced; it needs all of them first"
+        }
+        assert both.engine(0).version == 3 and both.engine(1).version == 1
+        assert digests(both.engine(1)) == before and both.paused(1)
+        now = digests(both.engine(0))
+        both.publish(SECOND, 4)
+        assert {n for n, d in digests(both.engine(0)).items() if d != now[n]} == part.keys()
+        assert digests(both.engine(0)) == digests(both.engine(1))
+
+
 def test_publish_raises_what_the_trainer_does_and_leaves_old_weights():
     def broken() -> Iterator[tuple[str, Tensor]]:
         for number, each in enumerate(SECOND.items()):

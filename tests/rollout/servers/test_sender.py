@@ -142,6 +142,20 @@ def test_send_lets_nobody_in_without_the_secret(loop: asyncio.AbstractEventLoop)
         assert same(came.result()) and not sending.failed
 
 
+def test_send_says_that_the_trainer_took_no_connection(loop: asyncio.AbstractEventLoop):
+    """As without a file for it."""
+
+    async def close() -> None:
+        for door in sending._doors.values():
+            door.shutdown(socket.SHUT_RDWR)
+
+    with transfer(loop, 2) as sending:
+        asyncio.run_coroutine_threadsafe(close(), loop).result()
+        sending.send(weights())
+    assert sending.failed.keys() == {"engine 0", "engine 1"}
+    assert all("the trainer's accept failed" in why for why in sending.failed.values())
+
+
 def test_update_refuses_a_trainer_without_the_secret():
     with socket.create_server(("127.0.0.1", 0)) as door, ThreadPoolExecutor(1) as pool:
         info = {"host": "127.0.0.1", "port": door.getsockname()[1], "engine": 0, "secret": "s"}
