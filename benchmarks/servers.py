@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
 from pyrl_ext.rollout.servers.client import Server
 from pyrl_ext.rollout.servers.engine import ServersEngine
 from pyrl_ext.rollout.servers.model import Model
+from pyrl_ext.rollout.servers.publisher import Publisher
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.http_engine import EXPERTS, LAYERS, VOCAB, HttpEngine, K
 from tests.helpers.turns import ScriptedFeed, answers, first_turns
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ends.append(end)
     servers = [Server(end.recv()) for end in ends]
     model = Model(VOCAB, LAYERS, (1, 2, 3), EXPERTS, K)
-    engine = ServersEngine(servers, model, Nothing(), max_num_seqs=TRAJECTORIES)
+    engine = ServersEngine(servers, model, cast(Publisher, Nothing()), max_num_seqs=TRAJECTORIES)
     engine.load_weights([], 1)
     done, number, memory, first, spent, held = 0, 0, psutil.Process(), 0.0, 0.0, 0.0
     print(f"{'requests':>9} {'ms each':>8} {'requests/s':>10} {'MiB held':>9}")

@@ -6,6 +6,7 @@ import json
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace as Fields
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -45,17 +46,17 @@ def test_hybrid_pattern_places_layers_as_megatron_does(
     parallel = Parallel(pp=pp, vpp=vpp, pipeline_model_parallel_layout=f"E{layout}L")
     stages = plan_stages(parallel, len(layers))
     pattern = hybrid_pattern(stages, [KINDS[letter] for letter in layers])
-    assert pattern == "|".join(segments)
+    assert pattern == "|".join(segments) and pattern is not None
     assert theirs.get_hybrid_total_pipeline_segment_count(pattern) == number
     assert theirs.get_hybrid_total_layer_count(pattern) == len(layers)
-    main = theirs.parse_hybrid_pattern(pattern).main_pattern
+    main = theirs.parse_hybrid_pattern(pattern).main_pattern or ""
     for rank, chunk in product(range(pp), range(vpp or 1)):
         with (
             patch("torch.distributed.get_rank", lambda group: group.rank),
             patch("torch.distributed.get_world_size", lambda group: group.size),
             patch.object(theirs, "log_on_each_pipeline_stage"),
         ):
-            group = Fields(rank=rank, size=pp)
+            group: Any = Fields(rank=rank, size=pp)
             kinds, first = theirs.select_pipeline_segment(main, group, chunk if vpp else None)
         held = stages[rank][chunk].layers
         assert held == tuple(range(first, first + len(kinds)))
@@ -76,11 +77,12 @@ def test_StateMixer_fits_where_megatron_splits_heads(groups: int, each: int, tp:
 
     heads = groups * each
     mixer = mamba(heads * tp, 4, groups * tp, 8, 4, 64)
-    group = Fields(size=lambda: cp, rank=lambda: 0)
+    group: Any = Fields(size=lambda: cp, rank=lambda: 0)
+    none: Any = None  # the weights, which it only keeps
     try:
         with patch.object(theirs, "HAVE_EINOPS", True):
             theirs.MambaContextParallel(
-                group, heads * 4, heads, groups, 8, None, None, 3, None, None, None, False
+                group, heads * 4, heads, groups, 8, none, none, 3, none, none, none, False
             )
     except AssertionError:
         assert not mixer.fits(tp, cp)

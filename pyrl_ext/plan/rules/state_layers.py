@@ -40,8 +40,10 @@ def heads_with_states_split_over_every_group(plan: Plan) -> Found:
 @rule("model")
 def features_know_layers_with_states(plan: Plan) -> Found:
     mixer, model = plan.sizes.state_mixer, plan.model
+    if mixer is None:
+        return
     asked = {"mtp": model.mtp, "fp8": model.fp8, "te_attention": model.te_attention}
-    for name in (name for name, value in asked.items() if mixer and value):
+    for name in (name for name, value in asked.items() if value):
         unset = "off" if name == "mtp" else "null"
         yield name, f"{asked[name]} with {mixer.name} layers, expected {unset}; not built for them"
 

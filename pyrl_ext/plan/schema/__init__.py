@@ -40,8 +40,15 @@ class Model(Section):
     """Which network is trained, from which weights, in which precision."""
 
     family: Literal[
-        *("glm4_moe_lite", "glm4_moe", "deepseek_v3", "qwen3_moe", "qwen3", "qwen3_vl_moe"),
-        *("kimi_k25", "qwen3_next", "nemotron_h"),
+        "glm4_moe_lite",
+        "glm4_moe",
+        "deepseek_v3",
+        "qwen3_moe",
+        "qwen3",
+        "qwen3_vl_moe",
+        "kimi_k25",
+        "qwen3_next",
+        "nemotron_h",
     ]
     """architecture, HF's model_type; a file of models/"""
     config: File

@@ -50,7 +50,7 @@ class Call:
     dropped: Dropped | None = None
     seconds: float = 0.0
     over: bool = field(default=False, init=False)
-    began: float = field(default=0.0, init=False)
+    began: float = field(default_factory=time.monotonic, init=False)
     thread: int | None = field(default=None, init=False)  # inside user code
     loop: _Loop | None = field(default=None, init=False)
     task: asyncio.Task[None] | None = field(default=None, init=False)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pyrl_ext.plan.schema.turns import REASONS
+from pyrl_ext.rollout.turns.calls import Call
 from tests.helpers.conversations import hold, reason
 from tests.helpers.environments import (
     HOSTILE,
@@ -108,3 +109,9 @@ def test_calls_are_made_again_as_often_as_retries_say(kind: type[FailsTwice], re
     found, feed = hold(kind, prompts=1, size=1, retries=retries)
     assert (found[0, 0].samples is not None) == (retries == 2)
     assert feed.counts["retries"] == retries
+
+
+def test_Call_has_a_beginning_before_its_thread_starts():
+    """The watcher may see it at once; from 0 it would be as old as the machine is up, and late."""
+    before = time.monotonic()
+    assert before <= Call("key", "reset", str, (), 0).began <= time.monotonic()
