@@ -115,7 +115,7 @@ def test_main_prints_the_note(capsys: pytest.CaptureFixture[str]):
 
 def test_plan_reads_what_an_older_version_saved(tmp_path: Path):
     """So that its run can be resumed: the same fields, none of which differs."""
-    plan = compile_plan(CONFIG)
+    plan = compile_plan(CONFIG, ["rollout.max_num_seqs=128"])
     tree = json.loads(plan.to_json())
     for (section, old), new in RENAMED.items():
         tree[section][old] = tree[section].pop(new)

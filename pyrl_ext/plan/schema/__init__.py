@@ -40,16 +40,9 @@ class Model(Section):
     """Which network is trained, from which weights, in which precision."""
 
     family: Literal[
-        "glm4_moe_lite",
-        "glm4_moe",
-        "deepseek_v3",
-        "qwen3_moe",
-        "qwen3",
-        "qwen3_vl_moe",
-        "kimi_k25",
-        "qwen3_next",
-        "nemotron_h",
-    ]
+        "glm4_moe_lite", "glm4_moe", "deepseek_v3", "qwen3_moe", "qwen3", "qwen3_vl_moe",
+        "kimi_k25", "qwen3_next", "nemotron_h",
+    ]  # fmt: skip
     """architecture, HF's model_type; a file of models/"""
     config: File
     """HF config.json, relative to this YAML file"""
