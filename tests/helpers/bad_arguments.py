@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from pyrl_ext.ops import (
     Inverse,
+    causal_conv1d,
     expand_runs,
     expert_rows,
+    gated_delta_rule,
     gather_fields,
     gather_routes,
     gather_rows,
@@ -20,6 +23,7 @@ from pyrl_ext.ops import (
     replay_probs,
     rms_norm,
     rotary,
+    ssd_scan,
     sum_rows,
     swiglu,
     token_logprob_combine,
@@ -28,10 +32,13 @@ from pyrl_ext.ops import (
     token_logprob_rows,
     token_logprob_stats,
 )
+from pyrl_ext.ops.causal_conv1d import grad_op as conv_grad
 from pyrl_ext.ops.expert_rows import expert_rows_grad
+from pyrl_ext.ops.gated_delta_rule import grad_op as delta_grad
 from pyrl_ext.ops.latent_keys import latent_keys_grad
 from pyrl_ext.ops.replay_probs import grad_op
 from pyrl_ext.ops.rms_norm import rms_norm_grad
+from pyrl_ext.ops.ssd_scan import grad_op as ssd_grad
 from pyrl_ext.ops.swiglu import swiglu_grad
 
 NONE, ZERO = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -67,6 +74,10 @@ def bad_calls() -> list[Bad]:
         *_latent_keys(),
         *_replay_probs(),
         *_token_logprob(),
+        *_sequences(),
+        *_causal_conv1d(),
+        *_ssd_scan(),
+        *_gated_delta_rule(),
     ]
 
 
@@ -418,4 +429,94 @@ def _token_logprob() -> list[Bad]:
             lambda: token_logprob_grad_(turned, targets, scale, 0, 10, *rows),
             *(ValueError, "expected contiguous ones"),
         ),
+    ]
+
+
+def _ends(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def _sequences() -> list[Bad]:
+    """Boundaries, for all operators along sequences."""
+    x, steps, heads = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2, 4)
+    conv = x, torch.zeros(2, 4), None
+    ssd = heads, steps, steps, heads, heads, torch.zeros(2)
+    delta = heads, heads, heads, steps, steps
+    runs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "causal_conv1d": (causal_conv1d, conv),
+        "ssd_scan": (ssd_scan, (*ssd[:2], ssd[5], *ssd[3:], ssd[5])),
+        "gated_delta_rule": (gated_delta_rule, delta),
+        "causal_conv1d_grad": (conv_grad, (x, *conv)),
+        "ssd_scan_grad": (ssd_grad, (heads, *ssd)),
+        "gated_delta_rule_grad": (delta_grad, (heads, *delta)),
+    }
+    rule = "expected numbers that ascend from 0 to at most the 3 rows"
+    wrong: list[tuple[type[Exception], str, Tensor]] = [
+        (ValueError, f"cu_seqlens[2] is 1, {rule}", _ends(0, 2, 1, 3)),
+        (ValueError, f"cu_seqlens[1] is 4, {rule}", _ends(0, 4)),
+        (ValueError, f"cu_seqlens[0] is 1, {rule}", _ends(1, 3)),
+        (ValueError, f"cu_seqlens[0] is -1, {rule}", _ends(-1, 3)),
+    ]
+    shapes: list[tuple[type[Exception], str, Tensor]] = [
+        (ValueError, "cu_seqlens is [0], expected [S + 1]", _ends()),
+        (TypeError, "cu_seqlens is torch.int64, expected torch.int32", ZERO),
+        (ValueError, "cu_seqlens is on meta, the rows on cpu", _ends(0).to("meta")),
+    ]
+    return [
+        Bad(name, lambda run=run, args=args, ends=ends: run(*args, ends), error, message)
+        for name, (run, args) in runs.items()
+        for error, message, ends in wrong + ([] if name.endswith("_grad") else shapes)
+    ]
+
+
+def _causal_conv1d() -> list[Bad]:
+    x, weight, meta = torch.zeros(3, 2), torch.zeros(2, 4), torch.zeros(2, device="meta")
+
+    def bad(error: type[Exception], message: str, x: Tensor, weight: Tensor, bias: Any) -> Bad:
+        run = partial(causal_conv1d, x, weight, bias, _ends(0))
+        return Bad("causal_conv1d", run, error, message)
+
+    tall, wide = torch.zeros(3, 4), torch.zeros(2, 5)
+    types = "x is torch.float32, weight and bias [torch.bfloat16]"
+    return [
+        bad(ValueError, "x [3, 2], weight [3, 4], expected [T, D], [D, W]", x, tall, None),
+        bad(ValueError, "weight is [2, 5], expected one of [2, 3, 4] weights", x, wide, None),
+        bad(ValueError, "bias is [3], expected [2], one a channel", x, weight, x[:, 0]),
+        bad(TypeError, types, x, weight.bfloat16(), None),
+        bad(ValueError, "x is on cpu, weight and bias on ['cpu', 'meta']", x, weight, meta),
+    ]
+
+
+def _ssd_scan() -> list[Bad]:
+    def bad(error: type[Exception], message: str, **changed: Tensor) -> Bad:
+        x, steps, head = torch.zeros(3, 4, 2), torch.zeros(3, 4), torch.zeros(4)
+        call = {"x": x, "dt": steps, "A": head, "B": x[:, :2], "C": x[:, :2], "D": head}
+        call |= {"dt_bias": head, "cu_seqlens": _ends(0)} | changed
+        return Bad("ssd_scan", lambda: ssd_scan(**call), error, message)
+
+    three = torch.zeros(3, 3, 2)
+    return [
+        bad(ValueError, "'dt': [3, 3]", dt=torch.zeros(3, 3)),
+        bad(ValueError, "expected x [T, H, P], dt [T, H], B and C [T, G, N]", C=three),
+        bad(ValueError, "4 heads, 3 groups, expected as many heads in each", B=three, C=three),
+        bad(TypeError, "'A': torch.bfloat16", A=torch.zeros(4).bfloat16()),
+        bad(ValueError, "'D': 'meta', 'dt_bias': 'cpu'}, exp", D=torch.zeros(4).to("meta")),
+    ]
+
+
+def _gated_delta_rule() -> list[Bad]:
+    def bad(error: type[Exception], message: str, **changed: Tensor) -> Bad:
+        heads, gate = torch.zeros(3, 4, 2), torch.zeros(3, 4)
+        call = {"q": heads, "k": heads, "v": heads, "g": gate, "beta": gate} | changed
+        return Bad(
+            "gated_delta_rule",
+            lambda: gated_delta_rule(**call, cu_seqlens=_ends(0)),
+            *(error, message),
+        )
+
+    return [
+        bad(ValueError, "expected q and k [T, H, K], v [T, H, V]", k=torch.zeros(3, 2, 2)),
+        bad(ValueError, "'beta': [3]}", beta=torch.zeros(3)),
+        bad(TypeError, "expected one of [torch.float32", g=torch.zeros(3, 4).bfloat16()),
+        bad(ValueError, "'v': 'meta'", v=torch.zeros(3, 4, 2).to("meta")),
     ]

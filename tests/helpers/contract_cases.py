@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pyrl_ext import ops
 from pyrl_ext.ops._op import Op
@@ -48,6 +49,29 @@ def grad_args(dtype: torch.dtype, masked: bool) -> tuple[Any, ...]:
 def rows_args(dtype: torch.dtype) -> tuple[Any, ...]:
     logits, targets, scale, _, width = logprob_args(dtype)
     return logits, targets.clamp(max=width - 1), scale, width
+
+
+def along_args(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """Cases of the operators along sequences; the first rows are as wide as the result."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    ends = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+
+    def leaf(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return real(*shape, dtype=dtype).requires_grad_()
+
+    steps = [leaf(7, 4, dtype=wide) for _ in range(2)]
+    shared = leaf(7, 2, 5), leaf(7, 2, 5)
+    ssd = leaf(7, 4, 3), *steps, *shared, leaf(4, dtype=wide), ends
+    keys = leaf(7, 4, 5), leaf(7, 4, 5)
+    delta = *keys, leaf(7, 4, 3), steps[0], leaf(7, 4), ends
+    conv = leaf(7, 3), leaf(3, 4), leaf(3), ends
+    calls = {"causal_conv1d": conv, "ssd_scan": ssd, "gated_delta_rule": delta}
+    plain = {
+        f"{name}_grad": (real(*args[2 if args is delta else 0].shape, dtype=dtype), *args)
+        for name, args in calls.items()
+    }
+    detached = tree_map(lambda x: x.detach(), plain)
+    return {**calls, **detached, "causal_conv1d, no bias": (*conv[:2], None, ends)}
 
 
 ROWS = torch.tensor([2, -1, 0, 2])
@@ -160,6 +184,11 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
             (real(3, 8, dtype=torch.float32), real(3, 8, dtype=torch.float32), IDS, norm, 1.5),
         )
         for norm in ("none", "sum", "softmax")
+    },
+    **{
+        f"{name}, {dtype}": (name.removesuffix(", no bias"), args)
+        for dtype in (torch.float64, torch.bfloat16)
+        for name, args in along_args(dtype).items()
     },
     **{
         f"token_logprob_stats, {dtype}": ("token_logprob_stats", logprob_args(dtype))

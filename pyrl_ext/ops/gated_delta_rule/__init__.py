@@ -1,0 +1,93 @@
+"""gated_delta_rule: the recurrence of a gated delta net layer over packed sequences.
+
+Backends: reference (torch, in chunks). Everything is computed in float32 (float64 for float64) and
+rounded once. Gradient: to every argument but ``cu_seqlens``; states are computed again, so only the
+arguments are kept. There is no second derivative.
+"""
+
+import torch
+from torch import Tensor
+
+from pyrl_ext.ops._op import Op
+from pyrl_ext.ops.dtypes import accum_dtype
+from pyrl_ext.ops.sequences import check_sequences
+
+from . import reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+def _grad_fake(grad: Tensor, *arguments: Tensor) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in arguments[:-1])
+
+
+_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens"
+op = Op(f"gated_delta_rule({_ARGUMENTS}) -> Tensor", fake=_fake)
+op.backend("reference", reference.gated_delta_rule)
+
+grad_op = Op(
+    f"gated_delta_rule_grad(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_grad_fake,
+)
+grad_op.backend("reference", reference.gated_delta_rule_grad)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad):
+    return *grad_op(grad, *ctx.saved_tensors), None
+
+
+op.gradient(_backward, _save)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    """``S = e S + beta[t] k[t] (v[t] - e S^T k[t])^T, out[t] = S^T q[t] / sqrt(K)``, e = exp(g[t]).
+
+    A head at a time; S, [K, V], is zero where a sequence begins.
+
+    Args:
+        q, k:       [T, H, K] float32, bfloat16 or float64, rows of packed sequences, length 1.
+        v:          [T, H, V] dtype of ``q``.
+        g:          [T, H] float32 (float64 for float64), log decay, at most 0.
+        beta:       [T, H] dtype of ``q``, 0 to 1.
+        cu_seqlens: [S + 1] int32, boundaries of sequences (`pyrl_ext.ops.sequences`).
+
+    Returns:
+        [T, H, V] dtype of ``q``.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not fit; on a CPU, too, boundaries that
+            do not ascend from 0 to at most T.
+    """
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    shapes = {name: list(each.shape) for name, each in given.items()}
+    if (
+        not q.ndim == v.ndim == 3
+        or q.shape != k.shape
+        or not v.shape[:2] == q.shape[:2] == g.shape == beta.shape
+    ):
+        raise ValueError(
+            f"gated_delta_rule: {shapes}, expected q and k [T, H, K], v [T, H, V], "
+            "g and beta [T, H]"
+        )
+    dtypes = {name: each.dtype for name, each in given.items()}
+    expected = dict.fromkeys(given, q.dtype) | {"g": accum_dtype(q.dtype)}
+    if q.dtype not in DTYPES or dtypes != expected:
+        raise TypeError(
+            f"gated_delta_rule: {dtypes}, expected one of {list(DTYPES)}, and for g float32, or "
+            "float64 with float64"
+        )
+    devices = {name: str(each.device) for name, each in given.items()}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"gated_delta_rule: {devices}, expected one device")
+    check_sequences("gated_delta_rule", q, cu_seqlens)
+    return op(q, k, v, g, beta, cu_seqlens)
