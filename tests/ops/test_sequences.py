@@ -110,8 +110,8 @@ def test_sequences_operators_take_no_rows(along):
 def test_sequences_causal_conv1d_takes_no_bias():
     x, weight, bias = ALONG["causal_conv1d, 4 wide"].arguments(9, torch.float32)
     leaves = [x.requires_grad_(), weight.requires_grad_()]
-    found = causal_conv1d(*leaves, None, boundaries([5, 4]))
-    want = causal_conv1d(*leaves, torch.zeros_like(bias), boundaries([5, 4]))
+    found = causal_conv1d(leaves[0], leaves[1], None, boundaries([5, 4]))
+    want = causal_conv1d(leaves[0], leaves[1], torch.zeros_like(bias), boundaries([5, 4]))
     assert torch.equal(found, want)
     of_found, of_want = (torch.autograd.grad(out.sum(), leaves) for out in (found, want))
     assert all(map(torch.equal, of_found, of_want))
@@ -130,7 +130,8 @@ def test_sequences_references_read_no_number_on_the_host():
     x, dt, A, B, C, D, _ = meta["ssd_scan"]
     args = x, dt.float(), dt.float() * A, B, C, D, ends
     assert ssd_reference.ssd_scan(*args).shape == ssd_reference.ssd_scan_grad(x, *args)[0].shape
-    args = *meta["gated_delta_rule"], ends
+    q, k, v, g, beta = meta["gated_delta_rule"]
+    args = q, k, v, g, beta, ends
     out = delta_reference.gated_delta_rule(*args)
     assert delta_reference.gated_delta_rule_grad(out, *args)[2].shape == out.shape
 
