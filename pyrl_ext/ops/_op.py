@@ -17,6 +17,10 @@ _named: str | None = None
 _on_gpu = "auto"
 
 
+def _save_arguments(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
 def _accept(*args: Any) -> str | None:
     return None
 
@@ -51,8 +55,9 @@ class Op:
         """Add a backend after those already added: list the fastest first, the reference last."""
         self.backends.append(Backend(name, run, refuse))
 
-    def gradient(self, backward: Callable, save: Callable) -> None:
-        """Add the derivative (``setup_context`` and ``backward`` of ``torch.library``)."""
+    def gradient(self, backward: Callable, save: Callable = _save_arguments) -> None:
+        """Add the derivative (``backward`` and ``setup_context`` of ``torch.library``); by
+        default all arguments are saved, which are then tensors or None."""
         torch.library.register_autograd(self.qualname, backward, setup_context=save)
 
     def __call__(self, *args: Any) -> Any:

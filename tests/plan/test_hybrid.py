@@ -68,6 +68,9 @@ def test_letters_are_those_of_megatron_and_of_the_family():
 
     assert {kind: letter for letter, kind in KINDS.items()} == LETTERS
     assert {*LETTERS.values()} <= Symbols.VALID_LAYERS
+    mixers = {Symbols.MAMBA: "mamba", Symbols.ATTENTION: "attention"}
+    assert {letter: KINDS[letter].mixer for letter in mixers} == mixers
+    assert [KINDS[letter].feed_forward for letter in (Symbols.MLP, Symbols.MOE)] == ["mlp", "moe"]
 
 
 @settings(max_examples=200, deadline=None)

@@ -40,17 +40,13 @@ grad_op = Op(
 grad_op.backend("reference", reference.causal_conv1d_grad)
 
 
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx, grad):
     x, weight, bias, cu_seqlens = ctx.saved_tensors
     of_x, of_weight, of_bias = grad_op(grad, x, weight, bias, cu_seqlens)
     return of_x, of_weight, None if bias is None else of_bias, None
 
 
-op.gradient(_backward, _save)
+op.gradient(_backward)
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:

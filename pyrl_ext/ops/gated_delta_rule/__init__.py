@@ -36,15 +36,11 @@ grad_op = Op(
 grad_op.backend("reference", reference.gated_delta_rule_grad)
 
 
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx, grad):
     return *grad_op(grad, *ctx.saved_tensors), None
 
 
-op.gradient(_backward, _save)
+op.gradient(_backward)
 
 
 def gated_delta_rule(

@@ -39,15 +39,11 @@ grad_op = Op(
 grad_op.backend("reference", reference.ssd_scan_grad)
 
 
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx, grad):
     return *grad_op(grad, *ctx.saved_tensors), None
 
 
-op.gradient(_backward, _save)
+op.gradient(_backward)
 
 
 def ssd_scan(

@@ -38,17 +38,13 @@ grad_op.backend("triton", triton.swiglu_grad, refuse=triton.refuse_grad)
 grad_op.backend("reference", reference.swiglu_grad)
 
 
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx, grad):
     gate_up, weight = ctx.saved_tensors
     grads, weight_grad = swiglu_grad(grad, gate_up, weight)
     return grads, None if weight is None else weight_grad
 
 
-op.gradient(_backward, _save)
+op.gradient(_backward)
 
 
 def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -10,15 +10,10 @@ from pydantic import AliasChoices, Field, model_validator
 
 from pyrl_ext.plan.language.fields import Count, Positive
 from pyrl_ext.plan.model.families.blocks import GroupedQuery, SigmoidRouted
-from pyrl_ext.plan.model.layer_kinds import LayerKind, StateMixer, mamba
+from pyrl_ext.plan.model.layer_kinds import LETTERS, LayerKind, StateMixer, mamba
 
 # The letters of `hybrid_override_pattern`, and the words of `layers_block_type`, old and new
-KINDS = {
-    "M": LayerKind("mamba", None),
-    "*": LayerKind("attention", None),
-    "-": LayerKind(None, "mlp"),
-    "E": LayerKind(None, "moe"),
-}
+KINDS = {letter: kind for kind, letter in LETTERS.items()}
 WORDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*"}
 WORDS |= {"mlp": "-", "moe": "E"}
 
