@@ -12,6 +12,7 @@ from pyrl_ext.plan.model.sizes import ModelSizes, Sparse, Yarn
 
 # The epsilon of transformers' norms inside multi-latent attention, whatever rms_norm_eps says.
 MLA_NORM_EPS = 1e-6
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class GroupedQuery(ModelSizes):
@@ -47,6 +48,17 @@ class GroupedQuery(ModelSizes):
                 "expected a divisor; as many query heads share each"
             )
         return found
+
+
+class PartlyRotated(GroupedQuery):
+    """Attention that rotates a part of each query and key head by position."""
+
+    partial_rotary_factor: Share
+
+    @property
+    def rotary_width(self) -> int:
+        rope = self.rope_parameters or {}
+        return int(self.head_width * rope.get("partial_rotary_factor", self.partial_rotary_factor))
 
 
 class Latent(ModelSizes):

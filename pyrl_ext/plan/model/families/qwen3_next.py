@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pyrl_ext.plan.language.fields import Count, Positive
+from pyrl_ext.plan.model.families.blocks import PartlyRotated, Share
 from pyrl_ext.plan.model.families.qwen3_moe import Qwen3Moe
 from pyrl_ext.plan.model.layer_kinds import LayerKind, StateMixer, gated_delta_net
 
@@ -16,12 +17,12 @@ from pyrl_ext.plan.model.layer_kinds import LayerKind, StateMixer, gated_delta_n
 CHUNK = 64
 
 
-class Qwen3Next(Qwen3Moe):
+class Qwen3Next(PartlyRotated, Qwen3Moe):
     """HF ``Qwen3NextConfig``."""
 
     head_dim: Positive | None = 256
     norm_topk_prob: bool = True
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.25
+    partial_rotary_factor: Share = 0.25
     shared_expert_intermediate_size: Count = 512
     linear_conv_kernel_dim: Positive = 4
     linear_key_head_dim: Positive = 128
@@ -35,11 +36,6 @@ class Qwen3Next(Qwen3Moe):
 
     has_output_gate = True
     has_shared_expert_gate = True
-
-    @property
-    def rotary_width(self) -> int:
-        rope = self.rope_parameters or {}
-        return int(self.head_width * rope.get("partial_rotary_factor", self.partial_rotary_factor))
 
     @property
     def shared_expert_width(self) -> int:
