@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -224,7 +224,7 @@ words = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(SMALL)), st.integers(0, 12), words), max_size=4))
 @example([(0, 0, "{")])
 @example([(0, len(SMALL), "{}")])

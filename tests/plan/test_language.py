@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
@@ -301,7 +301,7 @@ def mutate(text: str, changes: list[tuple[int, int, str]]) -> str:
     return text
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None)
 @given(edits, edits, pieces)
 @example([(0, 0, "${")], [], "${run}")
 @example([], [(8, 99, '"\\ud800"')], "null")
