@@ -43,9 +43,10 @@ def features_know_layers_with_states(plan: Plan) -> Found:
     if mixer is None:
         return
     asked = {"mtp": model.mtp, "fp8": model.fp8, "te_attention": model.te_attention}
-    for name in (name for name, value in asked.items() if value):
-        unset = "off" if name == "mtp" else "null"
-        yield name, f"{asked[name]} with {mixer.name} layers, expected {unset}; not built for them"
+    for name, value in asked.items():
+        if value:
+            told, unset = ("on", "off") if value is True else (value, "null")
+            yield name, f"{told} with {mixer.name} layers, expected {unset}; not built for them"
 
 
 @rule("lora")

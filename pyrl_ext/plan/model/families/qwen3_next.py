@@ -41,6 +41,13 @@ class Qwen3Next(PartlyRotated, Qwen3Moe):
     def shared_expert_width(self) -> int:
         return self.shared_expert_intermediate_size
 
+    @property
+    def tp_widths(self) -> dict[str, int]:
+        return {
+            "intermediate_size": self.intermediate_size,
+            "shared_expert_intermediate_size": self.shared_expert_width,
+        }
+
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         interval, mixers = self.full_attention_interval, self.layer_types
