@@ -182,6 +182,14 @@ class UserExit(RuntimeError):
     """User code tried to end the process, for example by ``sys.exit``."""
 
 
+def exit_in(where: str, error: BaseException) -> UserExit:
+    """Stands for an ``error`` outside of `Exception` that ``where`` raised."""
+    return UserExit(
+        f"{where}: raised {describe(error)}, expected it to return; ending the process would "
+        "end the training unfinished. Raise an Exception to report a failure"
+    )
+
+
 class SettingsChanged(ValueError):
     """User code changed a setting of the process."""
 
@@ -217,10 +225,7 @@ def guarded(where: str) -> Generator[None]:
         _restore_settings(before)
         if getattr(error, "passes_guard", False):
             raise
-        raise UserExit(
-            f"{where}: raised {describe(error)}, expected it to return; ending the process would "
-            "end the training unfinished. Raise an Exception to report a failure"
-        ) from error
+        raise exit_in(where, error) from error
     if grouped and not dist.is_initialized():
         raise SettingsChanged(
             f"{where}: destroyed torch.distributed's process group, expected it to leave the "

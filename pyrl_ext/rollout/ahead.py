@@ -11,6 +11,7 @@ from itertools import chain
 
 import torch.distributed as dist
 
+from pyrl_ext.dist.user_code import exit_in
 from pyrl_ext.pack.index import sampled_tokens
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, join_on_ranks, part_of
@@ -185,6 +186,9 @@ class Ahead:
                             break
         except Exception as error:
             job.error = error
+        except BaseException as error:  # it would end this thread alone, and in silence
+            where = threading.current_thread().name
+            job.error = exit_in(where, error).with_traceback(error.__traceback__)
         finally:
             with self._changed:
                 job.over = True

@@ -23,6 +23,7 @@ class BusyEngine(Engine):
         seed: of order, lengths and waits
         longest: wait for a sample [s]
         fails: prompt whose group raises
+        error: that it raises; None: a ValueError
         wrong: version of which the first samples must not be used
     """
 
@@ -32,8 +33,9 @@ class BusyEngine(Engine):
         longest: float = 0.002,
         fails: int | None = None,
         wrong: int | None = None,
+        error: BaseException | None = None,
     ):
-        self.wrong = wrong
+        self.wrong, self.error = wrong, error
         self.random, self.longest, self.fails = random.Random(seed), longest, fails
         self.version, self.lock = -1, threading.Lock()
         self.begun: dict[int, int] = {}  # prompt id -> version
@@ -59,7 +61,7 @@ class BusyEngine(Engine):
         for prompt, index, wait in jobs:
             time.sleep(wait)
             if prompt == self.fails:
-                raise ValueError(f"no paper for prompt {prompt}")
+                raise self.error or ValueError(f"no paper for prompt {prompt}")
             yield of_versions(random_sample(prompt, index, 8), first, self.version)
 
     def disproved(self) -> bool:

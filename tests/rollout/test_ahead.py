@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pyrl_ext import train
 from pyrl_ext.dist.agree import gather_objects
+from pyrl_ext.dist.user_code import UserExit
 from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan import Plan
@@ -136,6 +137,14 @@ def test_Ahead_keeps_recorded_routes_where_asked():
 def test_Ahead_raises_what_its_threads_raise():
     run = Run(plan_of(2), BusyEngine(0, fails=5))
     with pytest.raises(ValueError, match="no paper for prompt 5"):
+        run.steps()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_Ahead_names_what_tried_to_end_the_process(error: BaseException):
+    run = Run(plan_of(2), BusyEngine(0, fails=5, error=error))
+    expected = f"rollout of step 1: raised {type(error).__name__}.*expected it to return"
+    with pytest.raises(UserExit, match=expected):
         run.steps()
 
 
