@@ -70,7 +70,7 @@ CORE = {
     ),
     "hybrid": (
         *("plan/model/layer_kinds", "plan/model/families/qwen3_next", "plan/rules/state_layers"),
-        "plan/model/families/nemotron_h",
+        *("plan/model/families/nemotron_h", "models/qwen3_next"),
     ),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),

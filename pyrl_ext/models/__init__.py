@@ -9,7 +9,7 @@ from typing import Any
 
 from pyrl_ext.megatron.config import TowerKind
 from pyrl_ext.models.blocks import ignored
-from pyrl_ext.models.weight_table import Weight
+from pyrl_ext.models.weight import Weight
 from pyrl_ext.plan.model.sizes import ModelSizes
 
 

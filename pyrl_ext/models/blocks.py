@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pyrl_ext.models.weight_table import Weight, language_model, mlp, routed_experts
+from pyrl_ext.models.weight import Weight
+from pyrl_ext.models.weight_table import language_model, mlp, routed_experts
 from pyrl_ext.plan.model.families.blocks import GroupedQuery, Latent, SigmoidRouted
 from pyrl_ext.plan.model.sizes import ModelSizes
 
@@ -33,6 +34,7 @@ def common(sizes: ModelSizes) -> dict[str, Any]:
         "moe_router_topk": sizes.topk,
         "moe_ffn_hidden_size": sizes.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": sizes.shared_expert_width or None,
+        "moe_shared_expert_gate": sizes.has_shared_expert_gate,
     }
 
 
@@ -43,6 +45,7 @@ def grouped_query(sizes: GroupedQuery) -> dict[str, Any]:
         "kv_channels": sizes.head_width,
         "qk_layernorm": sizes.has_qk_norm,
         "add_qkv_bias": sizes.attention_bias,
+        "attention_output_gate": sizes.has_output_gate,
     }
 
 
@@ -156,7 +159,8 @@ def grouped_query_rows(layer: int, sizes: GroupedQuery) -> list[Weight]:
     for kind in ("weight", "bias") if sizes.attention_bias else ("weight",):
         q, k, v = (f"{hf}{name}_proj.{kind}" for name in "qkv")
         head = (width, hidden) if kind == "weight" else (width,)
-        table.append(Weight.grouped(q, k, v, f"{mc}linear_qkv.{kind}", heads, *head))
+        name, gates = f"{mc}linear_qkv.{kind}", sizes.has_output_gate
+        table.append(Weight.grouped(q, k, v, name, heads, *head, gates=gates))
     if sizes.has_qk_norm:
         table.append(Weight.same(hf + "q_norm.weight", mc + "q_layernorm.weight", width))
         table.append(Weight.same(hf + "k_norm.weight", mc + "k_layernorm.weight", width))

@@ -10,7 +10,7 @@ from itertools import chain
 
 from pyrl_ext.megatron.config import TowerKind
 from pyrl_ext.models import Family, TowerFamily
-from pyrl_ext.models.weight_table import Weight
+from pyrl_ext.models.weight import Weight
 from pyrl_ext.plan.model.sizes import ModelSizes
 
 

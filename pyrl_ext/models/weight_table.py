@@ -5,96 +5,15 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.te import local_name
+from pyrl_ext.models.weight import Sliceable, Weight, shard_of
 from pyrl_ext.plan.model.sizes import ModelSizes
-
-Shard = Literal["same", "rows", "columns", "gated", "grouped", "vocab"]
-Size = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One megatron parameter and the checkpoint tensors it is made of.
-
-    Args:
-        hf_names: checkpoint names, in the order they are stacked.
-        megatron_name: its name, with global ids of layer and expert.
-        shard:   how tensor-parallel ranks split it. "same": not at all; "rows"; "columns"; "gated":
-                 by rows within each stacked tensor (gate and up); "grouped": by rows, with query,
-                 key and value, or two of them, interleaved by query group; "vocab": by rows of the
-                 vocabulary, padded to a multiple of the ranks.
-        shapes:  of the checkpoint tensors, in the order of ``hf_names``.
-        expert:  id of its expert, whose expert-tensor-parallel ranks split it; None: not an
-                 expert's.
-        heads:   (query heads, key/value heads) if ``shard`` is "grouped".
-        float32: whether it is float32 whatever the model's dtype.
-    """
-
-    hf_names: tuple[str, ...]
-    megatron_name: str
-    shard: Shard
-    shapes: tuple[Size, ...]
-    expert: int | None = None
-    heads: tuple[int, int] = (1, 1)
-    float32: bool = False
-
-    @classmethod
-    def same(cls, hf: str, name: str, *size: int, float32: bool = False) -> Weight:
-        return cls((hf,), name, "same", (size,), float32=float32)
-
-    @classmethod
-    def rows(cls, hf: str, name: str, *size: int) -> Weight:
-        return cls((hf,), name, "rows", (size,))
-
-    @classmethod
-    def columns(cls, hf: str, name: str, *size: int, expert: int | None = None) -> Weight:
-        return cls((hf,), name, "columns", (size,), expert)
-
-    @classmethod
-    def gated(cls, gate: str, up: str, name: str, *size: int, expert: int | None = None) -> Weight:
-        return cls((gate, up), name, "gated", (size, size), expert)
-
-    @classmethod
-    def grouped(
-        cls, q: str, k: str, v: str, name: str, heads: tuple[int, int], *head: int
-    ) -> Weight:
-        """``head``: the shape of one query, key or value head."""
-        width, *rest = head
-        shapes = tuple((n * width, *rest) for n in (heads[0], heads[1], heads[1]))
-        return cls((q, k, v), name, "grouped", shapes, heads=heads)
-
-    @classmethod
-    def fused(cls, hf: str, name: str, heads: int, *head: int) -> Weight:
-        """Queries, keys and values of ``heads`` heads each, which the checkpoint stacks in one
-        tensor."""
-        width, *rest = head
-        return cls((hf,), name, "grouped", ((3 * heads * width, *rest),), heads=(heads, heads))
-
-    @classmethod
-    def vocab(cls, hf: str, name: str, *size: int) -> Weight:
-        return cls((hf,), name, "vocab", (size,))
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether one checkpoint tensor holds queries, keys and values."""
-        return self.shard == "grouped" and len(self.hf_names) == 1
-
-    def part(self, size: int) -> Size:
-        """Shape of the part on each of ``size`` tensor-parallel ranks."""
-        rows, *rest = sum(shape[0] for shape in self.shapes), *self.shapes[0][1:]
-        if self.shard == "same":
-            return rows, *rest
-        if self.shard == "columns":
-            return rows, rest[0] // size
-        return -(-rows // size), *rest
-
 
 # rows that several families use ------------------------------------------------------------------
 
@@ -137,84 +56,7 @@ def routed_experts(layer: int, sizes: ModelSizes) -> list[Weight]:
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])")
 
 
-# checkpoint tensors <-> this rank's part ---------------------------------------------------------
-
-
-class Sliceable(Protocol):
-    """A tensor in memory, or one in a file, from which only the requested slice is read."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def __getitem__(self, at: Any, /) -> Tensor: ...
-
-
-def shard_of(weight: Weight, tensors: Sequence[Sliceable], size: int, rank: int) -> Tensor:
-    """The part of checkpoint ``tensors`` on rank ``rank`` of ``size``.
-
-    Reads only that part, except that a query group which several ranks share, and queries, keys and
-    values in one tensor, are read whole.
-    """
-    if weight.shard == "columns":
-        return tensors[0][:, _part(tensors[0].shape[1], size, rank)]
-    if weight.shard == "vocab":
-        (full,) = tensors
-        part = _part(full.shape[0], size, rank)
-        rows = full[part]
-        padding = rows.new_zeros(part.stop - part.start - len(rows), full.shape[1])
-        return torch.cat([rows, padding]) if len(padding) else rows
-    if weight.shard == "grouped":
-        parts = tensors[0][:].chunk(3) if weight.is_fused else tensors
-        return _grouped_shard(weight, parts, size, rank)
-    whole = weight.shard == "same"
-    parts = [t[:] if whole else t[_part(t.shape[0], size, rank)] for t in tensors]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _part(length: int, size: int, rank: int) -> slice:
-    each = -(-length // size)
-    return slice(rank * each, (rank + 1) * each)
-
-
-def _grouped_shard(weight: Weight, tensors: Sequence[Sliceable], size: int, rank: int) -> Tensor:
-    groups = weight.heads[1]
-    rows = sum(t.shape[0] for t in tensors) // groups  # of a group
-    mine = _part(groups * rows, size, rank)
-    first, last = mine.start // rows, -(-mine.stop // rows)
-    taken = [t[slice(*(g * t.shape[0] // groups for g in (first, last)))] for t in tensors]
-    by_group = torch.cat([t.unflatten(0, (last - first, -1)) for t in taken], 1).flatten(0, 1)
-    return by_group[mine.start - first * rows : mine.stop - first * rows]
-
-
-def pieces_of(weight: Weight, shards: Sequence[Tensor]) -> list[tuple[list[Tensor], int]]:
-    """The checkpoint tensors that ``shards`` (by rank) were cut from: the inverse of `shard_of`.
-
-    Returns: the pieces of each tensor and the dimension to concatenate them along. The pieces are
-        views of the shards, except those of "grouped" weights.
-    """
-    if weight.shard == "same":
-        return [([part], 0) for part in shards[0].split([shape[0] for shape in weight.shapes])]
-    if weight.shard == "gated":
-        gates, ups = zip(*(shard.chunk(2, 0) for shard in shards), strict=True)
-        return [(list(gates), 0), (list(ups), 0)]
-    if weight.shard == "grouped":
-        whole = shards[0] if len(shards) == 1 else torch.cat(list(shards))
-        groups, rows = weight.heads[1], [shape[0] for shape in weight.shapes]
-        fused = weight.is_fused
-        rows = [rows[0] // 3] * 3 if fused else rows
-        by_group = whole.unflatten(0, (groups, -1)).split([n // groups for n in rows], 1)
-        parts = [part.flatten(0, 1) for part in by_group]
-        return [(parts, 0)] if fused else [([part], 0) for part in parts]
-    if weight.shard == "vocab":  # the last shards end with padding
-        rows, size = weight.shapes[0][0], shards[0].shape[0]
-        return [([shard[: max(0, rows - i * size)] for i, shard in enumerate(shards)], 0)]
-    return [(list(shards), int(weight.shard == "columns"))]
-
-
-def whole_of(weight: Weight, shards: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of `pieces_of`, concatenated; a tensor of one piece is not copied."""
-    pieces = pieces_of(weight, shards)
-    return [each[0] if len(each) == 1 else torch.cat(each, dim) for each, dim in pieces]
+# a checkpoint <-> the live tensors of a rank -----------------------------------------------------
 
 
 def named_global(
@@ -325,20 +167,25 @@ def tensor_split(weight: Weight, topo: Topology) -> tuple[int, int, Any]:
 
 class RandomWeights:
     """Initial weights from a seed, the same under every layout: each tensor has its own random
-    stream. Matrices are normal with standard deviation ``std``, norms one, biases zero.
+    stream. Matrices are normal with standard deviation ``std``, norms one, biases zero, unless a
+    row says how its tensors start: "zeros", "ones", or "decays", the logarithms of numbers of which
+    each is as likely from 0.01 to 16.
     """
 
     def __init__(self, table: Sequence[Weight], std: float, seed: int):
         self.std, self.seed = std, seed
-        self.shapes = {n: s for w in table for n, s in zip(w.hf_names, w.shapes, strict=True)}
+        self.rows = {n: (w, s) for w in table for n, s in zip(w.hf_names, w.shapes, strict=True)}
 
     def __call__(self, name: str) -> Tensor:
-        shape = self.shapes[name]
-        if name.endswith("norm.weight"):
+        row, shape = self.rows[name]
+        numbers = stream_of(name, self.seed)
+        if row.start == "decays":
+            return torch.empty(shape).uniform_(0.01, 16, generator=numbers).log_()
+        if row.start == "ones" or (row.start is None and name.endswith("norm.weight")):
             return torch.ones(shape)
-        if name.endswith("bias"):
+        if row.start == "zeros" or name.endswith("bias"):
             return torch.zeros(shape)
-        return torch.randn(shape, generator=stream_of(name, self.seed)) * self.std
+        return torch.randn(shape, generator=numbers) * self.std
 
 
 def stream_of(name: str, seed: int) -> torch.Generator:

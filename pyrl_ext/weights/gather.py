@@ -24,7 +24,8 @@ from torch import Tensor
 
 from pyrl_ext.dist.buckets import Allocate, Bucket, BucketStream, Slot, aligned
 from pyrl_ext.dist.topology import Topology
-from pyrl_ext.models.weight_table import Size, Weight, pieces_of, tensor_split
+from pyrl_ext.models.weight import Size, Weight, pieces_of
+from pyrl_ext.models.weight_table import tensor_split
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import Grid

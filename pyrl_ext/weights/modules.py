@@ -14,7 +14,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.models import family
 from pyrl_ext.models.lora_live import Adapters
 from pyrl_ext.models.lora_table import adapter_table, targeted
-from pyrl_ext.models.weight_table import Weight
+from pyrl_ext.models.weight import Weight
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import Grid
 from pyrl_ext.rollout.tensor_names import layer_of

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.dist.topology import Topology
-from pyrl_ext.models.weight_table import Weight, tensor_split
+from pyrl_ext.models.weight import Weight
+from pyrl_ext.models.weight_table import tensor_split
 
 
 class MoveSeen:

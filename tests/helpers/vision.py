@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.vision import build_tower
-from pyrl_ext.models import family, weight_table
+from pyrl_ext.models import family, weight, weight_table
 from pyrl_ext.plan import Plan
 from tests.helpers.models import MOONLIGHT
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
@@ -171,7 +171,7 @@ def tower_tensors(tower: Any, value: Callable[[Any], Tensor]) -> dict[str, Tenso
     """``value`` of each parameter of a whole tower, by the names of the checkpoint."""
     live, found = _live(tower), {}
     for row in tower.table:
-        whole = weight_table.whole_of(row, [value(live[row.megatron_name]).detach()])
+        whole = weight.whole_of(row, [value(live[row.megatron_name]).detach()])
         found |= {n: x.clone() for n, x in zip(row.hf_names, whole, strict=True)}
     return found
 

@@ -7,7 +7,7 @@ import torch
 
 from pyrl_ext.models import family
 from pyrl_ext.models.lora_table import RandomFactors, adapter_rows, adapter_table
-from pyrl_ext.models.weight_table import Weight, shard_of, whole_of
+from pyrl_ext.models.weight import Weight, shard_of, whole_of
 from pyrl_ext.plan.schema.lora import Lora
 from tests.helpers.tiny import QWEN3, tiny_plan
 

@@ -17,7 +17,7 @@ from benchmarks.whole import microbatch
 from pyrl_ext.dist import topology
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.megatron.vision import build_tower
-from pyrl_ext.models import family, weight_table
+from pyrl_ext.models import family, weight, weight_table
 from pyrl_ext.models.hf_folder import SafetensorsFolder, write_hf
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.encoder_work import meeting
@@ -185,7 +185,7 @@ def test_family_with_tower_equals_the_model_of_transformers(tmp_path, hf):
             for row in table
             for name, whole in zip(
                 row.hf_names,
-                weight_table.whole_of(row, [live[row.megatron_name].detach()]),
+                weight.whole_of(row, [live[row.megatron_name].detach()]),
                 strict=True,
             )
         }
@@ -214,7 +214,7 @@ def check_gradients(theirs, hf, table, live):
     exact = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
     published = (vision.kimi if hf is KIMI_VL else vision.qwen)(exact)
     for row in table:
-        grads = weight_table.whole_of(row, [live[row.megatron_name].grad])
+        grads = weight.whole_of(row, [live[row.megatron_name].grad])
         for name, grad in zip(row.hf_names, grads, strict=True):
             scale = published[name].abs().max().item()
             torch.testing.assert_close(
@@ -334,6 +334,6 @@ def test_towers_and_features_of_every_layout_equal_one_process(tmp_path):
         for row in kind.weights(sizes):
             grads = [part[3][row.megatron_name] for part in found if row.megatron_name in part[3]]
             parts = grads if layout == "parallel.tp=2" else grads[:1]
-            want = weight_table.whole_of(row, [exact[row.megatron_name]])
-            for got, each in zip(weight_table.whole_of(row, parts), want, strict=True):
+            want = weight.whole_of(row, [exact[row.megatron_name]])
+            for got, each in zip(weight.whole_of(row, parts), want, strict=True):
                 close(got, each, msg=f"{name}: {row.megatron_name}")

@@ -1,0 +1,77 @@
+"""Qwen3-Next: its tensors under every split."""
+
+import pytest
+import torch
+
+from pyrl_ext.models import family
+from pyrl_ext.models.hf_folder import SafetensorsFolder
+from pyrl_ext.models.weight import Weight, shard_of, whole_of
+from pyrl_ext.models.weight_table import RandomWeights
+from pyrl_ext.plan.model.sizes import read_sizes
+from tests.helpers.models import PLANNED, SMALL, write_model
+
+QWEN_NEXT = (
+    PLANNED["qwen3_next_80b"]
+    | SMALL
+    | {
+        **{"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+        **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 12},
+        **{"mlp_only_layers": [1], "initializer_range": 0.02},
+    }
+)
+
+
+def numbered(*lengths: int) -> list[torch.Tensor]:
+    """One column each, numbered on."""
+    return [*torch.arange(sum(lengths))[:, None].split([*lengths])]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_shard_of_puts_section_after_section(size):
+    """Group by group [a a | b], [c] in the checkpoint; all a, all b, all c of a rank's groups."""
+    weight = Weight.sectioned("in", {"ab": (2, 1), "c": (1,)}, 2, 1)
+    tensors = numbered(6, 2)
+    shards = [shard_of(weight, tensors, size, rank) for rank in range(size)]
+    rows = {1: [[0, 1, 3, 4, 2, 5, 6, 7]], 2: [[0, 1, 2, 6], [3, 4, 5, 7]]}[size]
+    assert [shard[:, 0].tolist() for shard in shards] == rows
+    assert all(shard.shape == weight.part(size) for shard in shards)
+    assert all(map(torch.equal, whole_of(weight, shards), tensors))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shard_of_puts_gates_behind_the_queries_of_their_group(size):
+    """q0 g0 q1 g1 | q2 g2 q3 g3 -> q0 q1 g0 g1 k0 v0 | q2 q3 g2 g3 k1 v1."""
+    weight = Weight.grouped("q", "k", "v", "qkv", (4, 2), 1, 1, gates=True)
+    tensors = numbered(8, 2, 2)
+    shards = [shard_of(weight, tensors, size, rank) for rank in range(size)]
+    rows = torch.cat(shards)[:, 0].tolist()
+    assert rows == [0, 2, 1, 3, 8, 10, 4, 6, 5, 7, 9, 11]
+    assert all(map(torch.equal, whole_of(weight, shards), tensors))
+
+
+def test_weights_are_the_tensors_of_transformers_under_every_split(tmp_path):
+    write_model(tmp_path, QWEN_NEXT)
+    sizes, kind = read_sizes(QWEN_NEXT), family("qwen3_next")
+    table, folder = kind.weights(sizes, 0), SafetensorsFolder(tmp_path)
+    folder.check(table, kind.ignored(sizes, 0))
+    for row in table:
+        tensors = [folder(name)[:] for name in row.hf_names]
+        assert tuple(tuple(tensor.shape) for tensor in tensors) == row.shapes
+        for size in (1, 2, 4):
+            shards = [shard_of(row, tensors, size, rank) for rank in range(size)]
+            assert all(shard.shape == row.part(size) for shard in shards), row
+            assert all(map(torch.equal, whole_of(row, shards), tensors)), row
+
+
+def test_RandomWeights_starts_states_as_transformers_does():
+    table = family("qwen3_next").weights(read_sizes(QWEN_NEXT), 0)
+    draw = RandomWeights(table, 0.02, seed=1)
+    states = "model.layers.0.linear_attn."
+    assert torch.equal(draw(f"{states}dt_bias"), torch.ones(8))
+    assert torch.equal(draw(f"{states}norm.weight"), torch.ones(12))
+    decays = draw(f"{states}A_log").exp()
+    assert decays.min() >= 0.01 and decays.max() <= 16 and decays.std() > 1
+    for name in ("layers.0.input_layernorm", "layers.3.self_attn.q_norm", "norm"):
+        assert not draw(f"model.{name}.weight").any()
