@@ -14,7 +14,7 @@ BASE_RUN := runs/tiny_base-$(BASE)
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs swiglu rms_norm expert_rows
 
-.PHONY: help venv build browser demo demo-vl demo-turns demo-lora pictures test test-fast test-servers mutants parity parity-large pipeline-fill faults two-hosts scale check bench \
+.PHONY: help venv build browser demo demo-vl demo-turns demo-lora pictures test test-fast test-servers mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te clean
 
 help:  ## this list
@@ -180,6 +180,13 @@ bench: build  ## kernels: what they compile to, then each against a copy and its
 	$(BIN)/python -m benchmarks.wide_step --rounds 1
 	$(BIN)/python -m benchmarks.turns
 	$(BIN)/python -m benchmarks.run $(FAMILIES) --threads 1 $(BENCH)
+
+bench-quick: build  ## the same a tenth as long: whether all of it runs, and computes what it should
+	$(BIN)/python -m benchmarks.binaries
+	$(BIN)/python -m benchmarks.profile_step
+	$(BIN)/python -m benchmarks.wide_step --rounds 1 --tokens 512
+	$(BIN)/python -m benchmarks.turns --trajectories 64 --turns 4
+	$(BIN)/python -m benchmarks.run $(FAMILIES) --threads 1 --quick
 
 # with BIN=/usr/bin that Python runs it, and nothing is built: PYTHONPATH names what it lacks
 gpu: $(if $(filter command,$(origin BIN)),,build)  ## needs a GPU: everything that asks for one, in one report

@@ -108,7 +108,7 @@ def _ahead() -> bool:
     """Whether oneDNN multiplies float32 at least 1.5 times as fast as torch's BLAS here."""
     x, w = torch.ones(512, 512), torch.ones(1024, 512)
     blas, onednn = (
-        min(call_seconds(product, "cpu", 0.05))
+        min(call_seconds(product, "cpu", 0.05, 5))
         for product in (
             lambda: torch.mm(x, w.t()),
             lambda: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""),

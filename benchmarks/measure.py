@@ -13,18 +13,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-ROUNDS = 3
 FLUSH_BYTES = 256 << 20  # above every L2
 CYCLES = 2e9  # of a GPU, at most [1/s]
 LONGEST_WAIT = 0.02  # of a GPU for the launches of one call [s]
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 clock = CLOCKS["wall"]
+
+
+class Effort(NamedTuple):
+    """How long a case is timed: ``seconds`` in all, in ``rounds``, ``least`` calls in each."""
+
+    seconds: float
+    rounds: int
+    least: int
+
+
+FULL, QUICK = Effort(1.0, 3, 5), Effort(0.05, 1, 1)
+effort = FULL
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -74,9 +85,7 @@ class Case:
     product: tuple[Callable[[], Any], float] | None = None
 
 
-def call_seconds(
-    run: Callable[[], Any], device: str, budget: float = 1.0, least: int = 5
-) -> list[float]:
+def call_seconds(run: Callable[[], Any], device: str, budget: float, least: int) -> list[float]:
     """Times of single calls [s]: ``least`` at least, then as many as ``budget`` [s] allows.
 
     One call before them warms up, unless one is enough: it takes so long. On cuda one always does,
@@ -186,8 +195,9 @@ def measure(case: Case, device: str) -> dict[str, Any]:
         row["host ms"] = host_seconds(case.run) * 1e3
     elif "2 threads" in case.at_least and (os.cpu_count() or 1) > 1:
         row["2 threads"] = _two_threads(case.run)
-    least = 1 if case.product else 2  # products are slow
-    baselines = {n: min(call_seconds(b, device, 0.5, least)) for n, b in case.baselines.items()}
+    least = 1 if case.product else min(effort.least, 2)  # products are slow
+    half = effort.seconds / 2
+    baselines = {n: min(call_seconds(b, device, half, least)) for n, b in case.baselines.items()}
     row["baselines"] = {
         n: {"ms": seconds * 1e3, "times": seconds / fastest} for n, seconds in baselines.items()
     }
@@ -222,20 +232,24 @@ def _rates(case: Case, device: str) -> dict[str, Any]:
     return {**times, **rates}
 
 
-def _in_turns(runs: Sequence[Callable[[], Any]], device: str, least: int = 5) -> list[list[float]]:
+def _in_turns(
+    runs: Sequence[Callable[[], Any]], device: str, least: int | None = None
+) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in runs]
-    for _ in range(ROUNDS):
+    for _ in range(effort.rounds):
         for run, own in zip(runs, times, strict=True):
-            own += call_seconds(run, device, 1.0 / ROUNDS, least)
+            budget = effort.seconds / effort.rounds
+            own += call_seconds(run, device, budget, least or effort.least)
     return times
 
 
 def _two_threads(run: Callable[[], Any]) -> float:
     before, fastest = torch.get_num_threads(), {}
     try:
-        for threads in (1, 2) * (2 * ROUNDS):  # many: both cores must be free at once
+        for threads in (1, 2) * (2 * effort.rounds):  # many: both cores must be free at once
             torch.set_num_threads(threads)
-            own = min(call_seconds(run, "cpu", 0.5 / ROUNDS))
+            budget = effort.seconds / effort.rounds / 2
+            own = min(call_seconds(run, "cpu", budget, effort.least))
             fastest[threads] = min(own, fastest.get(threads, own))
     finally:
         torch.set_num_threads(before)

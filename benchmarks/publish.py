@@ -1,6 +1,6 @@
 """Weights from four ranks into the engine of each: ``python -m benchmarks.publish``.
 
-A model of 2,000 small tensors on four gloo ranks, in buckets (`pyrl_ext.weights.gather`) against a
+A model of 1,200 small tensors on four gloo ranks, in buckets (`pyrl_ext.weights.gather`) against a
 gather of one tensor after the other: an all-gather of what tensor-parallel ranks divide, a
 broadcast from the rank that has an expert and one from the stage that has a layer, with shapes
 known beforehand.
@@ -8,9 +8,9 @@ Both end in the embedded engine's `load_weights`, whose share is another row.
 
 What must move is little: 17 MB into a buffer, over a socket and into the engine, 0.05 s with four
 ranks on two cores. What is predicted, before it was measured: a collective of a few KB takes 0.7 to
-1.1 ms here, whatever its size, so 2,000 tensors with one or two each take 2 to 4 s. Five buckets
-have three collectives each, of 1 to 3 ms: 0.1 s, and as much again for Python to cut 2,000 views
-and copy them into the engine. So 10 to 20 times as fast to gather, 5 to 10 times with the load.
+1.1 ms here, whatever its size, so 2,000 tensors with one or two each take 2 to 4 s (that many in
+ten layers; six are measured now). Five buckets have three collectives each, of 1 to 3 ms: 0.1 s,
+and as much again for Python to cut 2,000 views and copy them into the engine. So 10 to 20 times as fast to gather, 5 to 10 times with the load.
 
 For an engine in another process the tensors end in the memory of a channel. Written there directly,
 they save a copy of 17 MB and 2,000 allocations over tensors that are packed one by one. Predicted:
@@ -49,10 +49,10 @@ from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.gather import Shards
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-RANKS, ROUNDS = 4, 2
+RANKS, ROUNDS = 4, 1
 MODEL = {
-    "num_hidden_layers": 10,
-    "mlp_layer_types": ["dense"] + ["sparse"] * 9,
+    "num_hidden_layers": 6,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 5,
     "n_routed_experts": 72,
 }
 LAYOUTS = {

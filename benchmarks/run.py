@@ -60,7 +60,10 @@ def main() -> None:
         return
     (family,) = args.families
     title = family
-    if args.tests:
+    if args.quick:
+        timing.effort = timing.QUICK
+        title += ", QUICK: timed too briefly to be quoted"
+    elif args.tests:
         _run_tests(family)
     else:
         title += ", NOT TESTED in this run"
@@ -114,6 +117,11 @@ def _arguments() -> argparse.Namespace:
         help="processor: of this process, with one thread what an idle machine would take",
     )
     parser.add_argument("--no-tests", dest="tests", action="store_false", help="time at once")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="each case once or twice, untested: whether it is right",
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--plot", type=Path, help="also draw the rows into this PNG")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")

@@ -1,16 +1,31 @@
-"""Print the commands of README and docs, one a line, for `.ci/run` to run.
+"""Run the commands of README and docs as `.ci/run` does, or print them with ``--print``.
 
 Commands are the lines of ```bash blocks. Left out are those whose comment says what they need
 ("# needs a GPU") or which other command runs them ("# part of make bench"). A command that several
-pages show is printed once, where it comes first.
+pages show runs once, where it comes first. The commands of a page run one after the other, two
+pages run at a time. A page that names a run folder (``runs/NAME``) of an earlier page waits for
+that page; all wait for README, which begins with the demo. The first command that fails ends all.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 MARKS = ("# needs ", "# part of make ")
+LANES = 2
 
 
 def pages() -> list[Path]:
@@ -33,11 +48,111 @@ def is_left_out(line: str) -> bool:
     return any(mark in line for mark in MARKS)
 
 
-def commands(texts: list[str]) -> list[str]:
-    """Commands to run: unmarked ones without their comments, each once."""
-    lines = [line for text in texts for line in shown(text) if not is_left_out(line)]
-    return list(dict.fromkeys(line.split(" #")[0].strip() for line in lines))
+def commands(texts: Mapping[str, str]) -> dict[str, list[str]]:
+    """Page -> commands to run: unmarked ones without their comments, each where it comes first."""
+    seen, found = set[str](), dict[str, list[str]]()
+    for page, text in texts.items():
+        lines = [line.split(" #")[0].strip() for line in shown(text) if not is_left_out(line)]
+        found[page] = [line for line in dict.fromkeys(lines) if line not in seen]
+        seen.update(lines)
+    return {page: lines for page, lines in found.items() if lines}
+
+
+def waits(pages: Mapping[str, list[str]]) -> dict[str, set[str]]:
+    """Page -> earlier pages whose commands end before its first begins."""
+    runs = {page: set(re.findall(r"runs/[\w-]+", " ".join(lines))) for page, lines in pages.items()}
+    names = list(pages)
+    return {
+        page: {other for other in names[:n] if other == "README.md" or runs[page] & runs[other]}
+        for n, page in enumerate(names)
+    }
+
+
+@dataclass
+class Run:
+    """Two lanes that take pages; what they share is behind ``lock``."""
+
+    waiting: dict[str, list[str]]
+    after: dict[str, set[str]]
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    ended: set[str] = field(default_factory=set)
+    failed: list[str] = field(default_factory=list)
+    running: set[subprocess.Popen[bytes]] = field(default_factory=set)
+    seconds: list[tuple[float, str]] = field(default_factory=list)
+
+    def lane(self) -> None:
+        while (page := self.take()) is not None:
+            for command in self.waiting.pop(page):
+                if not self.failed:
+                    self.execute(command)
+            with self.lock:
+                self.ended.add(page)
+                self.lock.notify_all()
+
+    def take(self) -> str | None:
+        """The next page that need not wait; None where no page is left."""
+        with self.lock:
+            while self.after and not self.failed:
+                ready = next((p for p, before in self.after.items() if before <= self.ended), None)
+                if ready is not None:
+                    del self.after[ready]
+                    return ready
+                self.lock.wait()
+        return None
+
+    def execute(self, command: str) -> None:
+        """Run a command; print its output whole when it has ended, so that lanes do not mix."""
+        start = time.monotonic()
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                ["bash", "-euo", "pipefail", "-c", command],
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            with self.lock:
+                self.running.add(process)
+            code = process.wait()
+            with self.lock:
+                self.running.discard(process)
+                took = time.monotonic() - start
+                self.seconds.append((took, command))
+                output.seek(0)
+                print(f"\n== {command}   # {took:.0f} s", flush=True)
+                sys.stdout.buffer.write(output.read())
+                sys.stdout.flush()
+                if code and not self.failed:
+                    self.failed.append(f"{command}: exit status {code}")
+                    for other in self.running:
+                        os.killpg(other.pid, signal.SIGTERM)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the commands of README and docs.")
+    parser.add_argument("--print", action="store_true", help="only print the commands")
+    parser.add_argument("--skip", nargs="*", default=[], help="commands that ran before")
+    options = parser.parse_args()
+    texts = {page.relative_to(REPOSITORY).as_posix(): page.read_text("utf-8") for page in pages()}
+    found = commands(texts)
+    chosen = {page: [c for c in own if c not in options.skip] for page, own in found.items()}
+    if options.print:
+        print("\n".join(chain.from_iterable(chosen.values())))
+        return 0
+    run = Run(chosen, waits(chosen))
+    lanes = [threading.Thread(target=run.lane) for _ in range(LANES)]
+    for lane in lanes:
+        lane.start()
+    for lane in lanes:
+        lane.join()
+    print("\nseconds of each command, the longest last")
+    for took, command in sorted(run.seconds):
+        print(f"{took:7.0f}  {command[:110]}")
+    for failure in run.failed:
+        print(f"FAILED  {failure}")
+    return 1 if run.failed else 0
 
 
 if __name__ == "__main__":
-    print("\n".join(commands([page.read_text(encoding="utf-8") for page in pages()])))
+    sys.exit(main())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+import threading
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +24,8 @@ from pyrl_ext.plan.__main__ import main as plan_command
 from pyrl_ext.plan.language.fields import Section, section_of
 from pyrl_ext.plan.language.renamed import RENAMED as RENAMED_KEYS
 from pyrl_ext.plan.schema import Config
-from tests.readme import REPOSITORY, commands, is_left_out, pages, shown
+from tests.helpers.deadline import DEADLINE
+from tests.readme import REPOSITORY, Run, commands, is_left_out, pages, shown, waits
 
 
 def of_today(page: Path) -> str:
@@ -163,7 +166,7 @@ def test_docs_show_commands_that_are_run_or_say_what_they_need(page: str):
     makefile = (REPOSITORY / "Makefile").read_text("utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     lines = shown(TEXTS[page])
-    run = commands(list(TEXTS.values()))
+    run = list(chain.from_iterable(commands(TEXTS).values()))
     wrong = [x for x in lines if not x.startswith(("make ", ".venv/bin/")) and not is_left_out(x)]
     wholes = re.findall(r"# part of (make [a-z-]+)", "\n".join(lines))
     wrong += [whole for whole in wholes if not any(x.startswith(whole) for x in run)]
@@ -182,7 +185,30 @@ def test_commands_lists_those_of_all_pages_once():
     text = (
         "```bash\nmake demo   # a minute\nmake gpu  # needs a GPU\nmake demo\nmake x \\\n  A=1\n```"
     )
-    assert commands([text, text]) == ["make demo", "make x A=1"]
+    assert commands({"a": text, "b": text}) == {"a": ["make demo", "make x A=1"]}
+
+
+def test_Run_of_the_commands_waits_for_what_other_pages_write(tmp_path: Path):
+    """In two lanes; what is left out once a command has failed."""
+
+    def said(word: str) -> str:
+        return f"echo {word} >> {tmp_path / 'said'}"
+
+    found = {
+        "README.md": [f"sleep 0.3; {said('first')}"],
+        "docs/a.md": [f"sleep 0.6; {said('writes')} # runs/x"],
+        "docs/b.md": [said("beside")],
+        "docs/c.md": [f"{said('reads')} # runs/x", "exit 3", said("never")],
+    }
+    assert waits(found)["docs/c.md"] == {"README.md", "docs/a.md"}
+    run = Run(found, waits(found))
+    lanes = [threading.Thread(target=run.lane) for _ in range(2)]
+    for lane in lanes:
+        lane.start()
+    for lane in lanes:
+        lane.join(DEADLINE)
+    assert (tmp_path / "said").read_text().split() == ["first", "beside", "writes", "reads"]
+    assert run.failed == ["exit 3: exit status 3"]
 
 
 def test_README_is_short():

@@ -38,6 +38,7 @@ def look(
     with tempfile.TemporaryDirectory() as profile:
         command = [
             browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            "--disable-background-networking", "--disable-component-update", "--no-first-run",
             f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}",
             f"--blink-settings=preferredColorScheme={0 if dark else 1}",
             "--virtual-time-budget=1000",  # scripts run to their end, however slow the machine is

@@ -48,12 +48,10 @@ VPP2 = "parallel.vpp=2"
 TWO = {
     "tp2": Job("one", (TP2,)),
     "cp2": Job("one", (CP2,)),
-    "cp2 to tp2": Job("cp2", (TP2,)),
     "pp2 vpp2": Job("one", (PP2, VPP2)),
     "dp2 ep2": Job("one", (DP2, EP2)),
     "tp2 ep2": Job("dp2 ep2", (TP2, EP2, "parallel.etp=1")),
     "distributed": Job("one", (DP2, DISTRIBUTED)),
-    "distributed to pp2": Job("distributed", (PP2,)),
     "distributed ep2": Job("dp2 ep2", (DP2, EP2, DISTRIBUTED)),
     "bf16 tp2": Job("bf16 one", (TP2, BF16)),
     "bf16 ep2": Job("bf16 one", (DP2, EP2, BF16)),
@@ -65,7 +63,7 @@ FOUR = {
 }
 ONE = {
     f"{name} to one": Job(name, tuple(o for o in (TWO | FOUR)[name].overrides if o == BF16))
-    for name in ("dp2 ep2", "pp2 vpp2", "tp2 ep2", "distributed ep2", "bf16 tp2", "bf16 ep2", *FOUR)
+    for name in ("tp2 ep2", "distributed ep2", "bf16 ep2", "vpp2 to distributed vpp2")
 }
 JOBS = TWO | FOUR | ONE
 SOURCES = {job.source for job in JOBS.values()}

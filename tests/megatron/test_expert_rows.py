@@ -100,7 +100,6 @@ def test_RowDispatcher_takes_the_place_of_sorting_and_scattered_sums():
 
 EP2 = ("parallel.dp=2", "parallel.ep=2")
 SPREAD = {
-    "ep2": EP2,
     "ep2 recompute": (*EP2, "model.recompute=full"),
     "tp2 ep2": ("parallel.tp=2", "parallel.ep=2", "parallel.etp=1"),
     "tp2 etp2": ("parallel.tp=2",),

@@ -126,10 +126,10 @@ def test_expert_rows_refuses_more_experts_than_a_block_keeps():
 
 
 def triton_equals_reference():
-    for shape in SHAPES[1:]:
-        for dtype in (torch.float32, torch.float64):
-            with use_backend("triton"):
-                check(rows_op, torch.ops.pyrl_ext.expert_rows_grad, shape, dtype)
+    for n, shape in enumerate(SHAPES[1:7]):
+        with use_backend("triton"):
+            dtype = (torch.float32, torch.float64)[n % 2]
+            check(rows_op, torch.ops.pyrl_ext.expert_rows_grad, shape, dtype)
     chosen, probs, _ = case(SHAPES[0])
     with use_backend("triton"):
         assert expert_rows(chosen, probs, 2).inverse.starts.tolist() == [0]

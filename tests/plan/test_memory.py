@@ -212,15 +212,15 @@ def test_fits_and_seems_to_fit_accept_anything_without_a_limit():
 # Against real steps -----------------------------------------------------------------------------
 
 STEPS = [
-    *(("objective.kl_coef=0.1",), ("model.recompute=selective",), ("model.recompute=full",)),
-    *(("model.dtype=bfloat16", f"model.recompute={x}") for x in ("none", "selective", "full")),
+    *(("objective.kl_coef=0.1",), ("model.recompute=full",)),
+    ("model.dtype=bfloat16", "model.recompute=selective"),
     *(("lora.rank=8", "lora.alpha=16", x) for x in ("lora.experts=none", "model.dtype=bfloat16")),
 ]
 
 
 @pytest.mark.parametrize(
     ("config", "overrides"),
-    [*((CONFIG, some) for some in STEPS), *((QWEN3, STEPS[i]) for i in (0, 4, 7))],
+    [*((CONFIG, some) for some in STEPS), *((QWEN3, STEPS[i]) for i in (2, 4))],
     ids=lambda each: each.stem if isinstance(each, Path) else ",".join(each),
 )
 def test_stage_memory_predicts_what_a_step_holds(config: Path, overrides: tuple[str, ...]):
