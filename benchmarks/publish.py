@@ -10,7 +10,8 @@ What must move is little: 17 MB into a buffer, over a socket and into the engine
 ranks on two cores. What is predicted, before it was measured: a collective of a few KB takes 0.7 to
 1.1 ms here, whatever its size, so 2,000 tensors with one or two each take 2 to 4 s (that many in
 ten layers; six are measured now). Five buckets have three collectives each, of 1 to 3 ms: 0.1 s,
-and as much again for Python to cut 2,000 views and copy them into the engine. So 10 to 20 times as fast to gather, 5 to 10 times with the load.
+and as much again for Python to cut 2,000 views and copy them into the engine. So 10 to 20 times as
+fast to gather, 5 to 10 times with the load.
 
 For an engine in another process the tensors end in the memory of a channel. Written there directly,
 they save a copy of 17 MB and 2,000 allocations over tensors that are packed one by one. Predicted:
