@@ -184,10 +184,12 @@ class UserExit(RuntimeError):
 
 def exit_in(where: str, error: BaseException) -> UserExit:
     """Stands for an ``error`` outside of `Exception` that ``where`` raised."""
-    return UserExit(
+    found = UserExit(
         f"{where}: raised {describe(error)}, expected it to return; ending the process would "
         "end the training unfinished. Raise an Exception to report a failure"
     )
+    found.__cause__ = error
+    return found
 
 
 class SettingsChanged(ValueError):

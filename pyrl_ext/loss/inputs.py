@@ -86,6 +86,8 @@ class LossInputs:
         weights: float32, of the token in the reduction; None: 1.
         corrections: float32, of its policy term; None: 1.
         sequences: means over whole sequences; None: no part needs them.
+        ages: [T, A] bool, whether the token is of age 0 .. A - 1 (`rollout.ahead`), for metrics;
+            None: no token is old.
     """
 
     old_logprobs: Tensor
@@ -96,6 +98,7 @@ class LossInputs:
     weights: Tensor | None = None
     corrections: Tensor | None = None
     sequences: Sequences | None = None
+    ages: Tensor | None = None
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:

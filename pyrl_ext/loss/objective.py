@@ -78,7 +78,8 @@ def policy_loss(
             parts["loss/entropy"] = -config.entropy_coef * metrics["policy/entropy"]
     elif config.entropy_coef:
         raise ValueError(missing_input("entropy_coef", config.entropy_coef, "entropy"))
-    return _summed(fields, parts, metrics | {"policy/guarded_fraction": guarded})
+    loss, count, sums = _summed(fields, parts, metrics | {"policy/guarded_fraction": guarded})
+    return loss, count, sums | _by_age(fields, clipped)
 
 
 def _check_inputs(fields: LossInputs, config: Objective) -> None:
@@ -91,6 +92,15 @@ def _check_inputs(fields: LossInputs, config: Objective) -> None:
     for name, asked in needed.items():
         if asked and getattr(fields, name) is None:
             raise ValueError(f"policy_loss: {name} is None, expected it; call weigh_tokens before")
+
+
+def _by_age(fields: LossInputs, clipped: Tensor) -> Sums:
+    """The clip fraction of the tokens of each age."""
+    if fields.ages is None:
+        return {}
+    of_age = (fields.ages & fields.loss_mask[:, None]).T
+    pairs = zip((of_age & clipped).sum(1).double(), of_age.sum(1), strict=True)
+    return {f"age/clip_fraction_{age}": pair for age, pair in enumerate(pairs)}
 
 
 def _summed(

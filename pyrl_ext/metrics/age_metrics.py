@@ -17,6 +17,7 @@ AGE_METRICS = (
         "nat",
         "mismatch/abs_mean of the tokens of this age; at 0 the engine's.",
     ),
+    Metric("age/clip_fraction_<id>", "1", "policy/clip_fraction of the tokens of this age."),
     Metric(
         "age/reward_<id>",
         "reward",

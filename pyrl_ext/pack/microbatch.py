@@ -24,7 +24,7 @@ from pyrl_ext.pack.shard import BatchShard, layout_of
 
 _SCORES = (
     *("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs"),
-    *("weights", "corrections", "shares"),
+    *("weights", "corrections", "shares", "ages"),
 )
 
 
@@ -185,4 +185,5 @@ def _loss_inputs(columns: Mapping[str, Tensor], place: Place, samples: int) -> L
         weights=columns.get("weights"),
         corrections=columns.get("corrections"),
         sequences=sequences,
+        ages=columns.get("ages"),
     )

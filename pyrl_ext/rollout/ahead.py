@@ -184,11 +184,9 @@ class Ahead:
                             self._changed.notify_all()
                         if groups.complete == groups.keep or job.stopped:
                             break
-        except Exception as error:
-            job.error = error
-        except BaseException as error:  # it would end this thread alone, and in silence
+        except BaseException as error:  # SystemExit would end this thread alone, and in silence
             where = threading.current_thread().name
-            job.error = exit_in(where, error).with_traceback(error.__traceback__)
+            job.error = error if isinstance(error, Exception) else exit_in(where, error)
         finally:
             with self._changed:
                 job.over = True

@@ -15,25 +15,30 @@ from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan
 
 
+def ages_of(shard: BatchShard, step: int, plan: Plan) -> Tensor:
+    """[N, A] bool, whether each row of the last stage has age 0 .. A - 1 in ``step``."""
+    most = plan.rollout.ahead + 1  # a group that is carried is one older, where that is trained
+    ages = (step - shard.columns["versions"]).clamp(0, most)
+    return ages[:, None] == torch.arange(most + 1)
+
+
 def by_age(
     shard: BatchShard, logprobs: Tensor, index: BatchIndex, step: int, plan: Plan, topo: Topology
 ) -> dict[str, float]:
     """Metrics of each age that the batch has, under their glossary names.
 
     Args:
-        shard: with ``versions``.
+        shard: with ``ages``.
         logprobs: [N] float32, of the policy before the update [nats]; empty before the last stage.
         step: that is trained, the trainer's version.
 
     Communicates: two numbers for each age. Syncs: yes.
     """
-    ages = plan.rollout.ahead + 2  # a group that is carried is one older, where that is trained
-    sums = torch.zeros(2, ages, dtype=torch.float64)
+    sums = torch.zeros(2, plan.rollout.ahead + 2, dtype=torch.float64)
     if shard.seat.last_stage:
         mask = shard.columns["loss_mask_0"]
-        age = (step - shard.columns["versions"][mask]).long().clamp(0, ages - 1)
         gap = (logprobs - shard.columns["rollout_logprobs"])[mask].abs().double()
-        sums = torch.stack([torch.bincount(age, w, ages) for w in (torch.ones_like(gap), gap)])
+        sums = torch.stack([torch.ones_like(gap), gap]) @ shard.columns["ages"][mask].double()
     counts, gaps = sum_over_ranks(sums, topo).tolist()
     metrics = dict[str, float]()
     for age, (count, gap) in enumerate(zip(counts, gaps, strict=True)):

@@ -247,7 +247,7 @@ class Policy:
         MTP layers add ``mtp_coef`` times the mean, over depths, of their mean negative log-prob,
         each over the loss tokens that its depth can predict.
 
-        Returns: loss and the loss function's metrics; ``mtp_loss`` with MTP layers [nats].
+        Returns: loss, and metrics that any token has; ``mtp_loss`` with MTP layers [nats].
         """
         (loss_tokens,) = minibatch.loss_tokens
         if not loss_tokens[0]:
@@ -277,7 +277,7 @@ class Policy:
             if module.name != "llm":  # megatron divided the language model's
                 for chunk in module.chunks:
                     chunk.scale_gradients(1 / max(1, sums["loss"][1]))
-        return {name: total / tokens if tokens else 0.0 for name, (total, tokens) in sums.items()}
+        return {name: total / tokens for name, (total, tokens) in sums.items() if tokens}
 
     def _mtp_loss(
         self, micro: Microbatch, ahead: list[Tensor], loss_tokens: Sequence[int]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 
 import torch
 
@@ -28,7 +29,7 @@ from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
-from pyrl_ext.trainer.ages import by_age
+from pyrl_ext.trainer.ages import ages_of, by_age
 from pyrl_ext.trainer.canary import score_canaries
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.trainer.token_weights import shaped, weigh_tokens
@@ -165,7 +166,8 @@ class Step(ABC):
                     step, which = self.policy.step, f"minibatch {place + 1} of {number}"
                     print(f"step {step}: {which} has no loss tokens, no update", flush=True)
             shard.wait(len(shard.schedule) - 1)  # also rows of minibatches that nothing read
-        means = {name: sum(row[name] for row in rows) / len(rows) for name in (rows or [{}])[0]}
+        found = {name: [row[name] for row in rows if name in row] for name in chain(*rows)}
+        means = {name: sum(values) / len(values) for name, values in found.items()}
         return means | {"policy/skipped_updates": number - len(rows)}
 
     @abstractmethod
@@ -291,6 +293,8 @@ class RolloutStep(Step):
             with phase("time/ref_logprobs"):
                 columns["ref_logprobs"] = self._reference_scores(shard).logprobs
         if shard.seat.last_stage:
+            if self.plan.rollout.ahead:
+                columns["ages"] = ages_of(shard, self.number, self.plan)
             shard = shard.with_columns(**columns)
         shard, self.weighed = weigh_tokens(shard, index, self.plan, self.topo, self.advantage)
         return shard, old

@@ -43,6 +43,19 @@ def test_policy_loss_measures_the_reference_kl_without_penalty():
     assert float(sums["policy/ref_kl"][0]) == pytest.approx(float((torch.expm1(-k) + k).sum()))
 
 
+def test_policy_loss_counts_clipped_tokens_of_each_age():
+    logprobs, _, fields = loss_case(n=300, scale=1.0)
+    age = torch.arange(300) % 3
+    ages = age[:, None] == torch.arange(4)
+    loss, _, sums = policy_loss(logprobs, None, replace(fields, ages=ages), Objective())
+    assert loss == policy_loss(logprobs, None, fields, Objective())[0]
+    for each in range(4):
+        alone = replace(fields, loss_mask=fields.loss_mask & (age == each))
+        expected = policy_loss(logprobs, None, alone, Objective())[2]["policy/clip_fraction"]
+        assert [*map(float, sums[f"age/clip_fraction_{each}"])] == [*map(float, expected)]
+        assert 0 < expected[0] < expected[1] if each < 3 else expected[1] == 0
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_policy_loss_does_not_depend_on_the_split(seed):
     logprobs, entropy, fields = loss_case(n=64, seed=seed)

@@ -207,6 +207,9 @@ def test_train_is_the_same_at_any_ahead_with_recorded_rollouts(tmp_path: Path):
     assert row["age/mean"] == pytest.approx(mean)
     gaps = (share * row[f"age/mismatch_{age}"] for age, share in enumerate(shares))
     assert row["mismatch/abs_mean"] == pytest.approx(sum(gaps))
+    assert {name for name in row if name.startswith("age/clip_fraction_")} == {
+        f"age/clip_fraction_{age}" for age, share in enumerate(shares) if share
+    }
     rewards = [s.reward for s in older if s.index % 2]
     assert row["age/reward_1"] == pytest.approx(sum(rewards) / len(rewards))
     with pytest.raises(AssertionError):
