@@ -116,8 +116,7 @@ class Plan(Config):
 
     @property
     def grids(self) -> dict[str, ranks.Grid]:
-        """Module -> its ranks: the language model's; those behind them, module by module; its
-        first stage's for a module that shares them."""
+        """Module -> its ranks: the language model's, those behind them, or its first stage's."""
         grids, first = {"llm": ranks.Grid("llm", 0, self.parallel)}, self.parallel.world_size
         for name, module in self.modules.items():
             if module.ranks == "shared":  # a replica on each
@@ -212,10 +211,8 @@ class Plan(Config):
     @property
     def num_engines(self) -> int:
         """Engines that generate at the same time; each has rollout.tp GPUs."""
-        return (
-            len(self.addresses)
-            or (self.rollout.gpus or self.parallel.world_size) // self.rollout.tp
-        )
+        gpus = self.rollout.gpus or self.parallel.world_size
+        return len(self.addresses) or gpus // self.rollout.tp
 
     @property
     def max_num_seqs(self) -> int:
@@ -228,6 +225,11 @@ class Plan(Config):
         return self.shares_gpus and self.rollout.sleep
 
     @property
+    def sends_all(self) -> bool:
+        """Whether every publish sends all weights: engines forget them, or may be started again."""
+        return self.engine_sleeps or self.engines_apart
+
+    @property
     def transport(self) -> Literal["inprocess", "shm", "ipc", "broadcast", "servers"]:
         """How weights reach the engine, with auto resolved; servers: one send to all of them."""
         if self.engines_apart:
@@ -238,8 +240,7 @@ class Plan(Config):
 
     @property
     def lora_publish(self) -> Literal["merge", "adapter"] | None:
-        """How adapters reach the engine, with null resolved; None: there are none, or no engine
-        takes weights."""
+        """How adapters reach the engine, with null resolved; None: none are sent."""
         if self.lora is None or self.rollout.engine not in ("hf", "vllm"):
             return None
         return self.lora.publish or ("merge" if adapter_faults(self, self.sizes) else "adapter")
@@ -346,8 +347,7 @@ class Plan(Config):
     def check_resumes(self, saved: Plan) -> None:
         """Raise `ConfigError` where this plan would continue `saved` as a different run."""
         advice = "expected the same to resume. Use another run folder to start afresh"
-        changed = [Problem(self.source, 0, f"{each}, {advice}") for each in self.diff(saved)]
-        if changed:
+        if changed := [Problem(self.source, 0, f"{each}, {advice}") for each in self.diff(saved)]:
             raise ConfigError(changed)
 
 

@@ -234,8 +234,7 @@ class RolloutStep(Step):
     def _send(self, version: int) -> Metrics:
         """Send the weights, or, to an engine that has the others, those that steps change."""
         plan, tensors, only = self.plan, self.policy.tensors, None
-        # a server may have been started again, or join
-        if self._sent and not (plan.engine_sleeps or plan.engines_apart):
+        if self._sent and not plan.sends_all:
             only = tensors.changing
         move, self._sent = tensors.move_seen(self._engine_dtype), False
         metrics = sync_weights(

@@ -13,6 +13,7 @@ import pytest
 from pyrl_ext.models import family
 from pyrl_ext.models.lora_table import adapter_table
 from pyrl_ext.plan import Plan, compile_plan
+from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.lora import factor_numbers, published_numbers
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.parameters import rank_parameters, trained_of_stage
@@ -168,6 +169,14 @@ def test_published_numbers_are_the_factors_or_what_they_change():
     for sleeps in (False, True):
         asleep = compile_plan(GLM47_LORA, [f"rollout.sleep={str(sleeps).lower()}"])
         assert published_numbers(asleep) == factor_numbers(plan) + sleeps * total
+    apart = "rollout.servers=[http://127.0.0.1:8001]"  # it may have been started again
+    whole = parameters(
+        read_sizes(json.loads((REPOSITORY / "configs/tiny/config.json").read_text()))
+    )
+    for publish in ("merge", "adapter"):
+        plan = compile_plan(TINY, [*ON, f"lora.publish={publish}", apart])
+        factors_sent = factor_numbers(plan) * (publish == "adapter")
+        assert published_numbers(plan) == whole.total + factors_sent
     tables = 2 * 154_880 * 2048 + 2048
     assert published_numbers(compile_plan(GLM47_LORA, MERGED)) == total - tables
     for experts, share in (("per_expert", 0.979), ("none", 0.051)):

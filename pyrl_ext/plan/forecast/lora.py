@@ -80,14 +80,14 @@ def factor_numbers(plan: Plan) -> int:
 
 
 def published_numbers(plan: Plan) -> int:
-    """Numbers that a publish sends after the first one: of all weights, also to an engine that
-    sleeps and so keeps none; of the adapters' factors; or of the weights that adapters change, for
-    vLLM, which fuses them, of their whole layers."""
+    """Numbers that a publish sends after the first one: of all weights, also where `Plan.sends_all`
+    says so; of the adapters' factors; or of the weights that adapters change, for vLLM, which fuses
+    them, of their whole layers."""
     sizes, lora = plan.sizes, plan.lora
     total = parameters(sizes).total
     if plan.lora_publish == "adapter":
-        return factor_numbers(plan) + total * plan.engine_sleeps
-    if lora is None or plan.engine_sleeps:
+        return factor_numbers(plan) + total * plan.sends_all
+    if lora is None or plan.sends_all:
         return total
     if plan.rollout.engine == "vllm":
         return total - embedding_parameters(sizes).total - head_parameters(sizes).total

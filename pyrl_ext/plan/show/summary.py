@@ -251,8 +251,9 @@ def _adapters(plan: Plan) -> list[tuple[str, str]]:
         share = f"{sent / whole:.1%} of the {size(whole)} of all weights"
         if sent < whole:
             share = f"{whole / sent:,.1f} times less than the {size(whole)} of all weights"
-        sleeps = "; an engine that sleeps keeps nothing" * plan.engine_sleeps
-        found.append(("", f"published by {plan.lora_publish}: {size(sent)}, {share}{sleeps}"))
+        why = "; an engine that sleeps keeps nothing" * plan.engine_sleeps
+        why += "; engines apart may be new and get all weights" * plan.engines_apart
+        found.append(("", f"published by {plan.lora_publish}: {size(sent)}, {share}{why}"))
     return found
 
 

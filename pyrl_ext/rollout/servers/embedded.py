@@ -24,9 +24,9 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process.server import end_with
 from pyrl_ext.rollout.servers import guard, protocol
 from pyrl_ext.rollout.servers.commands import PARENT, keys_folder, max_tokens
-from pyrl_ext.rollout.servers.identity import Identity
 from pyrl_ext.rollout.servers.lanes import Job
 from pyrl_ext.rollout.servers.protocol import Answer, ProtocolError, Request
+from pyrl_ext.rollout.servers.publisher import identity_of
 from pyrl_ext.rollout.servers.staged import StagedUpdate
 from pyrl_ext.rollout.servers.wire import WireError
 from pyrl_ext.rollout.servers.worker import Refused, Worker
@@ -298,8 +298,7 @@ def main() -> int:
     listening = socket.create_server((options.host, options.port), backlog=1024)
     engine = build_in_this_process(plan, torch.device(plan.device))
     assert isinstance(engine, HFEngine)  # a rule says so
-    identity = Identity.of(plan.hf, engine.shapes(), plan.rollout_dtype, plan.tokenizer_path)
-    server = Server(engine, max_tokens(plan), identity.to_json())
+    server = Server(engine, max_tokens(plan), identity_of(plan).to_json())
     asyncio.run(serve(server, listening, keys))
     sys.stdout.flush()
     os._exit(0)  # its thread may be within a forward

@@ -58,8 +58,7 @@ class Publisher:
             self._model = shapes_of(self.plan), identity_of(self.plan)
         shapes, identity = self._model
         base = None if only is None else self._version
-        size, device = rollout.bucket_bytes, self.device
-        weights = Weights(named, version, shapes, only, base, size, device)
+        weights = Weights(named, version, shapes, only, base, rollout.bucket_bytes, self.device)
         self._done.cancel()
         self._done = publish(
             *(self.loop, servers, weights),
@@ -89,8 +88,7 @@ class Publisher:
         return failed
 
     def _count(self) -> None:
-        taken = self._done.seconds.items()
-        self.metrics = {f"publish/{step}_seconds": seconds for step, seconds in taken}
+        self.metrics = {f"publish/{step}_seconds": s for step, s in self._done.seconds.items()}
         self.metrics["publish/bytes"] = self._done.bytes
 
 
@@ -102,7 +100,8 @@ def shapes_of(plan: Plan) -> dict[str, torch.Size]:
 
 def identity_of(plan: Plan) -> Identity:
     """The identity of the plan's engines."""
-    return Identity.of(plan.hf, shapes_of(plan), plan.rollout_dtype, plan.tokenizer_path)
+    known = shapes_of(plan), plan.rollout_dtype, plan.tokenizer_path, applied_lora(plan)
+    return Identity.of(plan.hf, *known)
 
 
 def canary_of(plan: Plan) -> Canary | None:

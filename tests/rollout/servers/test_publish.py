@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.servers import protocol
@@ -190,7 +191,8 @@ def of_other(**changes: Any) -> Kind:
 
 
 def test_publish_lets_nobody_join_who_serves_something_else(tmp_path: Path):
-    """Another model, dtype, tokenizer, or tensors; and who is refused keeps what it has."""
+    """Another model, dtype, tokenizer, scale of adapters, or tensors; and who is refused keeps what
+    it has."""
     shapes = HFEngine(GLM).shapes()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -201,16 +203,17 @@ def test_publish_lets_nobody_join_who_serves_something_else(tmp_path: Path):
         "dtype": {"dtype": "bfloat16"},
         "tokenizer": {"tokenizer": tmp_path / "b"},
         "tensors": {"shapes": dict(list(shapes.items())[1:])},
+        "alpha": {"lora": Lora(rank=8, alpha=16)},
     }
     kinds = [of_other(**(tokenizer | change)) for change in ({}, *wrong.values())]
-    with bench(*kinds) as five:
-        done = five.publish(FIRST, 1, identity=identity(**tokenizer))
-        good, *others = five.servers
+    with bench(*kinds) as six:
+        done = six.publish(FIRST, 1, identity=identity(**tokenizer))
+        good, *others = six.servers
         assert done.failed.keys() == {other.address for other in others}
         for other, name in zip(others, wrong, strict=True):
             assert f"its {name} is" in done.failed[other.address]
         assert done.seen.keys() == {good.address}
-        assert all(five.engine(number).version is None for number in range(1, 5))
+        assert all(six.engine(number).version is None for number in range(1, 6))
         same_notes = {**GLM, "transformers_version": "5", "use_cache": False}
         assert identity(config=same_notes) == identity()
         assert identity().differs(identity(**tokenizer).to_json()) is None  # it has none itself

@@ -10,6 +10,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.server_processes import server_processes
 from tests.helpers.server_runs import COMMON, assert_same, over, rows_of, run
 
+RANK, ALPHA = "lora.rank=8", "lora.alpha=16"
+
 
 def on_rank(_group: Any, folder: Path, *overrides: str) -> None:
     os.environ["WORLD_SIZE"] = "2"
@@ -21,10 +23,27 @@ def test_train_over_servers_equals_the_engine_beside_the_trainer(tmp_path: Path)
     with server_processes(tmp_path, 2, COMMON) as servers:
         assert run(tmp_path / "apart", over(servers))[0] == 0
         run_ranks(on_rank, 2, tmp_path / "two", "parallel.dp=2", over(servers))
+        assert run(tmp_path / "merged", RANK, ALPHA, "lora.publish=merge", over(servers))[0] == 0
     assert_same(tmp_path / "apart", tmp_path / "beside")
     assert_same(tmp_path / "two", tmp_path / "beside")
-    for row in [*rows_of(tmp_path / "apart")[:-1], *rows_of(tmp_path / "two")[:-1]]:
-        assert row["servers/used"] == 2 and row["servers/resent"] == 0
+    for name in ("apart", "two", "merged"):
+        assert_proved(tmp_path / name, 2)
+
+
+def test_train_over_a_server_that_applies_adapters_and_refuses_another_scale(tmp_path: Path):
+    with server_processes(tmp_path, 1, [*COMMON, RANK, ALPHA]) as servers:
+        code, said = run(tmp_path / "other", RANK, "lora.alpha=32", over(servers))
+        assert code == 1 and "its alpha is '16.0', expected '32.0', the trainer's" in said
+        assert run(tmp_path / "adapter", RANK, ALPHA, over(servers))[0] == 0
+    assert_proved(tmp_path / "adapter", 1)
+    first, *_, last, _ = rows_of(tmp_path / "adapter")  # the last row is of an evaluation
+    assert last["publish/tensor_bytes"] == first["publish/tensor_bytes"]  # it may be a new server
+
+
+def assert_proved(folder: Path, servers: int) -> None:
+    """All servers generated, every step's weights were theirs and every prompt is accounted for."""
+    for row in rows_of(folder)[:-1]:
+        assert row["servers/used"] == servers and row["servers/resent"] == 0
         assert row["mismatch/max"] < 1e-5 and row["publish/checked"] > 0
         ends = ("returned", "aborted", "failed", "in_flight")
         assert row["servers/prompts_asked"] == sum(row[f"servers/prompts_{end}"] for end in ends)
