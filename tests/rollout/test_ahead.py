@@ -178,16 +178,33 @@ def test_Ahead_takes_a_share_of_each_step_from_every_rank():
     run_ranks(over_ranks, 2)
 
 
+def trained(folder: Path, config: Path, *overrides: str) -> list[dict[str, float]]:
+    """The rows of a run, without what may depend on ``rollout.ahead``, and on its environments."""
+    assert train.main([str(config), f"run={folder}", "evaluate.every=0", *overrides]) == 0
+    apart = ("time/", "tokens_per_s", "publish/", "age/", "rollout/ready", "rollout/too_old_groups")
+    apart += ("turns/", "route/changed_rows")
+    rows = read_rows(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(apart)} for row in rows]
+
+
+@pytest.mark.parametrize("form", ["concatenated", "apart"])
+def test_train_is_the_same_at_any_ahead_with_recorded_turns(form: str, tmp_path: Path):
+    apart = form == "apart"
+    asked = [f"turns.form={'stepwise' if apart else form}", f"turns.merge={not apart}", "steps=2"]
+    asked += [*QUICK[:2], "log.progress=false"]
+    config, recorded = CONFIG.with_name("tiny_turns.yaml"), tmp_path / "live/rollouts"
+    live = trained(tmp_path / "live", config, *asked, "rollout.record=rollouts")
+    samples = load_samples(recorded / "step-000001.safetensors")
+    assert max(len(s.spans) for s in samples) == (1 if apart else 4)
+    played = (*asked, "rollout.engine=recorded", f"rollout.path={recorded}", "rollout.ahead=2")
+    assert trained(tmp_path / "played", config, *played) == live
+
+
 def test_train_is_the_same_at_any_ahead_with_recorded_rollouts(tmp_path: Path):
     """To the last bit: the run that recorded, and runs of 0 to 3 steps ahead."""
 
     def run(name: str, *overrides: str) -> list[dict[str, float]]:
-        quick = (*QUICK, "evaluate.every=0", "steps=4", f"run={tmp_path / name}")
-        assert train.main([str(CONFIG), *quick, *overrides]) == 0
-        rows = read_rows(tmp_path / name / "metrics.jsonl")
-        apart = ("time/", "tokens_per_s", "publish/", "age/", "rollout/ready")
-        apart += ("rollout/too_old_groups",)
-        return [{k: v for k, v in row.items() if not k.startswith(apart)} for row in rows]
+        return trained(tmp_path / name, CONFIG, *QUICK, "steps=4", *overrides)
 
     live = run("live", "rollout.record=rollouts")
     played = ("rollout.engine=recorded", f"rollout.path={tmp_path / 'live/rollouts'}")

@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pyrl_ext import train
 from tests.helpers.ranks import run_ranks
 from tests.helpers.server_processes import server_processes
 from tests.helpers.server_runs import COMMON, assert_same, over, rows_of, run
+from tests.helpers.tiny import CONFIG, QUICK
 
 RANK, ALPHA = "lora.rank=8", "lora.alpha=16"
 
@@ -47,3 +49,31 @@ def assert_proved(folder: Path, servers: int) -> None:
         assert row["mismatch/max"] < 1e-5 and row["publish/checked"] > 0
         ends = ("returned", "aborted", "failed", "in_flight")
         assert row["servers/prompts_asked"] == sum(row[f"servers/prompts_{end}"] for end in ends)
+
+
+SAME = ("reward", "loss", "grad_norm", "policy/", "mismatch/", "age/", "route/coverage")
+
+
+def test_train_generates_turns_ahead(tmp_path: Path):
+    """A run that plays the recorded turns has the same numbers, to the last bit."""
+
+    def turns(name: str, *more: str) -> list[dict[str, Any]]:
+        folder, config = tmp_path / name, CONFIG.with_name("tiny_turns.yaml")
+        asked = [*QUICK[:2], "log.progress=false", "evaluate.every=0", "steps=4", "rollout.ahead=2"]
+        assert train.main([str(config), f"run={folder}", *asked, *more]) == 0
+        return rows_of(folder)
+
+    forms = {"whole": (), "apart": ("turns.form=stepwise", "turns.merge=false")}
+    with server_processes(tmp_path, 2, COMMON) as servers:
+        found = {
+            name: turns(name, *form, over(servers), "rollout.record=rollouts")
+            for name, form in forms.items()
+        }
+    for name, live in found.items():
+        assert all(row["turns/dropped"] == 0 and row["turns/mean"] > 1 for row in live)
+        assert live[0]["age/max"] == 0 and live[0]["mismatch/max"] < 1e-5
+        assert 1 <= max(row["age/max"] for row in live) <= 2
+        recorded = ("rollout.engine=recorded", f"rollout.path={tmp_path / name}/rollouts")
+        for row, other in zip(live, turns(f"{name}-played", *forms[name], *recorded), strict=True):
+            names = {name for name in row if name.startswith(SAME)}
+            assert {n: row[n] for n in names} == {n: other[n] for n in names}
