@@ -146,7 +146,7 @@ LAYOUTS = {
         *_layouts(FAMILIES[2], *VL),
         *_layouts("shared -> tp2 ep2 etp1 recompute:full\nshared -> pp2", *VL),
         *_layouts("shared -> dp2 ep2 overlapped distributed", "kimi vl"),
-        *_layouts("shared -> tp2 bf16", *VL),
+        *_layouts("shared -> tp2 ep2 etp1 bf16", *VL),
     ],
     3: [
         *_layouts("1 -> pp2\npp2 -> 1\n1 -> tp2\ntp2 -> 1\n1 -> dp2\ndp2 -> 1\n1 -> cp2", "qwen"),
@@ -154,7 +154,7 @@ LAYOUTS = {
         *_layouts("1 + 1 -> 1\nfrozen -> pp2\npp2 frozen -> 1\n1 -> pp2 recompute:full", "qwen"),
         *_layouts("1 -> dp2 dynamic:2\n1 -> tp2 ep2 etp1\n1 -> cp2 ep2", "glm"),
         *_layouts("1 -> dp2 bf16\n1 -> tp2 bf16", "qwen"),
-        *_layouts("1 -> tp2 bf16", *VL),
+        *_layouts("1 -> tp2 ep2 etp1 bf16", *VL),
         *_layouts("pp2 -> 1 bf16", "qwen vl"),
         *_layouts("1 -> tp2\n1 -> pp2 recompute:full", "glm mtp", "glm mtp 2"),
         *_layouts("1 -> cp2 ep2\nfrozen -> pp2\ndp2 -> 1", "glm mtp 2"),

@@ -91,8 +91,8 @@ MAX_CODE = {
     "recorded": 420,
     "lora": 1500,
     "hybrid": 400,
-    "core": 7500,
-    "plan core": 2500,
+    "core": 7480,
+    "plan core": 2520,
     "vllm": 600,
 }
 

@@ -35,8 +35,8 @@ class GroupedExperts(MegatronModule):
         linear_fc2: [E, hidden, width].
         adapters: of either weight, by its name.
 
-    Raises: ValueError for experts that are not gated by silu, or have biases; on a GPU in bfloat16,
-        where rows of their weights are no multiples of 16 bytes, as ``grouped_mm`` needs them.
+    Raises: ValueError for experts that are not gated by silu, or have biases; and for
+        rows of their weights that are no multiples of 16 bytes, as ``grouped_mm`` needs them.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class GroupedExperts(MegatronModule):
         self.ep_group, self.tp_group = pg_collection.ep, pg_collection.expt_tp
         self.dp_group = pg_collection.expt_dp
         width, hidden = config.moe_ffn_hidden_size // self.tp_group.size(), config.hidden_size
-        halves = config.params_dtype.itemsize == 2 and not config.use_cpu_initialization
-        if halves and (width % 8 or hidden % 8):
+        unit = 16 // config.params_dtype.itemsize
+        if width % unit or hidden % unit:
             raise ValueError(
-                f"GroupedExperts: hidden {hidden}, width {width}, expected multiples of 8 in "
-                "bfloat16 on a GPU"
+                f"GroupedExperts: hidden {hidden}, width {width}, expected multiples of {unit} in "
+                f"{config.params_dtype}"
             )
         self.linear_fc1 = self._weight(num_local_experts, 2 * width, hidden, split=1)
         self.linear_fc2 = self._weight(num_local_experts, hidden, width, split=2)

@@ -94,9 +94,10 @@ def test_sharded_state_dict_loads_what_megatron_saved_and_the_reverse(groups, tm
         ({"activation_func": torch.nn.functional.gelu}, "activation"),
         ({"add_bias_linear": True}, "add_bias_linear True"),
         (
-            {"use_cpu_initialization": False, "params_dtype": torch.bfloat16, "hidden_size": 20},
-            "hidden 20, width 8, expected multiples of 8 in bfloat16",
+            {"params_dtype": torch.bfloat16, "hidden_size": 20},
+            "hidden 20, width 8, expected multiples of 8 in torch.bfloat16",
         ),
+        ({"moe_ffn_hidden_size": 6}, "width 6, expected multiples of 4 in torch.float32"),
     ],
 )
 def test_grouped_experts_refuse_other_experts(groups, setting, found):

@@ -13,6 +13,9 @@ from pyrl_ext.plan.plan import Plan
 Found = str | Iterable[str | tuple[str, str]] | None
 Rule = Callable[[Plan], Found]
 
+# torch's grouped product takes rows of whole 16 bytes
+ROW_BYTES = 16
+
 RULES: list[tuple[str, Rule]] = []
 
 

@@ -8,11 +8,9 @@ from pathlib import Path
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.model.lora import adapted, adapter_faults, layer_kinds, names_of
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.rules._rule import Found, in_config, relative, rule
+from pyrl_ext.plan.rules._rule import ROW_BYTES, Found, in_config, relative, rule
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-# torch's grouped product takes rows of whole 16 bytes
-ROW_BYTES = 16
 
 
 def _adapts_experts(plan: Plan) -> bool:

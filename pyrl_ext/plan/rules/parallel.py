@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.plan import Plan
-from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule, unfit_for_heads
+from pyrl_ext.plan.rules._rule import (
+    ROW_BYTES,
+    Found,
+    in_config,
+    indivisible,
+    rule,
+    unfit_for_heads,
+)
 
 
 @rule("parallel.tp")
@@ -57,6 +65,18 @@ def expert_width_splits_over_etp(plan: Plan) -> Found:
     width = {"moe_intermediate_size": plan.sizes.moe_intermediate_size}
     why = "an expert's width is split over etp ranks (null: tp)"
     return indivisible(plan.parallel.etp_size, width, why, in_config(plan))
+
+
+@rule("parallel.etp")
+def rows_of_experts_suit_grouped_products(plan: Plan) -> Found:
+    whole, etp = plan.sizes.moe_intermediate_size, plan.parallel.etp_size
+    unit = ROW_BYTES // DTYPE_BYTES[plan.model.dtype]
+    if plan.model.backend == "local" and whole % etp == 0 and whole // etp % unit:
+        return (
+            f"{etp} leaves {whole // etp} of moe_intermediate_size {whole} to a rank "
+            f"{in_config(plan)}, expected a multiple of {unit} in {plan.model.dtype}; torch's "
+            f"grouped products take rows of whole {ROW_BYTES} bytes. Use a smaller etp, with ep"
+        )
 
 
 @rule("parallel.ep")
