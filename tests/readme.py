@@ -4,7 +4,7 @@ Commands are the lines of ```bash blocks. Left out are those whose comment says 
 ("# needs a GPU") or which other command runs them ("# part of make bench"). A command that several
 pages show runs once, where it comes first. The commands of a page run one after the other, two
 pages run at a time. A page that names a run folder (``runs/NAME``) of an earlier page waits for
-that page; all wait for README, which begins with the demo. The first command that fails ends all.
+that page. The first command that fails ends all.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 MARKS = ("# needs ", "# part of make ")
 LANES = 2
+WRITES = {"make demo": "runs/tiny-0"}  # by default
 
 
 def pages() -> list[Path]:
@@ -60,12 +61,14 @@ def commands(texts: Mapping[str, str]) -> dict[str, list[str]]:
 
 def waits(pages: Mapping[str, list[str]]) -> dict[str, set[str]]:
     """Page -> earlier pages whose commands end before its first begins."""
-    runs = {page: set(re.findall(r"runs/[\w-]+", " ".join(lines))) for page, lines in pages.items()}
-    names = list(pages)
-    return {
-        page: {other for other in names[:n] if other == "README.md" or runs[page] & runs[other]}
-        for n, page in enumerate(names)
+    runs = {
+        page: set(
+            re.findall(r"runs/[\w-]+(?![\w.-])", " ".join(WRITES.get(line, line) for line in lines))
+        )
+        for page, lines in pages.items()
     }
+    names = list(pages)
+    return {page: {o for o in names[:n] if runs[page] & runs[o]} for n, page in enumerate(names)}
 
 
 @dataclass

@@ -195,19 +195,21 @@ def test_Run_of_the_commands_waits_for_what_other_pages_write(tmp_path: Path):
         return f"echo {word} >> {tmp_path / 'said'}"
 
     found = {
-        "README.md": [f"sleep 0.3; {said('first')}"],
-        "docs/a.md": [f"sleep 0.6; {said('writes')} # runs/x"],
+        "docs/a.md": [
+            f"while [ ! -e {tmp_path}/said ]; do sleep 0.1; done; {said('writes')} # runs/x"
+        ],
         "docs/b.md": [said("beside")],
         "docs/c.md": [f"{said('reads')} # runs/x", "exit 3", said("never")],
     }
-    assert waits(found)["docs/c.md"] == {"README.md", "docs/a.md"}
+    assert waits(found) == {"docs/a.md": set(), "docs/b.md": set(), "docs/c.md": {"docs/a.md"}}
+    assert waits({"a": ["make demo"], "b": ["pyrl report runs/tiny-0"]})["b"] == {"a"}
     run = Run(found, waits(found))
     lanes = [threading.Thread(target=run.lane) for _ in range(2)]
     for lane in lanes:
         lane.start()
     for lane in lanes:
         lane.join(DEADLINE)
-    assert (tmp_path / "said").read_text().split() == ["first", "beside", "writes", "reads"]
+    assert (tmp_path / "said").read_text().split() == ["beside", "writes", "reads"]
     assert run.failed == ["exit 3: exit status 3"]
 
 
