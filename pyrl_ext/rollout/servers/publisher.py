@@ -62,7 +62,8 @@ class Publisher:
         self._done.cancel()
         self._done = publish(
             *(self.loop, servers, weights),
-            pause=rollout.pause,
+            # caches of a trainer before this one may be of other weights of the same version
+            pause="abort" if self._version is None else rollout.pause,
             timeout=rollout.publish_timeout,
             identity=identity,
             canary=self.canary,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.plan.schema.lora import Lora
+from pyrl_ext.rollout.build import build_in_this_process
 from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.servers import protocol
@@ -22,12 +23,14 @@ from pyrl_ext.rollout.servers.client import ServerFailed
 from pyrl_ext.rollout.servers.embedded import Server as EmbeddedServer
 from pyrl_ext.rollout.servers.identity import Identity
 from pyrl_ext.rollout.servers.protocol import Partial, Request
+from pyrl_ext.rollout.servers.publisher import Publisher, identity_of, shapes_of
 from pyrl_ext.samples import Sample
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
 from tests.helpers.publishing import CANARY, REQUEST, Trainer
 from tests.helpers.servers import Client, running
 from tests.helpers.stale import NoCache, NoSuchExpert, StaleKeys, StaleRoutes, server_of
+from tests.helpers.tiny import tiny_plan
 
 MODELS = random_model(GLM), random_model(GLM, seed=1)
 FIRST, SECOND = map(checkpoint, MODELS)
@@ -300,3 +303,24 @@ def test_servers_refuse_what_stock_ones_accept():
         assert one.engine(0).version == 1
         call(protocol.RESUME)
         assert one.generate(server).versions == ((0, 4, 1),)
+
+
+def test_Publisher_leaves_no_cache_of_a_trainer_before_it():
+    """A run that resumes has other weights of versions that its servers know; `keep` keeps caches,
+    and salts name versions."""
+    plan = tiny_plan("rollout.servers=['http://127.0.0.1:1']", "rollout.pause=keep")
+    engine = build_in_this_process(plan, torch.device("cpu"))
+    assert isinstance(engine, HFEngine)
+    shapes, request = shapes_of(plan), replace(REQUEST, salt="3")
+    with ExitStack() as stack:
+        client = stack.enter_context(running(engine, 500))
+        client.server.identity = identity_of(plan).to_json()
+        trainer = Trainer(stack, [client.url])
+        (server,) = trainer.servers
+        for _ in range(2):
+            publisher = Publisher(plan, torch.device("cpu"))
+            publisher.loop = trainer.loop
+            named = ((name, 0.02 * torch.randn(shape)) for name, shape in shapes.items())
+            assert not publisher([server], named, 3, None)
+            assert not publisher.prove(3, None)
+            assert [trainer.generate(server, request).cached_tokens for _ in "ab"] == [0, 16]
