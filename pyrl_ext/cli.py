@@ -18,6 +18,10 @@ COMMANDS = {
     "report": ("pyrl_ext.metrics.report", "print the table of a run and draw its curves"),
     "export": ("pyrl_ext.tools.export", "write a run's weights as a Hugging Face folder"),
     "measure": ("pyrl_ext.tools.measure", "compare predicted with measured memory and time"),
+    "doctor": (
+        "pyrl_ext.tools.doctor.__main__",
+        "what this machine has, and whether a plan can run on it",
+    ),
     "prebuild": ("pyrl_ext.tools.prebuild", "compile a plan's Triton kernels into a folder"),
 }
 

@@ -1,0 +1,1 @@
+"""`pyrl doctor`: reads what a machine has, and says what that allows."""

