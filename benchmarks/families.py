@@ -79,7 +79,8 @@ def write_model(folder: Path, hf: dict[str, Any], spread: float = 0.1) -> Any:
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *biases]:
             noise = torch.randn(value.shape)
-            value.copy_(1 + 0.3 * noise if "norm" in name else spread * noise)
+            # beside one or zero, as the model's norms are centred
+            value.copy_(value + 0.3 * noise if "norm" in name else spread * noise)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(hf))
     return model

@@ -105,6 +105,8 @@ MODELS = {
     "glm 384": Model("tiny", MANY_EXPERTS, (BIAS,)),
     "glm 384 off": Model("tiny", MANY_EXPERTS, (BIAS, "replay=off")),
     "qwen": Model("tiny_qwen3"),
+    # layers that carry a state
+    "qwen next": Model("tiny_qwen3_next"),
     "qwen 5 layers": Model("tiny_qwen3", {"num_hidden_layers": 5}),
     "qwen mixed": Model("tiny_qwen3", {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}),
     # with vision towers: features for the first layers and positions of three axes; or neither
@@ -171,11 +173,12 @@ def _override(word: str) -> str:
     return f"parallel.{size}={name[len(size) :]}"
 
 
+STATES = "qwen next"
 BOTH, MIXED = ("glm", "qwen"), ("glm mixed", "qwen mixed")
 WITH_LORA, OTHER_LORA = ("glm lora", "qwen lora"), ("glm mtp lora", "qwen some lora")
 LAYOUTS = {
     1: [
-        *_layouts("recompute:selective\nrecompute:full", *BOTH, "glm mtp", *WITH_LORA),
+        *_layouts("recompute:selective\nrecompute:full", *BOTH, "glm mtp", *WITH_LORA, STATES),
     ],
     2: [
         *_layouts("dp2\ntp2\ncp2\npp2\ndp2 ep2\npp2 vpp2\ndp2 distributed", *BOTH),
@@ -191,7 +194,9 @@ LAYOUTS = {
         *_layouts("tp2\ncp2\npp2 vpp2\ndp2 dynamic:2", "glm mtp kept"),
         *_layouts("tp2\ncp2\npp2", "qwen kept"),
         *_layouts("tp2", "glm 384", "glm 384 off"),
-        *_layouts("dp2 dynamic:2", *BOTH, "glm mtp"),
+        *_layouts("dp2 dynamic:2", *BOTH, "glm mtp", STATES),
+        *_layouts("tp2\ncp2\npp2\npp2 vpp2\ndp2 ep2\ndp2 distributed overlapped", STATES),
+        *_layouts("tp2 etp1\ncp2 recompute:full", STATES),
         *_layouts("dp2 ep2 dynamic:2 recompute:full", *BOTH),
         *_layouts("dp2\ntp2\ntp2 etp1\ncp2\npp2\npp2 vpp2\ndp2 ep2\ntp2 ep2 etp1", *WITH_LORA),
         *_layouts("dp2 distributed\ndp2 distributed overlapped", *WITH_LORA),
@@ -207,6 +212,8 @@ LAYOUTS = {
         *_layouts("dp4 ep2 dynamic:4 recompute:full", "glm mtp", "glm mtp 2"),
         *_layouts("dp4\ntp4\ncp4\npp4\ndp4 ep4\ntp2 pp2\ntp2 cp2\npp2 cp2", *BOTH),
         *_layouts("dp2 pp2 ep2\ncp2 dp2 ep2\npp2 vpp2 cp2", *BOTH),
+        *_layouts("cp4\ntp4\ntp2 cp2\npp2 cp2\ndp4 dynamic:4\ndp2 tp2 ep2 dynamic:2", STATES),
+        *_layouts("dp2 pp2 vpp2 dynamic:2\ndp4 ep4 dynamic:4 distributed", STATES),
         *_layouts("tp4 etp1\ntp2 dp2 ep2", *BOTH),
         *_layouts("dp4 distributed overlapped\ndp2 pp2 ep2 distributed overlapped", *BOTH),
         *_layouts("pp2 vpp2 cp2 recompute:full", *BOTH),

@@ -71,6 +71,7 @@ CORE = {
     "hybrid": (
         *("plan/model/layer_kinds", "plan/model/families/qwen3_next", "plan/rules/state_layers"),
         *("plan/model/families/nemotron_h", "models/qwen3_next"),
+        *("megatron/state_layers", "megatron/centred_norms"),
     ),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),
@@ -90,7 +91,7 @@ MAX_CODE = {
     "turns": 900,
     "recorded": 420,
     "lora": 1500,
-    "hybrid": 400,
+    "hybrid": 500,
     "core": 7480,
     "plan core": 2520,
     "vllm": 600,

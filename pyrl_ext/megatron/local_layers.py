@@ -66,10 +66,10 @@ class TurnedAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
         found: Any = super().get_query_key_value_tensors(*args, **kwargs)
-        query, key, value = found
+        query, key, *more = found  # values, and gates of the output
         turns = self.rotary.turns(self._packed)
         query, key = rotary(query.squeeze(1), key.squeeze(1), turns)
-        return query[:, None], key[:, None], value
+        return query[:, None], key[:, None], *more
 
 
 class LatentAttention(MLASelfAttention):

@@ -26,6 +26,7 @@ def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -
 
     from pyrl_ext.megatron.features import FeatureGPT
     from pyrl_ext.megatron.mtp import MultiTokenGPT
+    from pyrl_ext.megatron.state_layers import put_states
 
     sizes = plan.sizes
     if reasons := sizes.unsupported():
@@ -38,9 +39,13 @@ def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -
     with quiet():
         config = transformer_config(plan, topo, family_config)
         for stage in stages:
+            block = spec(config, stage, topo.pp_rank)
+            if sizes.state_mixer is not None:
+                layers = plan.stages[topo.pp_rank][stage or 0].layers
+                put_states(block, [sizes.layer_kinds[layer] for layer in layers])
             chunk = (MultiTokenGPT if plan.num_mtp_layers else FeatureGPT)(
                 config,
-                spec(config, stage, topo.pp_rank),
+                block,
                 mtp_block_spec=mtp_spec(config, stage),
                 vocab_size=-(-sizes.vocab_size // topo.tp_size) * topo.tp_size,
                 max_sequence_length=sizes.max_position_embeddings,

@@ -98,6 +98,18 @@ class PackedSequences(PackedSeqParams):
         return to_device(_cumulative([*self.layout.padded_seqlens]), self.positions.device)
 
     @cached_property
+    def from_ranks(self) -> RowMap:
+        """From rows gathered over the context-parallel group, rank after rank, to packed rows."""
+        order = self.layout.global_order()
+        return RowMap(order, len(order), self.positions.device)
+
+    @cached_property
+    def to_ranks(self) -> RowMap:
+        """The inverse of `from_ranks`."""
+        order = self.layout.global_order().argsort()
+        return RowMap(order, len(order), self.positions.device)
+
+    @cached_property
     def over_ranks(self) -> Chunks:
         """For keys gathered over the context-parallel group: rank after rank."""
         return Chunks(self, self.layout.global_order())

@@ -26,6 +26,7 @@ def local_spec(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import mlp
 
+    from pyrl_ext.megatron.centred_norms import CentredNorm
     from pyrl_ext.megatron.features import FeatureLayer
     from pyrl_ext.megatron.local_layers import RMSNorm, gated_unit
 
@@ -43,7 +44,7 @@ def local_spec(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     for layer in spec.layer_specs:  # type: ignore[union-attr]
         layer.module = FeatureLayer
         _fit(layer, config)
-    spec.layer_norm = RMSNorm
+    spec.layer_norm = CentredNorm if config.layernorm_zero_centered_gamma else RMSNorm
     return spec
 
 
@@ -73,6 +74,7 @@ def _fit(layer: Any, config: Any) -> None:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
+    from pyrl_ext.megatron.centred_norms import CentredNorm, CentredResidualNorm
     from pyrl_ext.megatron.expert_rows import RowMoELayer
     from pyrl_ext.megatron.grouped_experts import GroupedExperts
     from pyrl_ext.megatron.local_layers import (
@@ -84,7 +86,7 @@ def _fit(layer: Any, config: Any) -> None:
     )
     from pyrl_ext.megatron.packed_attention import PackedAttention
 
-    parts = layer.submodules
+    parts, centred = layer.submodules, config.layernorm_zero_centered_gamma
     if getattr(parts.mlp, "func", None) is MoELayer:
         parts.mlp.keywords["submodules"].experts = GroupedExperts
         parts.mlp = partial(RowMoELayer, **parts.mlp.keywords)
@@ -100,5 +102,7 @@ def _fit(layer: Any, config: Any) -> None:
     else:
         parts.self_attention.module = TurnedAttention
         if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-    parts.input_layernorm = parts.pre_mlp_layernorm = ResidualNorm
+            norm = CentredNorm if centred else RMSNorm
+            attention.q_layernorm = attention.k_layernorm = norm
+    norm = CentredResidualNorm if centred else ResidualNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm

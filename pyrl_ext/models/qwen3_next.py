@@ -18,7 +18,6 @@ def config(sizes: Qwen3Next) -> dict[str, Any]:
     if not any(states):
         return settings
     return settings | {
-        "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": states,
         "linear_conv_kernel_dim": sizes.linear_conv_kernel_dim,
         "linear_key_head_dim": sizes.linear_key_head_dim,

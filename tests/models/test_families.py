@@ -32,6 +32,7 @@ from tests.helpers.models import (
     MOONLIGHT,
     QWEN3_8B,
     QWEN3_SMALL,
+    QWEN_NEXT,
     TRAINED,
     check_layouts,
     plan_of,
@@ -178,7 +179,7 @@ def test_load_lists_names_that_do_not_fit(tmp_path, biased, word):
 SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3_SMALL}
 
 
-@pytest.mark.parametrize("hf", SEVERAL.values(), ids=list(SEVERAL))
+@pytest.mark.parametrize("hf", [*SEVERAL.values(), QWEN_NEXT], ids=[*SEVERAL, "qwen3_next"])
 def test_build_engine_has_the_model_of_the_trainer(tmp_path, hf):
     """Log-probs of generated tokens, and every router's experts, agree."""
     write_model(tmp_path, hf)

@@ -1,4 +1,4 @@
-"""Qwen3-Next: its tensors under every split."""
+"""Qwen3-Next: its tensors under every split, and the trainer's model of every layout."""
 
 import pytest
 import torch
@@ -8,19 +8,7 @@ from pyrl_ext.models.hf_folder import SafetensorsFolder
 from pyrl_ext.models.weight import Weight, shard_of, whole_of
 from pyrl_ext.models.weight_table import RandomWeights
 from pyrl_ext.plan.model.sizes import read_sizes
-from tests.helpers.models import PLANNED, SMALL, write_model
-
-QWEN_NEXT = (
-    PLANNED["qwen3_next_80b"]
-    | SMALL
-    | {
-        **{"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2},
-        **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
-        **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 12},
-        **{"mlp_only_layers": [1], "initializer_range": 0.02},
-    }
-)
+from tests.helpers.models import QWEN_NEXT, check_layouts, write_model
 
 
 def numbered(*lengths: int) -> list[torch.Tensor]:
@@ -75,3 +63,17 @@ def test_RandomWeights_starts_states_as_transformers_does():
     assert decays.min() >= 0.01 and decays.max() <= 16 and decays.std() > 1
     for name in ("layers.0.input_layernorm", "layers.3.self_attn.q_norm", "norm"):
         assert not draw(f"model.{name}.weight").any()
+
+
+LAYOUTS = {
+    "tp2": ("parallel.tp=2",),
+    "cp2": ("parallel.cp=2", "model.recompute=full"),
+    "pp2": ("parallel.pp=2", "parallel.pipeline_model_parallel_layout=Et|t|t|tL", "parallel.vpp=2"),
+    "dp2 ep2 dynamic": ("parallel.dp=2", "parallel.ep=2", "parallel.dynamic_cp=2"),
+}
+
+
+def test_Policy_of_every_layout_equals_one_process(tmp_path):
+    layouts = {name: ("qwen3_next", *overrides) for name, overrides in LAYOUTS.items()}
+    # gated norms enlarge rounding: one process differs from transformers by 3.2e-5
+    check_layouts(tmp_path, {"qwen3_next": QWEN_NEXT}, layouts, atol=1e-4)

@@ -186,8 +186,6 @@ class ModelSizes(BaseModel, ABC):
             found.append(f"rope_type is {self.rope_type}; its rotary embeddings are not built")
         if self.hidden_act != self.built_act:
             found.append(f"hidden_act is {self.hidden_act}; layers are built with {self.built_act}")
-        if (mixer := self.state_mixer) is not None:
-            found.append(f"the trainer does not build {mixer.name} layers yet")
         if self.attention_bias and self.has_output_bias:
             found.append("attention_bias is true; attention is built without biases")
         return found

@@ -43,9 +43,11 @@ def features_know_layers_with_states(plan: Plan) -> Found:
     if mixer is None:
         return
     asked = {"mtp": model.mtp, "fp8": model.fp8, "te_attention": model.te_attention}
+    asked["backend"] = model.backend if model.backend == "te" else None
     for name, value in asked.items():
         if value:
             told, unset = ("on", "off") if value is True else (value, "null")
+            unset = "local" if name == "backend" else unset
             yield name, f"{told} with {mixer.name} layers, expected {unset}; not built for them"
 
 

@@ -31,7 +31,8 @@ class HFEngine(Engine):
 
     The samples of one prompt share its prefill. Log-probs are those of the distribution the token
     was drawn from, in float32. With the same weights a sample depends on (seed, prompt id, sample
-    index) and the prompt alone, up to the rounding of matrix products of different sizes.
+    index) and the prompt alone, up to the rounding of matrix products of different sizes. With
+    layers that carry a state, prompts of one length share a prefill, and turns begin anew.
 
     Args:
         config: Hugging Face config: a dict, a config.json or its directory
@@ -66,6 +67,8 @@ class HFEngine(Engine):
         self.tokenizer = tokenizer
         self.model = build_model(read_config(config), dtype, self.device, experts, attention)
         self.text: Any = self.model.config.get_text_config()
+        kinds = getattr(self.text, "layer_types", None) or ()
+        self.has_states = "linear_attention" in kinds
         self.images = PromptImages(self.model.config, scale)
         self.layer_ids, routers = find_routers(self.model)
         self.route_dtype = route_dtype(max((num_experts(r) for r in routers), default=1))

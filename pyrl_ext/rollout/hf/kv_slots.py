@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from pyrl_ext.rollout.hf.state_slots import StateSlots
 from pyrl_ext.samples import Turn
 
 Key = tuple[int, int]  # of a trajectory: prompt id and index
@@ -23,8 +25,8 @@ class SlotCache:
     """Keys and values of the running sequences, as the `past_key_values` of a transformers model.
 
     The model decides what a layer caches: keys and values [slots, heads, capacity, dim], or with
-    latent attention the compressed latents and the rotary part, one head each. Models call
-    only `update`; the rows and positions it writes are set before each forward.
+    latent attention the compressed latents and the rotary part, one head each. Layers that carry a
+    state have `StateSlots`. The rows and positions that a forward writes are set before it.
 
     Args:
         num_slots: rows
@@ -33,9 +35,10 @@ class SlotCache:
 
     def __init__(self, num_slots: int, capacity: int):
         self.num_slots, self.capacity = num_slots, capacity
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[int, tuple[Tensor, Tensor] | StateSlots] = {}
+        self.span = slice(0)  # rows of the forward
         self._source: Tensor | None = None
-        self._first = self._length = 0
+        self._length = 0
         self._positions = torch.empty(0, 0, dtype=torch.int64)
 
     def prefill(self, first: int, source: Tensor) -> None:
@@ -45,7 +48,7 @@ class SlotCache:
             first: first free row
             source: [M] int64, prompt of each new row (samples of one prompt share its work)
         """
-        self._source, self._first = source, first
+        self._source, self.span = source, slice(first, first + source.numel())
 
     def extend(self, first: int, positions: Tensor, length: int) -> None:
         """The next forward holds further tokens of the rows first..first + M - 1.
@@ -55,7 +58,7 @@ class SlotCache:
             positions: [M, N] int64, where each token goes
             length: keys the forward sees
         """
-        self._source, self._first = None, first
+        self._source, self.span = None, slice(first, first + len(positions))
         self._positions, self._length = positions, length
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, ...]:
@@ -67,21 +70,44 @@ class SlotCache:
                 for x in (keys, values)
             )
         held = self.layers[layer_idx]
+        assert isinstance(held, tuple)
         if self._source is not None:
-            span = slice(self._first, self._first + self._source.numel())
             for buffer, new in zip(held, (keys, values), strict=True):
-                buffer[span, :, : new.shape[2]] = new[self._source]
+                buffer[self.span, :, : new.shape[2]] = new[self._source]
             return keys, values
-        count = len(self._positions)
-        rows = torch.arange(self._first, self._first + count, device=keys.device)[:, None]
+        rows = torch.arange(self.span.start, self.span.stop, device=keys.device)[:, None]
         for buffer, new in zip(held, (keys, values), strict=True):
             buffer[rows, :, self._positions] = new.transpose(1, 2)
-        span = slice(self._first, self._first + count)
-        return tuple(buffer[span, :, : self._length] for buffer in held)
+        return tuple(buffer[self.span, :, : self._length] for buffer in held)
+
+    def has_previous_state(self, layer_idx: int) -> bool:
+        """Whether the forward goes on from states: whole prompts begin without."""
+        return self._source is None
+
+    def update_conv_state(
+        self, inputs: Tensor, layer_idx: int, conv_kernel_size: int, **_: Any
+    ) -> Tensor:
+        """Stores the last inputs of a convolution over whole prompts [B, channels, T], all of one
+        length; returns what it reads."""
+        last = F.pad(inputs, (conv_kernel_size - 1, 0))[..., 1 - conv_kernel_size :]
+        self._put("inputs", last, layer_idx)
+        return inputs
+
+    def update_recurrent_state(self, states: Tensor, layer_idx: int, **_: Any) -> None:
+        """Stores the states [B, heads, K, V] behind the last tokens."""
+        self._put("state", states, layer_idx)
+
+    def _put(self, name: str, new: Tensor, layer_idx: int) -> None:
+        held = self.layers.setdefault(layer_idx, StateSlots(self))
+        assert isinstance(held, StateSlots)
+        held.store(name, new if self._source is None else new[self._source])
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copies the first ``length`` tokens of rows source [N] onto rows target [N]."""
         for held in self.layers.values():
+            if isinstance(held, StateSlots):
+                held.move(source, target)
+                continue
             for buffer in held:
                 buffer[target, :, :length] = buffer[source, :, :length]
 
@@ -100,6 +126,7 @@ class Slots:
         route_shape: (layers, experts per token), or None to keep no routes
         route_dtype: narrowest type of an expert id
         device: of the model
+        parks: whether a finished turn may be continued
 
     Attributes:
         running: rows in use, 0..running-1
@@ -123,7 +150,9 @@ class Slots:
         route_shape: tuple[int, int] | None,
         route_dtype: torch.dtype,
         device: torch.device,
+        parks: bool = True,
     ):
+        self.parks = parks
         self.running, self.capacity = 0, capacity
         self.parked: dict[Key, int] = {}
         self.turn: Any = np.empty(num_slots, dtype=object)
@@ -191,6 +220,7 @@ class Slots:
         Args:
             park: keep what the rows hold, for later turns of their trajectories
         """
+        park &= self.parks
         if park:
             self.parked |= {key_of(self.turn[row]): row for row in np.flatnonzero(done).tolist()}
         keep = int(self.running - done.sum())

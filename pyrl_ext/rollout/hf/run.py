@@ -49,6 +49,8 @@ class Run:
             engine.route_shape(),
             stored(engine.route_dtype),
             engine.device,
+            # a state is that behind all of a turn's tokens, padding included
+            parks=not engine.has_states,
         )
 
     def images(self, prompt: Prompt) -> tuple[Image, ...]:
@@ -145,6 +147,8 @@ class Run:
         while self.waiting and len(turns) < self.slots.free:
             prompt = self.waiting[0].prompt
             if not prompts or not _same(prompts[-1], prompt):
+                if prompts and self.engine.has_states and len(prompt.tokens) != width:
+                    break  # padding would change the states
                 width = max(width, len(prompt.tokens))
                 if prompts and (len(prompts) + 1) * width > max_tokens:
                     break

@@ -113,6 +113,7 @@ class NemotronH(SigmoidRouted, GroupedQuery):
 
     def unsupported(self) -> list[str]:
         odd = {
+            "the trainer does not build mamba layers yet": self.state_mixer is not None,
             f"moe_latent_size is {self.moe_latent_size}; experts are built at the hidden size": (
                 self.moe_latent_size is not None
             ),
