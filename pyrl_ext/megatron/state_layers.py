@@ -49,15 +49,17 @@ class PackedDeltaNet(GatedDeltaNet):
     Communicates: two all-to-alls over the microbatch's context-parallel group.
     """
 
+    # megatron declares them as numbers or None
+    key_head_dim: Any
+    value_head_dim: Any
+    num_key_heads: Any
+    num_value_heads: Any
+
     def __init__(self, *args: Any, **more: Any):
         # megatron refuses to build the layer without the package fla, whose kernels it would call
         # in the forward that is not used here
         common.HAVE_FLA = True
         super().__init__(*args, **more)
-
-    def _setup_variant_attrs(self) -> None:
-        super()._setup_variant_attrs()
-        self.gated_delta_rule = gated_delta_rule  # type: ignore[assignment]
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *_: Any, packed_seq_params: Any, **__: Any
@@ -73,7 +75,7 @@ class PackedDeltaNet(GatedDeltaNet):
         channels = causal_conv1d(channels.contiguous(), taps, None, packed.cu_seqlens)
         query, key, value = channels.split(mine[:3], dim=-1)
         decay, step = (_of_rank(x, [len(x)], place).float() for x in (self.A_log, self.dt_bias))
-        mixed = self.gated_delta_rule(
+        mixed = gated_delta_rule(
             self._normed(query),
             self._normed(key),
             value.unflatten(-1, (-1, self.value_head_dim)).contiguous(),
