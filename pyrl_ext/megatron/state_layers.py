@@ -61,6 +61,10 @@ class PackedDeltaNet(GatedDeltaNet):
         common.HAVE_FLA = True
         super().__init__(*args, **more)
 
+    def _setup_variant_attrs(self) -> None:
+        super()._setup_variant_attrs()
+        self.gated_delta_rule: Any = gated_delta_rule  # fla's is None, which megatron refuses
+
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *_: Any, packed_seq_params: Any, **__: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -75,7 +79,7 @@ class PackedDeltaNet(GatedDeltaNet):
         channels = causal_conv1d(channels.contiguous(), taps, None, packed.cu_seqlens)
         query, key, value = channels.split(mine[:3], dim=-1)
         decay, step = (_of_rank(x, [len(x)], place).float() for x in (self.A_log, self.dt_bias))
-        mixed = gated_delta_rule(
+        mixed = self.gated_delta_rule(
             self._normed(query),
             self._normed(key),
             value.unflatten(-1, (-1, self.value_head_dim)).contiguous(),
