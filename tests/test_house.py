@@ -71,7 +71,7 @@ CORE = {
     "hybrid": (
         *("plan/model/layer_kinds", "plan/model/families/qwen3_next", "plan/rules/state_layers"),
         *("plan/model/families/nemotron_h", "models/qwen3_next"),
-        *("megatron/state_layers", "megatron/centred_norms"),
+        *("megatron/state_layers", "megatron/centred_norms", "megatron/gated_attention"),
     ),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),

@@ -40,9 +40,7 @@ def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -
         config = transformer_config(plan, topo, family_config)
         for stage in stages:
             block = spec(config, stage, topo.pp_rank)
-            if sizes.state_mixer is not None:
-                layers = plan.stages[topo.pp_rank][stage or 0].layers
-                put_states(block, [sizes.layer_kinds[layer] for layer in layers])
+            put_states(block, sizes, plan.stages[topo.pp_rank][stage or 0].layers)
             chunk = (MultiTokenGPT if plan.num_mtp_layers else FeatureGPT)(
                 config,
                 block,

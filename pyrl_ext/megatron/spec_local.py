@@ -76,6 +76,7 @@ def _fit(layer: Any, config: Any) -> None:
 
     from pyrl_ext.megatron.centred_norms import CentredNorm, CentredResidualNorm
     from pyrl_ext.megatron.expert_rows import RowMoELayer
+    from pyrl_ext.megatron.gated_attention import GatedAttention
     from pyrl_ext.megatron.grouped_experts import GroupedExperts
     from pyrl_ext.megatron.local_layers import (
         LatentAttention,
@@ -100,7 +101,8 @@ def _fit(layer: Any, config: Any) -> None:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
     else:
-        parts.self_attention.module = TurnedAttention
+        gated = config.attention_output_gate
+        parts.self_attention.module = GatedAttention if gated else TurnedAttention
         if config.qk_layernorm:
             norm = CentredNorm if centred else RMSNorm
             attention.q_layernorm = attention.k_layernorm = norm

@@ -18,25 +18,25 @@ from pyrl_ext.dist.topology import Place
 from pyrl_ext.megatron.local_layers import RMSNorm
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.ops import causal_conv1d, gated_delta_rule
-from pyrl_ext.plan.model.layer_kinds import LayerKind
+from pyrl_ext.plan.model.sizes import ModelSizes
 
 # under the square root of a query's or key's length
 EPSILON = 1e-6
 
 
-def put_states(block: Any, kinds: Sequence[LayerKind]) -> None:
+def put_states(block: Any, sizes: ModelSizes, layers: Sequence[int]) -> None:
     """Give the layers of megatron's block spec that carry a state their mixer.
 
     Args:
-        kinds: of the block's layers.
+        layers: 0-based global ids of the block's.
     """
     parts = GatedDeltaNetSubmodules(ColumnParallelLinear, RMSNorm, RowParallelLinear)
     mixer = ModuleSpec(PackedDeltaNet, submodules=parts)
     block.layer_specs = [
-        replace(layer, submodules=replace(layer.submodules, self_attention=mixer))
-        if kind.has_state
-        else layer
-        for layer, kind in zip(block.layer_specs, kinds, strict=True)
+        replace(spec, submodules=replace(spec.submodules, self_attention=mixer))
+        if sizes.layer_kinds[layer].has_state
+        else spec
+        for spec, layer in zip(block.layer_specs, layers, strict=True)
     ]
 
 
