@@ -150,6 +150,12 @@ class Run:
             assert step in (self.before - 1, self.before), (self.before, said)
             self.lost[self.before - step] += 1
 
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -232,19 +238,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     chance, done, number, starts, lost = random.Random(options.seed), 0, 0, 0, Counter[int]()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with engines(folder) as apart:
-            whole = Run(folder / "whole", [apart.key])
-            whole.finish()
+            with Run(folder / "whole", [apart.key]) as whole:
+                whole.finish()
             assert whole.starts == 1, "nobody killed it"
             rows = read_rows(whole.folder / "metrics.jsonl")
             pace = sum(row["time/step"] for row in rows) / len(rows)
             while done < options.kills:
                 ahead = number % 2
                 more = [apart.key, *([f"rollout.ahead={ahead}"] if ahead else [])]
-                run = Run(folder / f"run-{number}-ahead-{ahead}", more)
-                done += shaken(run, apart, options.kills - done, chance, pace)
+                with Run(folder / f"run-{number}-ahead-{ahead}", more) as run:
+                    done += shaken(run, apart, options.kills - done, chance, pace)
                 check(run, whole.folder, ahead)
                 number, starts, lost = number + 1, starts + run.starts, lost + run.lost
     print(
