@@ -279,9 +279,9 @@ MUTANTS = [
         [f"{LORA}::test_Adapters_of_every_layout_equal_one_process"],
     ),
     Mutant(
-        "factors of experts are reduced over the ranks of dense weights",
+        "a factor that experts share is reduced over the ranks of one expert",
         "pyrl_ext/megatron/lora.py",
-        [('shared or getattr(like, "allreduce", True)', "True")],
+        [('shared or getattr(like, "allreduce", True)', 'getattr(like, "allreduce", True)')],
         [f"{LORA}::test_Adapters_of_every_layout_equal_one_process"],
     ),
     Mutant(
