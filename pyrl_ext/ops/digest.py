@@ -62,7 +62,8 @@ def digest_on_device(tensor: Tensor) -> Tensor:
     # the widest integer that divides a row, and with it every chunk
     size, total = gcd(4, tensor.shape[-1] * tensor.itemsize), seed
     if tensor.device.type == "cpu" and tensor.nbytes <= SMALL:
-        words = _words(tensor, size).numpy()
+        # a copy: what numpy shares can no longer be resized, so not be offloaded
+        words = _words(tensor, size).to(torch.int64).numpy()
         sums = int(words @ _on_host()[: len(words)])  # wraps
         return torch.tensor(_signed(sums + seed * STEP))
     at_once = _at_once(tensor.device)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.ops import digest as module
 from pyrl_ext.ops.digest import STEP, WORDS, digest, digest_on_device, read
 
@@ -177,3 +178,13 @@ def test_digest_is_the_same_on_a_gpu(dtype: torch.dtype):
     for shape in ((), (5, 7), (3, WORDS + 5), (2, 300, 1001)):
         tensor = random(shape, dtype)
         assert digest(tensor.cuda()) == digest(tensor)
+
+
+@pytest.mark.parametrize("rows", [3, 100_000])
+def test_digest_leaves_tensors_that_can_be_offloaded(rows):
+    tensor = torch.ones(rows, 4)
+    before = digest(tensor)
+    offloaded = OffloadedStorage()
+    offloaded.offload([tensor])
+    offloaded.onload()
+    assert digest(tensor) == before
