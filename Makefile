@@ -14,7 +14,7 @@ BASE_RUN := runs/tiny_base-$(BASE)
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs swiglu rms_norm expert_rows
 
-.PHONY: help venv build browser demo demo-vl demo-turns demo-lora pictures test test-fast test-servers kills mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
+.PHONY: help venv build browser demo demo-vl demo-turns demo-lora pictures test test-fast test-runs test-servers kills mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te clean
 
 help:  ## this list
@@ -80,9 +80,18 @@ test-fast: build  ## what starts no process and builds no model: under a minute
 
 test: build browser  ## the suite; the targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-	  --durations 15 --ignore tests/dist/test_faults.py $(SERVERS:%=--ignore %) \
+	  --durations 15 --ignore tests/dist/test_faults.py $(SERVERS:%=--ignore %) $(RUNS:%=--ignore %) \
 	  --ignore tests/rollout/vllm/test_engine.py --ignore tests/rollout/vllm/test_images.py \
 	  --ignore tests/rollout/vllm/test_server.py --ignore tests/rollout/vllm/test_adapters.py
+
+RUNS := $(addprefix tests/,test_train.py test_train_images.py test_demo_vl.py dist/test_hub.py \
+          dist/test_offload.py megatron/test_checkpoint.py megatron/test_head.py \
+          rollout/process/test_client.py rollout/test_dynamic.py run/test_failure.py \
+          $(addprefix trainer/test_,policy.py lora.py lost_ranks.py sft.py) weights/test_modules.py)
+
+test-runs: build  ## whole runs and layouts on several ranks: stopped, resumed, and equal to one process
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+	  --durations 15 $(RUNS)
 
 SERVERS := $(addprefix tests/,test_serve.py $(addprefix rollout/servers/test_,train.py publish_faults.py faults.py))
 
