@@ -84,10 +84,14 @@ test: build browser  ## the suite; the targets below take longer and are apart
 	  --ignore tests/rollout/vllm/test_engine.py --ignore tests/rollout/vllm/test_images.py \
 	  --ignore tests/rollout/vllm/test_server.py --ignore tests/rollout/vllm/test_adapters.py
 
-RUNS := $(addprefix tests/,test_train.py test_train_images.py test_demo_vl.py dist/test_hub.py \
-          dist/test_offload.py megatron/test_checkpoint.py megatron/test_head.py \
-          rollout/process/test_client.py rollout/test_dynamic.py run/test_failure.py \
-          $(addprefix trainer/test_,policy.py lora.py lost_ranks.py sft.py) weights/test_modules.py)
+RUNS := $(addprefix tests/,test_train.py test_train_images.py test_demo_vl.py plan/test_memory.py \
+          $(addprefix dist/test_,hub.py offload.py) \
+          $(addprefix megatron/test_,checkpoint.py head.py expert_rows.py) \
+          $(addprefix models/test_,families.py qwen3.py qwen3_next.py) \
+          $(addprefix rollout/test_,ahead.py dynamic.py recorded.py) rollout/process/test_client.py \
+          $(addprefix run/test_,failure.py folder.py) \
+          $(addprefix trainer/test_,policy.py lora.py lost_ranks.py sft.py dynamic_cp.py) \
+          $(addprefix weights/test_,gather.py modules.py))
 
 test-runs: build  ## whole runs and layouts on several ranks: stopped, resumed, and equal to one process
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
