@@ -26,9 +26,11 @@ from tests.helpers.tiny import random_batch
 
 TE = ("model.backend=te", "replay=off")
 SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3_SMALL}
+# layers with states are refused there
+HERE = {name: hf for name, hf in TRAINED.items() if name != "qwen3_next"}
 
 
-@pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
+@pytest.mark.parametrize("hf", HERE.values(), ids=list(HERE))
 def test_te_spec_equals_the_model_of_transformers(tmp_path, hf):
     """Log-probs, tensors that come back, every live tensor claimed once, parameters counted."""
     theirs, batch = write_model(tmp_path, hf), random_batch(9)
