@@ -194,16 +194,12 @@ check: build  ## formatter, linter, types
 bench: build  ## kernels: what they compile to, then each against a copy and its peers on the CPU
 	$(BIN)/python -m benchmarks.binaries
 	$(BIN)/python -m benchmarks.profile_step
-	$(BIN)/python -m benchmarks.wide_step --rounds 1
-	$(BIN)/python -m benchmarks.turns
+	$(BIN)/python -m benchmarks.wide_step --rounds 1 $(WIDE)
+	$(BIN)/python -m benchmarks.turns $(TURNS)
 	$(BIN)/python -m benchmarks.run $(FAMILIES) --threads 1 $(BENCH)
 
-bench-quick: build  ## the same a tenth as long: whether all of it runs, and computes what it should
-	$(BIN)/python -m benchmarks.binaries
-	$(BIN)/python -m benchmarks.profile_step
-	$(BIN)/python -m benchmarks.wide_step --rounds 1 --tokens 512
-	$(BIN)/python -m benchmarks.turns --trajectories 64 --turns 4
-	$(BIN)/python -m benchmarks.run $(FAMILIES) --threads 1 --quick
+bench-quick:  ## the same a tenth as long: whether all of it runs, and computes what it should
+	$(MAKE) bench BENCH=--quick WIDE='--tokens 512' TURNS='--trajectories 64 --turns 4'
 
 # with BIN=/usr/bin that Python runs it, and nothing is built: PYTHONPATH names what it lacks
 gpu: $(if $(filter command,$(origin BIN)),,build)  ## needs a GPU: everything that asks for one, in one report

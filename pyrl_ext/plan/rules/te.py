@@ -26,11 +26,11 @@ def te_problems(plan: Plan) -> list[str]:
     """Why `plan` cannot run TransformerEngine's layers here."""
     if plan.model.backend != "te":
         return []
-    problem = _package_problem()
+    problem = package_problem()
     return [f"model.backend: te, {problem}. Run: {INSTALL}"] if problem else []
 
 
-def _package_problem() -> str | None:
+def package_problem() -> str | None:
     """The package of transformer-engine that is missing or of a wrong version; imports none."""
     for name in ("transformer_engine", "transformer_engine_torch"):
         if find_spec(name) is None:

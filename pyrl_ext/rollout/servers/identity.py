@@ -26,7 +26,7 @@ class Identity:
         tensors: of the names and shapes of its weights
         dtype: of its weights in the engine
         tokenizer: of the tokenizer's file; empty: it has none
-        alpha: of the adapters that the engine applies, as text; None: it applies none
+        alpha: of the adapters that the engine applies, as text; "None": it applies none
     """
 
     model: str

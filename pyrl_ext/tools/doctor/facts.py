@@ -28,12 +28,8 @@ SECONDS = 20.0  # for a command that prints its version
 Facts = dict[str, Any]
 
 
-def facts_of_host(folder: Path) -> Facts:
-    """Facts by name, as JSON holds them; None: it is not there, or cannot be read.
-
-    Args:
-        folder: whose disk is looked at.
-    """
+def facts_of_host() -> Facts:
+    """Facts by name, as JSON holds them; None: it is not there, or cannot be read."""
     return {
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()}",
@@ -43,10 +39,12 @@ def facts_of_host(folder: Path) -> Facts:
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "shared_memory": _disk(Path("/dev/shm")),
         "open_files": list(resource.getrlimit(resource.RLIMIT_NOFILE)),
-        "disk": _disk(folder),
+        "disk": _disk(Path.cwd()),
         "packages": {name: _version(name) for name in (*PACKAGES, *MORE)},
         "commands": {name: _said(name, option) for name, option in COMMANDS.items()},
         "torch": _torch(),
+        "plans": _plans(),
+        "vllm": _vllm(),
         "extension": _extension(),
         **_gpus(),
         "links": _links(),
@@ -91,9 +89,9 @@ def _processor() -> str:
 
 
 def _disk(folder: Path) -> dict[str, int] | None:
-    """Bytes of the disk that ``folder`` is on, or would be."""
+    """Bytes of the disk that ``folder`` is on."""
     try:
-        total, _, free = shutil.disk_usage(nearest(folder))
+        total, _, free = shutil.disk_usage(folder)
     except OSError:
         return None
     return {"total": total, "free": free}
@@ -123,6 +121,26 @@ def _torch() -> Facts:
             "gpus": seen,
             "nccl": torch.distributed.is_nccl_available(),
         }
+
+    return _here(probe)
+
+
+def _plans() -> Facts:
+    """Whether plans can be compiled, and what TransformerEngine's packages lack."""
+
+    def probe() -> Facts:
+        from pyrl_ext.plan.rules.te import package_problem
+
+        return {"te": package_problem()}
+
+    return _here(probe)
+
+
+def _vllm() -> Facts:
+    def probe() -> Facts:
+        from pyrl_ext.rollout.vllm.cpu import installed
+
+        return {"is_for_cpus": installed()}
 
     return _here(probe)
 

