@@ -23,7 +23,7 @@ def test_main_names_the_command_as_it_was_called(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/pyrl"])
-    for name in ("plan", "train", "report"):
+    for name in ("plan", "train", "report", "doctor"):
         with pytest.raises(SystemExit):
             main([name, "--help"])
         assert capsys.readouterr().out.startswith(f"usage: pyrl {name} ")

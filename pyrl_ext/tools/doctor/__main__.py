@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from pyrl_ext.tools.doctor.facts import facts_of_host
@@ -51,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pyrl doctor", description=__doc__)
+    by_name = Path(sys.argv[0]).name == "pyrl"  # plan.command.called needs pydantic
+    prog = "pyrl doctor" if by_name else "python -m pyrl_ext.tools.doctor"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("config", nargs="?", help="the YAML file of a plan")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set a value")
     parser.add_argument("--json", action="store_true", help="print all of it for a script")
