@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f". Did you mean {near[0]}?" if near else ""
         print(f"pyrl: {name!r}, expected one of {', '.join(COMMANDS)}{hint}", file=sys.stderr)
         return 2
+    if not {"", os.getcwd()} & {*sys.path}:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: a config names functions there
     return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext.cli import COMMANDS, main
+from pyrl_ext.dist.user_code import load_function
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,6 +34,19 @@ def test_main_returns_the_exit_code_of_the_command(capsys: pytest.CaptureFixture
     assert main(["plan", str(ROOT / "configs/tiny.yaml")]) == 0
     assert main(["plan", str(ROOT / "configs/tiny.yaml"), "parallel.tp=3"]) == 2
     assert "3 does not divide" in capsys.readouterr().err
+
+
+def test_main_finds_functions_in_the_folder_it_is_called_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As `python -m` does; a script's folder comes first on the path otherwise."""
+    (tmp_path / "my_rewards.py").write_text("def close(prompt, text, tokens): return 1.0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    config = str(ROOT / "configs/tiny.yaml")
+    assert main(["plan", config]) == 0
+    assert load_function("data.reward", "my_rewards:close", 3)(None, "", [])
+    assert main(["plan", config]) == 0 and sys.path.count(str(tmp_path)) == 1
 
 
 def test_main_refuses_an_unknown_command(capsys: pytest.CaptureFixture[str]):
