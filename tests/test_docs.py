@@ -36,8 +36,10 @@ def of_today(page: Path) -> str:
 
 TEXTS = {page.relative_to(REPOSITORY).as_posix(): of_today(page) for page in pages()}
 README = TEXTS["README.md"]
-# An example's own names, and what commands write
-INVENTED = re.compile(r"\bmy_|\bmine\b|<|\*|^runs/|^checkpoints/|^data/arithmetic|glm47/|^tiny/")
+# An example's own names, what commands write, and the binary
+INVENTED = re.compile(
+    r"\bmy_|\bmine\b|<|\*|^runs/|^checkpoints/|^data/arithmetic|glm47/|^tiny/|^pyrl_ext\._C$"
+)
 SUFFIXES = r"(?:py|md|yaml|json|jsonl|png|svg|cu|cpp|hpp|txt)"
 METRIC_ROOTS = {name.split("/")[0] for name in GLOSSARY if "/" in name}
 
