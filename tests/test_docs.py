@@ -21,6 +21,7 @@ from pyrl_ext.metrics.glossary import GLOSSARY, lookup
 from pyrl_ext.metrics.glossary import RENAMED as RENAMED_METRICS
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.__main__ import main as plan_command
+from pyrl_ext.plan.compile import draft_of, load
 from pyrl_ext.plan.language.fields import Section, section_of
 from pyrl_ext.plan.language.renamed import RENAMED as RENAMED_KEYS
 from pyrl_ext.plan.schema import Config
@@ -29,9 +30,11 @@ from tests.readme import REPOSITORY, Run, commands, is_left_out, pages, shown, w
 
 
 def of_today(page: Path) -> str:
-    """The text of a page, without the first column of docs/changes.md: names that are no more."""
+    """The text of a page, without the columns of names that are not ours: the first one of
+    docs/changes.md (of before), all but the first one of docs/from.md (of others)."""
+    others = {"changes": (r"^\|[^|]*", ""), "from": (r"^(\|[^|]*\|)(?:[^|]*\|){5}$", r"\1")}
     text = page.read_text("utf-8")
-    return re.sub(r"^\|[^|]*", "", text, flags=re.MULTILINE) if page.stem == "changes" else text
+    return re.sub(*others[page.stem], text, flags=re.M) if page.stem in others else text
 
 
 TEXTS = {page.relative_to(REPOSITORY).as_posix(): of_today(page) for page in pages()}
@@ -153,6 +156,20 @@ def test_docs_name_config_keys_that_exist(page: str):
             keys |= set(re.findall(r"(?<=[ '])([a-z_]+(?:\.\w+)*)=", line))
     wrong = [problem for key in sorted(keys) if (problem := problem_of_key(key))]
     assert not wrong, f"{page} names {wrong}"
+
+
+def test_docs_from_other_trainers_give_values_that_are_accepted():
+    """The first column of the tables: keys that exist, with values of the right type and range."""
+    rows = re.findall(r"^\| (`[^|]*) \|$", TEXTS["docs/from.md"], re.M)
+    given = [text for text in quoted("\n".join(rows)) if "/" not in text]
+    wrong = [problem for text in given if (problem := problem_of_key(text.split("=")[0]))]
+    for text in given:
+        if "=" in text:
+            config = "tiny_sft" if text.endswith("=sft") else "tiny_lora"  # with such sections
+            source = load(REPOSITORY / f"configs/{config}.yaml", [text])
+            draft_of(source)  # records what the schema refuses; rules are not asked
+            wrong += source.problems
+    assert len(given) > 90 and not wrong
 
 
 @pytest.mark.parametrize("page", TEXTS)
