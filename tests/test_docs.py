@@ -112,6 +112,19 @@ def test_docs_name_modules_and_names_that_exist(page: str):
 
 
 @pytest.mark.parametrize("page", TEXTS)
+def test_docs_call_modules_that_exist(page: str):
+    """`python -m` of the package, of tests and of benchmarks; pytest and torch have theirs."""
+    called = set(re.findall(r"-m ((?:pyrl_ext|tests|benchmarks)\b[\w.]*)", TEXTS[page]))
+    places = {name: REPOSITORY / name.replace(".", "/") for name in called}
+    wrong = [
+        name
+        for name, at in places.items()
+        if not at.with_suffix(".py").is_file() and not (at / "__main__.py").is_file()
+    ]
+    assert not wrong, f"{page} calls {wrong}, which are not there"
+
+
+@pytest.mark.parametrize("page", TEXTS)
 def test_docs_name_files_and_folders_that_exist(page: str):
     wrong = []
     for name in quoted(TEXTS[page]):
