@@ -97,7 +97,7 @@ test-runs: build  ## whole runs and layouts on several ranks: stopped, resumed, 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 	  --durations 15 $(RUNS)
 
-SERVERS := $(addprefix tests/,test_serve.py $(addprefix rollout/servers/test_,train.py publish_faults.py faults.py))
+SERVERS := $(addprefix tests/,test_serve.py $(addprefix rollout/servers/test_,train.py senders.py publish_faults.py faults.py))
 
 test-servers: build  ## engines as servers in separate processes: runs over them, and servers that die
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SERVERS)

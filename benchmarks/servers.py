@@ -48,7 +48,7 @@ class Nothing:
         self.metrics = {}
 
     def __call__(
-        self, servers: Sequence[Server], named: Iterable[Any], version: int, only: Any
+        self, servers: Sequence[Server], named: Iterable[Any], version: int, *_: Any
     ) -> Mapping[str, str]:
         return {}
 

@@ -87,7 +87,7 @@ MAX_CODE = {
     "encoders": 1200,
     "objectives": 680,
     "serve": 1200,
-    "servers": 2860,
+    "servers": 2990,
     "turns": 900,
     "recorded": 420,
     "lora": 1500,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -72,7 +72,12 @@ class BucketStream(ABC):
 
     Iterating yields (name, tensor); these tensors stay valid. `buckets` assembles them in memory
     that the caller allocates, which saves a copy if the caller sends that memory.
+
+    Attributes:
+        names: of the tensors that come on this rank; None: not known, all of them come
     """
+
+    names: Set[str] | None = None
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
@@ -81,6 +86,12 @@ class BucketStream(ABC):
     def buckets(self, allocate: Allocate) -> Iterator[tuple[Bucket, Tensor]]:
         """Yields each bucket with the memory from ``allocate`` that holds it."""
         ...
+
+
+def names_here(named: Named, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that come on this rank."""
+    here = named.names if isinstance(named, BucketStream) else None
+    return [name for name in names if here is None or name in here]
 
 
 def buckets_of(
@@ -121,7 +132,7 @@ def observed(named: Named, note: Callable[[str, Tensor], None]) -> Named:
 
 class _Observed(BucketStream):
     def __init__(self, stream: BucketStream, note: Callable[[str, Tensor], None]):
-        self.stream, self.note = stream, note
+        self.stream, self.note, self.names = stream, note, stream.names
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return _noting(self.stream, self.note)

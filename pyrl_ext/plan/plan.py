@@ -35,7 +35,7 @@ FREE_ON_RESUME = (
     *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
     *("rollout.transport", "turns.timeout", "turns.min_share"),
     *("rollout.servers", "rollout.launch", "rollout.min_servers", "rollout.keys"),
-    *("rollout.request_timeout", "rollout.publish_timeout", "lora.publish"),
+    *("rollout.request_timeout", "rollout.publish_timeout", "rollout.senders", "lora.publish"),
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "fetched")

@@ -103,10 +103,7 @@ class Engine(Protocol):
         ...
 
     def load_weights(
-        self,
-        named: Iterable[tuple[str, Tensor]],
-        version: int,
-        only: Collection[str] | None = None,
+        self, named: Iterable[tuple[str, Tensor]], version: int, only: Collection[str] | None = None
     ) -> None:
         """Takes new weights, under the names of the model's Hugging Face safetensors.
 

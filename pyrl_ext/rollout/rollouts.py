@@ -35,11 +35,7 @@ class Rollouts:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        topo: Topology,
-        source: Source,
-        show: Callable[[str], None] | None = None,
+        self, plan: Plan, topo: Topology, source: Source, show: Callable[[str], None] | None = None
     ):
         self.plan, self.source, self.show = plan, source, show
         self.dropped: dict[str, float] = {}

@@ -33,12 +33,7 @@ from pyrl_ext.trainer.ages import ages_of, by_age
 from pyrl_ext.trainer.canary import score_canaries
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.trainer.token_weights import shaped, weigh_tokens
-from pyrl_ext.weights.check import (
-    check_batch,
-    full_check,
-    mismatch_limit,
-    sync_weights,
-)
+from pyrl_ext.weights.check import check_batch, full_check, mismatch_limit, sync_weights
 
 Phase = Callable[[str], AbstractContextManager]
 Metrics = dict[str, float]

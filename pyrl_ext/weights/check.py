@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Literal
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.dist.agree import gather_objects
-from pyrl_ext.dist.buckets import Named, observed
+from pyrl_ext.dist.buckets import Named, names_here, observed
 from pyrl_ext.dist.reduce import sum_over_ranks
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.metrics.glossary import GLOSSARY
@@ -38,14 +38,16 @@ class SentTensors:
         bytes: of all tensors that left
     """
 
-    def __init__(self, names: Collection[str], dtype: torch.dtype):
+    def __init__(self, names: Sequence[str], dtype: torch.dtype):
         self.names, self.dtype, self.bytes = names, dtype, 0
         self._wanted = set(names)
         self._exact: dict[str, Tensor] = {}
         self._rounded: dict[str, Tensor] = {}
 
     def recording(self, named: Named) -> Named:
-        """``named``, with the digests of ``names`` recorded as they pass."""
+        """``named``, with the digests of ``names`` recorded as they pass; where some come on other
+        ranks, they are no longer in ``names``."""
+        self.names = names_here(named, self.names)
         return observed(named, self._record)
 
     def _record(self, name: str, tensor: Tensor) -> None:
@@ -119,10 +121,10 @@ def sync_weights(
     engine.load_weights(sent.recording(named), version, only)
 
     def check_digests() -> None:
-        if wrong := sent.mismatches(engine.checksums(compared)):
+        if sent.names and (wrong := sent.mismatches(engine.checksums(sent.names))):
             rank = dist.get_rank() if dist.is_initialized() else 0
             raise RuntimeError(
-                f"sync_weights: rank {rank}, version {version}: {len(wrong)} of {len(compared)} "
+                f"sync_weights: rank {rank}, version {version}: {len(wrong)} of {len(sent.names)} "
                 "tensors differ in the engine, expected every one as the trainer sent it; samples "
                 "would come from other weights" + _lines(wrong)
             )

@@ -1,11 +1,12 @@
-"""Weights from the trainer's ranks, whole on every rank, in buckets of a few collectives each.
+"""Weights from the trainer's ranks, whole on every rank or on one, in buckets of few collectives.
 
 A bucket holds consecutive rows of the family's weight table that lie on one pipeline stage. Each
 rank fills one segment of a scratch buffer: tensor-parallel ranks with their shards, expert ranks
 (expert and expert-tensor parallel together) with their experts. One all-gather per group completes
 the buffer, one broadcast takes it to the other stages, and then its shards are put together to
 checkpoint tensors. Offsets follow from the plan, so ranks exchange no metadata; no tensor is kept
-between calls. Where several modules run on different ranks, each bucket crosses from the first rank
+between calls. A bucket for one rank alone is gathered by the groups of the rank of its stage in the
+same pipeline. Where several modules run on different ranks, each bucket crosses from the first rank
 of its module to all ranks outside, once.
 """
 
@@ -218,7 +219,8 @@ class Outward(NamedTuple):
 
 
 class GatheredWeights(BucketStream):
-    """Every wanted checkpoint tensor (HF name, value) of a module, whole, in checkpoint order.
+    """Every wanted checkpoint tensor (HF name, value) of a module, whole, in checkpoint order;
+    without those of buckets that another rank gets.
 
     Iterating yields the live parameter if it is not sharded, otherwise a fresh tensor: engines may
     hold it across buckets until a fused group is complete. `buckets` writes all of them into the
@@ -252,8 +254,14 @@ class GatheredWeights(BucketStream):
     ):
         self.planned, self.live, self.topo, self.outward = planned, live, topo, outward
         self.sent = live if sent is None else sent
+        self.to: Sequence[int | None] = [None] * len(planned)
         if live is not None:
             self._check(live)
+
+    def give(self, to: Sequence[int]) -> None:
+        """Each bucket comes on one rank alone, the one in ``to``."""
+        here = [sharded for sharded, rank in zip(self.planned, to) if rank == self.topo.rank]
+        self.to, self.names = to, {slot.name for each in here for slot in each.bucket.slots}
 
     @property
     def largest(self) -> int:
@@ -289,9 +297,10 @@ class GatheredWeights(BucketStream):
         """Each bucket with its scratch buffer, complete until the next one is asked for."""
         size = max((sharded.scratch for sharded in self.planned), default=0)
         buffer = torch.empty(size, dtype=torch.uint8, device=self.topo.device)
-        for sharded in self.planned:
-            self._fill(sharded, buffer[: sharded.scratch])
-            yield sharded, buffer
+        for sharded, to in zip(self.planned, self.to, strict=True):
+            self._fill(sharded, to, buffer[: sharded.scratch])
+            if to in (None, self.topo.rank):
+                yield sharded, buffer
 
     def _parts(self, shards: Shards, scratch: Tensor) -> list[Tensor]:
         """All shards, by rank, or the live parameter if it is whole."""
@@ -307,48 +316,50 @@ class GatheredWeights(BucketStream):
             yield from (s for s in sharded.shards if s.owner in (None, expert_rank))
 
     def _check(self, live: Mapping[str, Tensor]) -> None:
-        for sharded in self.planned:
-            for shards in self._mine(sharded):
-                tensor = live.get(shards.row.megatron_name)
-                if tensor is not None and (tensor.shape, tensor.dtype) == (
-                    shards.shape,
-                    shards.dtype,
-                ):
-                    continue
-                found = "missing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
-                raise ValueError(
-                    f"GatheredWeights: {shards.row.megatron_name} is {found} on rank "
-                    f"{self.topo.rank}, "
-                    f"expected {list(shards.shape)} {shards.dtype}, the plan's shard of "
-                    f"{shards.row.hf_names}"
-                )
+        for shards in (shards for sharded in self.planned for shards in self._mine(sharded)):
+            tensor, expected = live.get(shards.row.megatron_name), (shards.shape, shards.dtype)
+            if tensor is not None and (tensor.shape, tensor.dtype) == expected:
+                continue
+            found = "missing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
+            raise ValueError(
+                f"GatheredWeights: {shards.row.megatron_name} is {found} on rank {self.topo.rank}, "
+                f"expected {list(shards.shape)} {shards.dtype}, the plan's shard of "
+                f"{shards.row.hf_names}"
+            )
 
-    def _fill(self, sharded: ShardedBucket, buffer: Tensor) -> None:
-        """Makes the scratch buffer of a bucket complete on every rank."""
+    def _fill(self, sharded: ShardedBucket, to: int | None, buffer: Tensor) -> None:
+        """Makes the scratch buffer of a bucket complete where it is wanted."""
         if self.sent is not None:
-            self._fill_inside(sharded, buffer, self.sent)
+            self._fill_inside(sharded, to, buffer, self.sent)
         if self.outward is not None:
             dist.broadcast(buffer, self.outward.source, group=self.outward.group)
 
     def _fill_inside(
-        self, sharded: ShardedBucket, buffer: Tensor, sent: Mapping[str, Tensor]
+        self, sharded: ShardedBucket, to: int | None, buffer: Tensor, sent: Mapping[str, Tensor]
     ) -> None:
         """The same on the ranks of the module."""
         topo = self.topo
+        near = None if to is None else topo.grid.group(to, "pp")[sharded.stage]
         if sharded.stage == topo.pp_rank:
             for shards in self._mine(sharded):
                 if shards.starts:
                     _, rank, _ = tensor_split(shards.row, topo)
                     shards.view(buffer, rank).copy_(sent[shards.row.megatron_name])
+                elif to not in (None, topo.rank):
+                    _ = sent[shards.row.megatron_name]  # `MoveSeen` sees it on every rank
             for name, (start, length) in sharded.segments.items():
                 group: dist.ProcessGroup = getattr(topo.groups, name)
-                if length and group.size() > 1:
+                if length and group.size() > 1 and _has(group, near):
                     gather = _gather_at_once if buffer.is_cuda else _gather_in_turn
                     segments = buffer[start : start + length * group.size()]
                     gather(segments.view(group.size(), length), group)
-        if topo.pp_size > 1:
+        if topo.pp_size > 1 and (to is None or to != near) and _has(topo.groups.pp, to):
             source = dist.get_global_rank(topo.groups.pp, sharded.stage)
             dist.broadcast(buffer, source, group=topo.groups.pp)
+
+
+def _has(group: dist.ProcessGroup, rank: int | None) -> bool:
+    return rank is None or rank in dist.get_process_group_ranks(group)
 
 
 def _gather_at_once(segments: Tensor, group: dist.ProcessGroup) -> None:

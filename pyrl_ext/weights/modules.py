@@ -17,6 +17,7 @@ from pyrl_ext.models.lora_table import adapter_table, targeted
 from pyrl_ext.models.weight import Weight
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import Grid
+from pyrl_ext.rollout.servers.senders import senders_of
 from pyrl_ext.rollout.tensor_names import layer_of
 from pyrl_ext.weights.check import engine_tensor_names
 from pyrl_ext.weights.gather import GatheredWeights, Outward, ShardedBucket, plan_buckets
@@ -147,18 +148,23 @@ class ModuleTensors:
         self, live: Mapping[str, Live], only: Set[str] | None = None, move: MoveSeen | None = None
     ) -> BucketStream:
         """The tensors of `engine_names`: `whole`, or the base and then the factors of adapters.
+        For engines apart each tensor comes on the rank that sends it alone.
 
         Args: as for `whole`.
         Communicates: see `GatheredWeights`.
         """
-        if not self.factors:
-            return self.whole(live, only=only, move=move)
-        base = {name: each._replace(adapters=None) for name, each in live.items()}
-        planned = plan_buckets(self.plan, self.factors, only=only)
-        of, topo = live["llm"].adapters, live["llm"].topo
-        assert of is not None
-        factors = GatheredWeights(planned, of.live(), topo)
-        return _Joined([*self.whole(base, only=only).parts, factors])
+        factors: list[GatheredWeights] = []
+        if self.factors:
+            of, topo = live["llm"].adapters, live["llm"].topo
+            assert of is not None
+            planned = plan_buckets(self.plan, self.factors, only=only)
+            factors = [GatheredWeights(planned, of.live(), topo)]
+            live = {name: each._replace(adapters=None) for name, each in live.items()}
+        parts = [*self.whole(live, only=only, move=move).parts, *factors]
+        for part in parts if self.plan.engines_apart else ():
+            of_buckets = [(each.stage, each.bucket.bytes) for each in part.planned]
+            part.give(senders_of(self.plan.grids["llm"], self.plan.rollout.senders, of_buckets))
+        return _Joined(parts)
 
     def move_seen(self, dtype: torch.dtype) -> MoveSeen | None:
         """For `published`; None: no adapters are merged.
@@ -197,6 +203,8 @@ class _Joined(BucketStream):
 
     def __init__(self, parts: Sequence[GatheredWeights]):
         self.parts = parts
+        if None not in (part.names for part in parts):
+            self.names = {name for part in parts for name in part.names or ()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for part in self.parts:

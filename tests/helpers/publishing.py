@@ -51,7 +51,8 @@ class Trainer:
         pairs = named.items() if isinstance(named, Mapping) else named
         pairs = cast(Iterable[tuple[str, Tensor]], pairs)
         part = {name: options.pop(name, None) for name in ("only", "base")}
-        weights = publish.Weights(pairs, version, self.shapes, bucket_bytes=1 << 16, **part)
+        shapes = options.pop("shapes", self.shapes)
+        weights = publish.Weights(pairs, version, shapes, bucket_bytes=1 << 16, **part)
         given = self.servers if servers is None else servers
         done = publish.publish(self.loop, given, weights, **options)
         done.failed |= done.wait()

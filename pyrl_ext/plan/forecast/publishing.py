@@ -15,20 +15,23 @@ from pyrl_ext.plan.plan import Plan
 
 
 def engine_costs(plan: Plan, gpu: Gpu, gathering: float) -> Iterator[Spent]:
-    """One rank sends the weights to all engines apart, which then load them.
+    """`rollout.senders` ranks send the weights to all engines apart, which then load them.
 
     Args:
-        gathering: seconds in which that rank gathers them; it sends a bucket meanwhile
+        gathering: seconds in which a sender gathers its part; it sends a bucket meanwhile
     """
-    total = published_numbers(plan) + encoder_parameters(plan)
+    total, senders = published_numbers(plan) + encoder_parameters(plan), plan.rollout.senders
     whole = total * DTYPE_BYTES[plan.model.dtype]
-    sent, rate = plan.num_engines * whole, min(TCP, gpu.network)
+    sent, rate = plan.num_engines * whole / senders, min(TCP, gpu.network)
+    # an engine takes from all of them at once
+    seconds = max(sent / rate, whole / (gpu.network * plan.rollout.tp))
     ring, _ = reached("ring", gpu.network, "byte")
     why = (
-        f"from one rank to {plan.num_engines} engines by TCP, beside gathering; {rate / 1e9:g} GB/s"
+        f"from {'one rank' if senders == 1 else f'each of {senders} ranks'} to {plan.num_engines} "
+        f"engines by TCP, beside gathering; {rate / 1e9:g} GB/s"
         f" of one process, assumed (NCCL would broadcast them in {duration(whole / ring)})"
     )
-    yield Spent("send weights", sent, "byte", max(0.0, sent / rate - gathering), why)
+    yield Spent("send weights", sent, "byte", max(0.0, seconds - gathering), why)
     taken = total * DTYPE_BYTES[plan.rollout_dtype] / plan.rollout.tp
     rate, why = reached("host", gpu.host, "byte")
     yield Spent.at("load weights", taken, "byte", rate, f"from the engine's host; {why}")

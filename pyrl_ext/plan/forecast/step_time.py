@@ -182,8 +182,9 @@ def _assumed(plan: Plan) -> Iterator[str]:
 
 
 def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
-    """Every rank gathers the model, bucket by bucket, and its engine reads a part of it. With
-    adapters only what they change is sent, after the first publish."""
+    """Every rank gathers the model, bucket by bucket, and its engine reads a part of it; where
+    engines are apart, their senders share it out. With adapters only what they change is sent,
+    after the first publish."""
     if plan.rollout.engine not in ("hf", "vllm"):
         return
     whole, each = parameters(plan.sizes).total, DTYPE_BYTES[plan.model.dtype]
@@ -194,10 +195,11 @@ def _publish(plan: Plan, gpu: Gpu) -> Iterator[Spent]:
     rate, why = reached("ring", group_rate(gpu, node, plan.world_size, 1), "byte")
     if plan.lora_publish:
         why = f"{plan.lora_publish}: {total / whole:.1%} of all numbers; {why}"
-    yield Spent.at("gather weights", each * (total - held), "byte", rate, why)
+    gathered = each * max(0.0, total / plan.rollout.senders - held)
+    yield Spent.at("gather weights", gathered, "byte", rate, why)
     taken = total * DTYPE_BYTES[plan.rollout_dtype] / plan.rollout.tp
     if plan.engines_apart:
-        yield from engine_costs(plan, gpu, each * (total - held) / rate)
+        yield from engine_costs(plan, gpu, gathered / rate)
     elif plan.rollout.gpus is None:
         rate, why = reached("memory", gpu.bandwidth, "byte")
         yield Spent.at("load weights", 2 * taken, "byte", rate, f"read and written; {why}")

@@ -13,7 +13,7 @@ from pyrl_ext.plan.rules._rule import Found, changed, rule
 
 LOOPBACK = re.compile(r"https?://(localhost|127\.\d+\.\d+\.\d+):\d+")
 # Keys that only engines apart read; those that only training while they generate reads.
-APART = ("min_servers", "keys", "request_timeout", "publish_timeout", "pause")
+APART = ("min_servers", "senders", "keys", "request_timeout", "publish_timeout", "pause")
 AHEAD = ("second_span_routes", "too_old")
 # Of an engine that shares the trainer's GPUs, or that the trainer starts -> what is expected
 BESIDE = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none", "transport": "auto"}
@@ -108,6 +108,13 @@ def enough_engines_are_there_to_begin_with(plan: Plan) -> Found:
     least, there = plan.rollout.min_servers, len(plan.addresses)
     if plan.engines_apart and least > there:
         return f"{least}, expected at most {there}, the number of engines; no run would begin"
+
+
+@rule("rollout.senders")
+def each_sender_is_another_rank(plan: Plan) -> Found:
+    asked, ranks = plan.rollout.senders, plan.parallel.world_size
+    if plan.engines_apart and asked > ranks:
+        return f"{asked}, expected at most {ranks}, the number of ranks; each sends a part"
 
 
 @rule("rollout.tp")

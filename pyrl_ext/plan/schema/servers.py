@@ -37,6 +37,9 @@ class Servers(Section):
     """where python -m pyrl_ext.serve starts them, in place of servers"""
     min_servers: Positive = 1
     """the run stops when fewer engines are left"""
+    senders: Positive = 1
+    """ranks that send weights, each a part of them to all engines; they are spread over pipeline
+    stages and hosts, which have a network connection each"""
     keys: Text | None = None
     """folder with the files generate and control, a secret each, that servers ask for; null: none,
     which only loopback addresses allow"""

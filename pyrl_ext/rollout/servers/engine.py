@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import resource
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -33,7 +32,7 @@ from pyrl_ext.rollout.servers.model import Model
 from pyrl_ext.rollout.servers.parts import Parts
 from pyrl_ext.rollout.servers.protocol import RPC, Request
 from pyrl_ext.rollout.servers.publisher import Publisher
-from pyrl_ext.rollout.servers.router import Router, Traffic
+from pyrl_ext.rollout.servers.router import Lane, Router, Traffic
 from pyrl_ext.rollout.servers.stream import Stream
 from pyrl_ext.rollout.versions import newest
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, route_dtype
@@ -90,9 +89,8 @@ class ServersEngine(Engine):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Routes if the model has routers; the first rank alone sends weights."""
-        routes, weights = bool(self.model.layer_ids), self.rank == 0
-        return Capabilities(routes=routes, weights=weights, turns=True, concurrent=True)
+        """Routes if the model has routers."""
+        return Capabilities(routes=bool(self.model.layer_ids), turns=True, concurrent=True)
 
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine in the thread of the servers."""
@@ -106,7 +104,7 @@ class ServersEngine(Engine):
         version: int,
         only: Collection[str] | None = None,
     ) -> None:
-        """Sends new weights to all servers, from the first rank; the others read ``named``.
+        """Sends new weights to all servers: every rank the tensors that come on it.
 
         New requests wait until all ranks are done. A server that fails is taken out; one that is
         there again or new joins once it gets all tensors, not with ``only`` some.
@@ -118,23 +116,19 @@ class ServersEngine(Engine):
         async def hold() -> dict[str, str]:
             return self.router.hold()
 
-        reports, named = gather_objects(self.run(hold()), self.group), iter(named)
-        error, tried = None, dict[str, str | None]()
+        reports, error = gather_objects(self.run(hold()), self.group), None
+        lanes = list[Lane]()
         try:
             if self.rank == 0:
                 if only is not None:
                     need_weights("ServersEngine.load_weights", self.version, "only some are sent")
-                lanes = self.run(self._joining(reports))
-                lanes = [lane for lane in lanes if only is None or lane.used]
-                failed = self._send([lane.server for lane in lanes], named, version, only)
-                tried = {lane.server.address: failed.get(lane.server.address) for lane in lanes}
-            else:
-                deque(named, maxlen=0)
+                found = self.run(self._joining(reports))
+                lanes = [lane for lane in found if only is None or lane.used]
         except Exception as caught:  # every rank has to know, or the others wait forever
             error = caught
-            with suppress(Exception):  # so they would for this rank's part in what they gather
-                deque(named, maxlen=0)
         agree("ServersEngine.load_weights", error, version, "weights", self.group)
+        failed = self._send([lane.server for lane in lanes], named, version, only, self.group)
+        tried = {lane.server.address: failed.get(lane.server.address) for lane in lanes}
         tried, *_ = gather_objects(tried, self.group)
         self.version, self._unproved = version, True
         numbers = self.run(self._released(version, tried))
@@ -174,7 +168,7 @@ class ServersEngine(Engine):
         self.run(take_out())
         return bool(wrong)
 
-    async def _joining(self, reports: Sequence[Mapping[str, str]]) -> list[Any]:
+    async def _joining(self, reports: Sequence[Mapping[str, str]]) -> list[Lane]:
         """The servers that get the weights, without those that another rank took out."""
         for reasons in reports[1:]:
             for lane in self.router.lanes:

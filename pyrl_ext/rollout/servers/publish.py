@@ -1,8 +1,9 @@
 """publish: new weights for all servers, as a protocol whose every step has a deadline.
 
 On each server: compare its identity, pause, start, update, finish, drop caches and resume. Then it
-generates, and is asked for the canary meanwhile. A server that fails at any step is left there:
-paused, and out of rotation. Its old weights are whole unless it failed while it loaded the new
+generates, and is asked for the canary meanwhile. The first rank leads; every rank that has a part
+of the weights sends it to all servers. A server that fails at any step is left there: paused, and
+out of rotation. Its old weights are whole unless it failed while it loaded the new
 ones, and then it refuses to generate.
 """
 
@@ -11,21 +12,24 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 
+from pyrl_ext.dist.agree import agree, gather_objects
 from pyrl_ext.dist.buckets import Named
 from pyrl_ext.rollout.servers import protocol
 from pyrl_ext.rollout.servers.canary import Canary, Seen
 from pyrl_ext.rollout.servers.client import Refused, Server, ServerFailed
 from pyrl_ext.rollout.servers.identity import Identity
-from pyrl_ext.rollout.servers.sender import Transfer, address_towards
+from pyrl_ext.rollout.servers.sender import Place, Transfer, address_towards
+from pyrl_ext.rollout.servers.staged import Door, UpdateInfo
+from pyrl_ext.rollout.servers.wire import WireError
 
 ANSWER = 2.0  # for a server to say why it left a transfer [s]
 Pause = Literal["finish", "keep", "abort"]
@@ -38,7 +42,7 @@ class Weights:
     Args:
         named: (name, tensor); the stream is read in the caller's thread
         version: of them
-        shapes: of all tensors that servers hold, by name
+        shapes: by name, of the tensors that servers hold, those that this rank sends
         only: names of the tensors that are sent, the others stay; None: all
         base: version that servers need to have with ``only``; None: any
         bucket_bytes: of each of the two buffers that they pass through
@@ -63,7 +67,7 @@ class Published:
         asked: address -> how the canary comes back from it
         seen: the same, of those that `wait` found right
         seconds: by step, the longest of any server
-        bytes: sent to all servers together
+        bytes: that this rank sent to all servers together
     """
 
     failed: dict[str, str] = field(default_factory=dict[str, str])
@@ -97,18 +101,22 @@ def publish(
     timeout: float,
     identity: Identity | None = None,
     canary: Canary | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Published:
     """Give every server the weights. The caller holds new requests until it returns.
 
     Args:
         loop: of the servers, in another thread
+        servers: on the first rank; the others get to know them
         pause: what happens to requests that run, `rollout.pause`
         timeout: longest time that one server may take [seconds]
         identity: that a server needs to join; None: none is asked for
         canary: what each server is asked from then on, while it generates; None: nothing
+        group: of all ranks; None: this process alone
 
-    Raises: what ``weights.named`` raises; all servers are then left paused.
-    Communicates: every byte once to each server.
+    Raises: what ``weights.named`` raises; with a group RuntimeError on every rank, if it raised on
+        one. All servers are then left paused.
+    Communicates: a few lines of every rank; every byte once to each server.
     """
     result = Published()
 
@@ -117,21 +125,25 @@ def publish(
 
     parts = [_Part(server, weights.version, timeout, result) for server in servers]
     ready = run(_each(parts, lambda part: part.prepare(pause, identity, weights.base)))
-    hosts = {part.server.address: part.host for part in ready}
+    addresses, *_ = gather_objects([part.server.address for part in ready], group)
+    begin, shapes = time.monotonic(), weights.shapes
+    if weights.only is not None:
+        shapes = {name: shapes[name] for name in set(weights.only).intersection(shapes)}
     transfer = Transfer(
-        *(loop, hosts, weights.version, weights.shapes, timeout),
+        *(loop, addresses, weights.version, shapes, timeout),
         bucket_bytes=weights.bucket_bytes,
         device=weights.device,
-        only=weights.only,
     )
-    begin = time.monotonic()
-    run(_begin(transfer, ready))
     try:
-        transfer.send(weights.named)
-        left = run(_each(ready, lambda part: part.received(transfer)))
+        doors = gather_objects(run(_opened(transfer)), group)
+        if wrong := [f"rank {n} {each}" for n, each in enumerate(doors) if isinstance(each, str)]:
+            raise RuntimeError(f"publish: {'; '.join(wrong)}")
+        run(_begin(transfer, ready, doors, weights))
+        failed, result.bytes = _sent(transfer, weights, group, lambda: run(_why(ready)))
+        left = run(_each(ready, lambda part: part.received(failed.get(part.server.address))))
     finally:
         run(_end(transfer, ready))
-    result.bytes, result.seconds["transfer"] = transfer.bytes * len(ready), time.monotonic() - begin
+    result.seconds["transfer"] = time.monotonic() - begin
     resumed = run(_each(left, lambda part: part.complete(pause)))
     for part in resumed if canary is not None else ():
         asked = asyncio.run_coroutine_threadsafe(part.ask(canary), loop)
@@ -144,22 +156,19 @@ class _Part:
 
     Attributes:
         left: time that it may still take [s]
-        host: this host's address towards the server
         fetching: the call in which the server fetches the weights
     """
 
-    fetching: asyncio.Task[dict[str, Any]]
+    fetching: asyncio.Task[dict[str, Any]] | None = None
 
     def __init__(self, server: Server, version: int, timeout: float, result: Published):
         self.server, self.version, self.result = server, version, result
-        self.left, self.host = timeout, ""
+        self.left = timeout
 
     async def prepare(self, pause: Pause, identity: Identity | None, base: int | None) -> None:
         """Everything before the first byte."""
         self.server.failure = None  # also of one that failed earlier, and is there again
-        place = urlsplit(self.server.address)
-        assert place.hostname is not None and place.port is not None
-        self.host = await asyncio.to_thread(address_towards, place.hostname, place.port)
+        await asyncio.to_thread(address_towards, self.server.address)
         if identity is not None:
             found = await self._call("identity", protocol.RPC, {"method": "identity"})
             for each in found.get("results") or [{}]:
@@ -220,32 +229,37 @@ class _Part:
         self.left -= taken
         self.result.seconds[step] = max(self.result.seconds.get(step, 0.0), taken)
 
-    def fetch(self, transfer: Transfer, number: int) -> None:
+    def fetch(self, transfer: Transfer, info: UpdateInfo) -> None:
         """Ask the server to fetch the weights; it answers once it has verified everything."""
-        info = {"update_info": transfer.info(number).to_json()}
-        call = self.server.control(protocol.UPDATE, info, math.inf)  # `received` sets its time
+        body = {"update_info": info.to_json()}
+        call = self.server.control(protocol.UPDATE, body, math.inf)  # `received` sets its time
         self.fetching = asyncio.get_running_loop().create_task(call)
 
         def ended(fetching: asyncio.Task[dict[str, Any]]) -> None:
             if not fetching.cancelled() and (error := fetching.exception()):
-                transfer.fail(number, str(error))
+                transfer.fail(info.engine, str(error))
 
         self.fetching.add_done_callback(ended)
 
-    async def received(self, transfer: Transfer) -> None:
-        """Wait until the server has verified everything."""
-        address = self.server.address
-        if (reason := transfer.failed.get(address)) is not None:
+    async def received(self, reason: str | None) -> None:
+        """Wait until the server has verified everything.
+
+        Args:
+            reason: why a rank could not send it its part; None: all could
+        """
+        address, fetching = self.server.address, self.fetching
+        assert fetching is not None
+        if reason is not None:
             why = reason if address in reason else f"{address}: it {reason}"
             try:  # the server may say what it did not like, a moment after it left
-                await asyncio.wait_for(self.fetching, min(self.left, ANSWER))
+                await asyncio.wait_for(fetching, min(self.left, ANSWER))
             except ServerFailed as error:
                 why = why if str(error) in why else f"{why}; {error}"
             except TimeoutError:
                 pass
             raise ServerFailed(why)
         try:
-            await asyncio.wait_for(self.fetching, self.left)
+            await asyncio.wait_for(fetching, self.left)
         except TimeoutError:
             raise ServerFailed(f"{address}: no answer after the last tensor") from None
 
@@ -266,14 +280,64 @@ def _reason(address: str, error: Exception) -> str:
     return str(error) if isinstance(error, ServerFailed) else f"{address}: {error!r}"
 
 
-async def _begin(transfer: Transfer, parts: Sequence[_Part]) -> None:
-    transfer.open()
+async def _opened(transfer: Transfer) -> list[Place] | str:
+    """A sender's doors for all servers; or why it has none."""
+    try:
+        return await transfer.open()
+    except (OSError, WireError) as error:
+        return f"cannot send weights: {error}"
+
+
+async def _begin(
+    transfer: Transfer, parts: Sequence[_Part], doors: Sequence[list[Place]], weights: Weights
+) -> None:
+    only = None if weights.only is None else tuple(weights.only)
     for number, part in enumerate(parts):
-        part.fetch(transfer, number)
+        of_all = (Door(rank, *each[number]) for rank, each in enumerate(doors) if each)
+        silence = 2.0 * transfer.limit  # while another server takes bytes
+        part.fetch(transfer, UpdateInfo(tuple(of_all), number, weights.version, silence, only))
+
+
+def _sent(
+    transfer: Transfer,
+    weights: Weights,
+    group: dist.ProcessGroup | None,
+    servers_say: Callable[[], list[str]],
+) -> tuple[dict[str, str], int]:
+    """Send this rank's part, and wait for the others.
+
+    Returns: address -> why a rank could not send it its part; bytes of all ranks to all servers.
+    """
+    error = None
+    try:
+        transfer.send(weights.named)
+    except Exception as caught:  # every rank has to know, or the others wait forever
+        error = caught
+    try:
+        agree("publish", error, weights.version, "weights", group)
+        ends = gather_objects((transfer.failed, transfer.sent_bytes), group)
+    except Exception as caught:
+        if caught is error or not (said := servers_say()):
+            raise
+        raise RuntimeError("\n  ".join((str(caught), *said))) from caught  # also of a dead rank
+    failed = dict[str, str]()
+    for rank, (reasons, _) in enumerate(ends):
+        for address, why in reasons.items():
+            failed.setdefault(address, f"{why}, from rank {rank}" if rank else why)
+    return failed, sum(sent for _, sent in ends)
+
+
+async def _why(parts: Sequence[_Part]) -> list[str]:
+    """The servers' reasons, where a rank did not send its part."""
+    for part in parts:
+        part.left = min(part.left, ANSWER)
+    await _each(parts, lambda part: part.received(None))
+    return [part.result.failed.get(part.server.address, "") for part in parts]
 
 
 async def _end(transfer: Transfer, parts: Sequence[_Part]) -> None:
-    for part in parts:
-        part.fetching.cancel()
-    await asyncio.gather(*(part.fetching for part in parts), return_exceptions=True)
+    calls = [part.fetching for part in parts if part.fetching is not None]
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
     await transfer.close()

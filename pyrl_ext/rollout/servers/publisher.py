@@ -7,8 +7,10 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from pyrl_ext.dist.buckets import names_here
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.adapters import applied_lora
 from pyrl_ext.rollout.engine import ScoreCanaries
@@ -21,7 +23,7 @@ from pyrl_ext.rollout.servers.publish import Published, Weights, publish
 
 
 class Publisher:
-    """The first rank calls it, and every rank `prove`.
+    """Every rank calls it, with the servers on the first, and `prove`.
 
     Args:
         plan: of the run
@@ -48,6 +50,7 @@ class Publisher:
         named: Iterable[tuple[str, Tensor]],
         version: int,
         only: Collection[str] | None,
+        group: dist.ProcessGroup | None = None,
     ) -> Mapping[str, str]:
         """Gives servers the weights; returns address -> reason of those that failed.
 
@@ -58,7 +61,8 @@ class Publisher:
             self._model = shapes_of(self.plan), identity_of(self.plan)
         shapes, identity = self._model
         base = None if only is None else self._version
-        weights = Weights(named, version, shapes, only, base, rollout.bucket_bytes, self.device)
+        here = {name: shapes[name] for name in names_here(named, shapes)}
+        weights = Weights(named, version, here, only, base, rollout.bucket_bytes, self.device)
         self._done.cancel()
         self._done = publish(
             *(self.loop, servers, weights),
@@ -67,6 +71,7 @@ class Publisher:
             timeout=rollout.publish_timeout,
             identity=identity,
             canary=self.canary,
+            group=group,
         )
         self._version = version
         self._count()

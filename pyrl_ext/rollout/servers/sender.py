@@ -1,4 +1,4 @@
-"""Transfer: the trainer's end of a publish: one stream of buckets to all engines at once.
+"""Transfer: a rank's end of a publish: one stream of its buckets to all engines at once.
 
 The caller's thread gathers tensors into one buffer while the event loop, which runs in another
 thread, writes the other buffer to every engine. A buffer is free when each engine has taken it or
@@ -13,20 +13,23 @@ import bisect
 import secrets
 import socket
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
 from pyrl_ext.dist.buckets import Bucket, Named, Slot, buckets_of
 from pyrl_ext.rollout.servers import wire
-from pyrl_ext.rollout.servers.staged import MEET, UpdateInfo
+from pyrl_ext.rollout.servers.staged import MEET
 
 CHUNK = 4 << 20  # bytes after which the place in a bucket is noted
+Place = tuple[str, int, str]  # host and port that wait for an engine, and its secret
 HELLO = 4 + 2 * wire.PROOF  # number of the engine, its nonce and proof [bytes]
 
 
@@ -35,13 +38,14 @@ class _Engine:
     """One receiver.
 
     Attributes:
+        host: this host's address towards it
         left: time that it may still take [s]
         at: the tensor that it is taking
     """
 
-    name: str
-    host: str
+    address: str
     left: float
+    host: str = ""
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
     at: str = "the first tensor"
     error: str | None = None
@@ -58,40 +62,38 @@ class _Engine:
 
 
 class Transfer:
-    """Sends one version of the weights.
+    """Sends a rank's part of one version of the weights.
 
     Args:
         loop: runs in another thread than the caller's
-        engines: name of each -> address of this host by which the engine reaches it
+        engines: address of each
         version: of the weights
-        wanted: name -> shape of every tensor that the engines hold; others are not sent
+        wanted: name -> shape of every tensor that this rank has to send, others are not sent; none:
+            engines do not meet it
         limit: longest time that one engine may take for the bytes [seconds]
         bucket_bytes: of each of the two buffers; they grow to the largest bucket
         device: of the tensors; from a GPU they pass through one more buffer there
-        only: see `Engine.load_weights`
 
     Attributes:
-        bytes: sent to each engine
+        sent_bytes: to all engines together
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        engines: dict[str, str],
+        engines: Sequence[str],
         version: int,
         wanted: Mapping[str, Sequence[int]],
         limit: float,
         *,
         bucket_bytes: int = 2**30,
         device: torch.device | str = "cpu",
-        only: Collection[str] | None = None,
     ):
         self.loop, self.version, self.limit = loop, version, limit
         self.bucket_bytes, self.device = bucket_bytes, torch.device(device)
-        self.only = None if only is None else tuple(only)
-        self.wanted = {n: tuple(wanted[n]) for n in (wanted if only is None else self.only or ())}
-        self._engines = [_Engine(name, host, limit) for name, host in engines.items()]
-        self.bytes, self._sent = 0, dict[str, tuple[int, ...]]()
+        self.wanted = {name: tuple(shape) for name, shape in wanted.items()}
+        self._engines = [_Engine(address, limit) for address in engines]
+        self.sent_bytes, self._sent = 0, dict[str, tuple[int, ...]]()
         self._doors: dict[str, socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
@@ -99,27 +101,29 @@ class Transfer:
         self._sending: list[list[Future[None]]] = [[], []]
         self._number = 0
 
-    def open(self) -> None:
-        """Listen for the engines; called in the loop's thread."""
-        for host in sorted({each.host for each in self._engines}):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            door = self._doors[host] = socket.socket(family)
+    async def open(self) -> list[Place]:
+        """Listen for the engines; called in the loop's thread.
+
+        Returns: where each engine meets this rank; nothing if it has nothing to send.
+        Raises: WireError, OSError.
+        """
+        for each in self._engines if self.wanted else ():
+            each.host = await asyncio.to_thread(address_towards, each.address)
+            if each.host in self._doors:
+                continue
+            family = socket.AF_INET6 if ":" in each.host else socket.AF_INET
+            door = self._doors[each.host] = socket.socket(family)
             door.setblocking(False)
-            door.bind((host, 0))
+            door.bind((each.host, 0))
             door.listen(len(self._engines))
             self._spawn(self._accept(door))
-
-    def info(self, number: int) -> UpdateInfo:
-        """The update info of engine ``number``. It waits twice as long as another may take."""
-        each = self._engines[number]
-        port = self._doors[each.host].getsockname()[1]
-        silence = 2.0 * self.limit
-        return UpdateInfo(each.host, port, number, each.secret, self.version, silence, self.only)
+        ports = {host: door.getsockname()[1] for host, door in self._doors.items()}
+        return [(each.host, ports[each.host], each.secret) for each in self._engines if ports]
 
     @property
     def failed(self) -> dict[str, str]:
         """Engine -> why it does not get the weights."""
-        return {each.name: each.error for each in self._engines if each.error}
+        return {each.address: each.error for each in self._engines if each.error}
 
     def fail(self, number: int, reason: str) -> None:
         """Engine ``number`` gets no more bytes; called in the loop's thread."""
@@ -132,17 +136,21 @@ class Transfer:
             engine has the weights.
         Communicates: every byte once to each engine. Syncs: a bucket, for digests and the copy.
         """
+        buckets = buckets_of(named, self.bucket_bytes, self._allocate)
         try:
-            for bucket, buffer in buckets_of(named, self.bucket_bytes, self._allocate):
+            for bucket, buffer in buckets:
                 if slots := [slot for slot in bucket.slots if slot.name in self.wanted]:
                     self._give(*_packed(bucket, slots, buffer))
             self._check()
             self._free(0)
             self._free(1)
-            end = wire.end_frame(self._number, self.version, self._sent)
-            self._sending[0] = self._start(end, None)
+            if self.wanted:
+                end = wire.end_frame(self._number, self.version, self._sent)
+                self._sending[0] = self._start(end, None)
         except BaseException:
             self.loop.call_soon_threadsafe(self._fail_all)
+            with suppress(Exception):  # others wait for this rank's part in what they gather
+                deque(buckets, maxlen=0)
             raise
         finally:
             for sending in self._sending:
@@ -199,7 +207,7 @@ class Transfer:
             host = self._host(buffer.numel())
             buffer = host[: bucket.bytes].copy_(buffer[: bucket.bytes])
         self._sent |= {slot.name: slot.shape for slot in bucket.slots}
-        self.bytes += len(frame) + bucket.bytes
+        self.sent_bytes += (len(frame) + bucket.bytes) * len(self._engines)
         self._number += 1
         sending = self._start(frame, (bucket, buffer))
         self._buffers.reverse()  # the next bucket goes into the other one
@@ -307,13 +315,14 @@ def _packed(bucket: Bucket, slots: Sequence[Slot], buffer: Tensor) -> tuple[Buck
     return less, buffer
 
 
-def address_towards(server: str, port: int) -> str:
-    """This host's address on the way to ``server``; no packet is sent."""
+def address_towards(address: str) -> str:
+    """This host's address on the way to a server's; no packet is sent."""
+    server = urlsplit(address)
     with suppress(OSError):
         for family, kind, number, _, place in socket.getaddrinfo(
-            server, port, type=socket.SOCK_DGRAM
+            server.hostname, server.port, type=socket.SOCK_DGRAM
         ):
             with socket.socket(family, kind, number) as way:
                 way.connect(place)
                 return way.getsockname()[0]
-    raise wire.WireError(f"publish: no way to {server}, expected a host that can be reached")
+    raise wire.WireError(f"publish: no way to {address}, expected a host that can be reached")

@@ -5,15 +5,33 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from pyrl_ext.rollout.servers import wire
 
 MEET = 10.0  # longest time for the proofs of the secret [s]
+MAX_SENDERS = 1024
 LOST = (20, 10, 4)  # a trainer's host that is lost: asked after [s], every [s], so many times
+
+
+class Door(NamedTuple):
+    """One of the trainer's ranks waits there for an engine.
+
+    Args:
+        rank: that sends
+        host, port: where it waits
+        secret: known to this engine and that rank alone
+    """
+
+    rank: int
+    host: str
+    port: int
+    secret: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,43 +39,51 @@ class UpdateInfo:
     """The update info that an engine gets over HTTP: where its weights come from, and which.
 
     Args:
-        host, port: where the trainer waits for it
+        doors: of all ranks that send a part of them
         engine: its number there
-        secret: known to this engine and the trainer alone
         version: of the weights
-        silence: longest time without a byte [seconds]
+        silence: longest time without a byte of a rank [seconds]
         only: names of the tensors that come, the others stay; None: all
     """
 
-    host: str
-    port: int
+    doors: tuple[Door, ...]
     engine: int
-    secret: str
     version: int
     silence: float
     only: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The body's ``update_info``."""
-        return asdict(self) | {"only": None if self.only is None else list(self.only)}
+        lists = {"doors": [list(door) for door in self.doors]}
+        return asdict(self) | lists | {"only": None if self.only is None else list(self.only)}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> UpdateInfo:
         """Raises: WireError for fields of other kinds."""
-        kinds = {"host": str, "port": int, "engine": int, "secret": str, "version": int}
+        kinds = {"doors": list, "engine": int, "version": int}
         kinds |= {"silence": (float, int), "only": (list, type(None))}
-        wire.need(fields.keys() == kinds.keys(), f"fields {sorted(fields)}", f"{sorted(kinds)}")
-        for name, kind in kinds.items():
-            good = isinstance(fields[name], kind) and not isinstance(fields[name], bool)
-            wire.need(good, f"{name} is a {type(fields[name]).__name__}", f"{kind}")
-        good = 0 < fields["port"] < 2**16 and 0 <= fields["engine"] < 2**32
-        wire.need(good, f"port {fields['port']}, engine {fields['engine']}", "numbers in range")
-        only = fields["only"]
+        _need_kinds(fields, kinds)
+        doors, only = fields["doors"], fields["only"]
+        good = 0 < len(doors) <= MAX_SENDERS and 0 <= fields["engine"] < 2**32
+        rule = f"1 to {MAX_SENDERS} senders and a number"
+        wire.need(good, f"{len(doors)} senders, engine {fields['engine']}", rule)
+        for door in doors:
+            kinds = {"rank": int, "host": str, "port": int, "secret": str}
+            wire.need(isinstance(door, list) and len(door) == 4, "another sender", f"{[*kinds]}")
+            _need_kinds(dict(zip(kinds, door)), kinds)
+            wire.need(0 < door[2] < 2**16, f"port {door[2]}", "a number in range")
         if only is not None:
             wire.need(all(isinstance(n, str) for n in only), "only with others", "names")
             only = tuple(only)
-        given: dict[str, Any] = {**fields, "only": only}
-        return cls(**given)
+        given: dict[str, Any] = {"doors": tuple(Door(*door) for door in doors), "only": only}
+        return cls(**{**fields, **given})
+
+
+def _need_kinds(fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    wire.need(fields.keys() == kinds.keys(), f"fields {sorted(fields)}", f"{sorted(kinds)}")
+    for name, kind in kinds.items():
+        good = isinstance(fields[name], kind) and not isinstance(fields[name], bool)
+        wire.need(good, f"{name} is a {type(fields[name]).__name__}", f"{kind}")
 
 
 class StagedUpdate:
@@ -91,7 +117,7 @@ class StagedUpdate:
             info: the fields of `UpdateInfo`, as JSON has them
 
         Raises: WireError; the update has to be started again.
-        Communicates: every byte, once, from the trainer.
+        Communicates: every byte, once, from the trainer's ranks.
         """
         started, _ = self._started, self.drop()
         wire.need(started, "an update that was not started", "/start_weight_update first")
@@ -118,29 +144,62 @@ class StagedUpdate:
             return self.wanted
         unknown = [name for name in only if name not in self.wanted]
         wire.need(not unknown, f"{unknown[:4]}", "names of tensors that the engine holds")
-        return {name: self.wanted[name] for name in only}
+        chosen = set(only)
+        return {name: shape for name, shape in self.wanted.items() if name in chosen}
 
 
 def fetch(info: UpdateInfo, wanted: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """All tensors of a transfer, verified.
+    """All tensors of a transfer, verified, from all its senders at once.
 
-    Raises: WireError, also when the trainer is not there, is another one, or stops.
+    Raises: WireError naming the sender, also when it is not there, is another one, or stops.
     """
-    where = f"{info.host}:{info.port}"
+    incoming, failed = wire.Incoming(wanted, info.version), list[wire.WireError]()
+    connections = list[socket.socket]()
+
+    def take(door: Door) -> None:
+        try:
+            _take(door, info, incoming, connections, failed)
+        except wire.WireError as error:
+            failed.append(error)  # the first is the cause: the others end by it
+            for each in connections:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    with ThreadPoolExecutor(len(info.doors)) as pool:
+        list(pool.map(take, info.doors))
+    if failed:
+        raise failed[0]
+    return incoming.complete()
+
+
+def _take(
+    door: Door,
+    info: UpdateInfo,
+    incoming: wire.Incoming,
+    connections: list[socket.socket],
+    failed: Sequence[wire.WireError],
+) -> None:
+    """The tensors of one sender."""
+    names = ["the first tensor"]
     try:
-        with socket.create_connection((info.host, info.port), timeout=MEET) as connection:
+        with socket.create_connection((door.host, door.port), timeout=MEET) as connection:
+            connections.append(connection)
+            wire.need(not failed, "another sender that failed", "all of them")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _notice_loss(connection)
-            _meet(connection, info)
+            _meet(connection, door.secret, info.engine)
             connection.settimeout(info.silence)
-            return wire.receive(_reader(connection), wanted, info.version)
-    except TimeoutError:
-        raise wire.WireError(
-            f"weights: the trainer at {where} sent nothing for {info.silence:g} s, expected "
-            "the next bytes; what came is dropped"
-        ) from None
-    except OSError as error:
-        raise wire.WireError(f"weights: the trainer at {where} is gone ({error})") from error
+            incoming.take(_reader(connection), names.append)
+    except (OSError, wire.WireError) as error:
+        why = str(error)
+        if isinstance(error, TimeoutError):
+            why = (
+                f"weights: a trainer that sent nothing for {info.silence:g} s, expected more bytes"
+            )
+        elif isinstance(error, OSError):
+            why = f"weights: a trainer that is gone ({error}), expected all bytes"
+        where = f"rank {door.rank} of the trainer at {door.host}:{door.port}"
+        raise wire.WireError(f"{why}; from {where}, at {names[-1]}") from error
 
 
 def _notice_loss(connection: socket.socket) -> None:
@@ -151,18 +210,18 @@ def _notice_loss(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
-def _meet(connection: socket.socket, info: UpdateInfo) -> None:
+def _meet(connection: socket.socket, secret: str, engine: int) -> None:
     """Each end proves to the other that it knows the secret."""
     read, size = _reader(connection), len(wire.MAGIC) + wire.PROOF
     hello = bytearray(size)
     read(memoryview(hello))
     wire.need(hello.startswith(wire.MAGIC), "another protocol", f"{wire.MAGIC!r}")
     theirs, ours = bytes(hello[-wire.PROOF :]), secrets.token_bytes(wire.PROOF)
-    proof = wire.prove(info.secret, b"engine", theirs, ours)
-    connection.sendall(info.engine.to_bytes(4, "little") + ours + proof)
+    proof = wire.prove(secret, b"engine", theirs, ours)
+    connection.sendall(engine.to_bytes(4, "little") + ours + proof)
     answer = bytearray(wire.PROOF)
     read(memoryview(answer))
-    good = wire.same(bytes(answer), wire.prove(info.secret, b"trainer", ours, theirs))
+    good = wire.same(bytes(answer), wire.prove(secret, b"trainer", ours, theirs))
     wire.need(good, "a trainer with another secret", "the one of this transfer")
 
 

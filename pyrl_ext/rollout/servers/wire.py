@@ -1,6 +1,6 @@
 """Frames in which named tensors cross a network from the trainer to its engines.
 
-An engine connects to the trainer, and each proves to the other that it knows the transfer's secret,
+An engine connects to each of the trainer's ranks that send, and both prove that they know a secret,
 without sending it. Then frames come: buckets of tensors, and an end. A frame is a head of fixed
 size, a description in JSON, and the bytes of its tensors. Nothing is pickled. What a description
 says is compared with the tensors that the engine holds before memory is allocated, so nobody makes
@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import json
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def bucket_frame(number: int, bucket: Bucket, buffer: Tensor) -> bytes:
 
 
 def end_frame(number: int, version: int, tensors: Mapping[str, Size]) -> bytes:
-    """The frame after the last bucket: how many tensors there were, and which."""
+    """The frame after a sender's last bucket: how many tensors it sent, and which."""
     known = {"number": number, "version": version, "count": len(tensors)}
     return _frame(END, known | {"names": names_digest(tensors)}, 0)
 
@@ -95,30 +95,88 @@ def _frame(kind: bytes, description: Mapping[str, Any], payload: int) -> bytes:
 # receiving ---------------------------------------------------------------------------------------
 
 
-def receive(read: Read, wanted: Mapping[str, Size], version: int) -> dict[str, Tensor]:
-    """All tensors of one transfer, each verified, or none.
+class Incoming:
+    """The tensors of one transfer, from any number of senders at once, each verified.
 
     Args:
-        read: gives the bytes of the frames
         wanted: name -> shape of the tensors that have to come, each exactly once
-
-    Raises: WireError naming what is wrong.
+        version: of them
     """
-    found, number = dict[str, Tensor](), 0
-    while True:
-        kind, size, payload = HEAD.unpack(_bytes(read, HEAD.size))
-        need(kind in (BUCKET, END), f"a frame of kind {kind!r}", "a bucket or the end")
-        need(
-            size <= MAX_DESCRIPTION, f"a description of {size} bytes", f"at most {MAX_DESCRIPTION}"
-        )
-        fields = _description(_bytes(read, size))
-        need(fields.get("number") == number, f"frame {fields.get('number')!r}", f"{number}")
-        if kind == END:
-            need(payload == 0, f"{payload} bytes after the end", "none")
-            _check_end(fields, found, wanted, version)
-            return found
-        found |= _bucket(read, fields, payload, wanted, found)
-        number += 1
+
+    def __init__(self, wanted: Mapping[str, Size], version: int):
+        self.wanted, self.version = wanted, version
+        self._claimed, self._came = dict[str, object](), dict[str, Tensor]()
+
+    def take(self, read: Read, note: Callable[[str], object]) -> None:
+        """All frames of one sender; each sender's in a thread.
+
+        Args:
+            read: gives the bytes of the frames
+            note: called with the name of each tensor before its bytes are read
+
+        Raises: WireError naming what is wrong; what ``read`` does.
+        """
+        found, number = dict[str, Tensor](), 0
+        while True:
+            kind, size, payload = HEAD.unpack(_bytes(read, HEAD.size))
+            need(kind in (BUCKET, END), f"a frame of kind {kind!r}", "a bucket or the end")
+            rule = f"at most {MAX_DESCRIPTION}"
+            need(size <= MAX_DESCRIPTION, f"a description of {size} bytes", rule)
+            fields = _description(_bytes(read, size))
+            need(fields.get("number") == number, f"frame {fields.get('number')!r}", f"{number}")
+            if kind == END:
+                need(payload == 0, f"{payload} bytes after the end", "none")
+                self._check_end(fields, found)
+                self._came |= found
+                return
+            found |= self._bucket(read, note, fields, payload)
+            number += 1
+
+    def complete(self) -> dict[str, Tensor]:
+        """All tensors, in the order of ``wanted``. Raises: WireError unless it is all of that."""
+        missing = [name for name in self.wanted if name not in self._came]
+        need(not missing, f"{len(missing)} tensors missing, {missing[:4]}", "all that it holds")
+        return {name: self._came[name] for name in self.wanted}
+
+    def _bucket(
+        self,
+        read: Read,
+        note: Callable[[str], object],
+        fields: Mapping[str, Any],
+        payload: int,
+    ) -> dict[str, Tensor]:
+        tensors, wanted = fields.get("tensors"), self.wanted
+        need(isinstance(tensors, list) and bool(tensors), "a bucket without tensors", "some")
+        digests, layout = dict[str, int](), list[tuple[str, torch.dtype, Size]]()
+        for name, dtype, shape, digest in map(_tensor, tensors or ()):
+            need(name in wanted, f"{name[:MAX_NAME]!r}", "a tensor that the engine holds")
+            # one step, also beside other senders: who is first has the name
+            first = self._claimed.setdefault(name, digests) is digests and name not in digests
+            need(first, f"{name} twice", "each tensor once")
+            rule = f"{list(wanted[name])}"
+            need(shape == list(wanted[name]), f"{name} of shape {str(shape)[:200]}", rule)
+            digests[name] = digest
+            layout.append((name, dtype, shape))
+        bucket = Bucket.of(layout)
+        need(payload == bucket.bytes, f"{payload} bytes of tensors", f"{bucket.bytes}")
+        buffer = torch.empty(bucket.bytes, dtype=torch.uint8)
+        ends = [*(slot.start for slot in bucket.slots[1:]), bucket.bytes]
+        for slot, end in zip(bucket.slots, ends, strict=True):
+            note(slot.name)
+            if end > slot.start:
+                read(memoryview(buffer[slot.start : end].numpy()))
+        views = {slot.name: slot.view(buffer) for slot in bucket.slots}
+        found = read_digests({name: digest_on_device(view) for name, view in views.items()})
+        for name, digest in found.items():
+            told = f"{name} with digest {digest:016x}"
+            need(digest == digests[name], told, f"{digests[name]:016x}, as it left the trainer")
+        return views
+
+    def _check_end(self, fields: Mapping[str, Any], found: Mapping[str, Tensor]) -> None:
+        version, names = fields.get("version"), {name: self.wanted[name] for name in found}
+        need(version == self.version, f"version {version!r}", f"{self.version}")
+        need(fields.get("count") == len(found), "another count of tensors", f"{len(found)}")
+        need(fields.get("names") == names_digest(names), "names of other tensors", "the same")
 
 
 def _bytes(read: Read, size: int) -> bytes:
@@ -136,35 +194,6 @@ def _description(text: bytes) -> dict[str, Any]:
     return fields
 
 
-def _bucket(
-    read: Read,
-    fields: Mapping[str, Any],
-    payload: int,
-    wanted: Mapping[str, Size],
-    found: Collection[str],
-) -> dict[str, Tensor]:
-    tensors = fields.get("tensors")
-    need(isinstance(tensors, list) and bool(tensors), "a bucket without tensors", "some")
-    digests, layout = dict[str, int](), list[tuple[str, torch.dtype, Size]]()
-    for name, dtype, shape, digest in map(_tensor, tensors or ()):
-        need(name in wanted, f"{name[:MAX_NAME]!r}", "a tensor that the engine holds")
-        need(name not in found and name not in digests, f"{name} twice", "each tensor once")
-        rule = f"{list(wanted[name])}"
-        need(shape == list(wanted[name]), f"{name} of shape {str(shape)[:200]}", rule)
-        digests[name] = digest
-        layout.append((name, dtype, shape))
-    bucket = Bucket.of(layout)
-    need(payload == bucket.bytes, f"{payload} bytes of tensors", f"{bucket.bytes}")
-    buffer = torch.empty(bucket.bytes, dtype=torch.uint8)
-    if bucket.bytes:
-        read(memoryview(buffer.numpy()))
-    views = {slot.name: slot.view(buffer) for slot in bucket.slots}
-    for name, digest in read_digests({n: digest_on_device(v) for n, v in views.items()}).items():
-        told = f"{name} with digest {digest:016x}"
-        need(digest == digests[name], told, f"{digests[name]:016x}, as it left the trainer")
-    return views
-
-
 def _tensor(each: object) -> tuple[str, torch.dtype, list[int], int]:
     need(isinstance(each, list) and len(each) == 4, "a tensor of other fields", "four")
     assert isinstance(each, list)
@@ -175,16 +204,3 @@ def _tensor(each: object) -> tuple[str, torch.dtype, list[int], int]:
     need(good, f"{name}: shape {str(shape)[:80]}", "integers")
     need(type(digest) is int and 0 <= digest < 2**64, f"{name}: a digest", "64 bits")
     return name, DTYPES[dtype], shape, digest
-
-
-def _check_end(
-    fields: Mapping[str, Any],
-    found: Mapping[str, Tensor],
-    wanted: Mapping[str, Size],
-    version: int,
-) -> None:
-    need(fields.get("version") == version, f"version {fields.get('version')!r}", f"{version}")
-    missing = [name for name in wanted if name not in found]
-    need(not missing, f"{len(missing)} tensors missing, {missing[:4]}", "all that it holds")
-    need(fields.get("count") == len(found), "another count of tensors", f"{len(found)}")
-    need(fields.get("names") == names_digest(wanted), "names of other tensors", "the same")

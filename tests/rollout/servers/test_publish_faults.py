@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from pyrl_ext.rollout.servers.client import Server, ServerFailed
 from pyrl_ext.rollout.servers.protocol import RESUME, RPC, START, WEIGHT_INFO
-from pyrl_ext.rollout.servers.sender import Transfer
 from pyrl_ext.rollout.servers.staged import UpdateInfo
 from tests.helpers.engines import GLM, checkpoint, random_model
 from tests.helpers.publishing import REQUEST, Trainer
@@ -87,17 +87,17 @@ def test_publish_by_a_trainer_that_is_killed_leaves_the_old_weights(two: Two):
 
 def test_publish_by_a_trainer_that_stalls_ends(two: Two):
     """Servers wait for the next bytes as long as its info says, then take no more."""
-    info, ended = Transfer.info, list[Server]()
+    told, ended = UpdateInfo.to_json, list[Server]()
 
-    def short(self: Transfer, number: int) -> UpdateInfo:
-        return replace(info(self, number), silence=0.2)
+    def short(self: UpdateInfo) -> dict[str, Any]:
+        return told(self) | {"silence": 0.2}
 
     def wait() -> None:
         for server in two.servers:  # it takes a start once its update has ended
             two.run(server.control(START))
             ended.append(server)
 
-    with patch.object(Transfer, "info", short):
+    with patch.object(UpdateInfo, "to_json", short):
         done = two.publish(until(SECOND, 60, wait), 2)
     assert ended == two.servers and done.failed.keys() == {s.address for s in two.servers}
     assert all("sent nothing for 0.2 s" in why for why in done.failed.values())
@@ -105,13 +105,13 @@ def test_publish_by_a_trainer_that_stalls_ends(two: Two):
 
 
 def test_publish_with_another_secret_reaches_nobody(two: Two):
-    info = Transfer.info
+    told = UpdateInfo.to_json
 
-    def other(self: Transfer, number: int) -> UpdateInfo:
-        known = info(self, number)
-        return replace(known, secret="0" * 64) if number else known
+    def other(self: UpdateInfo) -> dict[str, Any]:
+        doors = [door._replace(secret="0" * 64) if self.engine else door for door in self.doors]
+        return told(replace(self, doors=tuple(doors)))
 
-    with patch.object(Transfer, "info", other):
+    with patch.object(UpdateInfo, "to_json", other):
         done = two.publish(SECOND, 2)
     good, bad = two.servers
     assert done.failed.keys() == {bad.address} and two.version(good) == "2"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyrl_ext.rollout.servers import wire
 from pyrl_ext.rollout.servers.sender import Transfer
-from pyrl_ext.rollout.servers.staged import StagedUpdate, UpdateInfo, _meet
+from pyrl_ext.rollout.servers.staged import Door, StagedUpdate, UpdateInfo, _meet
 from tests.helpers.deadline import DEADLINE
 
 BUCKET = 1 << 20
@@ -45,23 +45,27 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     running.close()
 
 
+def engine_at(number: int) -> str:
+    return f"http://127.0.0.1:{number + 1}"
+
+
 @contextmanager
 def transfer(
     loop: asyncio.AbstractEventLoop,
     engines: int,
     limit: float = DEADLINE,
     wanted: dict[str, tuple[int, ...]] = SHAPES,
-    **more: Any,
-) -> Iterator[Transfer]:
-    names = {f"engine {i}": "127.0.0.1" for i in range(engines)}
-    sending = Transfer(loop, names, 7, wanted, limit, bucket_bytes=BUCKET, **more)
-
-    async def open() -> None:
-        sending.open()
-
-    asyncio.run_coroutine_threadsafe(open(), loop).result()
+    only: tuple[str, ...] | None = None,
+) -> Iterator[tuple[Transfer, list[dict[str, Any]]]]:
+    """It, and the info for each engine."""
+    names = [engine_at(number) for number in range(engines)]
+    part = {name: wanted[name] for name in only or wanted}
+    sending = Transfer(loop, names, 7, part, limit, bucket_bytes=BUCKET)
     try:
-        yield sending
+        places = asyncio.run_coroutine_threadsafe(sending.open(), loop).result()
+        doors = [(Door(0, *place),) for place in places]
+        infos = [UpdateInfo(door, n, 7, DEADLINE, only) for n, door in enumerate(doors)]
+        yield sending, [info.to_json() for info in infos]
     finally:
         asyncio.run_coroutine_threadsafe(sending.close(), loop).result()
 
@@ -76,13 +80,13 @@ def engine(info: dict[str, Any], wanted: dict[str, tuple[int, ...]] = SHAPES) ->
 def test_send_gives_every_engine_all_tensors_within_two_buffers(loop: asyncio.AbstractEventLoop):
     with ThreadPoolExecutor(3) as pool:
         for seed in range(2):
-            with transfer(loop, 3) as sending:
-                came = [pool.submit(engine, sending.info(i).to_json()) for i in range(3)]
+            with transfer(loop, 3) as (sending, infos):
+                came = [pool.submit(engine, infos[i]) for i in range(3)]
                 sending.send(weights(seed))
                 assert all(same(each.result(), seed) for each in came)
                 assert sending.failed == {}
                 assert sum(b.numel() for b in sending._buffers) <= 2 * BUCKET
-                assert sending.bytes > sum(t.nbytes for _, t in weights())
+                assert sending.sent_bytes > 3 * sum(t.nbytes for _, t in weights())
 
 
 def test_send_leaves_out_what_engines_do_not_hold(loop: asyncio.AbstractEventLoop):
@@ -90,26 +94,26 @@ def test_send_leaves_out_what_engines_do_not_hold(loop: asyncio.AbstractEventLoo
         return int(name.split(".")[1]) % 3 != 1
 
     wanted = {name: shape for name, shape in SHAPES.items() if keep(name)}
-    with ThreadPoolExecutor(1) as pool, transfer(loop, 1, wanted=wanted) as sending:
-        came = pool.submit(engine, sending.info(0).to_json(), wanted)
+    with ThreadPoolExecutor(1) as pool, transfer(loop, 1, wanted=wanted) as (sending, infos):
+        came = pool.submit(engine, infos[0], wanted)
         sending.send(weights())
         assert same(came.result(), keep=keep)
 
 
 def test_send_goes_on_without_an_engine_that_fails(loop: asyncio.AbstractEventLoop):
     """One never comes, one leaves in the middle, one stops reading; the others get everything."""
-    with ThreadPoolExecutor(4) as pool, transfer(loop, 5, limit=1.0) as sending:
-        stalled, gone = (joined(sending.info(i).to_json()) for i in (1, 2))
-        good = [pool.submit(engine, sending.info(i).to_json()) for i in (0, 4)]
+    with ThreadPoolExecutor(4) as pool, transfer(loop, 5, limit=1.0) as (sending, infos):
+        stalled, gone = (joined(infos[i]) for i in (1, 2))
+        good = [pool.submit(engine, infos[i]) for i in (0, 4)]
         threading.Timer(0.05, gone.close).start()
         sending.send(weights())
         assert all(same(each.result()) for each in good)
-        assert sending.failed.keys() == {"engine 1", "engine 2", "engine 3"}
+        assert sending.failed.keys() == {engine_at(1), engine_at(2), engine_at(3)}
         assert (
-            "layers." in sending.failed["engine 1"]
-            and "within its 1 s" in sending.failed["engine 1"]
+            "layers." in sending.failed[engine_at(1)]
+            and "within its 1 s" in sending.failed[engine_at(1)]
         )
-        assert "took no bytes of the first tensor" in sending.failed["engine 3"]
+        assert "took no bytes of the first tensor" in sending.failed[engine_at(3)]
         stalled.close()
 
 
@@ -118,19 +122,21 @@ def joined(info: dict[str, Any]) -> socket.socket:
     known = UpdateInfo.from_json(info)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect((known.host, known.port))
+    door = known.doors[0]
+    connection.connect((door.host, door.port))
     connection.settimeout(DEADLINE)
-    _meet(connection, known)
+    _meet(connection, door.secret, known.engine)
     return connection
 
 
 def test_send_lets_nobody_in_without_the_secret(loop: asyncio.AbstractEventLoop):
-    with ThreadPoolExecutor(1) as pool, transfer(loop, 1) as sending:
-        info = sending.info(0).to_json()
-        for wrong in ({"secret": "other"}, {"engine": 1}, {"engine": 9999}):
+    with ThreadPoolExecutor(1) as pool, transfer(loop, 1) as (sending, infos):
+        info = infos[0]
+        _, host, port, _ = info["doors"][0]
+        for wrong in ({"doors": [[0, host, port, "other"]]}, {"engine": 1}, {"engine": 9999}):
             with pytest.raises(wire.WireError, match="an end after 0 of 32 bytes"):
                 engine(info | wrong)
-        with socket.create_connection((info["host"], info["port"])) as stranger:
+        with socket.create_connection((host, port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n" + bytes(100))
             stranger.settimeout(DEADLINE)
             greeting = stranger.recv(1000)
@@ -149,17 +155,17 @@ def test_send_says_that_the_trainer_took_no_connection(loop: asyncio.AbstractEve
         for door in sending._doors.values():
             door.shutdown(socket.SHUT_RDWR)
 
-    with transfer(loop, 2) as sending:
+    with transfer(loop, 2) as (sending, _):
         asyncio.run_coroutine_threadsafe(close(), loop).result()
         sending.send(weights())
-    assert sending.failed.keys() == {"engine 0", "engine 1"}
+    assert sending.failed.keys() == {engine_at(0), engine_at(1)}
     assert all("the trainer's accept failed" in why for why in sending.failed.values())
 
 
 def test_update_refuses_a_trainer_without_the_secret():
     with socket.create_server(("127.0.0.1", 0)) as door, ThreadPoolExecutor(1) as pool:
-        info = {"host": "127.0.0.1", "port": door.getsockname()[1], "engine": 0, "secret": "s"}
-        came = pool.submit(engine, info | {"version": 7, "silence": DEADLINE, "only": None})
+        places = (Door(0, "127.0.0.1", door.getsockname()[1], "s"),)
+        came = pool.submit(engine, UpdateInfo(places, 0, 7, DEADLINE).to_json())
         connection, _ = door.accept()
         connection.sendall(wire.MAGIC + bytes(wire.PROOF))
         connection.recv(1000)
@@ -176,8 +182,8 @@ def test_send_that_fails_leaves_engines_without_new_weights(loop: asyncio.Abstra
                 raise FloatingPointError("no more")
             yield each
 
-    with ThreadPoolExecutor(1) as pool, transfer(loop, 1) as sending:
-        came = pool.submit(engine, sending.info(0).to_json())
+    with ThreadPoolExecutor(1) as pool, transfer(loop, 1) as (sending, infos):
+        came = pool.submit(engine, infos[0])
         with pytest.raises(FloatingPointError):
             sending.send(broken())
         with pytest.raises(wire.WireError, match="an end after"):
@@ -191,14 +197,14 @@ def test_update_names_what_the_trainer_did_not_send(loop: asyncio.AbstractEventL
         (SHAPES, "1 tensors missing"),
     ):
         sent = SHAPES if wanted is fewer else fewer
-        with ThreadPoolExecutor(1) as pool, transfer(loop, 1, wanted=sent) as sending:
-            came = pool.submit(engine, sending.info(0).to_json(), wanted)
+        with ThreadPoolExecutor(1) as pool, transfer(loop, 1, wanted=sent) as (sending, infos):
+            came = pool.submit(engine, infos[0], wanted)
             sending.send(weights())
             with pytest.raises(wire.WireError, match=says):
                 came.result()
     more = SHAPES | {"layers.40.w": (2,), "layers.0.w": (300, 200)}
-    with ThreadPoolExecutor(1) as pool, transfer(loop, 1, wanted=more) as sending:
-        came = pool.submit(engine, sending.info(0).to_json(), more)
+    with ThreadPoolExecutor(1) as pool, transfer(loop, 1, wanted=more) as (sending, infos):
+        came = pool.submit(engine, infos[0], more)
         with pytest.raises(
             RuntimeError, match=r"2 of 41 tensors .* \['layers.0.w', 'layers.40.w'\]"
         ):
@@ -216,17 +222,18 @@ def test_staged_update_keeps_its_order(loop: asyncio.AbstractEventLoop):
     staged.start()
     with pytest.raises(wire.WireError, match="a finish without weights"):
         staged.finish(7)
-    for change in ({"port": "1"}, {"host": 3}, {"more": 1}, {"port": 1 << 20}, {"only": [1]}):
+    doors = [0, "h", "1", ""], [0, 3, 1, ""], [0, "h", 1], [0, "h", 1 << 20, ""], "door"
+    for change in ({"more": 1}, {"only": [1]}, {"doors": []}, *({"doors": [d]} for d in doors)):
         staged.start()
-        info = {"host": "h", "port": 1, "engine": 0, "secret": "", "version": 1, "silence": 1.0}
-        with pytest.raises(wire.WireError):
-            staged.update(info | {"only": None} | change)
+        info = UpdateInfo((Door(0, "h", 1, ""),), 0, 1, 1.0).to_json()
+        with pytest.raises(wire.WireError, match="expected"):
+            staged.update(info | change)
     with ThreadPoolExecutor(1) as pool:
         for version, only in ((7, None), (8, None), (7, ("layers.1.w", "layers.0.w"))):
-            with transfer(loop, 1, only=only) as sending:
+            with transfer(loop, 1, only=only) as (sending, infos):
                 staged.start()
                 staged.start()  # of a trainer that came back
-                came = pool.submit(staged.update, sending.info(0).to_json())
+                came = pool.submit(staged.update, infos[0])
                 sending.send(each for each in weights() if only is None or each[0] in only)
                 came.result()
             if version == 8:
@@ -236,15 +243,15 @@ def test_staged_update_keeps_its_order(loop: asyncio.AbstractEventLoop):
                 assert same(staged.finish(version)[1], keep=(only or SHAPES).__contains__)
             with pytest.raises(wire.WireError, match="a finish without weights"):
                 staged.finish(version)
-        with transfer(loop, 1) as sending:
+        with transfer(loop, 1) as (sending, infos):
             staged.start()
             with pytest.raises(wire.WireError, match="'another'"):
-                staged.update(sending.info(0).to_json() | {"only": ["another"]})
+                staged.update(infos[0] | {"only": ["another"]})
 
 
 def test_update_ends_when_the_trainer_is_silent(loop: asyncio.AbstractEventLoop):
-    with ThreadPoolExecutor(1) as pool, transfer(loop, 1) as sending:
-        info = sending.info(0).to_json() | {"silence": 0.1}
+    with ThreadPoolExecutor(1) as pool, transfer(loop, 1) as (_, infos):
+        info = infos[0] | {"silence": 0.1}
         with pytest.raises(wire.WireError, match=r"sent nothing for 0\.1 s"):
             pool.submit(engine, info).result()
     with pytest.raises(wire.WireError, match="is gone"):

@@ -24,7 +24,8 @@ def test_train_over_servers_equals_the_engine_beside_the_trainer(tmp_path: Path)
     assert run(tmp_path / "beside")[0] == 0
     with server_processes(tmp_path, 2, COMMON) as servers:
         assert run(tmp_path / "apart", over(servers))[0] == 0
-        run_ranks(on_rank, 2, tmp_path / "two", "parallel.dp=2", over(servers))
+        two = "parallel.dp=2", "rollout.senders=2", over(servers)
+        run_ranks(on_rank, 2, tmp_path / "two", *two)
         assert run(tmp_path / "merged", RANK, ALPHA, "lora.publish=merge", over(servers))[0] == 0
     assert_same(tmp_path / "apart", tmp_path / "beside")
     assert_same(tmp_path / "two", tmp_path / "beside")

@@ -53,7 +53,9 @@ class Stream:
 
 
 def receive(data: bytes, version: int = 3) -> dict[str, Tensor]:
-    return wire.receive(Stream(data).read, WANTED, version)
+    incoming = wire.Incoming(WANTED, version)
+    incoming.take(Stream(data).read, [].append)
+    return incoming.complete()
 
 
 def test_receive_returns_what_was_sent():
