@@ -16,7 +16,10 @@ COMMANDS = {
     "plan": ("pyrl_ext.plan.__main__", "check a config and show its plan"),
     "train": ("pyrl_ext.train", "run a config"),
     "serve": ("pyrl_ext.serve", "start this host's engines apart, and keep them running"),
-    "report": ("pyrl_ext.metrics.report", "print the table of a run and draw its curves"),
+    "report": (
+        "pyrl_ext.tools.report.__main__",
+        "print the table of a run and draw its curves; write or serve its page",
+    ),
     "export": ("pyrl_ext.tools.export", "write a run's weights as a Hugging Face folder"),
     "measure": ("pyrl_ext.tools.measure", "compare predicted with measured memory and time"),
     "doctor": (

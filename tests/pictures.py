@@ -82,7 +82,7 @@ PICTURES = (
                 f"python -m pyrl_ext.train configs/tiny.yaml seed={i} run=runs/tiny-{i}"
                 for i in "012"
             ),
-            "python -m pyrl_ext.metrics.report runs/tiny-0 runs/tiny-1 runs/tiny-2 "
+            "python -m pyrl_ext.tools.report runs/tiny-0 runs/tiny-1 runs/tiny-2 "
             "--png benchmarks/demo.png",
         ),
     ),
@@ -96,7 +96,7 @@ PICTURES = (
                 f"'objective={{preset: {name}, entropy_coef: 0.02{more}}}'"
                 for name, more in DEMO_OBJECTIVES.items()
             ),
-            "python -m pyrl_ext.metrics.report --png benchmarks/objectives.png "
+            "python -m pyrl_ext.tools.report --png benchmarks/objectives.png "
             + " ".join(f"runs/objectives/{name}" for name in DEMO_OBJECTIVES),
         ),
     ),

@@ -62,6 +62,7 @@ CORE = {
     ),
     "turns": ("rollout/turns", "rollout/groups", "plan/schema/turns", "plan/rules/turns"),
     "recorded": ("rollout/recorded", "rollout/recorded_file"),
+    "report": ("tools/report",),
     "lora": (
         *("plan/schema/lora", "plan/rules/lora", "plan/model/lora"),
         *("models/lora_table", "models/lora_live", "models/peft_folder", "megatron/lora"),
@@ -90,6 +91,7 @@ MAX_CODE = {
     "servers": 2990,
     "turns": 900,
     "recorded": 420,
+    "report": 700,
     "lora": 1500,
     "hybrid": 500,
     "core": 7480,

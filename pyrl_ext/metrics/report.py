@@ -1,12 +1,10 @@
-"""A run on one screen and in one picture, and several runs side by side.
+"""A run on one screen and in one picture, and several runs side by side: ratios are to the first.
 
-``python -m pyrl_ext.metrics.report RUN [RUN ...] [--png FILE]`` prints a table and draws
-``report.png`` into the folder of the first run; ratios are to the first run.
+`pyrl report` prints it, as does a run at its end.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pyrl_ext.metrics.glossary import GLOSSARY, lookup
-from pyrl_ext.metrics.history import Run, aim, load_run
+from pyrl_ext.metrics.history import Run, aim
 from pyrl_ext.metrics.plot import plot
-from pyrl_ext.plan.command import called
 
 PHASES = {metric.name: metric.phase for metric in GLOSSARY.values() if metric.phase}
 MEANS = (
@@ -152,20 +149,3 @@ def print_report(runs: Sequence[Run], png: str | Path, console: Console | None =
     console.print(time_table(runs))
     plot(runs, png)
     console.print(f"Curves: {png}", highlight=False, soft_wrap=True)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line of the module."""
-    parser = argparse.ArgumentParser(prog=called("pyrl_ext.metrics.report"), description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder with metrics.jsonl")
-    parser.add_argument("--png", help="picture to write [RUN/report.png of the first run]")
-    args = parser.parse_args(argv)
-    try:
-        runs = [load_run(folder) for folder in args.runs]
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"{error}\n")
-    print_report(runs, args.png or Path(args.runs[0]) / "report.png")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,64 @@
+"""Show a run, or several side by side: as a table and a picture, or as an HTML page.
+
+Ratios in the table are to the first run. The page may be written while a run goes on; with
+``--watch`` it is served on this machine and follows the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pyrl_ext.metrics.history import load_run
+from pyrl_ext.plan.command import called
+from pyrl_ext.tools.report.page import report_page
+from pyrl_ext.tools.report.state import folders
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: shown; 2: a run folder cannot be read, or a file cannot be written."""
+    options = _parser().parse_args(argv)
+    try:
+        if options.watch:
+            from pyrl_ext.tools.report.watch import watch
+
+            watch(options.runs)
+        elif options.html is not None:
+            path = Path(options.html or Path(options.runs[0]) / "report.html")
+            text = report_page(folders(options.runs))
+            try:
+                path.write_text(text, encoding="utf-8", newline="\n")
+            except OSError as error:
+                raise OSError(
+                    f"--html {path}: {error.strerror}, expected a file that can be written"
+                ) from error
+            print(f"Page: {path}")
+        else:
+            from pyrl_ext.metrics.report import print_report  # brings matplotlib
+
+            png = options.png or Path(options.runs[0]) / "report.png"
+            print_report([load_run(folder) for folder in options.runs], png)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=called("pyrl_ext.tools.report"), description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder with metrics.jsonl")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--png", help="picture to write [RUN/report.png of the first run]")
+    way.add_argument(
+        *("--html",),
+        **{"nargs": "?", "const": "", "metavar": "PATH"},
+        help="write the page instead [RUN/report.html of the first run]",
+    )
+    way.add_argument("--watch", action="store_true", help="serve the page until Ctrl-C")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+(function () {
+  "use strict";
+  var SPACE = {left: 52, right: 8, top: 8, bottom: 20};
+  var data, drawn, hidden = new Set();
+
+  function show(value) {
+    if (value === null || value === undefined) return "–";
+    var size = Math.abs(value);
+    if (size >= 1e6 || (size && size < 1e-3)) return value.toExponential(2).replace("e+", "e");
+    return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+  }
+  function tick(value) {
+    var size = Math.abs(value);
+    if (size >= 1e4 || (size && size < 1e-3)) return value.toExponential(1).replace("e+", "e").replace(".0", "");
+    return String(Number(value.toPrecision(6)));
+  }
+  function ticks(low, high, about) {
+    var power = Math.pow(10, Math.floor(Math.log10((high - low) / about)));
+    var step = [1, 2, 5, 10].map(function (n) { return n * power; })
+      .find(function (n) { return n >= (high - low) / about * 0.999; });
+    var found = [];
+    for (var n = Math.ceil(low / step); n * step <= high * (1 + 1e-9) + 1e-300; n++) found.push(n * step);
+    return found;
+  }
+  function smooth(values) {  // the mean of some values around each, as in the picture of a run
+    var half = Math.floor(values.length / 50);
+    return values.map(function (own, at) {
+      var total = 0, count = 0;
+      if (own === null) return null;
+      for (var i = Math.max(0, at - half); i <= Math.min(values.length - 1, at + half); i++) {
+        if (values[i] !== null) { total += values[i]; count++; }
+      }
+      return total / count;
+    });
+  }
+  function curves(chart) {
+    return chart.curves.filter(function (curve) { return !hidden.has(curve.run); });
+  }
+  function escape(text) {
+    return String(text).replace(/[&<>"]/g, function (c) { return "&#" + c.charCodeAt(0) + ";"; });
+  }
+  function extent(lists) {
+    var low = Infinity, high = -Infinity;
+    lists.forEach(function (list) {
+      list.forEach(function (v) { if (v !== null) { low = Math.min(low, v); high = Math.max(high, v); } });
+    });
+    return low <= high ? [low, high] : [0, 1];
+  }
+  function range(chart, shown) {  // of the vertical axis, in its scale
+    var within = extent(shown.map(function (curve) { return curve.y; }));
+    shown.forEach(function (curve) {
+      var more = curve.low ? extent([curve.low, curve.high]) : within, room = 0.6 * (within[1] - within[0]);
+      if (!chart.log) within = [Math.max(more[0], within[0] - room), Math.min(more[1], within[1] + room)];
+    });
+    if (chart.log) return within.map(Math.log10);
+    var pad = 0.06 * (within[1] - within[0]) || 0.1 * Math.abs(within[1]) || 1;
+    return [within[0] - (within[0] === 0 ? 0.3 : 1) * pad, within[1] + pad];
+  }
+  function path(xs, ys) {
+    var words = [], up = true;
+    ys.forEach(function (y, i) {
+      if (y === null) { up = true; return; }
+      words.push((up ? "M" : "L") + xs[i].toFixed(1) + " " + y.toFixed(1));
+      up = false;
+    });
+    return words.join("");
+  }
+  function draw(figure) {
+    var chart = data.charts[figure.dataset.chart], plot = figure.querySelector(".plot");
+    var width = plot.clientWidth, height = plot.clientHeight, shown = curves(chart), out = [];
+    if (!width) return;
+    var steps = extent(shown.map(function (c) { return data.steps[c.steps]; })), y = range(chart, shown);
+    if (steps[0] === steps[1]) steps = [steps[0] - 1, steps[1] + 1];
+    if (y[0] === y[1]) y = [y[0] - 0.5, y[1] + 0.5];
+    var inner = {x: width - SPACE.left - SPACE.right, y: height - SPACE.top - SPACE.bottom};
+    function px(step) { return SPACE.left + (step - steps[0]) / (steps[1] - steps[0]) * inner.x; }
+    function py(value) {
+      if (value === null) return null;
+      var at = ((chart.log ? Math.log10(value) : value) - y[0]) / (y[1] - y[0]);
+      return SPACE.top + (1 - Math.min(1.02, Math.max(-0.02, at))) * inner.y;
+    }
+    var bottom = height - SPACE.bottom;
+    var marks = ticks(y[0], y[1], Math.max(2, inner.y / 38)).map(function (v) { return chart.log ? Math.pow(10, v) : v; });
+    marks.forEach(function (value) {
+      out.push("<line class='grid' x1='" + SPACE.left + "' x2='" + (width - SPACE.right) + "' y1='" + py(value) + "' y2='" + py(value) + "'/>");
+      out.push("<text text-anchor='end' x='" + (SPACE.left - 6) + "' y='" + (py(value) + 4) + "'>" + tick(value) + "</text>");
+    });
+    ticks(steps[0], steps[1], Math.max(2, inner.x / 90)).forEach(function (step) {
+      if (step === Math.round(step) && step >= 0 && px(step) < width - 12) {
+        out.push("<text text-anchor='middle' x='" + px(step) + "' y='" + (height - 5) + "'>" + step.toLocaleString("en") + "</text>");
+      }
+    });
+    (chart.band || []).forEach(function (value, i) {
+      var at = py(chart.log && value <= 0 ? null : value);
+      if (at !== null && at > SPACE.top && at < bottom) out.push("<line class='" + ["warn", "alarm"][i] + "' x1='" + SPACE.left + "' x2='" + (width - SPACE.right) + "' y1='" + at + "' y2='" + at + "'/>");
+    });
+    var labels = Array.from(new Set(shown.map(function (c) { return c.held ? "" : c.label; }))), ends = [];
+    shown.forEach(function (curve) {
+      var xs = data.steps[curve.steps].map(px), colour = "run-" + curve.run % COLOURS;
+      if (curve.low) {
+        var back = xs.map(function (_, i) { return xs.length - 1 - i; }).filter(function (i) { return curve.y[i] !== null; });
+        var there = back.slice().reverse(), outline = there.concat(back);
+        out.push("<path class='spread fill " + colour + "' d='" + path(outline.map(function (i) { return xs[i]; }),
+          there.map(function (i) { return py(curve.high[i]); }).concat(back.map(function (i) { return py(curve.low[i]); }))) + "Z'/>");
+      }
+      var calm = curve.held || chart.family ? curve.y : smooth(curve.y), shade = "";
+      if (labels.length > 1 && !curve.held) shade = " style='stroke-opacity:" + (1 - 0.75 * labels.indexOf(curve.label) / labels.length).toFixed(2) + "'";
+      if (calm !== curve.y && curve.y.length >= 50 && !curve.low) out.push("<path class='raw " + colour + "' d='" + path(xs, curve.y.map(py)) + "'/>");
+      out.push("<path class='" + colour + (curve.held ? " held" : "") + "'" + shade + " d='" + path(xs, calm.map(py)) + "'/>");
+      if (curve.held || xs.length === 1) xs.forEach(function (x, i) {
+        if (curve.y[i] !== null) out.push("<circle class='fill " + colour + "' r='" + (xs.length > 60 ? 2 : 3) + "' cx='" + x + "' cy='" + py(curve.y[i]) + "'/>");
+      });
+      (curve.bad || []).forEach(function (i) {
+        out.push("<text class='bad' text-anchor='middle' x='" + xs[i] + "' y='" + (bottom - 2) + "'>×</text>");
+      });
+    });
+    out.push("<line class='cursor' y1='" + SPACE.top + "' y2='" + bottom + "' visibility='hidden'/>");
+    plot.innerHTML = "<svg width='" + width + "' height='" + height + "' role='img' aria-label='" + escape(figure.dataset.chart) + " by step'>" + out.join("") + "</svg>";
+    figure.px = px;
+    figure.stepAt = function (x) { return steps[0] + (x - SPACE.left) / inner.x * (steps[1] - steps[0]); };
+    read(figure, null);
+  }
+  function nearest(list, step) {
+    var low = 0, high = list.length - 1;
+    while (high - low > 1) {
+      var middle = (low + high) >> 1;
+      if (list[middle] > step) high = middle; else low = middle;
+    }
+    return Math.abs(list[low] - step) <= Math.abs(list[high] - step) ? low : high;
+  }
+  function read(figure, step) {  // the numbers at a step; the last ones without
+    var chart = data.charts[figure.dataset.chart], words = [], cursor = figure.querySelector(".cursor"), at = null;
+    var shown = curves(chart);
+    shown.forEach(function (curve, n) {
+      var list = data.steps[curve.steps], i = step === null ? list.length - 1 : nearest(list, step);
+      if (!n) at = list[i];
+      if (shown.length > 8 && step === null) return;
+      var spread = curve.low && step !== null && shown.length < 3 ? " (" + show(curve.low[i]) + " to " + show(curve.high[i]) + ")" : "";
+      var label = curve.held ? "held out " : curve.label ? curve.label + ": " : "";
+      words.push("<span><i class='dot run-" + curve.run % COLOURS + "'></i>" + escape(label) + show(curve.y[i]) + spread + "</span>");
+    });
+    var head = step === null ? "" : "<span>step " + Math.round(at).toLocaleString("en") + "</span>";
+    figure.querySelector("output").innerHTML = head + words.join("");
+    if (!cursor) return;
+    cursor.setAttribute("visibility", step === null ? "hidden" : "visible");
+    if (step !== null) { cursor.setAttribute("x1", figure.px(at)); cursor.setAttribute("x2", figure.px(at)); }
+  }
+  function all(step) {
+    drawn.forEach(function (figure) { if (figure.querySelector("svg") && figure.offsetParent) read(figure, step); });
+  }
+  function redraw() {
+    drawn.forEach(function (figure) { if (figure.offsetParent) draw(figure); });
+  }
+  function begin() {
+    data = JSON.parse(document.getElementById("data").textContent);
+    drawn = Array.from(document.querySelectorAll("[data-chart]"));
+    drawn.forEach(function (figure) {
+      var plot = figure.querySelector(".plot");
+      function move(event) { all(figure.stepAt(event.clientX - plot.getBoundingClientRect().left)); }
+      plot.addEventListener("pointermove", move);
+      plot.addEventListener("pointerdown", move);
+      plot.addEventListener("pointerleave", function () { all(null); });
+    });
+    document.querySelectorAll("details").forEach(function (each) { each.addEventListener("toggle", redraw); });
+    document.querySelectorAll("[data-run]").forEach(function (box) {
+      var run = Number(box.dataset.run);
+      box.checked = !hidden.has(run);
+      box.addEventListener("change", function () { hidden[box.checked ? "delete" : "add"](run); redraw(); });
+    });
+    redraw();
+  }
+  function renew(text) {
+    var page = new DOMParser().parseFromString(text, "text/html"), open = new Set();
+    document.querySelectorAll("details[open]").forEach(function (each) { open.add(each.id); });
+    ["main", "#data"].forEach(function (name) { document.querySelector(name).replaceWith(page.querySelector(name)); });
+    document.querySelectorAll("details").forEach(function (each) { each.open = open.has(each.id); });
+    begin();
+  }
+  function follow(seen) {
+    var live = document.getElementById("live");
+    fetch("stamp").then(function (answer) { return answer.text(); }).then(function (stamp) {
+      if (stamp === seen || seen === null) return stamp;
+      return fetch("/").then(function (answer) {
+        return answer.text().then(function (text) {
+          if (answer.ok) { renew(text); return stamp; }
+          document.getElementById("live").textContent = text;
+          return seen;
+        });
+      });
+    }).then(function (stamp) {
+      document.getElementById("live").textContent = "live";
+      setTimeout(follow, 3000, stamp);
+    }).catch(function () {
+      live = document.getElementById("live");
+      live.textContent = "the server ended; this is the last state";
+    });
+  }
+  var COLOURS = 8, timer;
+  begin();
+  addEventListener("resize", function () { clearTimeout(timer); timer = setTimeout(redraw, 150); });
+  if ("live" in document.documentElement.dataset) follow(null);
+})();

@@ -1,0 +1,156 @@
+"""How a run stands: its plan in one line, its step, whether it runs, how long it takes."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pyrl_ext.metrics.history import Run, aim, load_run
+from pyrl_ext.plan import ConfigError, Plan
+from pyrl_ext.plan.forecast.counts import parameters
+from pyrl_ext.plan.forecast.units import count, duration
+from pyrl_ext.tools.report.curves import columns
+
+
+class State(NamedTuple):
+    """Whether a run goes on, in a word and a sentence; tone as a `Verdict`'s."""
+
+    tone: str
+    word: str
+    detail: str
+
+
+class Folder:
+    """A run folder as it is now.
+
+    Args:
+        path: of the folder.
+        name: of the run, where several are shown.
+
+    Raises: OSError, ValueError as `load_run`.
+    """
+
+    def __init__(self, path: str | Path, name: str | None = None):
+        self.path = Path(path)
+        run = load_run(self.path)
+        self.run = Run(name or run.name, run.rows)
+        self.columns = columns(self.run)
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The plan of the run; None where `no_plan` says why."""
+        return self._plan[0]
+
+    @cached_property
+    def no_plan(self) -> str:
+        """Why there is no plan."""
+        return self._plan[1]
+
+    @cached_property
+    def _plan(self) -> tuple[Plan | None, str]:
+        try:
+            return Plan.read(self.path / "plan.json"), ""
+        except ConfigError as error:  # metrics of an earlier version are still worth a look
+            return None, str(error)
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return sum("loss" in row or "time/update" in row for row in self.run.rows)
+
+    @property
+    def aim(self) -> str:
+        """The metric that the run improves."""
+        return aim(self.run)
+
+    def values(self, name: str) -> np.ndarray:
+        """The values of a metric; empty where the run has none."""
+        none = np.empty(0)
+        return self.columns.get(name, (none, none))[1]
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a metric."""
+        values = self.values(name)
+        return float(values[-1]) if len(values) else None
+
+    @property
+    def line(self) -> str:
+        """The plan in one line."""
+        if (plan := self.plan) is None:
+            return self.no_plan
+        where = f"{plan.world_size} {plan.hardware.gpu or plan.device + ' rank'}"
+        where += "s" * (plan.world_size > 1)
+        parts = [f"{plan.model.family}, {count(parameters(plan.sizes).total)} parameters", where]
+        batching, step = plan.batching, f"{plan.samples} records a step"
+        if plan.has_rollouts:
+            step = f"{batching.prompts} x {batching.samples_per_prompt} samples a step"
+            parts += [f"{plan.objective.loss}, {plan.objective.advantage}"]
+            parts += [f"engine {plan.rollout.engine}"]
+            parts += [f"replay {'on' if plan.replay.enabled else 'off'}"]
+        source = str(plan.data.task or plan.data.prompts or plan.data.path or "")
+        return " · ".join(part for part in (*parts, step, Path(source).name) if part)
+
+    @property
+    def total(self) -> int | None:
+        """Steps that the plan wants."""
+        return self.plan and self.plan.steps
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in steps and checkpoints so far."""
+        return float(sum(np.nansum(self.values(n)) for n in ("time/step", "time/checkpoint")))
+
+    @property
+    def left(self) -> str:
+        """Time left at the pace of the last steps; empty where there is none."""
+        recent = self.values("time/step")[-20:]
+        if self.total is None or self.total <= self.step or not len(recent):
+            return ""
+        return duration(float(np.nanmedian(recent)) * (self.total - self.step))
+
+    @property
+    def state(self) -> State:
+        """Whether the run goes on, by its lock, its error and its steps."""
+        since = self._since(self.path / "metrics.jsonl")
+        lock, error = self.path / "lock", self.path / "error.txt"
+        owner = lock.read_text("utf-8", "replace").strip() if lock.is_file() else ""
+        running = re.fullmatch(r"pid (\d+) on (.*)", owner)
+        if running and running[2] != socket.gethostname():
+            return State("plain", "runs", f"says {owner}; last step {since} ago")
+        if running and os.path.exists(f"/proc/{running[1]}"):
+            return State("good", "runs", f"{owner}; last step {since} ago")
+        metrics = (self.path / "metrics.jsonl").stat()
+        if error.is_file() and error.stat().st_mtime >= metrics.st_mtime:  # else it went on since
+            return State("bad", "failed", last_line(error))
+        if self.total is not None and self.step >= self.total:
+            return State("good", "done", f"ended {since} ago")
+        if running:
+            return State("bad", "killed", f"{owner} is no more; last step {since} ago")
+        return State("plain", "stopped", f"last step {since} ago; the same command resumes it")
+
+    def _since(self, file: Path) -> str:
+        return duration(max(0.0, time.time() - file.stat().st_mtime))
+
+
+def last_line(error: Path) -> str:
+    """The last line of a traceback that says something."""
+    lines = [x.strip() for x in error.read_text("utf-8", "replace").splitlines() if x.strip()]
+    return (lines or ["error.txt is empty"])[-1][:600]
+
+
+def folders(paths: list[str]) -> list[Folder]:
+    """The folders with distinct names: those of their parents are added where they are equal."""
+    full = [Path(path).resolve() for path in paths]
+    plain = [path.name for path in full]
+    names = [
+        name if plain.count(name) == 1 else f"{path.parent.name}/{name}"
+        for path, name in zip(full, plain, strict=True)
+    ]
+    return [Folder(path, name) for path, name in zip(paths, names, strict=True)]

@@ -1,0 +1,40 @@
+"""Histories of runs for the report's page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+from pyrl_ext.metrics.sinks import JsonlSink
+from pyrl_ext.tools.report.page import report_page
+from pyrl_ext.tools.report.state import folders
+
+
+def write_history(folder: Path, steps: int, layers: int = 4, **more: float) -> Path:
+    """A run folder with metrics alone, through the sink that runs write with."""
+    sink = JsonlSink(folder / "metrics.jsonl")
+    for step in range(steps):
+        wave = math.sin(step / 7)
+        row = {"step": step, "reward": step / steps, "loss": 0.1 * wave, "grad_norm": 1 + wave / 2}
+        row |= {"mismatch/abs_mean": 1e-3 * 10 ** (step / steps), "mismatch/k3": 1e-5}
+        row |= {"route/agree_topk": 0.95, "age/share_0": 0.5, "age/share_10": 0.5}
+        row |= {f"route/agree_topk/layer_{n}": 0.95 - n / 100 for n in range(1, layers + 1)}
+        row |= {"time/rollout": 0.5, "time/update": 0.25, "time/publish": 0.1, "time/step": 1.0}
+        if step % 10 == 0:
+            row["eval_reward"] = step / steps / 2
+        sink.write(row | {"tokens_per_s": 2000 + 10 * wave} | more)
+    sink.close()
+    return folder
+
+
+def page_of(*paths: Path) -> str:
+    return report_page(folders([str(path) for path in paths]))
+
+
+def data_of(page: str) -> dict:
+    """The numbers that the page's script draws."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert found
+    return json.loads(found[1])

@@ -1,0 +1,216 @@
+"""The page of a run: the right numbers, bounded, escaped, and shown well in a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from html import unescape
+from http.client import HTTPConnection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pyrl_ext.tools.report.__main__ import main
+from pyrl_ext.tools.report.alarms import alarms
+from pyrl_ext.tools.report.curves import POINTS, columns, curves, thinned
+from pyrl_ext.tools.report.page import report_page
+from pyrl_ext.tools.report.state import Folder, folders
+from pyrl_ext.tools.report.watch import Server
+from tests.helpers import browser
+from tests.helpers.plan_pages import checked, words_of
+from tests.helpers.run_pages import data_of, page_of, write_history
+
+# Numbers -----------------------------------------------------------------------------------------
+
+
+def test_thinned_keeps_short_curves_as_they_are():
+    steps, values = np.arange(0, 3 * POINTS, 3), np.random.default_rng(0).normal(size=POINTS)
+    curve = thinned(steps, values)
+    assert curve["steps"] == steps.tolist() and not {"low", "high", "bad"} & curve.keys()
+    assert curve["y"] == pytest.approx(values.tolist(), rel=1e-4)
+
+
+def test_thinned_has_means_and_extremes_of_equal_stretches():
+    steps, values = np.arange(1003), np.random.default_rng(1).normal(size=1003)
+    values[500] = math.nan
+    curve = thinned(steps, values, points=10)
+    ends = [*curve["steps"][1:], 1003]
+    assert [e - s for s, e in zip(curve["steps"], ends, strict=True)].count(100) >= 7
+    for place, (start, end) in enumerate(zip(curve["steps"], ends, strict=True)):
+        part = values[start:end][np.isfinite(values[start:end])]
+        wanted = (part.mean(), part.min(), part.max())
+        found = [curve[name][place] for name in ("y", "low", "high")]
+        assert found == pytest.approx(wanted, rel=1e-4)
+    (bad,) = curve["bad"]
+    assert curve["steps"][bad] <= 500 < ends[bad]
+
+
+def test_thinned_has_no_number_where_nothing_is_finite():
+    curve = thinned(np.arange(2), np.array([math.nan, math.inf]))
+    assert curve["y"] == [None, None] and curve["bad"] == [0, 1]
+
+
+def test_page_of_a_long_run_is_no_larger_than_that_of_a_shorter_one(tmp_path: Path):
+    sizes = []
+    for steps in (2 * POINTS, 6 * POINTS):
+        page = page_of(write_history(tmp_path / str(steps), steps, layers=20))
+        data = data_of(page)
+        assert max(map(len, data["steps"])) == POINTS
+        names = ("y", "low", "high")
+        found = [
+            c[n] for x in data["charts"].values() for c in x["curves"] for n in names if n in c
+        ]
+        assert all(len(each) <= POINTS for each in found)
+        sizes.append(len(page))
+    assert sizes[1] < 1.05 * sizes[0] < 900_000
+
+
+def test_curves_are_grouped_and_families_share_a_chart(tmp_path: Path):
+    paths = [write_history(tmp_path / name, 20) for name in ("a", "b")]
+    found = curves([folder.run for folder in folders([str(path) for path in paths])])
+    assert found.first[:3] == ["reward", "loss", "mismatch/abs_mean"]
+    assert sorted(n for names in found.groups.values() for n in names) == sorted(found.charts)
+    assert found.groups["Age of samples"] == ["age/share_<id>"]
+    ages = found.charts["age/share_<id>"]["curves"]
+    assert [(c["run"], c["label"]) for c in ages] == [(0, "0"), (1, "0"), (0, "10"), (1, "10")]
+    reward = found.charts["reward"]["curves"]
+    assert [(c["run"], c["held"]) for c in reward] == [(0, False), (1, False), (0, True), (1, True)]
+    assert found.steps[reward[2]["steps"]] == [0, 10]
+
+
+def test_alarms_name_the_steps_outside_the_band(tmp_path: Path):
+    folder = Folder(write_history(tmp_path, 8))
+    for step, value in ((2, 0.05), (3, 0.2), (5, 0.04)):
+        folder.run.rows[step]["mismatch/abs_mean"] = value
+    folder.run.rows[7]["route/agree_topk"] = 0.8
+    folder.run.rows[4]["grad_norm"] = math.nan
+    found = alarms(0, columns(folder.run))
+    assert [(a.name, a.level, a.still) for a in found] == [
+        ("route/agree_topk", "warn", True),
+        ("mismatch/abs_mean", "alarm", False),
+        ("grad_norm", "alarm", False),
+    ]
+    words = [alarm.words for alarm in found]
+    assert words[0] == "0.8 (warn below 0.9) at step 7; outside at step 7"
+    assert words[1] == "0.2 (alarm above 0.1) at step 3; outside in 3 of 8 steps, 2 to 5"
+    assert words[2] == "nan at step 4; outside at step 4"
+
+
+# The page ----------------------------------------------------------------------------------------
+
+
+def test_page_loads_nothing_and_is_well_formed(tmp_path: Path):
+    page = page_of(write_history(tmp_path / "a", 30))
+    elements = checked(page).elements
+    assert not {tag for tag, _ in elements} & {"link", "img", "iframe", "object", "embed", "base"}
+    assert not any({"src", "href", "action"} & attributes.keys() for _, attributes in elements)
+    assert not re.search(r"https?:|@import|url\((?!#hatch)", page)
+
+
+HOSTILE = "</script><script>x&y</script>\u202e<b>\u2028"
+
+
+def test_page_escapes_the_name_of_a_run(tmp_path: Path):
+    path = write_history(tmp_path / HOSTILE.replace("/", ":"), 3)
+    page = page_of(path)
+    assert page.count("<script>") == 1 and "<b>\u2028" not in page
+    assert path.name in "".join(checked(page).words)
+    assert data_of(page)["runs"] == [path.name]
+
+
+def test_page_tells_runs_of_one_name_apart_and_says_what_is_missing(tmp_path: Path):
+    paths = [write_history(tmp_path / name / "run", 3) for name in ("a", "b")]
+    (paths[1] / "plan.json").write_text("{}")
+    (paths[1] / "error.txt").write_text("Traceback\nValueError: <no> room\n")
+    page = page_of(*paths)
+    assert data_of(page)["runs"] == ["a/run", "b/run"]
+    words = words_of(page)
+    assert "plan.json: No such file or directory" in words and "not a plan of this" in words
+    assert "failed" in words and "ValueError: <no> room" in words
+
+
+def test_main_writes_the_page_and_refuses_what_it_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = write_history(tmp_path / "a", 3)
+    assert main([str(path), "--html"]) == 0
+    assert capsys.readouterr().out == f"Page: {path / 'report.html'}\n"
+    assert "<h1>" in (path / "report.html").read_text()
+    assert main([str(path), "--html", str(tmp_path / "none/x.html")]) == 2
+    assert "x.html: No such file or directory, expected a file" in capsys.readouterr().err
+    for way in ("--html", "--watch"):
+        assert main([str(tmp_path), way]) == 2
+        assert "metrics.jsonl, expected a run folder" in capsys.readouterr().err
+
+
+def test_server_renews_the_page_as_the_run_grows(tmp_path: Path):
+    path = write_history(tmp_path / "a", 3)
+    with Server([str(path)]) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            connection = HTTPConnection("127.0.0.1", server.server_port)
+
+            def ask(place: str, **headers: str) -> tuple[int, str]:
+                connection.request("GET", place, headers=headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read().decode()
+
+            stamp, (status, page) = ask("/stamp"), ask("/")
+            assert status == 200 and len(data_of(page)["steps"][0]) == 3
+            with (path / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 3, "reward": 1.0}\n')
+            assert ask("/stamp") != stamp and "1 of 4" not in page
+            assert max(len(each) for each in data_of(ask("/")[1])["steps"]) == 4
+            assert ask("/etc/passwd")[0] == 404
+            assert ask("/", Host="example.org")[0] == 403
+            (path / "metrics.jsonl").write_text("{}\n")
+            status, text = ask("/")
+            assert status == 500 and "metrics.jsonl:1: no object with a step" in text
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+# In a browser ------------------------------------------------------------------------------------
+
+needs_browser = pytest.mark.skipif(
+    browser.find() is None,
+    reason=f"none of {', '.join(browser.BROWSERS)} is installed: make browser installs one",
+)
+
+
+@needs_browser
+@pytest.mark.parametrize(("dark", "width"), [(False, 1280), (True, 500)])
+def test_page_draws_its_curves_in_a_browser(tmp_path: Path, dark: bool, width: int):
+    from matplotlib.image import imread
+
+    paths = [write_history(tmp_path / name, steps) for name, steps in (("a", 60), ("b", 1000))]
+    copy, picture = tmp_path / "page.html", tmp_path / "page.png"
+    script = Path(browser.__file__).with_name("measure_run_page.js").read_text(encoding="utf-8")
+    page = re.sub(r"<meta http-equiv.*?>", "", page_of(*paths), count=1)  # lets the script in
+    copy.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
+    left = browser.look(copy, picture, dark, (width, 1600))
+    title = re.search(r"<title>(\{.*?\})</title>", left, re.S)
+    assert title, left[-2000:]
+    found = json.loads(unescape(title[1]))
+    assert found["wrong"] == [] and found["width"] == width
+    assert found["drawn"] == found["charts"] == len(data_of(page)["charts"]) + found["first"]
+    assert (
+        found["paths"]["reward"] == 2 * 2 + 2
+    )  # a raw line, or the extremes, and what is held out
+    assert found["said"].startswith("step 30") and "held out" in found["said"]
+    pixels = imread(picture)[..., :3]
+    assert pixels.mean() < 0.25 if dark else pixels.mean() > 0.85
+
+
+@needs_browser
+def test_page_lets_no_other_script_run(tmp_path: Path):
+    copy = tmp_path / "page.html"
+    page = report_page([Folder(write_history(tmp_path / "a", 3))])
+    copy.write_text(page.replace("</body>", "<script>document.title='hurt'</script></body>"))
+    left = browser.look(copy, tmp_path / "page.png")
+    assert "<title>a</title>" in left and "<path" in left
