@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pyrl_ext.plan.model.cp_sizes import cp_sizes
+from pyrl_ext.plan.model.families.qwen3_next import Qwen3Next
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, rule
 
@@ -56,3 +57,18 @@ def adapters_know_layers_with_states(plan: Plan) -> Found:
     mixer = plan.sizes.state_mixer
     if plan.lora is not None and mixer is not None:
         return f"on with {mixer.name} layers, expected null; adapters are not built for them"
+
+
+@rule("rollout.engine")
+def vllm_for_cpus_has_kernels_for_the_states(plan: Plan) -> Found:
+    sizes, dtype = plan.sizes, plan.rollout_dtype
+    if plan.rollout.engine != "vllm" or plan.device != "cpu" or not isinstance(sizes, Qwen3Next):
+        return None
+    key, value = sizes.linear_key_head_dim, sizes.linear_value_head_dim
+    if dtype == "bfloat16" and key == value and key in (64, 128):
+        return None
+    return (
+        f"vllm on device cpu with rollout.dtype {dtype}, linear_key_head_dim {key} and "
+        f"linear_value_head_dim {value} {in_config(plan)}, expected bfloat16 and both widths 64 or "
+        "both 128; vLLM 0.32 for CPUs has no other kernels for gated_delta_net layers. Use hf"
+    )

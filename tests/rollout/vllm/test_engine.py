@@ -404,6 +404,38 @@ def test_generate_equals_transformers_for_other_families(config: dict[str, Any],
     pair.vllm.close()
 
 
+def test_generate_is_as_exact_as_transformers_in_bfloat16_with_states(tmp_path: Path):
+    """vLLM for CPUs has no float32 there; weights come twice, long prompts in parts."""
+    config = json.loads((CONFIGS / "tiny_qwen3_next/config.json").read_text())
+    config |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    pair, half = Pair(tmp_path, dtype="bfloat16"), HFEngine(tmp_path, dtype=torch.bfloat16)
+    weights = [(name, tensor.bfloat16()) for name, tensor in random_weights(pair.hf, 1)]
+    for engine in (half, pair.hf, pair.vllm):
+        engine.load_weights(weights, version=1)
+    sampling = Sampling(max_new_tokens=12, samples_per_prompt=2)
+    samples = pair.vllm.generate(prompts(1, 5, 33, 150), sampling)
+    exact = [pair.forward(sample) for sample in samples]
+    pair.hf = half
+    rounded = [pair.forward(sample) for sample in samples]
+    gaps, same = torch.zeros(2), torch.zeros(2)
+    for sample, (logits, routes), (nearly, others) in zip(samples, exact, rounded, strict=True):
+        of_exact, of_nearly = (
+            x[:-1].double().log_softmax(-1).gather(1, sample.tokens[1:, None])[:, 0]
+            for x in (logits, nearly)
+        )
+        at, has = sample.loss_mask[1:], sample.route_mask
+        assert has[:-1].all() and not has[-1] and sample.routes is not None
+        for i, logprobs in enumerate((sample.rollout_logprobs[1:], of_nearly)):
+            gaps[i] += (logprobs - of_exact)[at].abs().sum()
+        want = routes[has].long().sort(-1).values
+        for i, found in enumerate((sample.routes, others)):
+            same[i] += (found[has].long().sort(-1).values == want).all(-1).float().mean()
+    assert 0 < gaps[0] < 1.5 * gaps[1]
+    assert same[0] > same[1] - 0.02 * len(samples)
+    pair.vllm.close()
+
+
 OWN_ROUTES = """
 import sys
 from pathlib import Path
