@@ -24,8 +24,10 @@ from pyrl_ext.rollout.recorded_file import load_samples, save_samples
 from pyrl_ext.rollout.rollouts import Rollouts
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import check
+from tests.helpers import browser
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import run_ranks
+from tests.helpers.run_pages import opened, page_of
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 ROOT = Path(__file__).parents[1]
@@ -276,6 +278,11 @@ def test_train_logs_and_records_components_of_the_reward(tmp_path):
     assert all(s.components["length"] == len(s.response) / 10 for s in samples)
     assert all(s.reward == sum(s.components.values()) for s in samples)
     assert row["reward"] == pytest.approx(row["reward/length"] + row["reward/digits"])
+    page = page_of(tmp_path)
+    assert "Recorded in step 0." in page and "times its share" in page
+    if browser.find() is not None:
+        found = opened(tmp_path, tmp_path)
+        assert found["wrong"] == [] and found["drawn"] == found["charts"] > 40
 
 
 def test_train_takes_the_shipped_prompt_file(tmp_path):

@@ -14,7 +14,7 @@ addEventListener("load", function () {
         var box = text.getBoundingClientRect();
         if (box.left < frame.left - 2 || box.right > frame.right + 2) note("outside its plot", text);
       });
-      if (/NaN|undefined/.test(chart.innerHTML)) note("no number", chart);
+      if (/NaN|undefined/.test(chart.querySelector(".plot").innerHTML)) note("no number", chart);
     });
     document.querySelectorAll("td, th, dd, p:not(.words), h1, h2, li, figcaption").forEach(function (node) {
       if (node.scrollWidth > node.clientWidth + 1 && node.clientWidth) note("cut off", node);

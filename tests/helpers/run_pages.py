@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from html import unescape
 from pathlib import Path
 
 from pyrl_ext.metrics.sinks import JsonlSink
 from pyrl_ext.tools.report.page import report_page
 from pyrl_ext.tools.report.state import folders
+from tests.helpers import browser
 
 
 def write_history(folder: Path, steps: int, layers: int = 4, **more: float) -> Path:
@@ -38,3 +40,16 @@ def data_of(page: str) -> dict:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
     assert found
     return json.loads(found[1])
+
+
+def opened(folder: Path, *paths: Path, dark: bool = False, width: int = 1280) -> dict:
+    """The findings of measure_run_page.js in the page of some runs; its picture is page.png of
+    ``folder``."""
+    copy, picture = folder / "page.html", folder / "page.png"
+    script = Path(browser.__file__).with_name("measure_run_page.js").read_text(encoding="utf-8")
+    page = re.sub(r"<meta http-equiv.*?>", "", page_of(*paths), count=1)  # lets the script in
+    copy.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
+    left = browser.look(copy, picture, dark, (width, 1600))
+    title = re.search(r"<title>(\{.*?\})</title>", left, re.S)
+    assert title, left[-2000:]
+    return json.loads(unescape(title[1]))

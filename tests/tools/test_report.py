@@ -5,23 +5,35 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
+import subprocess
+import sys
 import threading
-from html import unescape
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from pyrl_ext.rollout.recorded_file import save_samples
 from pyrl_ext.tools.report.__main__ import main
 from pyrl_ext.tools.report.alarms import alarms
 from pyrl_ext.tools.report.curves import POINTS, columns, curves, thinned
+from pyrl_ext.tools.report.events import events
 from pyrl_ext.tools.report.page import report_page
+from pyrl_ext.tools.report.phases import phases
+from pyrl_ext.tools.report.recorded import recorded, visible
 from pyrl_ext.tools.report.state import Folder, folders
 from pyrl_ext.tools.report.watch import Server
 from tests.helpers import browser
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.plan_pages import checked, words_of
-from tests.helpers.run_pages import data_of, page_of, write_history
+from tests.helpers.run_pages import data_of, opened, page_of, write_history
+from tests.helpers.samples import make_samples
+from tests.helpers.tiny import QUICK, tiny_plan
 
 # Numbers -----------------------------------------------------------------------------------------
 
@@ -175,6 +187,22 @@ def test_server_renews_the_page_as_the_run_grows(tmp_path: Path):
             thread.join()
 
 
+def test_watch_says_where_it_is_and_ends_with_ctrl_c(tmp_path: Path):
+    path = write_history(tmp_path / "a", 3)
+    command = [sys.executable, "-m", "pyrl_ext.tools.report", str(path), "--watch"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:(\d+) ", line)
+        assert address, line
+        connection = HTTPConnection("127.0.0.1", int(address[1]))
+        connection.request("GET", "/")
+        assert b"data-live" in connection.getresponse().read()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=DEADLINE)[0] == "\nended\n"
+    assert process.returncode == 0
+
+
 # In a browser ------------------------------------------------------------------------------------
 
 needs_browser = pytest.mark.skipif(
@@ -189,21 +217,18 @@ def test_page_draws_its_curves_in_a_browser(tmp_path: Path, dark: bool, width: i
     from matplotlib.image import imread
 
     paths = [write_history(tmp_path / name, steps) for name, steps in (("a", 60), ("b", 1000))]
-    copy, picture = tmp_path / "page.html", tmp_path / "page.png"
-    script = Path(browser.__file__).with_name("measure_run_page.js").read_text(encoding="utf-8")
-    page = re.sub(r"<meta http-equiv.*?>", "", page_of(*paths), count=1)  # lets the script in
-    copy.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
-    left = browser.look(copy, picture, dark, (width, 1600))
-    title = re.search(r"<title>(\{.*?\})</title>", left, re.S)
-    assert title, left[-2000:]
-    found = json.loads(unescape(title[1]))
+    found = opened(tmp_path, *paths, dark=dark, width=width)
     assert found["wrong"] == [] and found["width"] == width
-    assert found["drawn"] == found["charts"] == len(data_of(page)["charts"]) + found["first"]
+    assert (
+        found["drawn"]
+        == found["charts"]
+        == len(data_of(page_of(*paths))["charts"]) + found["first"]
+    )
     assert (
         found["paths"]["reward"] == 2 * 2 + 2
     )  # a raw line, or the extremes, and what is held out
     assert found["said"].startswith("step 30") and "held out" in found["said"]
-    pixels = imread(picture)[..., :3]
+    pixels = imread(tmp_path / "page.png")[..., :3]
     assert pixels.mean() < 0.25 if dark else pixels.mean() > 0.85
 
 
@@ -214,3 +239,65 @@ def test_page_lets_no_other_script_run(tmp_path: Path):
     copy.write_text(page.replace("</body>", "<script>document.title='hurt'</script></body>"))
     left = browser.look(copy, tmp_path / "page.png")
     assert "<title>a</title>" in left and "<path" in left
+
+
+# Sections ----------------------------------------------------------------------------------------
+
+
+def test_phases_and_events_are_those_of_the_metrics(tmp_path: Path):
+    path = write_history(tmp_path / "a", 10, **{"turns/dropped": 2.0, "servers/used": 3})
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "loss": 1, "servers/used": 2, "time/update": 0.25}\n')
+    for step, whole in ((5, True), (10, False)):
+        checkpoint = path / f"checkpoints/step-{step}"
+        checkpoint.mkdir(parents=True)
+        if whole:
+            (checkpoint / "counters.json").write_text("{}")
+    folder = Folder(path)
+    rows, _ = phases([folder])
+    update = next(row for row in rows if row.name == "time/update")
+    assert [bar.text for bar in update.bars] == ["250 ms"]
+    found = [(e.step, e.what, e.detail) for e in events(0, folder)]
+    assert found[:2] == [
+        (10, "checkpoint", "without counters: not finished"),
+        (10, "engine lost", "3 servers before, 2 now"),
+    ]
+    assert found[2][:2] == (9, "turns/dropped")
+    assert found[2][2].startswith("20 trajectories in 10 of 10 steps.")
+    assert found[3] == (5, "checkpoint", "whole")
+
+
+def test_recorded_samples_are_escaped_and_routes_counted(tmp_path: Path):
+    path, plan = write_history(tmp_path / "a", 3), tiny_plan(*QUICK, "rollout.record=kept")
+    words = {f"<script>{n}&amp;</script>\u202e\u0634": n for n in range(99)}
+    Tokenizer(WordLevel(words)).save(str(tmp_path / "tokenizer.json"))
+    config = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    text = json.loads(plan.to_json())
+    text["model"]["tokenizer"] = str(tmp_path)
+    (path / "plan.json").write_text(json.dumps(text))
+    experts = plan.sizes.num_experts
+    samples = make_samples(3, 2, num_experts=experts)
+    samples = [replace(each, reward=float(n)) for n, each in enumerate(samples)]
+    (path / "kept").mkdir()
+    save_samples(path / "kept/step-000002.safetensors", samples, 2)
+    found = recorded(Folder(path))
+    assert [each.reward for each in found.samples] == [5, 4, 1, 0]
+    wanted = np.zeros((len(found.layers), experts))
+    for sample in samples:
+        assert sample.routes is not None
+        for token in sample.routes[sample.route_mask].tolist():
+            for layer, chosen in enumerate(token):
+                wanted[layer, chosen] += 1
+    wanted *= experts / wanted[0].sum()
+    assert np.array(found.load) == pytest.approx(wanted, abs=1e-3)
+    page = page_of(path)
+    assert page.count("<script>") == 1 and "\u202e" not in page
+    first = samples[5].tokens[0]
+    assert f"<script>{first}&amp;</script>⟨U+202E⟩\u0634" in checked(page).words
+    (path / "kept/step-000002.safetensors").write_bytes(b"no")
+    assert "the file is cut" in recorded(Folder(path)).why
+
+
+def test_visible_shows_what_would_hide_or_turn_the_text():
+    assert visible("a\n\u202e<b>é") == "a↵\n⟨U+202E⟩<b>é"

@@ -51,11 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder with metrics.jsonl")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--png", help="picture to write [RUN/report.png of the first run]")
-    way.add_argument(
-        *("--html",),
-        **{"nargs": "?", "const": "", "metavar": "PATH"},
-        help="write the page instead [RUN/report.html of the first run]",
-    )
+    words = "write the page instead [RUN/report.html of the first run]"
+    way.add_argument("--html", nargs="?", const="", metavar="PATH", help=words)
     way.add_argument("--watch", action="store_true", help="serve the page until Ctrl-C")
     return parser
 

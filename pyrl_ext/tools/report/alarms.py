@@ -20,7 +20,7 @@ class Alarm(NamedTuple):
         level: the worst that it reached.
         still: whether the last step that has the metric is outside, too.
         worst: the value farthest out, at step ``at``.
-        count, steps: how many steps were outside, of how many; from ``first`` to ``last``.
+        outside, steps: how many steps were outside, of how many; from ``first`` to ``last``.
     """
 
     run: int
@@ -29,7 +29,7 @@ class Alarm(NamedTuple):
     still: bool
     worst: float
     at: int
-    count: int
+    outside: int
     steps: int
     first: int
     last: int
@@ -51,8 +51,8 @@ class Alarm(NamedTuple):
                 f" ({self.level} {'above' if self.band[1] > self.band[0] else 'below'} {limit:g})"
             )
         where = f"at step {self.first}"
-        if self.count > 1:
-            where = f"in {self.count:,} of {self.steps:,} steps, {self.first} to {self.last}"
+        if self.outside > 1:
+            where = f"in {self.outside:,} of {self.steps:,} steps, {self.first} to {self.last}"
         return f"{self.worst:.4g}{side} at step {self.at}; outside {where}"
 
 

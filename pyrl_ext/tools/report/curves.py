@@ -82,11 +82,12 @@ def columns(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             at, values = found.setdefault(name, ([], []))
             at.append(step)
             values.append(value)
-    order = {name: place for place, name in enumerate(GLOSSARY)}
-    known = {name: lookup(name) for name in found if name != "step"}
-    names = sorted(
-        known, key=lambda n: (order[known[n].name] if known[n] else len(order), _padded(n))
-    )
+    order = {name: number for number, name in enumerate(GLOSSARY)}
+    place: dict[str, tuple[int, str]] = {}
+    for name in found.keys() - {"step"}:
+        metric = lookup(name)
+        place[name] = (len(order) if metric is None else order[metric.name], _padded(name))
+    names = sorted(place, key=place.__getitem__)
     return {
         name: (np.array(found[name][0], int), np.array(found[name][1], float)) for name in names
     }

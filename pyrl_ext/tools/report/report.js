@@ -151,6 +151,45 @@
   function redraw() {
     drawn.forEach(function (figure) { if (figure.offsetParent) draw(figure); });
   }
+  function table(box) {  // rows of a heat map: their labels, and numbers by column
+    var of = Number(box.dataset.of);
+    if (box.dataset.heat === "load") {
+      return data.load[of].layers.map(function (layer, i) { return {label: layer, values: data.load[of].values[i]}; });
+    }
+    return data.charts["route/agree_topk/layer_<id>"].curves.filter(function (curve) { return curve.run === of; })
+      .map(function (curve) { return {label: curve.label, values: curve.y, steps: data.steps[curve.steps]}; });
+  }
+  function heat(box) {
+    var rows = table(box), canvas = box.querySelector("canvas"), load = box.dataset.heat === "load";
+    var columns = Math.max.apply(null, rows.map(function (row) { return row.values.length; }));
+    var low = Number(box.dataset.low), pen = canvas.getContext("2d"), say = box.querySelector("output");
+    var most = load ? Math.max.apply(null, rows.map(function (row) { return Math.max.apply(null, row.values); })) : 1;
+    canvas.width = columns; canvas.height = rows.length;
+    canvas.style.height = rows.length * Math.max(5, Math.min(18, 320 / rows.length)) + "px";
+    pen.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--heat");
+    rows.forEach(function (row, y) {
+      row.values.forEach(function (value, x) {
+        if (value === null) return;
+        pen.globalAlpha = load ? value / (most || 1) : Math.min(1, (1 - value) / (1 - low || 1));
+        pen.fillRect(x, y, 1, 1);
+      });
+    });
+    say.textContent = "layers " + rows[0].label + " to " + rows[rows.length - 1].label + " from above";
+    canvas.addEventListener("pointermove", function (event) {
+      var frame = canvas.getBoundingClientRect();
+      var x = Math.min(columns - 1, Math.floor((event.clientX - frame.left) / frame.width * columns));
+      var row = rows[Math.min(rows.length - 1, Math.floor((event.clientY - frame.top) / frame.height * rows.length))];
+      if (!row || x < 0) return;
+      say.textContent = "layer " + row.label + ", " + (load ? "expert " + x : "step " + row.steps[x]) + ": " + show(row.values[x]);
+    });
+  }
+  function underline(select) {
+    var layer = select.selectedIndex, section = select.closest("section");
+    section.querySelectorAll("[data-e]").forEach(function (token) {
+      var expert = Number(token.dataset.e.split(" | ")[layer].split(" ")[0]);
+      token.style.borderBottomColor = "hsl(" + expert * 137.5 % 360 + " 65% 55%)";
+    });
+  }
   function begin() {
     data = JSON.parse(document.getElementById("data").textContent);
     drawn = Array.from(document.querySelectorAll("[data-chart]"));
@@ -166,6 +205,11 @@
       var run = Number(box.dataset.run);
       box.checked = !hidden.has(run);
       box.addEventListener("change", function () { hidden[box.checked ? "delete" : "add"](run); redraw(); });
+    });
+    document.querySelectorAll("[data-heat]").forEach(heat);
+    document.querySelectorAll("[data-route]").forEach(function (select) {
+      select.addEventListener("change", function () { underline(select); });
+      underline(select);
     });
     redraw();
   }
@@ -198,5 +242,8 @@
   var COLOURS = 8, timer;
   begin();
   addEventListener("resize", function () { clearTimeout(timer); timer = setTimeout(redraw, 150); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", function () {
+    document.querySelectorAll("[data-heat]").forEach(heat);
+  });
   if ("live" in document.documentElement.dataset) follow(null);
 })();

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import cast
 
 from pyrl_ext.tools.report.page import report_page
 from pyrl_ext.tools.report.state import folders
@@ -58,18 +59,21 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     """Answers ``/`` with the page and ``/stamp`` with what changes when the page does."""
 
-    server: Server
+    @property
+    def pages(self) -> Server:
+        """The server that took the request."""
+        return cast(Server, self.server)
 
     def do_GET(self) -> None:
         """Answer a request of this machine's browser; a page of another site gets nothing."""
-        hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
+        hosts = {f"{name}:{self.pages.server_port}" for name in (HOST, "localhost")}
         if self.headers.get("Host") not in hosts:
             self._answer(403, "expected a request to this machine's loopback address", "plain")
         elif self.path == "/stamp":
-            self._answer(200, self.server.stamp(), "plain")
+            self._answer(200, self.pages.stamp(), "plain")
         elif self.path == "/":
             try:
-                self._answer(200, self.server.newest(), "html")
+                self._answer(200, self.pages.newest(), "html")
             except (OSError, ValueError) as error:  # a folder that changed while the server runs
                 self._answer(500, str(error), "plain")
         else:
@@ -91,8 +95,8 @@ class Handler(BaseHTTPRequestHandler):
 def watch(runs: Sequence[str]) -> None:
     """Serve the page until Ctrl-C. Raises: OSError, ValueError when a run cannot be read."""
     with Server(runs) as server:
-        print(f"Watching on {server.address} (this machine only). Ctrl-C ends.", flush=True)
         try:
+            print(f"Watching on {server.address} (this machine only). Ctrl-C ends.", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print("\nended", flush=True)
