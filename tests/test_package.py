@@ -1,11 +1,14 @@
 """The package as a whole: importing it is free, and the binary needs no torch."""
 
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,6 +38,20 @@ def test_version_is_that_of_the_project():
 
     declared = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert declared and declared[1] == pyrl_ext.__version__
+
+
+def test_changes_begin_with_this_version():
+    import pyrl_ext
+
+    versions = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "docs/changes.md").read_text(), re.M)
+    assert versions[0] == pyrl_ext.__version__
+
+
+def test_workflow_runs_what_a_change_must_pass():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
 def test_C_does_not_link_torch():
