@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.rollout.servers.client import Server, ServerFailed
@@ -39,6 +40,21 @@ def dies_half_way(rank: int, ranks: int, port: int, addresses: list[str]) -> Non
     with ExitStack() as stack:
         trainer = Trainer(stack, addresses)
         trainer.publish(until(SECOND, 60, lambda: os.kill(os.getpid(), signal.SIGKILL)), 2)
+
+
+def one_of_two_dies(rank: int, ranks: int, port: int, addresses: list[str], said: Path) -> None:
+    """Two ranks of a trainer, each with every second tensor; the second one dies half way."""
+    store = dist.TCPStore("127.0.0.1", port)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    part = dict(list(SECOND.items())[rank::ranks])
+    shapes = {name: weight.shape for name, weight in part.items()}
+    with ExitStack() as stack:
+        trainer = Trainer(stack, addresses[: None if rank == 0 else 0])
+        named = until(part, 30 if rank else -1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            trainer.publish(named, 2, shapes=shapes, group=dist.group.WORLD)
+        except RuntimeError as error:
+            said.write_text(str(error))
 
 
 class Two(Trainer):
@@ -81,6 +97,24 @@ def test_publish_by_a_trainer_that_is_killed_leaves_the_old_weights(two: Two):
     with fork_ranks(dies_half_way, 1, addresses) as [trainer]:
         trainer.join()
         assert trainer.exitcode == -signal.SIGKILL
+    still_first(two)
+    assert two.digests(two.servers[0]) == before
+
+
+def test_publish_by_two_ranks_of_which_one_is_killed_leaves_the_old_weights(
+    two: Two, tmp_path: Path
+):
+    before, said = two.digests(two.servers[0]), tmp_path / "said"
+    addresses = [server.address for server in two.servers]
+    with fork_ranks(one_of_two_dies, 2, addresses, said) as trainers:
+        for trainer in trainers:
+            trainer.join()
+        assert [trainer.exitcode for trainer in trainers] == [0, -signal.SIGKILL]
+    text, mine = said.read_text(), list(SECOND)[1::2]
+    for address in addresses:
+        (why,) = (line for line in text.splitlines() if address in line)
+        assert "from rank 1 of the trainer at 127.0.0.1:" in why
+        assert why.rpartition(", at ")[2].partition('"')[0] in mine[:30]
     still_first(two)
     assert two.digests(two.servers[0]) == before
 
