@@ -93,7 +93,7 @@ MAX_CODE = {
     "recorded": 420,
     "report": 700,
     "lora": 1500,
-    "hybrid": 500,
+    "hybrid": 520,
     "core": 7480,
     "plan core": 2520,
     "vllm": 600,
