@@ -26,6 +26,10 @@ COMMANDS = {
         "pyrl_ext.tools.doctor.__main__",
         "what this machine has, and whether a plan can run on it",
     ),
+    "trace": (
+        "pyrl_ext.tools.trace",
+        "merge the traces of a step's ranks, and say where time went",
+    ),
     "prebuild": ("pyrl_ext.tools.prebuild", "compile a plan's Triton kernels into a folder"),
 }
 

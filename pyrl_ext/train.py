@@ -24,6 +24,7 @@ from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.run.failure import no_silent_exit, report_failure, report_stop
 from pyrl_ext.run.folder import RunFolder
 from pyrl_ext.run.interrupt import Interrupt
+from pyrl_ext.run.profile import profiled
 from pyrl_ext.trainer.build import build_step
 from pyrl_ext.trainer.step import Step
 
@@ -46,7 +47,7 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
         first = policy.step
         for number in range(first, plan.steps):
             heartbeat.step = number
-            with clock("time/step"):
+            with profiled(plan, topo.device, number), clock("time/step"):
                 row = {"step": number} | step.publish(number, clock)
                 if plan.evaluate.every and number % plan.evaluate.every == 0:
                     row |= step.evaluate(clock)

@@ -63,6 +63,7 @@ CORE = {
     "turns": ("rollout/turns", "rollout/groups", "plan/schema/turns", "plan/rules/turns"),
     "recorded": ("rollout/recorded", "rollout/recorded_file"),
     "report": ("tools/report",),
+    "trace": ("tools/trace", "run/profile", "plan/schema/log", "plan/rules/log"),
     "lora": (
         *("plan/schema/lora", "plan/rules/lora", "plan/model/lora"),
         *("models/lora_table", "models/lora_live", "models/peft_folder", "megatron/lora"),
@@ -92,9 +93,10 @@ MAX_CODE = {
     "turns": 900,
     "recorded": 420,
     "report": 700,
+    "trace": 180,
     "lora": 1500,
     "hybrid": 520,
-    "core": 7480,
+    "core": 7490,
     "plan core": 2520,
     "vllm": 600,
 }

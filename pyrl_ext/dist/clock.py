@@ -6,9 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from torch.profiler import record_function
+
 
 class Clock:
     """Adds up the wall time of named phases: ``with clock("time/rollout"): ...``.
+
+    A trace of torch's profiler shows the phase as "pyrl: rollout".
 
     A phase may be entered many times, and inside another phase; each counts everything that happens
     inside it. On a GPU, work that a phase launched without waiting for it is counted in the phase
@@ -43,8 +47,9 @@ class Clock:
         self._sync()
         start = time.perf_counter()
         try:
-            yield
-            self._sync()
+            with record_function(f"pyrl: {name.removeprefix('time/')}"):
+                yield
+                self._sync()
             self._on_phase(outer)
         finally:
             self._phase = outer

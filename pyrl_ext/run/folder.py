@@ -119,7 +119,7 @@ class RunFolder:
             recorded = self.plan.rollout.record
             names = [
                 *("plan.json", "metrics.jsonl", "checkpoints", "tensorboard", "report.png"),
-                *("error.txt", *([recorded] if recorded else [])),
+                *("error.txt", "trace", *([recorded] if recorded else [])),
             ]
             held = [self.path / name for name in names if (self.path / name).exists()]
             if held:

@@ -182,6 +182,24 @@ def test_checks_compare_a_plan_with_this_host(
     assert "Start it with: pyrl serve" in found[f"engine {server}"]
 
 
+def test_checks_count_the_ranks_that_torchrun_started_here(
+    here: Facts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    plan = tiny_plan("parallel.dp=2", f"run={tmp_path}/run")
+    found = {each.name: each for each in checks(plan, here, features(here))}
+    assert found["processes"].found == "2 ranks, 1 on this host"
+
+
+def test_doctor_speaks_on_the_first_rank_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("RANK", "1")
+    assert main([str(CONFIG), "device=cuda", "hardware.gpu=H100"]) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_facts_read_the_limit_of_open_files(here: Facts):
     assert here["open_files"] == list(resource.getrlimit(resource.RLIMIT_NOFILE))
 

@@ -23,6 +23,7 @@ from pyrl_ext.plan.language.fields import (
 )
 from pyrl_ext.plan.model.cp_cost import CpCost
 from pyrl_ext.plan.schema.layout import Module, Parallel
+from pyrl_ext.plan.schema.log import Log
 from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.plan.schema.objective import Name, Objective
 from pyrl_ext.plan.schema.servers import Servers
@@ -263,15 +264,6 @@ class Checkpoint(Section):
     hf: bool = False
     """write the weights of every checkpoint as a Hugging Face folder too: hf/ in it, with config
     and tokenizer"""
-
-
-class Log(Section):
-    """Displays of progress besides metrics.jsonl."""
-
-    tensorboard: bool = False
-    """write tensorboard events into the run folder"""
-    progress: bool = True
-    """draw a progress line on the terminal"""
 
 
 class Hardware(Section):

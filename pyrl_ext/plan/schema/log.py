@@ -1,0 +1,18 @@
+"""The section `log` of the YAML: what a run shows and records besides metrics.jsonl."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from pyrl_ext.plan.language.fields import Count, Section
+
+
+class Log(Section):
+    """Displays of progress besides metrics.jsonl."""
+
+    tensorboard: bool = False
+    """write tensorboard events into the run folder"""
+    profile: list[Count] = Field(default=[])
+    """steps that torch's profiler traces on every rank; pyrl trace merges the ranks"""
+    progress: bool = True
+    """draw a progress line on the terminal"""

@@ -1,0 +1,98 @@
+"""`pyrl trace`: ranks whose clocks differ are on one, and nothing is merged of a part of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyrl_ext.dist.clock import Clock
+from pyrl_ext.run.profile import profiled
+from pyrl_ext.tools.trace import main
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_plan
+
+SECOND = 10**9
+
+
+def write(run: Path, rank: int, clock: int, spans: dict[str, tuple[float, float]]) -> None:
+    """A trace of step 3 by a rank of two whose time of day is ``clock`` [ns] ahead.
+
+    Args:
+        spans: name -> (begin, seconds) after the barrier, which was at second 100
+    """
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 7, "args": {"name": "python"}},
+        {"name": "ac2g", "ph": "s", "id": 5, "pid": 7, "ts": 0.0},
+    ]
+    for name, (begin, took) in spans.items():
+        place = {"pid": 7, "tid": 7, "ts": (90 + begin) * 1e6, "dur": took * 1e6}
+        events.append({"ph": "X", "name": name} | place)
+    known = {"step": 3, "rank": rank, "ranks": 2, "barrier": 100 * SECOND + clock}
+    trace = {"pyrl": known, "baseTimeNanoseconds": 10 * SECOND + clock, "traceEvents": events}
+    (run / "trace").mkdir(exist_ok=True)
+    with gzip.open(run / "trace" / f"step-000003-rank-{rank:05d}.json.gz", "wt") as file:
+        json.dump(trace, file)
+
+
+def merged(run: Path, step: int) -> list[dict[str, Any]]:
+    with gzip.open(run / "trace" / f"step-{step:06d}.json.gz", "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
+def test_trace_puts_hosts_on_one_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write(tmp_path, 0, 0, {"pyrl: update": (1.0, 2.0), "aten::mm": (1.5, 0.1)})
+    write(tmp_path, 1, 3600 * SECOND, {"pyrl: update": (1.25, 0.5)})
+    assert main([str(tmp_path)]) == 0
+    events = merged(tmp_path, 3)
+    updates = [event for event in events if event["name"] == "pyrl: update"]
+    assert [event["ts"] for event in updates] == pytest.approx([1.0e6, 1.25e6])
+    assert len({event["pid"] for event in events}) == 2
+    assert {event["id"] for event in events if "id" in event} == {"0-5", "1-5"}
+    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert list(named.values()) == ["rank 0: python", "rank 1: python"]
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if " update " in line]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["update", "0.500", "1", "2.000", "0"]
+
+
+def test_trace_refuses_what_is_not_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def problem(*arguments: str) -> str:
+        assert main([str(tmp_path), *arguments]) == 1
+        return capsys.readouterr().err
+
+    assert "no trace of a step, expected those of every rank" in problem()
+    write(tmp_path, 1, 0, {})
+    assert "lacks ranks [0]" in problem()
+    assert "no trace of step 2" in problem("--step", "2")
+    file = tmp_path / "trace/step-000003-rank-00000.json.gz"
+    for text in (b"no gzip", gzip.compress(b"{"), gzip.compress(b'{"traceEvents": []}')):
+        file.write_bytes(text)
+        assert f"{file}: " in problem()
+    assert not (tmp_path / "trace/step-000003.json.gz").exists()
+
+
+def on_rank(group: Any, folder: Path) -> None:
+    plan, clock = tiny_plan("steps=3", "log.profile=[1]", f"run={folder}"), Clock()
+    for step in range(plan.steps):
+        with profiled(plan, torch.device("cpu"), step), clock("time/step"), clock("time/update"):
+            torch.ones(8).sum()
+            time.sleep(0.2 * group.rank())  # so rank 1 is the longest
+
+
+def test_profiled_traces_the_steps_of_the_plan_on_every_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run_ranks(on_rank, 2, tmp_path)
+    names = sorted(file.name for file in (tmp_path / "trace").iterdir())
+    assert names == [f"step-000001-rank-0000{rank}.json.gz" for rank in (0, 1)]
+    assert main([str(tmp_path), "--step", "1"]) == 0
+    spans = [event for event in merged(tmp_path, 1) if event.get("ph") == "X"]
+    assert sum(event["name"] == "pyrl: update" for event in spans) == 2
+    assert any(event["name"] == "aten::sum" for event in spans)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if " update " in line]
+    assert row.split("│")[-2].strip() == "1"
