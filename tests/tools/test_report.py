@@ -93,6 +93,15 @@ def test_curves_are_grouped_and_families_share_a_chart(tmp_path: Path):
     assert found.steps[reward[2]["steps"]] == [0, 10]
 
 
+def test_curves_over_decades_have_a_logarithmic_axis_but_rewards_do_not(tmp_path: Path):
+    folder = Folder(write_history(tmp_path, 8))
+    for step, row in enumerate(folder.run.rows):
+        row["reward"] = row["loss"] = 10.0 ** (step - 7)
+        row.pop("eval_reward", None)
+    charts = curves([folder.run]).charts
+    assert [charts[name]["log"] for name in ("loss", "reward", "tokens_per_s")] == [1, 0, 0]
+
+
 def test_alarms_name_the_steps_outside_the_band(tmp_path: Path):
     folder = Folder(write_history(tmp_path, 8))
     for step, value in ((2, 0.05), (3, 0.2), (5, 0.04)):

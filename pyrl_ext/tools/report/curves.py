@@ -63,8 +63,9 @@ def curves(runs: Sequence[Run]) -> Curves:
             curve = thinned(at, values)
             curve["steps"] = steps.setdefault(tuple(curve["steps"]), len(steps))
             chart["curves"].append({"run": place, "label": label, "held": held} | curve)
-    for chart in charts.values():
-        chart["log"] = _spans_decades(chart["curves"])
+    for name, chart in charts.items():
+        # a reward is read against its largest value: a learnt run would be a line at the top
+        chart["log"] = name != "reward" and _spans_decades(chart["curves"])
         chart["curves"].sort(key=lambda c: (c["held"], int(c["label"]) if chart["family"] else 0))
     aims = dict.fromkeys(aim(run) for run in runs)
     first = [name for name in (*aims, *MOSTLY) if name in charts]
