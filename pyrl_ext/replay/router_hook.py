@@ -110,7 +110,7 @@ class RouterHook:
         )
         if self.used is None:
             return native_topk(scores)
-        with record_function("pyrl: replay"), self.clock("time/replay"):
+        with self.clock("time/replay"):
             return self._replayed(self.used, scores, native_topk)
 
     def _replayed(

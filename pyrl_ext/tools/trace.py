@@ -45,16 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def steps_in(run: Path, step: int | None) -> dict[int, list[Path]]:
-    """Step -> the files of its ranks, in their order.
+def steps_in(run: Path, step: int | None) -> dict[int, dict[int, Path]]:
+    """Step -> rank -> its file.
 
     Raises: FileNotFoundError where there is none.
     """
-    found: dict[int, list[Path]] = defaultdict(list)
+    found: dict[int, dict[int, Path]] = defaultdict(dict)
     for file in sorted((run / "trace").glob("step-*-rank-*.json.gz")):
-        number = int(re.sub(r"\D.*", "", file.name.removeprefix("step-")))
+        number, rank = map(int, re.findall(r"\d+", file.name))
         if step in (None, number):
-            found[number].append(file)
+            found[number][rank] = file
     if not found:
         which = "a step" if step is None else f"step {step}"
         raise FileNotFoundError(
@@ -64,29 +64,38 @@ def steps_in(run: Path, step: int | None) -> dict[int, list[Path]]:
     return dict(found)
 
 
-def merge(files: Sequence[Path], into: Path) -> Seconds:
-    """Write the events of all files to one; returns the seconds of each phase on each rank.
+def merge(files: Mapping[int, Path], into: Path) -> Seconds:
+    """Write the events of all ranks to one file; returns the seconds of each phase on each rank.
 
     Times count from when a rank left the barrier before the step, so hosts need not agree on the
     time of day.
 
-    Raises: ValueError for a file that is no trace of this package, and for missing ranks.
+    Raises: ValueError for a file that is no trace of this package, and for missing ranks or more.
     """
-    ranks, seconds = list[int](), Seconds()
+    seconds = Seconds()
     with replacing(into) as partial, gzip.open(partial, "wt", compresslevel=3) as out:
         out.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for file in track(files, into.name, console=Console(stderr=True), transient=True):
+        shown = track(files.items(), into.name, console=Console(stderr=True), transient=True)
+        for place, (rank, file) in enumerate(shown):
             trace = read(file)
-            known = trace["pyrl"]
-            for name, took in write_events(trace, out, first=not ranks):
+            _check_ranks(trace["pyrl"]["ranks"], files)
+            for name, took in write_events(trace, out, first=place == 0):
                 of_rank = seconds.setdefault(name, {})
-                of_rank[known["rank"]] = of_rank.get(known["rank"], 0.0) + took
-            ranks.append(known["rank"])
-            missing = sorted({*range(known["ranks"])} - {*ranks})
-            if missing and file is files[-1]:
-                raise ValueError(f"{file.parent}: lacks ranks {missing}, expected all files")
+                of_rank[rank] = of_rank.get(rank, 0.0) + took
         out.write("]}")
     return seconds
+
+
+def _check_ranks(ranks: int, files: Mapping[int, Path]) -> None:
+    """Raises: ValueError unless the files are those of so many ranks."""
+    folder = next(iter(files.values())).parent
+    if missing := sorted({*range(ranks)} - files.keys()):
+        raise ValueError(f"{folder}: lacks ranks {missing}, expected all files")
+    if len(files) > ranks:
+        raise ValueError(
+            f"{folder}: has files of ranks {sorted(files)} for a step, expected those of {ranks} "
+            "ranks; some are of another layout. Remove them"
+        )
 
 
 def read(file: Path) -> Mapping[str, Any]:

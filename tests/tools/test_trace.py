@@ -69,6 +69,10 @@ def test_trace_refuses_what_is_not_whole(tmp_path: Path, capsys: pytest.CaptureF
     write(tmp_path, 1, 0, {})
     assert "lacks ranks [0]" in problem()
     assert "no trace of step 2" in problem("--step", "2")
+    for rank in (0, 2):
+        write(tmp_path, rank, 0, {})
+    assert "has files of ranks [0, 1, 2] for a step, expected those of 2 ranks" in problem()
+    (tmp_path / "trace/step-000003-rank-00002.json.gz").unlink()
     file = tmp_path / "trace/step-000003-rank-00000.json.gz"
     for text in (b"no gzip", gzip.compress(b"{"), gzip.compress(b'{"traceEvents": []}')):
         file.write_bytes(text)
