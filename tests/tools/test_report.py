@@ -82,7 +82,7 @@ def test_page_of_a_long_run_is_no_larger_than_that_of_a_shorter_one(tmp_path: Pa
 
 def test_curves_are_grouped_and_families_share_a_chart(tmp_path: Path):
     paths = [write_history(tmp_path / name, 20) for name in ("a", "b")]
-    found = curves([folder.run for folder in folders([str(path) for path in paths])])
+    found = curves([folder.columns for folder in folders([str(path) for path in paths])])
     assert found.first[:3] == ["reward", "loss", "mismatch/abs_mean"]
     assert sorted(n for names in found.groups.values() for n in names) == sorted(found.charts)
     assert found.groups["Age of samples"] == ["age/share_<id>"]
@@ -98,7 +98,7 @@ def test_curves_over_decades_have_a_logarithmic_axis_but_rewards_do_not(tmp_path
     for step, row in enumerate(folder.run.rows):
         row["reward"] = row["loss"] = 10.0 ** (step - 7)
         row.pop("eval_reward", None)
-    charts = curves([folder.run]).charts
+    charts = curves([columns(folder.run)]).charts
     assert [charts[name]["log"] for name in ("loss", "reward", "tokens_per_s")] == [1, 0, 0]
 
 

@@ -168,6 +168,7 @@ class _Part:
     async def prepare(self, pause: Pause, identity: Identity | None, base: int | None) -> None:
         """Everything before the first byte."""
         self.server.failure = None  # also of one that failed earlier, and is there again
+        # senders look again: here a server that cannot be reached fails alone
         await asyncio.to_thread(address_towards, self.server.address)
         if identity is not None:
             found = await self._call("identity", protocol.RPC, {"method": "identity"})

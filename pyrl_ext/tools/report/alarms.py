@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from pyrl_ext.metrics.glossary import lookup
 from pyrl_ext.metrics.metric import Metric
-
-Columns = Mapping[str, tuple[np.ndarray, np.ndarray]]
+from pyrl_ext.tools.report.curves import Columns
 
 
 class Alarm(NamedTuple):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pyrl_ext.metrics.glossary import GLOSSARY, lookup
-from pyrl_ext.metrics.history import Run, aim
+from pyrl_ext.metrics.history import Run
+
+# metric -> its steps and values
+Columns = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 POINTS = 240
 """Most points of a curve. A longer run's are the means of so many stretches of equal length, with
@@ -50,12 +53,12 @@ class Curves(NamedTuple):
     first: list[str]
 
 
-def curves(runs: Sequence[Run]) -> Curves:
-    """The charts of one or more runs."""
+def curves(runs: Sequence[Columns]) -> Curves:
+    """The charts of one or more runs, from the columns of each."""
     steps: dict[tuple[int, ...], int] = {}
     charts: dict[str, dict[str, Any]] = {}
     for place, run in enumerate(runs):
-        for name, (at, values) in columns(run).items():
+        for name, (at, values) in run.items():
             chart = charts.setdefault(family(name), _chart(family(name)))
             held = name in ("eval_reward", "eval_loss")
             number = re.search(r"_(\d+)$", name)
@@ -67,14 +70,14 @@ def curves(runs: Sequence[Run]) -> Curves:
         # a reward is read against its largest value: a learnt run would be a line at the top
         chart["log"] = name != "reward" and _spans_decades(chart["curves"])
         chart["curves"].sort(key=lambda c: (c["held"], int(c["label"]) if chart["family"] else 0))
-    aims = dict.fromkeys(aim(run) for run in runs)
+    aims = dict.fromkeys("reward" if "reward" in run else "loss" for run in runs)
     first = [name for name in (*aims, *MOSTLY) if name in charts]
     return Curves(
         [list(each) for each in steps], charts, _grouped(charts), list(dict.fromkeys(first))
     )
 
 
-def columns(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def columns(run: Run) -> Columns:
     """Metric -> steps and values of the rows that have it, in the order of the glossary."""
     found: dict[str, tuple[list[float], list[float]]] = {}
     for row in run.rows:

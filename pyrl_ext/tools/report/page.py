@@ -41,7 +41,7 @@ def report_page(folders: Sequence[Folder], live: bool = False) -> str:
         lstrip_blocks=True,
     )
     environment.filters["duration"] = duration
-    found = curves([folder.run for folder in folders])
+    found = curves([folder.columns for folder in folders])
     script = (HERE / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     names = [folder.run.name for folder in folders]
