@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
 from pyrl_ext.plan.forecast.counts import layer_parameters, parameters
 from pyrl_ext.plan.forecast.flops import model_flops
@@ -140,3 +140,25 @@ def test_model_flops_of_a_hybrid_equal_a_count_by_hand():
     rule = 3 * 128 * 128 + 65 / 2 * 5 * 128 + 64**2 / 6
     assert each.scan == pytest.approx(2 * (4 * (4096 + 4096) + 32 * rule))
     assert each.experts == 2 * 10 * 3 * 2048 * 512
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "dtype", "fits"),
+    [
+        *((64, 64, "bfloat16", True), (128, 128, "bfloat16", True)),
+        *((64, 128, "bfloat16", False), (32, 32, "bfloat16", False), (64, 64, "float32", False)),
+    ],
+)
+def test_vllm_for_cpus_is_refused_for_states_without_a_kernel(
+    tmp_path: Path, key: int, value: int, dtype: str, fits: bool
+):
+    hf = json.loads((CONFIGS / "tiny_qwen3_next/config.json").read_text())
+    hf |= {"linear_key_head_dim": key, "linear_value_head_dim": value}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    asked = f"rollout.dtype={dtype}", f"model.config={tmp_path}/config.json"
+    try:
+        compile_plan(CONFIGS / "tiny_qwen3_next.yaml", ("rollout.engine=vllm", *asked))
+        problem = ""
+    except ConfigError as error:
+        problem = str(error)
+    assert ("has no other kernels for gated_delta_net" in problem) != fits

@@ -100,9 +100,10 @@ def published(plan: Any, group: dist.ProcessGroup) -> dict[str, Any]:
         names = policy.tensors.engine_names
         sync_weights(engine, stream, names, 1, dtype=torch.float32)
         engine.disproved()
-        metrics = engine.metrics()
+        metrics, came = engine.metrics(), [name for name, _ in stream]
         engine.close()
     assert metrics["servers/used"] == 2
+    assert sorted(came) == sorted(stream.names or ())
     return {"sent": set(stream.names or ()), "bytes": metrics["publish/bytes"]}
 
 

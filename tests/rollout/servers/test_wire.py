@@ -68,6 +68,13 @@ def test_receive_returns_what_was_sent():
 whole = b"".join(frames())
 
 
+def test_Incoming_takes_each_tensor_from_one_sender_alone():
+    incoming = wire.Incoming(WANTED, 3)
+    incoming.take(Stream(whole).read, [].append)
+    with pytest.raises(wire.WireError, match="a twice, expected each tensor once"):
+        incoming.take(Stream(whole).read, [].append)
+
+
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
     """The frames, cut off, with changed bytes, in another order, or with other frames between."""
