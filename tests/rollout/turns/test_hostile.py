@@ -21,22 +21,25 @@ from tests.helpers.environments import (
     HugeInfo,
 )
 
-KINDS: list[type[Good]] = [*HOSTILE, Good, GoodAsync, ClosesBadly, HugeInfo]
+# a changed setting is taken for a change of the call that ends next: these run alone
+ALONE = [kind for kind, why in HOSTILE.items() if why == "settings"]
+TOGETHER = [kind for kind in HOSTILE if kind not in ALONE]
+KINDS: list[type[Good]] = [*TOGETHER, Good, GoodAsync, ClosesBadly, HugeInfo]
 
 
 @pytest.fixture(scope="module")
 def held() -> Any:
     """One rollout with every kind of environment at the same time."""
-    before = dict(os.environ), os.getcwd(), signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT)
     notes: list[str] = []
     kinds = dict(enumerate(KINDS))
-    found, feed = hold(kinds, prompts=len(KINDS), size=1, timeout=2.0, notes=notes)
-    assert (dict(os.environ), os.getcwd(), signal.getsignal(signal.SIGINT)) == before
+    found, feed = hold(kinds, prompts=len(KINDS), size=1, timeout=3.0, notes=notes)
+    assert signal.getsignal(signal.SIGINT) == before
     by_kind = {kind: found[i, 0] for i, kind in enumerate(KINDS)}
     return by_kind, feed, notes
 
 
-@pytest.mark.parametrize("kind", HOSTILE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", TOGETHER, ids=lambda kind: kind.__name__)
 def test_converse_drops_a_hostile_environment_with_its_reason(held: Any, kind: type[Good]):
     conversation = held[0][kind]
     assert conversation.samples is None
@@ -44,6 +47,16 @@ def test_converse_drops_a_hostile_environment_with_its_reason(held: Any, kind: t
     number = KINDS.index(kind)
     assert f"(prompt {number}, trajectory 0" in str(conversation.dropped)
     assert "expected" in str(conversation.dropped)
+
+
+@pytest.mark.parametrize("kind", ALONE, ids=lambda kind: kind.__name__)
+def test_converse_drops_what_changes_a_setting_and_sets_it_back(kind: type[Good]):
+    before = dict(os.environ), os.getcwd()
+    found, feed = hold({0: kind}, prompts=1, size=1, timeout=2.0)
+    assert (dict(os.environ), os.getcwd()) == before
+    assert reason(found[0, 0]) == "settings"
+    assert "(prompt 0, trajectory 0" in str(found[0, 0].dropped)
+    assert feed.counts["dropped/settings"] == 1
 
 
 @pytest.mark.parametrize("kind", [Good, GoodAsync, ClosesBadly, HugeInfo])
@@ -55,7 +68,7 @@ def test_converse_keeps_good_environments_among_hostile_ones(held: Any, kind: ty
 
 def test_converse_counts_hostile_environments_by_reason(held: Any):
     _, feed, notes = held
-    reasons = list(HOSTILE.values())
+    reasons = [HOSTILE[kind] for kind in TOGETHER]
     for why in REASONS:
         assert feed.counts[f"dropped/{why}"] == reasons.count(why)
     assert feed.counts["begun"] == len(KINDS)
