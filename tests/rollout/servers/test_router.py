@@ -338,7 +338,7 @@ def test_router_forgets_the_pace_of_a_server_that_hung(engines: list[HttpEngine]
         await asyncio.gather(*tasks, return_exceptions=True)
         assert [lane.pace for lane in router.lanes] == paces  # nor of requests that are given up
 
-    route(engines, use, silence=0.3)
+    route(engines, use, silence=1.0)
 
 
 def test_router_takes_out_a_server_that_aborts_without_a_publish(engines: list[HttpEngine]):

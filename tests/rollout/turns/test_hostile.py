@@ -80,18 +80,18 @@ def test_converse_counts_hostile_environments_by_reason(held: Any):
 
 class BlocksLong(Good):
     async def step(self, tokens: list[int], text: str) -> Any:
-        time.sleep(2)
+        time.sleep(4)
 
 
 class Waits(Good):
     async def step(self, tokens: list[int], text: str) -> Any:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1)
         return super().step(tokens, text)
 
 
 def test_calls_lose_what_shares_a_loop_that_is_blocked_for_good_and_go_on_in_another():
     kinds = {0: BlocksLong, 1: Waits, 2: Good}
-    found, feed = hold(kinds, prompts=3, size=1, timeout=0.6)
+    found, feed = hold(kinds, prompts=3, size=1, timeout=1.2)
     assert reason(found[0, 0]) == reason(found[1, 0]) == "blocked"
     assert "test.step(prompt 0, trajectory 0, turn 0) blocks" in str(found[1, 0].dropped)
     assert found[2, 0].samples is not None
