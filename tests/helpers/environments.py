@@ -119,7 +119,7 @@ class SpinsAsync(Good):
 
 class Blocks(Good):
     async def step(self, tokens: list[int], text: str) -> Any:
-        time.sleep(3)
+        time.sleep(4.5)  # longer than the time limit, shorter than two
 
 
 class Nan(Good):
