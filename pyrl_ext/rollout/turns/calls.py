@@ -171,7 +171,7 @@ class Calls:
         changes = [] if self._closed.is_set() else self._settings.restore()
         dropped = None
         if changes:
-            rule = "expected it to leave the settings of the process alone"
+            rule = "expected it, and calls beside it, to leave the settings of the process alone"
             dropped = Dropped("settings", f"{call.name}: changed {'; '.join(changes)}, {rule}")
         elif isinstance(error, TimeUp):
             dropped = self._late(call)
