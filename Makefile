@@ -12,7 +12,7 @@ REPLAY_STEPS ?= 30
 BASE   ?= 40
 BASE_RUN := runs/tiny_base-$(BASE)
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
-            layout replay_probs swiglu rms_norm expert_rows
+            layout replay_probs swiglu rms_norm expert_rows gated_delta_rule
 
 .PHONY: help venv build browser demo demo-vl demo-turns demo-lora pictures test test-fast test-installed test-runs test-servers kills mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te clean

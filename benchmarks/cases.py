@@ -15,6 +15,7 @@ FAMILIES = {
     "replay_probs": "benchmarks.cases_router:replay_probs",
     "swiglu": "benchmarks.cases_swiglu:swiglu",
     "rms_norm": "benchmarks.cases_rms_norm:rms_norm",
+    "gated_delta_rule": "benchmarks.cases_sequences:gated_delta_rule",
     "expert_rows": "benchmarks.cases_expert_rows:expert_rows",
     "experts": "benchmarks.cases_experts:experts",
     "token_logprob": "benchmarks.cases_logprob:token_logprob",

@@ -43,6 +43,7 @@ NOTE = (
 TESTS = {
     "experts": "tests/megatron/test_grouped_experts.py",
     "feed": "tests/trainer/test_prefetch.py",
+    "gated_delta_rule": "tests/ops/test_sequences.py",
     "layout": "tests/pack/test_layout.py",
     "linear_logprob": "tests/loss/test_fused_head.py",
 }

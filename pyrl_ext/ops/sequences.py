@@ -50,6 +50,9 @@ def positions(cu_seqlens: Tensor, rows: int) -> Tensor:
     return row - cu_seqlens[torch.searchsorted(cu_seqlens, row, right=True) - 1]
 
 
+SHORT, LONG = 16, 32  # rows of a chunk, by the mean length of sequences
+
+
 class Chunks(NamedTuple):
     """M chunks of ``size`` rows each; every sequence begins one, and its last one may be short.
 
@@ -58,12 +61,18 @@ class Chunks(NamedTuple):
         filled: [M, size] bool, whether a chunk has a row there.
         first:  [M] bool, whether a sequence begins with the chunk. True, too, where it is empty.
         places: [T] int64, where each row of the stream is among the M * size.
+        later:  int64 each, chunks that follow others, a turn each: what they follow comes before.
     """
 
     rows: Tensor
     filled: Tensor
     first: Tensor
     places: Tensor
+    later: tuple[Tensor, ...]
+
+    def first_as(self, x: Tensor, chunks: Tensor) -> Tensor:
+        """`first` of some chunks, for tensors with as many dimensions as ``x``."""
+        return self.first[chunks].view(-1, *[1] * (x.ndim - 1))
 
     def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, ...] -> [M, size, ...] ``dtype``, zeros where a chunk has no row."""
@@ -75,9 +84,11 @@ class Chunks(NamedTuple):
         return x.flatten(0, 1)[self.places].to(dtype)
 
 
-def chunks_of(cu_seqlens: Tensor, rows: int, size: int) -> Chunks:
+def chunks_of(cu_seqlens: Tensor, rows: int) -> Chunks:
     """The chunks of a stream of ``rows`` rows: as many as its sequences may need at most."""
     starts = cu_seqlens.long()
+    # what is computed of a chunk grows with its square, and a sequence may leave most of one empty
+    size = SHORT if rows < LONG * len(starts) else LONG
     ends = torch.cat([starts[1:], starts.new_full((1,), rows)])
     counts = (ends - starts + size - 1) // size
     before = counts.cumsum(0) - counts
@@ -91,7 +102,14 @@ def chunks_of(cu_seqlens: Tensor, rows: int, size: int) -> Chunks:
     at = torch.arange(rows, device=starts.device)
     own = torch.searchsorted(starts, at, right=True) - 1
     at = before[own] * size + at - starts[own]
-    return Chunks(torch.where(filled, row, 0), filled, (number == 0) | ~filled[:, 0], at)
+    first = (number == 0) | ~filled[:, 0]
+    if first.device.type == "cpu":  # second chunks of all sequences at once, then third ones
+        number = torch.where(first, 0, number)
+        turns = number.max() + 1 if most else 0
+        later = [(number == n).nonzero()[:, 0] for n in range(1, int(turns))]
+    else:  # reading numbers would wait for the device
+        later = chunk[1:].split(1)
+    return Chunks(torch.where(filled, row, 0), filled, first, at, tuple(later))
 
 
 class Decays(NamedTuple):
@@ -130,20 +148,21 @@ def logs_grad(terms: Decays) -> Tensor:
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def states_before(kept: Tensor, added: Tensor, first: Tensor, product: Product) -> Tensor:
+def states_before(kept: Tensor, added: Tensor, chunks: Chunks, product: Product) -> Tensor:
     """The state before each chunk, where ``state = product(kept[m], state) + added[m]``."""
-    states, state = torch.empty_like(added), torch.zeros_like(added[:1]).sum(0)
-    for m in range(len(added)):
-        states[m] = state = torch.where(first[m], 0, state)
-        state = product(kept[m], state) + added[m]
+    states = torch.zeros_like(added)
+    for turn in chunks.later:
+        before = turn - 1
+        state = product(kept[before], states[before]) + added[before]
+        states[turn] = torch.where(chunks.first_as(state, turn), 0, state)
     return states
 
 
-def grads_after(kept: Tensor, added: Tensor, first: Tensor, product: Product) -> Tensor:
+def grads_after(kept: Tensor, added: Tensor, chunks: Chunks, product: Product) -> Tensor:
     """The gradient of the state after each chunk; that before it is ``product(kept[m], grad) +
     added[m]``."""
-    grads, grad = torch.empty_like(added), torch.zeros_like(added[:1]).sum(0)
-    for m in reversed(range(len(added))):
-        grads[m] = grad
-        grad = torch.where(first[m], 0, product(kept[m], grad) + added[m])
+    grads = torch.zeros_like(added)
+    for turn in reversed(chunks.later):
+        grad = product(kept[turn], grads[turn]) + added[turn]
+        grads[turn - 1] = torch.where(chunks.first_as(grad, turn), 0, grad)
     return grads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,8 +17,11 @@ from pyrl_ext.ops.ssd_scan import reference as ssd_reference
 from tests.helpers.recurrences import ALONG, Along, boundaries, spans
 
 # lengths of sequences around those of chunks; the last is of rows beyond cu_seqlens
-LENGTHS = st.lists(st.sampled_from([0, 1, 2, 3, 33, 63, 64, 65, 128, 150]), min_size=1, max_size=5)
+LENGTHS = st.lists(
+    st.sampled_from([0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 70, 97]), min_size=1, max_size=5
+)
 MIXED = [1, 64, 0, 3, 65, 1, 40]
+SHORT = [1, 17, 0, 33, 1, 16, 3, 9]  # on average: their chunks have half as many rows
 FEW = settings(max_examples=8, deadline=None, database=None, derandomize=True)
 
 
@@ -38,9 +43,10 @@ def found_of(along, lengths, dtype):
 
 @each_operator
 def test_sequences_operators_are_exact(along):
-    for dtype, step in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
-        args, grad, found = found_of(along, MIXED, dtype)
-        for n, (ours, want) in enumerate(zip(found, along.exact(args, MIXED, grad), strict=True)):
+    steps = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8}
+    for (dtype, step), lengths in product(steps.items(), (MIXED, SHORT)):
+        args, grad, found = found_of(along, lengths, dtype)
+        for n, (ours, want) in enumerate(zip(found, along.exact(args, lengths, grad), strict=True)):
             error = (ours.double() - want).abs().max()
             assert error <= step * want.abs().max(), (dtype, n, error)
         assert [x.dtype for x in found[1:]] == [x.dtype for x in args]

@@ -19,8 +19,6 @@ from pyrl_ext.ops.sequences import (
     states_before,
 )
 
-CHUNK = 64  # rows
-
 
 class _Rule:
     """Arguments in chunks, and the state before each: forward and backward need both."""
@@ -30,7 +28,7 @@ class _Rule:
     ):
         check_boundaries("gated_delta_rule", cu_seqlens, len(q))
         self.wide = accum_dtype(q.dtype)
-        self.chunks = chunks_of(cu_seqlens, len(q), CHUNK)
+        self.chunks = chunks_of(cu_seqlens, len(q))
         self.q, self.k, self.v, self.beta = map(self.split, (q, k, v, beta[..., None]))
         self.scale = q.shape[-1] ** -0.5
         self.q = self.q * self.scale
@@ -47,11 +45,11 @@ class _Rule:
         unit = torch.eye(k.shape[-1], dtype=self.wide, device=k.device)
         self.kept = decays.total * unit - self.late.mT @ self.read
         added = self.late.mT @ own
-        self.states = states_before(self.kept, added, self.chunks.first, torch.matmul)
+        self.states = states_before(self.kept, added, self.chunks, torch.matmul)
         self.u = own - self.read @ self.states
 
     def split(self, x: Tensor) -> Tensor:
-        """[T, H, ...] -> [M, H, CHUNK, ...]."""
+        """[T, H, ...] -> [M, H, size, ...]."""
         return self.chunks.split(x, self.wide).movedim(1, 2)
 
     def join(self, x: Tensor, like: Tensor) -> Tensor:
@@ -76,7 +74,7 @@ def gated_delta_rule_grad(
     after = grads_after(
         rule.kept.mT,
         (start * rule.q).mT @ grad - rule.read.mT @ u,
-        rule.chunks.first,
+        rule.chunks,
         torch.matmul,
     )
     system = rule.beta * rule.pairs

@@ -17,8 +17,6 @@ from pyrl_ext.ops.sequences import (
     states_before,
 )
 
-CHUNK = 64  # rows
-
 
 class _Scan:
     """Arguments in chunks, and the state before each: forward and backward need both."""
@@ -28,16 +26,16 @@ class _Scan:
     ):
         check_boundaries("ssd_scan", cu_seqlens, len(x))
         self.wide, self.groups = accum_dtype(x.dtype), B.shape[1]
-        self.chunks = chunks_of(cu_seqlens, len(x), CHUNK)
+        self.chunks = chunks_of(cu_seqlens, len(x))
         self.x, self.dt, self.B, self.C = map(self.split, (x, dt[..., None], B, C))
         self.decays = decays_of(self.split(logs))
         self.fed = self.x * self.dt
         self.attention = self.C @ self.B.mT * self.decays.inside
         added = (self.B * self.decays.end).mT @ self.fed
-        self.states = states_before(self.decays.total, added, self.chunks.first, torch.mul)
+        self.states = states_before(self.decays.total, added, self.chunks, torch.mul)
 
     def split(self, x: Tensor) -> Tensor:
-        """[T, H or G, ...] -> [M, G, H / G or 1, CHUNK, ...]."""
+        """[T, H or G, ...] -> [M, G, H / G or 1, size, ...]."""
         return self.chunks.split(x, self.wide).unflatten(2, (self.groups, -1)).movedim(1, 3)
 
     def join(self, x: Tensor, like: Tensor) -> Tensor:
@@ -65,9 +63,7 @@ def ssd_scan_grad(
 ) -> tuple[Tensor, ...]:
     scan = _Scan(x, dt, log_decay, B, C, cu_seqlens)
     grad, decays = scan.split(grad), scan.decays
-    after = grads_after(
-        decays.total, scan.C.mT @ (decays.start * grad), scan.chunks.first, torch.mul
-    )
+    after = grads_after(decays.total, scan.C.mT @ (decays.start * grad), scan.chunks, torch.mul)
     of_attention = grad @ scan.fed.mT
     scores = (of_attention * decays.inside).sum(2, keepdim=True)
     of_C = decays.start * (grad @ scan.states.mT)  # by states, a head at a time
