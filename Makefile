@@ -15,7 +15,7 @@ FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_lo
             layout replay_probs swiglu rms_norm expert_rows gated_delta_rule
 
 .PHONY: help venv build browser demo demo-vl demo-turns demo-lora pictures test test-fast test-installed test-runs test-servers kills mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
-        replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te clean
+        replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te test-wandb clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -168,6 +168,15 @@ test-te: $(VENV)/te  ## TransformerEngine's layers on this CPU, with torch formu
 	PYTHONPATH=$(VENV)/te OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile \
 	  -p tests.te.formulas --durations 10 tests/te
 	PYTHONPATH=$(VENV)/te OMP_NUM_THREADS=1 $(BIN)/python -m tests.te.parity
+
+# apart, too: wherever megatron-core finds wandb it imports it, 2.5 s of a core in every process
+$(VENV)/wandb: $(VENV)/.built
+	rm -rf $@.new $@
+	$(BIN)/pip install --quiet -c constraints.txt --target $@.new wandb==0.30.0
+	mv $@.new $@
+
+test-wandb: $(VENV)/wandb  ## Weights & Biases in its offline mode, the real package: log.wandb
+	PYTHONPATH=$(VENV)/wandb OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/wandb
 
 # its binding is compiled for the torch that is here: 20 minutes of a core, 2 GB of memory a job
 te: build  ## needs a GPU: TransformerEngine with its kernels, for model.backend te

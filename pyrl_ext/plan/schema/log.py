@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from pyrl_ext.plan.language.fields import Count, Section
+from pyrl_ext.plan.language.fields import Count, Section, Text
 
 
 class Log(Section):
@@ -12,6 +12,8 @@ class Log(Section):
 
     tensorboard: bool = False
     """write tensorboard events into the run folder"""
+    wandb: Text | None = None
+    """project of Weights & Biases that gets the metrics, too"""
     profile: list[Count] = Field(default=[])
     """steps that torch's profiler traces on every rank; pyrl trace merges the ranks"""
     progress: bool = True

@@ -72,6 +72,8 @@ def _needed(plan: Plan) -> Iterator[tuple[str, str]]:
         yield name, "rollout.engine is vllm"
     if plan.model.backend == "te":
         yield "model.backend: te", "model.backend is te"
+    if plan.log.wandb:
+        yield "log.wandb", f"log.wandb is {plan.log.wandb}"
     if plan.model.fp8:
         yield "model.fp8", f"model.fp8 is {plan.model.fp8}"
     if on_gpu and plan.world_size > plan.hardware.gpus_per_node:

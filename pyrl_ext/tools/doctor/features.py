@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pyrl_ext.tools.doctor.facts import PACKAGES, Facts
 
 OLDEST = (3, 12)  # that megatron-core 0.19 takes
+MORE = {"adapters read by the peft package": "peft", "log.wandb": "wandb"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def features(facts: Facts) -> tuple[Feature, ...]:
 
 
 def _features(facts: Facts) -> Iterator[Feature]:
-    packages, commands = facts["packages"], facts["commands"]
+    commands = facts["commands"]
     yield Feature("Python for megatron-core", _python(facts), "use Python 3.12 or newer", True)
     base = _lacking(facts, *PACKAGES) + _broken(facts, "torch")
     yield Feature("plans", _broken(facts, "plans"), "pip install .", True)
@@ -65,8 +66,8 @@ def _features(facts: Facts) -> Iterator[Feature]:
     alone = all(address.startswith("127.") for address in facts["interfaces"].values())
     network = ("no network interface but the loopback",) if alone else ()
     yield Feature("several hosts", network, "connect a network")
-    peft = () if packages["peft"] else ("peft is not installed",)
-    yield Feature("adapters read by the peft package", peft, "pip install peft")
+    for name, package in MORE.items():
+        yield Feature(name, _lacking(facts, package), f"pip install {package}")
 
 
 def _python(facts: Facts) -> tuple[str, ...]:

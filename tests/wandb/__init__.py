@@ -1,0 +1,1 @@
+"""Weights & Biases, the real package."""
