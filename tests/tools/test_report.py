@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -18,6 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from pyrl_ext.metrics.sinks import JsonlSink
 from pyrl_ext.rollout.recorded_file import save_samples
 from pyrl_ext.tools.report.__main__ import main
 from pyrl_ext.tools.report.alarms import alarms
@@ -158,13 +160,31 @@ def test_main_writes_the_page_and_refuses_what_it_cannot_read(
 ):
     path = write_history(tmp_path / "a", 3)
     assert main([str(path), "--html"]) == 0
-    assert capsys.readouterr().out == f"Page: {path / 'report.html'}\n"
+    assert capsys.readouterr().out == f"Written: {path / 'report.html'}\n"
     assert "<h1>" in (path / "report.html").read_text()
     assert main([str(path), "--html", str(tmp_path / "none/x.html")]) == 2
     assert "x.html: No such file or directory, expected a file" in capsys.readouterr().err
-    for way in ("--html", "--watch"):
+    for way in ("--html", "--watch", "--csv"):
         assert main([str(tmp_path), way]) == 2
         assert "metrics.jsonl, expected a run folder" in capsys.readouterr().err
+
+
+def test_main_writes_all_metrics_as_csv(tmp_path: Path):
+    """Every number of every step comes back; what a step lacks is empty."""
+    paths = [write_history(tmp_path / name, 12) for name in ("a", 'b, "c"')]
+    rows = [json.loads(x) for x in (paths[0] / "metrics.jsonl").read_text().splitlines()]
+    JsonlSink(paths[1] / "metrics.jsonl").write({"step": 12, "lr": 1e-6, "loss": math.nan})
+    assert main([str(paths[0]), "--csv"]) == 0
+    with (paths[0] / "report.csv").open(newline="") as file:
+        one = list(csv.DictReader(file))
+    assert [{n: float(v) for n, v in row.items() if v} for row in one] == rows
+    assert one[1]["eval_reward"] == "" and list(one[0])[:3] == ["step", "reward", "eval_reward"]
+    assert main([*map(str, paths), "--csv", str(tmp_path / "both.csv")]) == 0
+    with (tmp_path / "both.csv").open(newline="") as file:
+        both = list(csv.DictReader(file))
+    assert [row.pop("run") for row in both] == ["a"] * 12 + ['b, "c"'] * 13
+    last = both[-1]
+    assert (last["step"], last["lr"], last["loss"], last["reward"]) == ("12", "1e-06", "nan", "")
 
 
 def test_server_renews_the_page_as_the_run_grows(tmp_path: Path):

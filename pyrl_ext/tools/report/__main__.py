@@ -1,4 +1,4 @@
-"""Show a run, or several side by side: as a table and a picture, or as an HTML page.
+"""Show a run, or several side by side: as a table and a picture, an HTML page, or CSV.
 
 Ratios in the table are to the first run. The page may be written while a run goes on; with
 ``--watch`` it is served on this machine and follows the run.
@@ -15,6 +15,7 @@ from pyrl_ext.metrics.history import load_run
 from pyrl_ext.plan.command import called
 from pyrl_ext.tools.report.page import report_page
 from pyrl_ext.tools.report.state import folders
+from pyrl_ext.tools.report.table import csv_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,14 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             watch(options.runs)
         elif options.html is not None:
             path = Path(options.html or Path(options.runs[0]) / "report.html")
-            text = report_page(folders(options.runs))
-            try:
-                path.write_text(text, encoding="utf-8", newline="\n")
-            except OSError as error:
-                raise OSError(
-                    f"--html {path}: {error.strerror}, expected a file that can be written"
-                ) from error
-            print(f"Page: {path}")
+            _write("--html", path, report_page(folders(options.runs)))
+        elif options.csv is not None:
+            path = Path(options.csv or Path(options.runs[0]) / "report.csv")
+            _write("--csv", path, csv_text(folders(options.runs)))
         else:
             from pyrl_ext.metrics.report import print_report  # brings matplotlib
 
@@ -46,6 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise OSError(
+            f"{option} {path}: {error.strerror}, expected a file that can be written"
+        ) from error
+    print(f"Written: {path}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=called("pyrl_ext.tools.report"), description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder with metrics.jsonl")
@@ -53,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     way.add_argument("--png", help="picture to write [RUN/report.png of the first run]")
     words = "write the page instead [RUN/report.html of the first run]"
     way.add_argument("--html", nargs="?", const="", metavar="PATH", help=words)
+    words = "write all metrics as CSV instead [RUN/report.csv of the first run]"
+    way.add_argument("--csv", nargs="?", const="", metavar="PATH", help=words)
     way.add_argument("--watch", action="store_true", help="serve the page until Ctrl-C")
     return parser
 
