@@ -8,9 +8,12 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pyrl_ext.plan import compile_plan
@@ -20,6 +23,7 @@ from pyrl_ext.tools.doctor.checks import checks
 from pyrl_ext.tools.doctor.facts import Facts, facts_of_host
 from pyrl_ext.tools.doctor.features import features
 from pyrl_ext.tools.doctor.hosts import Timing, compare_hosts, differences
+from pyrl_ext.tools.doctor.ports import ports
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
 from tests.helpers.ranks import run_ranks
@@ -170,17 +174,57 @@ def test_checks_compare_a_plan_with_this_host(
     here: Facts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "file").touch()
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # and does not listen
-        server = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        plan = tiny_plan(f"run={tmp_path}/file/run", f"rollout.servers=[{server}]")
-        monkeypatch.setenv("WORLD_SIZE", "3")
-        found = problems(plan, here | {"memory": 2**20, "open_files": [256, 20000]})
+    plan = tiny_plan(f"run={tmp_path}/file/run")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    found = problems(plan, here | {"memory": 2**20, "open_files": [256, 20000]})
     assert found["processes"].startswith("3, expected the plan's 1")
     assert "but this host has 1 MiB" in found["memory of this host"]
     assert "ulimit -n 20000" in found["open files"]
     assert "expected a folder that can be written" in found["run folder"]
-    assert "Start it with: pyrl serve" in found[f"engine {server}"]
+
+
+class Other(BaseHTTPRequestHandler):
+    """A server that is no engine."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_ports_names_who_holds_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with HTTPServer(("127.0.0.1", 0), Other) as other, socket.socket() as silent:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        taken, mute = other.server_port, silent.getsockname()[1]
+        servers = [f"http://127.0.0.1:{port}" for port in (taken, mute)]
+        plan = tiny_plan("parallel.dp=2", f"rollout.servers=[{', '.join(servers)}]")
+        me = f"pid {os.getpid()} ({psutil.Process().name()})"
+        monkeypatch.setenv("MASTER_PORT", str(taken))
+        held = {name: problem or "" for name, _, problem in ports(plan)}
+        other.shutdown()
+    wanted = f"{taken} is held by {me}, expected a free one. Change MASTER_PORT"
+    assert held["rendezvous port"] == wanted
+    assert held[f"engine {servers[0]}"].startswith(
+        f"/health answers 404; port {taken} is held by {me}, expected an engine"
+    )
+    unseen = f"port {mute} is held by a process that does not listen"
+    assert unseen in held[f"engine {servers[1]}"]
+
+
+def test_ports_that_are_free(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with socket.socket() as kept:  # keeps other processes away, and shares with whoever listens
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        plan = tiny_plan("parallel.dp=2", f"rollout.servers=[http://127.0.0.1:{port}]")
+        (_, found, problem), (_, _, unstarted) = ports(plan)
+    assert (found, problem) == (f"{port} is free", None)
+    assert "refused, expected an engine. Start it with: pyrl serve" in (unstarted or "")
 
 
 def test_checks_count_the_ranks_that_torchrun_started_here(

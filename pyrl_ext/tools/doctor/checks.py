@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.units import size
 from pyrl_ext.tools.doctor.facts import Facts, nearest
 from pyrl_ext.tools.doctor.features import Feature
+from pyrl_ext.tools.doctor.ports import ports
 
 SHARED_MEMORY = 2**30  # containers have 64 MiB by default, and NCCL fails there
 OPEN_FILES = 512, 8  # assumed: for files, engines and shards; and for each rank that it talks to
-ANSWER = 3.0  # a server that runs takes a connection within this time [s]
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ def _checks(plan: Plan, facts: Facts, features: tuple[Feature, ...]) -> Iterator
         yield Check("shared memory (/dev/shm)", size(found), problem if short else None)
     yield _open_files(plan, facts)
     yield _run_folder(plan)
-    yield from _servers(plan)
+    yield from (Check(*each) for each in ports(plan))
 
 
 def _needed(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -144,16 +141,3 @@ def _run_folder(plan: Plan) -> Check:
         problem = f"{folder}: {error.strerror}, expected a folder that can be written. Change run"
         return Check(name, plan.run, problem)
     return Check(name, plan.run)
-
-
-def _servers(plan: Plan) -> Iterator[Check]:
-    """Whether something answers at each address of the engines apart."""
-    for address in plan.rollout.servers:
-        place = urlsplit(address)
-        name = f"engine {address}"
-        try:
-            with closing(socket.create_connection((place.hostname or "", place.port or 0), ANSWER)):
-                yield Check(name, "answers")
-        except OSError as error:
-            problem = f"{error}, expected a server. Start it with: pyrl serve {plan.source}"
-            yield Check(name, "no answer", problem)
