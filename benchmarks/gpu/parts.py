@@ -19,6 +19,7 @@ SIGN, APART = "torch.cuda.is_available()", ("tests/rollout/vllm/",)
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FLAGS = ("--kernel-regex", "--kernel-name", "--filter")  # of newer and older sanitizers
 ON_HOST = ("layout",)  # families whose cases are about the host
+DRY_SECONDS = 900.0  # of a job without a GPU: only a hang takes as long, also on a loaded machine
 
 
 class Part(NamedTuple):
@@ -60,7 +61,7 @@ def tests() -> Iterator[Job]:
 
 
 def tests_dry() -> Iterator[Job]:
-    yield Job("tests", "collected", pytest("--collect-only", *gpu_test_files()), 120)
+    yield Job("tests", "collected", pytest("--collect-only", *gpu_test_files()), DRY_SECONDS)
 
 
 @cache
@@ -91,7 +92,7 @@ def sanitized() -> Iterator[Job]:
 def sanitized_dry() -> Iterator[Job]:
     program, _ = sanitizer()
     absent = "" if program else "compute-sanitizer is not installed"
-    yield Job("sanitizer", "version", ("--version",), 20, absent, (program,))
+    yield Job("sanitizer", "version", ("--version",), DRY_SECONDS, absent, (program,))
 
 
 def rates() -> Iterator[Job]:
@@ -99,7 +100,7 @@ def rates() -> Iterator[Job]:
 
 
 def rates_dry() -> Iterator[Job]:
-    yield Job("rates", "tiny sizes, on the CPU", module("rates", "--device", "cpu"), 60)
+    yield Job("rates", "tiny sizes, on the CPU", module("rates", "--device", "cpu"), DRY_SECONDS)
 
 
 def bench() -> Iterator[Job]:
@@ -110,7 +111,7 @@ def bench() -> Iterator[Job]:
 
 def bench_dry() -> Iterator[Job]:
     families = [family for family in FAMILIES if family not in ON_HOST]
-    yield Job("bench", "cases on meta tensors", module("bench", "--build", *families), 120)
+    yield Job("bench", "cases on meta tensors", module("bench", "--build", *families), DRY_SECONDS)
 
 
 def step() -> Iterator[Job]:
@@ -127,7 +128,7 @@ def step() -> Iterator[Job]:
 
 def step_dry() -> Iterator[Job]:
     options = ("--plan", "--layers", "1", "4", "--backend", "local", "te")
-    yield Job("step", "plans", module("step", *options), 60)
+    yield Job("step", "plans", module("step", *options), DRY_SECONDS)
 
 
 def graphs() -> Iterator[Job]:
@@ -135,7 +136,7 @@ def graphs() -> Iterator[Job]:
 
 
 def graphs_dry() -> Iterator[Job]:
-    yield Job("graphs", "plain calls, on the CPU", module("graphs", "--eager"), 60)
+    yield Job("graphs", "plain calls, on the CPU", module("graphs", "--eager"), DRY_SECONDS)
 
 
 def demo() -> Iterator[Job]:
@@ -143,7 +144,7 @@ def demo() -> Iterator[Job]:
 
 
 def kernels() -> Iterator[Job]:
-    yield Job("kernels", "compiled", module("kernels"), 240)
+    yield Job("kernels", "compiled", module("kernels"), DRY_SECONDS)
 
 
 def nothing() -> Iterator[Job]:
