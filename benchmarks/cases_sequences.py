@@ -19,7 +19,7 @@ SIZES = [((17,) * 64, 8, 16), ((20, 100, 400, 500), 8, 16), ((100, 924), 4, 128)
 
 def padded(lengths: tuple[int, ...], *rows: Tensor) -> Tensor:
     """transformers' form, of a batch of sequences that are as long as the longest."""
-    batch = [pad_sequence(each.split(lengths), batch_first=True) for each in rows]
+    batch = [pad_sequence([*each.split(lengths)], batch_first=True) for each in rows]
     out = torch_chunk_gated_delta_rule(*batch)[0]
     return torch.cat([each[:length] for each, length in zip(out, lengths, strict=True)])
 

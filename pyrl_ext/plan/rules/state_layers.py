@@ -72,13 +72,3 @@ def vllm_for_cpus_has_kernels_for_the_states(plan: Plan) -> Found:
         f"linear_value_head_dim {value} {in_config(plan)}, expected bfloat16 and both widths 64 or "
         "both 128; vLLM 0.32 for CPUs has no other kernels for gated_delta_net layers. Use hf"
     )
-
-
-@rule("rollout.engine")
-def servers_know_layers_with_states(plan: Plan) -> Found:
-    mixer = plan.sizes.state_mixer
-    if mixer is not None and plan.engines_apart and plan.rollout.engine == "hf":
-        return (
-            f"hf in servers with {mixer.name} layers, expected the engine beside the trainer; "
-            "servers of the embedded engine gave no answer with them. Leave the servers out"
-        )

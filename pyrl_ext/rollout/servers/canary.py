@@ -51,6 +51,7 @@ class Canary:
         tokens: of the context
         model: whose answers these are; without routers routes are not compared
         temperature: of rollouts
+        cached: at least so many of its tokens come from the cache; 0: engines have none
         limit: largest difference of log-probs between two answers of a server [nat]
         trainer_limit: between a server and the trainer, the mean over tokens [nat]
         apart: share of a layer's experts that may differ
@@ -59,6 +60,7 @@ class Canary:
     tokens: tuple[int, ...]
     model: Model
     temperature: float
+    cached: int
     limit: float
     trainer_limit: float
     apart: float
@@ -77,7 +79,7 @@ class Canary:
         draw = random.Random(0)
         tokens = tuple(draw.randrange(model.vocab_size) for _ in range(length))
         limits = (1e-5, 1e-4, 5e-3) if exact else (0.1, 0.1, 0.3)
-        return cls(tokens, model, temperature, *limits)
+        return cls(tokens, model, temperature, length - TAIL, *limits)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -98,19 +100,18 @@ class Canary:
             temperature=self.temperature,
             top=TOP,
         )
-        least = len(self.tokens) - TAIL
         first = around = await self._answer(server, request, version)
         if first.cached_tokens:  # of an earlier look, or of other weights
             fresh = replace(request, salt=f"canary {secrets.token_hex(8)}", reads_cache=False)
             around = await self._answer(server, fresh, version)
-        looks = [first] if first.cached_tokens else []
-        if (first.cached_tokens or 0) < least:
+        looks = [first] if first.cached_tokens or not self.cached else []
+        if (first.cached_tokens or 0) < self.cached:
             looks.append(await self._answer(server, request, version))
         where, through = f"{server.address}: canary of version {version}", looks[-1]
-        if (cached := through.cached_tokens or 0) < least:
+        if (cached := through.cached_tokens or 0) < self.cached:
             raise ServerFailed(
                 f"{where}: {cached} of its {len(self.tokens)} tokens came from the cache, expected "
-                f"at least {least}; what the cache holds was not seen"
+                f"at least {self.cached}; what the cache holds was not seen"
             )
         for look in looks:
             if why := self.differ(look, around):

@@ -204,14 +204,21 @@ class _Part:
         await self._call("resume", protocol.RESUME)
 
     async def ask(self, canary: Canary) -> Seen:
-        """The canary's answers; a server whose answers are wrong is paused."""
+        """The canary's answers; a server whose answers are wrong is taken out and paused."""
+        try:
+            return await self._seen(canary)
+        except ServerFailed as error:
+            self.server.fail(str(error))  # requests would wait there until it resumes
+            with suppress(ServerFailed):
+                await self.pause("abort")
+            raise
+
+    async def _seen(self, canary: Canary) -> Seen:
         begin = time.monotonic()
         try:
             async with asyncio.timeout(self.left):
                 seen = await canary.ask(self.server, self.version)
         except (ServerFailed, Refused, TimeoutError) as error:
-            with suppress(ServerFailed):
-                await self.pause("abort")
             raise ServerFailed(str(error) or f"{self.server.address}: no canary in time") from error
         self._took("canary", begin)
         return seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -115,10 +116,13 @@ def canary_of(plan: Plan) -> Canary | None:
     if plan.modules:
         return None
     room = int(plan.hf.get("max_position_embeddings") or 2**20)
-    return Canary.of(
+    canary = Canary.of(
         Model.of(plan),
         room,
         plan.rollout.engine == "vllm",
         plan.rollout.temperature,
         {plan.model.dtype, plan.rollout_dtype} == {"float32"},
     )
+    if plan.rollout.engine == "vllm" or plan.sizes.state_mixer is None:
+        return canary
+    return replace(canary, cached=0)  # the embedded engine keeps no states of finished requests

@@ -129,6 +129,8 @@ def test_publish_finds_caches_of_other_weights():
         done = three.publish(FIRST, 1)
         assert done.failed.keys() == {none.address}
         assert "0 of its 40 tokens came from the cache" in done.failed[none.address]
+        with pytest.raises(ServerFailed, match="came from the cache"):  # it is paused
+            three.generate(none)
         done = three.publish(noisy(FIRST, 1e-4), 2, [stale, good])
         assert done.failed.keys() == {stale.address} and done.seen.keys() == {good.address}
         assert "canary of version 2: through the cache" in done.failed[stale.address]

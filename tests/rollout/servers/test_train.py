@@ -6,13 +6,20 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pyrl_ext import train
+from pyrl_ext.rollout.build import build_in_this_process
+from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.servers.publisher import identity_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.server_processes import server_processes
 from tests.helpers.server_runs import COMMON, assert_same, over, rows_of, run
-from tests.helpers.tiny import CONFIG, QUICK
+from tests.helpers.servers import running
+from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 RANK, ALPHA = "lora.rank=8", "lora.alpha=16"
+STATES = "model.family=qwen3_next", "model.config=tiny_qwen3_next/config.json"
 
 
 def on_rank(_group: Any, folder: Path, *overrides: str) -> None:
@@ -41,6 +48,20 @@ def test_train_over_a_server_that_applies_adapters_and_refuses_another_scale(tmp
     assert_proved(tmp_path / "adapter", 1)
     first, *_, last, _ = rows_of(tmp_path / "adapter")  # the last row is of an evaluation
     assert last["publish/tensor_bytes"] == first["publish/tensor_bytes"]  # it may be a new server
+
+
+def test_train_over_a_server_with_states_equals_the_engine_beside_the_trainer(tmp_path: Path):
+    """It keeps no states of finished requests, so the canary does not come through a cache."""
+    assert run(tmp_path / "beside", *STATES)[0] == 0
+    plan = tiny_plan(*COMMON, *STATES)
+    engine = build_in_this_process(plan, torch.device("cpu"))
+    assert isinstance(engine, HFEngine)
+    with running(engine, plan.longest + 50) as one:
+        one.server.identity = identity_of(plan).to_json()
+        code, said = run(tmp_path / "apart", *STATES, f"rollout.servers={[one.url]}")
+    assert code == 0, said
+    assert_same(tmp_path / "apart", tmp_path / "beside")
+    assert_proved(tmp_path / "apart", 1)
 
 
 def assert_proved(folder: Path, servers: int) -> None:
