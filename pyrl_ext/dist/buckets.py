@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
@@ -65,6 +66,14 @@ class Bucket(NamedTuple):
             slots.append(Slot(name, dtype, tuple(shape), aligned(end)))
             end = slots[-1].start + slots[-1].bytes
         return cls(tuple(slots), end)
+
+    def name_at(self, place: int) -> str:
+        """Name of the tensor in which, or before which, a byte lies."""
+        return self.slots[max(0, bisect_right(self.slots, place, key=_start) - 1)].name
+
+
+def _start(slot: Slot) -> int:
+    return slot.start
 
 
 class BucketStream(ABC):

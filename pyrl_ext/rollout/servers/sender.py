@@ -9,7 +9,6 @@ most its limit, and uses up none of theirs.
 from __future__ import annotations
 
 import asyncio
-import bisect
 import secrets
 import socket
 import time
@@ -28,7 +27,6 @@ from pyrl_ext.dist.buckets import Bucket, Named, Slot, buckets_of
 from pyrl_ext.rollout.servers import wire
 from pyrl_ext.rollout.servers.staged import MEET
 
-CHUNK = 4 << 20  # bytes after which the place in a bucket is noted
 Place = tuple[str, int, str]  # host and port that wait for an engine, and its secret
 HELLO = 4 + 2 * wire.PROOF  # number of the engine, its nonce and proof [bytes]
 
@@ -134,7 +132,7 @@ class Transfer:
 
         Raises: what ``named`` raises; RuntimeError when it is not what the engines hold. Then no
             engine has the weights.
-        Communicates: every byte once to each engine. Syncs: a bucket, for digests and the copy.
+        Communicates: every byte once to each engine. Syncs: a bucket, for its digest and the copy.
         """
         buckets = buckets_of(named, self.bucket_bytes, self._allocate)
         try:
@@ -297,11 +295,10 @@ class Transfer:
 
     async def _send_tensors(self, each: _Engine, bucket: Bucket, buffer: Tensor) -> None:
         assert each.socket is not None
-        starts = [slot.start for slot in bucket.slots]
         view = memoryview(buffer.numpy())[: bucket.bytes]
-        for begin in range(0, bucket.bytes, CHUNK):
-            each.at = bucket.slots[max(0, bisect.bisect_right(starts, begin) - 1)].name
-            await self.loop.sock_sendall(each.socket, view[begin : begin + CHUNK])
+        for begin in range(0, bucket.bytes, wire.CHUNK):
+            each.at = bucket.name_at(begin)
+            await self.loop.sock_sendall(each.socket, view[begin : begin + wire.CHUNK])
 
 
 def _packed(bucket: Bucket, slots: Sequence[Slot], buffer: Tensor) -> tuple[Bucket, Tensor]:
