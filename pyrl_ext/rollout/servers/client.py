@@ -12,17 +12,9 @@ from typing import Any, Self
 
 import aiohttp
 
+from pyrl_ext.rollout.servers import protocol
 from pyrl_ext.rollout.servers.guard import read_key
-from pyrl_ext.rollout.servers.protocol import (
-    GENERATE,
-    HEALTH,
-    MAX_BODY,
-    METRICS,
-    Answer,
-    Partial,
-    ProtocolError,
-    Request,
-)
+from pyrl_ext.rollout.servers.protocol import Answer, Partial, ProtocolError, Request
 
 KEEP = 2.0  # a connection without a request is closed then; servers close theirs after 5 [s]
 BUSY = 10  # request_timeout is so much longer for a server that generates for other requests
@@ -30,6 +22,8 @@ TOKEN_BYTES = 1024  # most of a token in an answer, and of a pair in its top log
 SHOWN = 300  # characters of a server's text in a message
 GONE = (aiohttp.ClientError, OSError)  # of a connection, or what is no HTTP
 WRONG = (400, 413, 422)  # the request itself is wrong: no server takes it
+# they follow a call that failed: vLLM's server ends its connection then, without saying so
+AFTER_ERRORS = (protocol.START, protocol.UPDATE)
 COUNTERS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total")
 
 
@@ -94,6 +88,7 @@ class Server:
 
     Attributes:
         failure: why the server is not used; None: it is
+        joined: the last publish gave it weights, and it has not failed since
         paused: it may be silent for as long as it wants, while weights are published
     """
 
@@ -102,6 +97,7 @@ class Server:
     silence: float = 120.0
     row_bytes: int = 0
     failure: ServerFailed | None = None
+    joined: bool = False
     paused: bool = False
     _flights: dict[_Flight, None] = field(default_factory=dict[_Flight, None], repr=False)
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
@@ -121,7 +117,7 @@ class Server:
         """Take the server out of use; all its requests end with `ServerFailed`."""
         if self.failure is not None:
             return
-        self.failure = ServerFailed(reason, keeps)
+        self.failure, self.joined = ServerFailed(reason, keeps), False
         for flight in self._flights:
             if flight.task is not None:
                 flight.task.cancel()
@@ -136,7 +132,7 @@ class Server:
     async def healthy(self, within: float = 5.0) -> bool:
         """Whether it answers on /health."""
         try:
-            await self._get(HEALTH, within)
+            await self._get(protocol.HEALTH, within)
         except ServerFailed:
             return False
         return True
@@ -155,7 +151,7 @@ class Server:
         where = f"{self.address}{path}"
         try:
             async with asyncio.timeout(timeout), self._call(method, path, body) as reply:
-                text = await _text(reply, MAX_BODY)
+                text = await _text(reply, protocol.MAX_BODY)
                 if reply.status != 200:
                     shown = text.decode(errors="replace")[:SHOWN]
                     raise ServerFailed(f"{where}: {reply.status} {shown}")
@@ -198,7 +194,7 @@ class Server:
         except GONE as error:
             raise self._ended(error, part) from error
         except ProtocolError as error:
-            raise ServerFailed(f"{self.address}{GENERATE}: {error}") from error
+            raise ServerFailed(f"{self.address}{protocol.GENERATE}: {error}") from error
         except asyncio.CancelledError:
             if self.failure is None or (flight.task is not None and flight.task.uncancel()):
                 raise
@@ -207,9 +203,9 @@ class Server:
             del self._flights[flight]
 
     async def _generate(self, request: Request, flight: _Flight) -> Answer:
-        part, where = flight.part, f"{self.address}{GENERATE}"
+        part, where = flight.part, f"{self.address}{protocol.GENERATE}"
         loop = asyncio.get_running_loop()
-        async with self._call("POST", GENERATE, request.to_json()) as reply:
+        async with self._call("POST", protocol.GENERATE, request.to_json()) as reply:
             if reply.status != 200:
                 text = f"{reply.status} {(await _text(reply, 1 << 16)).decode(errors='replace')}"
                 if reply.status in WRONG:
@@ -222,14 +218,16 @@ class Server:
                 try:
                     body = json.loads(message)
                 except (ValueError, RecursionError):
-                    raise ProtocolError(f"{GENERATE}: {message[:SHOWN]!r}, not JSON") from None
+                    raise ProtocolError(
+                        f"{protocol.GENERATE}: {message[:SHOWN]!r}, not JSON"
+                    ) from None
                 part.add(body)
                 if len(part.token_ids) > before:
                     before, flight.heard = len(part.token_ids), loop.time()
         return part.answer()
 
     def _ended(self, error: BaseException, part: Partial) -> ServerFailed:
-        where, count = f"{self.address}{GENERATE}", len(part.token_ids)
+        where, count = f"{self.address}{protocol.GENERATE}", len(part.token_ids)
         return ServerFailed(f"{where}: the connection ended after {count} tokens, {error!r}", True)
 
     @asynccontextmanager
@@ -242,9 +240,9 @@ class Server:
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=timeout, auto_decompress=False
             )
-        key = self.keys.generate if path == GENERATE else self.keys.control
+        key = self.keys.generate if path == protocol.GENERATE else self.keys.control
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        if path != GENERATE:  # vLLM's server ends a connection after an error, without saying so
+        if path in AFTER_ERRORS:
             headers["Connection"] = "close"
         given = {} if body is None else {"json": body}
         async with self._session.request(
@@ -257,7 +255,7 @@ class Server:
         try:
             async with asyncio.timeout(within), self._call("GET", path, None) as reply:
                 if reply.status == 200:
-                    return await _text(reply, MAX_BODY)
+                    return await _text(reply, protocol.MAX_BODY)
                 raise ServerFailed(f"{self.address}{path}: {reply.status}, expected 200")
         except (TimeoutError, *GONE) as error:
             raise ServerFailed(f"{self.address}{path}: {error!r}, expected 200") from error
@@ -288,12 +286,12 @@ class Server:
                 if last - flight.heard > most and flight in self._flights and not self.paused:
                     got = len(flight.part.token_ids)
                     silent = f"no token for {most:g} s, after {got} of a request"
-                    self.fail(f"{self.address}{GENERATE}: {silent}", keeps=True)
+                    self.fail(f"{self.address}{protocol.GENERATE}: {silent}", keeps=True)
                     break
 
     async def _count(self) -> bytes:
         """How many tokens it has read and generated, as it says."""
-        lines = (await self._get(METRICS, self.silence / 4)).splitlines()
+        lines = (await self._get(protocol.METRICS, self.silence / 4)).splitlines()
         return b" ".join(line for line in lines if line.startswith(COUNTERS))
 
 

@@ -1,7 +1,8 @@
 """publish: new weights for all servers, as a protocol whose every step has a deadline.
 
-On each server: compare its identity, pause, start, update, finish, drop caches and resume. Then it
-generates, and is asked for the canary meanwhile. The first rank leads; every rank that has a part
+On each server: compare its identity, pause, start, update, finish, drop caches and resume; what
+does not need the step before goes beside it. Then it generates, and is asked for the canary
+meanwhile. The first rank leads; every rank that has a part
 of the weights sends it to all servers. A server that fails at any step is left there: paused, and
 out of rotation. Its old weights are whole unless it failed while it loaded the new
 ones, and then it refuses to generate.
@@ -167,15 +168,13 @@ class _Part:
 
     async def prepare(self, pause: Pause, identity: Identity | None, base: int | None) -> None:
         """Everything before the first byte."""
+        known, self.server.joined = self.server.joined, False
         self.server.failure = None  # also of one that failed earlier, and is there again
-        # senders look again: here a server that cannot be reached fails alone
-        await asyncio.to_thread(address_towards, self.server.address)
-        if identity is not None:
-            found = await self._call("identity", protocol.RPC, {"method": "identity"})
-            for each in found.get("results") or [{}]:
-                if why := identity.differs(each):
-                    raise ServerFailed(f"{self.server.address}: {why}; it may not join")
-        await self.pause(pause)
+        if known:  # it is the trainer's to pause, whoever answers there now
+            await asyncio.gather(self._identify(identity), self.pause(pause))
+        else:
+            await self._identify(identity)
+            await self.pause(pause)
         if base is not None:
             found = await self._call("start", protocol.WEIGHT_INFO, method="GET")
             if (has := found.get("weight_version")) != str(base):
@@ -190,6 +189,15 @@ class _Part:
                 await self._call("start", protocol.UPDATE, {"update_info": {"drop": True}})
             await self._call("start", protocol.START)
 
+    async def _identify(self, identity: Identity | None) -> None:
+        # senders look again: here a server that cannot be reached fails alone
+        await asyncio.to_thread(address_towards, self.server.address)
+        if identity is not None:
+            found = await self._call("identity", protocol.RPC, {"method": "identity"})
+            for each in found.get("results") or [{}]:
+                if why := identity.differs(each):
+                    raise ServerFailed(f"{self.server.address}: {why}; it may not join")
+
     async def pause(self, pause: Pause) -> None:
         """With ``keep`` requests that run go on with the keys and values of the old weights."""
         keep = str(pause != "keep").lower()
@@ -198,10 +206,13 @@ class _Part:
 
     async def complete(self, pause: Pause) -> None:
         """Everything after the last byte."""
-        await self._call("finish", protocol.FINISH, {"weight_version": str(self.version)})
-        if pause != "keep":  # salts keep the blocks of running requests apart
-            await self._call("reset", protocol.RESET)
+        finish = self._call("finish", protocol.FINISH, {"weight_version": str(self.version)})
+        if pause == "keep":  # salts keep the blocks of running requests apart
+            await finish
+        else:  # in any order: nothing is computed, and so cached, before it is resumed
+            await asyncio.gather(finish, self._call("reset", protocol.RESET))
         await self._call("resume", protocol.RESUME)
+        self.server.joined = True
 
     async def ask(self, canary: Canary) -> Seen:
         """The canary's answers; a server whose answers are wrong is taken out and paused."""
