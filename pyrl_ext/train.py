@@ -24,6 +24,7 @@ from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.run.failure import no_silent_exit, report_failure, report_stop
 from pyrl_ext.run.folder import RunFolder
 from pyrl_ext.run.interrupt import Interrupt
+from pyrl_ext.run.memory import peak_memory
 from pyrl_ext.run.profile import profiled
 from pyrl_ext.trainer.build import build_step
 from pyrl_ext.trainer.step import Step
@@ -57,9 +58,11 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
                 shard, index = step.batch_of(rollout, clock), rollout.index
                 check = number == first or plan.rollout.max_mismatch is not None
                 shard, old = step.score(shard, index, clock, check)
+                run.record_scores(number, index, shard, old)
                 row |= step.update(shard, clock)
             policy.step = number + 1
-            run.write(row | step.metrics(index, shard, old) | speed(clock, index))
+            row |= step.metrics(index, shard, old) | speed(clock, index)
+            run.write(row | peak_memory(topo.device))
             stop = interrupt.agreed()
             if stop or run.due(policy):
                 with clock("time/checkpoint"):  # counted in the next row

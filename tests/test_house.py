@@ -61,7 +61,7 @@ CORE = {
         *("plan/schema/servers", "plan/rules/servers"),
     ),
     "turns": ("rollout/turns", "rollout/groups", "plan/schema/turns", "plan/rules/turns"),
-    "recorded": ("rollout/recorded", "rollout/recorded_file"),
+    "recorded": tuple(f"rollout/recorded{part}" for part in ("", "_file", "_scores")),
     "report": ("tools/report",),
     "trace": ("tools/trace", "run/profile", "plan/schema/log", "plan/rules/log"),
     "lora": (

@@ -17,7 +17,6 @@ import torch
 from pyrl_ext import train
 from pyrl_ext.data.source import build_source
 from pyrl_ext.dist import topology
-from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.recorded_file import load_samples, save_samples
@@ -27,6 +26,7 @@ from pyrl_ext.weights import check
 from tests.helpers import browser
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import numbers
 from tests.helpers.run_pages import opened, page_of
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
@@ -42,13 +42,6 @@ def arguments(folder, *overrides):
     named = {o.split("=")[0] for o in overrides}
     quick = [o for o in QUICK if o.split("=")[0] not in named]
     return [f"run={folder}", *quick, *overrides]
-
-
-def numbers(folder):
-    """The rows of a run without times."""
-    rows = read_rows(folder / "metrics.jsonl")
-    check_names(set().union(*rows))  # every metric of a run has a definition
-    return [{k: v for k, v in r.items() if "time/" not in k and k != "tokens_per_s"} for r in rows]
 
 
 def test_train_resumed_has_the_numbers_of_a_run_that_never_stopped(tmp_path):

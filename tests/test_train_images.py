@@ -10,11 +10,10 @@ import pytest
 from pyrl_ext import train
 from pyrl_ext.data.source import build_source
 from pyrl_ext.dist import topology
-from pyrl_ext.metrics.glossary import check_names
-from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan import compile_plan
 from tests.helpers.pictures import write_run
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import numbers
 
 STAGES = "parallel.pipeline_model_parallel_layout=Ett|t|t|L"
 RUNS = {  # ranks -> (encoder -> language model, what its run changes), one after the other
@@ -26,12 +25,6 @@ RUNS = {  # ranks -> (encoder -> language model, what its run changes), one afte
         ("resumed", ("parallel.tp=2", "steps=3")),
     ],
 }
-
-
-def numbers(folder: Path) -> list[dict[str, Any]]:
-    rows = read_rows(folder / "metrics.jsonl")
-    check_names(set().union(*rows))
-    return [{k: v for k, v in r.items() if "time/" not in k and k != "tokens_per_s"} for r in rows]
 
 
 def runs(group: Any, config: Path, layouts: list[tuple[str, tuple[str, ...]]]) -> list[int]:

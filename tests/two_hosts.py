@@ -22,6 +22,7 @@ from pathlib import Path
 
 from pyrl_ext.metrics.sinks import read_rows
 from tests.helpers.hosts import ROOT, TORCHRUN, Host, hosts, ip, train_on, wait, why_not
+from tests.helpers.rows import MEASURED
 
 SMALL = (
     *("batching.prompts=4", "batching.samples_per_prompt=4", "rollout.max_new_tokens=6"),
@@ -51,7 +52,7 @@ def training(folder: Path, ranks: int, steps: int) -> list[str]:
 def rows(folder: Path) -> list[dict[str, float]]:
     """The metrics without times, and without the ways that the samples' rows took."""
     lines = folder / "metrics.jsonl"
-    other = ("time/", "tokens_per_s", *WAYS)
+    other = (*MEASURED, *WAYS)
     return [
         {name: value for name, value in row.items() if not name.startswith(other)}
         for row in (read_rows(lines) if lines.exists() else [])

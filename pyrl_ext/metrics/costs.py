@@ -76,6 +76,12 @@ COSTS = (
         "Rows of samples that all ranks together read in the memory of other ranks of their host.",
     ),
     Metric(
+        "memory/peak",
+        "bytes",
+        "Most memory that one of the ranks held: on a GPU what torch allocated there in the step, "
+        "on a CPU the resident set since the process started, with Python and libraries.",
+    ),
+    Metric(
         "memory/offloaded", "bytes", "Device memory that rank 0's trainer freed for the rollout."
     ),
     Metric(

@@ -46,7 +46,7 @@ class Recorder:
                 raise ValueError(
                     f"{self.index}: unreadable ({error!r}), expected a list of recorded batches"
                 ) from error
-        for file in self.folder.glob("step-*.safetensors"):
+        for file in self.folder.glob("**/step-*.safetensors"):  # of the trainer's scores, too
             step = re.fullmatch(r"step-([0-9]+)(-rank-[0-9]+)?", file.stem)
             if step and int(step[1]) >= start:
                 file.unlink()

@@ -22,10 +22,13 @@ from pyrl_ext.metrics.sinks import (
     count_rows,
 )
 from pyrl_ext.metrics.wandb_sink import WandbSink
+from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.recorded import Recorder
+from pyrl_ext.rollout.recorded_scores import save_scores
 from pyrl_ext.samples import Sample
-from pyrl_ext.trainer.policy import Policy
+from pyrl_ext.trainer.policy import Policy, Scores
 
 
 class RunFolder:
@@ -154,6 +157,14 @@ class RunFolder:
         """
         if self._recorder is not None:
             self._recorder.save(step, samples)
+
+    def record_scores(
+        self, step: int, index: BatchIndex, shard: BatchShard, scores: Scores | None
+    ) -> None:
+        """Save the trainer's log-probs of a step's rows beside the recorded samples."""
+        if self._recorder is not None and scores is not None:
+            where = self._recorder.folder, step, self.topo.rank
+            save_scores(*where, index, shard, scores.logprobs)
 
     def save(self, policy: Policy) -> None:
         """Save a checkpoint of ``policy.step`` unless it is saved; then prune older ones."""

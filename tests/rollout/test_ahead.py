@@ -24,6 +24,7 @@ from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.busy import BusyEngine
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import numbers
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 STEPS, KEEP, SIZE = 7, 4, 2
@@ -181,10 +182,8 @@ def test_Ahead_takes_a_share_of_each_step_from_every_rank():
 def trained(folder: Path, config: Path, *overrides: str) -> list[dict[str, float]]:
     """The rows of a run, without what may depend on ``rollout.ahead``, and on its environments."""
     assert train.main([str(config), f"run={folder}", "evaluate.every=0", *overrides]) == 0
-    apart = ("time/", "tokens_per_s", "publish/", "age/", "rollout/ready", "rollout/too_old_groups")
-    apart += ("turns/", "route/changed_rows")
-    rows = read_rows(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(apart)} for row in rows]
+    apart = ("publish/", "age/", "rollout/ready", "rollout/too_old_groups", "turns/")
+    return numbers(folder, *apart, "route/changed_rows")
 
 
 @pytest.mark.parametrize("form", ["concatenated", "apart"])

@@ -11,8 +11,6 @@ import pytest
 
 from pyrl_ext import train
 from pyrl_ext.data.prompts import PromptSource
-from pyrl_ext.metrics.glossary import check_names
-from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.dynamic import fill, stream_step
@@ -20,6 +18,8 @@ from pyrl_ext.rollout.recorded_file import load_samples
 from pyrl_ext.samples import Prompt, Sample
 from tests.helpers.engines import random_sample
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import numbers
+from tests.helpers.scores import check_scores
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 
@@ -138,12 +138,6 @@ def on_rank(_group: object, folder: Path, *overrides: str) -> None:
     run(folder, *overrides)
 
 
-def rows_of(folder: Path) -> list[dict[str, float]]:
-    rows = read_rows(folder / "metrics.jsonl")
-    check_names(set().union(*rows))
-    return [{k: v for k, v in r.items() if "time/" not in k and k != "tokens_per_s"} for r in rows]
-
-
 def recorded(folder: Path, step: int) -> dict[tuple[int, int], list[int]]:
     """(prompt, sample) -> tokens, of all groups that a step generated."""
     files = sorted((folder / "rollouts").glob(f"step-{step:06d}*.safetensors"))
@@ -154,22 +148,24 @@ def recorded(folder: Path, step: int) -> dict[tuple[int, int], list[int]]:
 
 def test_train_with_refills_stops_resumes_spreads_and_plays_back_the_same(tmp_path: Path):
     run(tmp_path / "whole", "steps=3", *RECORD)
-    rows = rows_of(tmp_path / "whole")
+    rows = numbers(tmp_path / "whole")
     assert sum(row.get("rollout/refills", 0) for row in rows) >= 2
     run(tmp_path / "parts", "steps=1", *RECORD)
     run(tmp_path / "parts", "steps=3", *RECORD)
-    assert rows_of(tmp_path / "parts") == rows
+    assert numbers(tmp_path / "parts") == rows
     for step in range(3):
         of_whole = recorded(tmp_path / "whole", step)
         assert recorded(tmp_path / "parts", step) == of_whole
         trained = tiny_plan(*QUICK).batching.prompts
         assert len(of_whole) == 2 * (trained + rows[step]["rollout/dropped_groups"])
     run_ranks(on_rank, 2, tmp_path / "two", "steps=2", "parallel.dp=2", *RECORD)
-    two = rows_of(tmp_path / "two")
+    two = numbers(tmp_path / "two")
     assert recorded(tmp_path / "two", 0) == recorded(tmp_path / "whole", 0)
     for name in ("reward", "rollout/refills", "rollout/dropped_tokens", "rollout/flat_groups"):
         assert two[0][name] == rows[0][name], name
     assert two[0]["loss"] == pytest.approx(rows[0]["loss"], abs=1e-6)
+    left_out = 2 * int(two[1]["rollout/dropped_groups"])
+    check_scores(tmp_path / "two/rollouts", 1, two[1]["mismatch/abs_mean"], left_out)
     played = f"rollout.path={tmp_path / 'whole/rollouts'}"
     run(
         tmp_path / "again",
@@ -179,6 +175,6 @@ def test_train_with_refills_stops_resumes_spreads_and_plays_back_the_same(tmp_pa
         played,
         "evaluate.every=0",
     )
-    for one, again in zip(rows, rows_of(tmp_path / "again"), strict=False):
+    for one, again in zip(rows, numbers(tmp_path / "again"), strict=False):
         for name in ("reward", "loss", "grad_norm", "rollout/refills", "rollout/dropped_tokens"):
             assert again[name] == one[name], name

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from pyrl_ext import train
-from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.rollout.recorded_file import load_samples
 from tests.helpers.pictures import write_run
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import numbers
 
 SFT = """
 objective: sft
@@ -50,18 +50,12 @@ def runs(group: Any, folder: str, pictures: str, records: str) -> None:
     assert train.main([records, f"run={folder}/sft"]) == 0
 
 
-def numbers(folder: Path) -> list[dict[str, float]]:
-    rows = read_rows(folder / "metrics.jsonl")
-    apart = ("time/", "tokens_per_s", "publish/")
-    return [{k: v for k, v in row.items() if not k.startswith(apart)} for row in rows]
-
-
 def test_train_learns_from_pictures_on_disk(tmp_path: Path):
     """From its recording a run has the same numbers to the last bit; fine-tuning learns its
     records. An encoder on one rank, the language model on the other."""
     pictures = write_run(tmp_path)
     run_ranks(runs, 2, str(tmp_path), str(pictures), str(write_records(tmp_path)))
-    live, played = numbers(tmp_path / "live"), numbers(tmp_path / "played")
+    live, played = (numbers(tmp_path / name, "publish/") for name in ("live", "played"))
     assert len(live) == 2 and live == played
     samples = [
         s for file in (tmp_path / "live/rollouts").glob("*.safetensors") for s in load_samples(file)

@@ -17,11 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from pyrl_ext import train
-from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.rollout.engine import Capabilities
 from pyrl_ext.rollout.recorded import RecordedEngine, Recorder
 from pyrl_ext.rollout.recorded_file import load_samples, save_samples
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling
+from pyrl_ext.tools.report.page import report_page
+from pyrl_ext.tools.report.state import Folder
 from tests.helpers.engines import (
     assert_same,
     engine_of,
@@ -30,7 +31,9 @@ from tests.helpers.engines import (
     random_samples,
 )
 from tests.helpers.images import QWEN3_VL, SCALE, prompt_of
+from tests.helpers.rows import numbers
 from tests.helpers.samples import with_kept
+from tests.helpers.scores import check_scores
 from tests.helpers.tiny import CONFIG, one_rank, tiny_plan
 
 
@@ -356,14 +359,15 @@ def test_train_has_the_same_numbers_from_its_recording(tmp_path: Path, config: s
     def run(name: str, *overrides: str) -> list[dict[str, float]]:
         path = str(CONFIG.with_name(config))
         assert train.main([path, f"run={tmp_path / name}", *quick, *overrides]) == 0
-        rows = read_rows(tmp_path / name / "metrics.jsonl")
-        apart = ("time/", "tokens_per_s", "publish/")
-        return [{k: v for k, v in row.items() if not k.startswith(apart)} for row in rows]
+        return numbers(tmp_path / name, "publish/")
 
     run("live", "steps=2", "rollout.record=rollouts")
     shutil.rmtree(tmp_path / "live/checkpoints/step-2")  # as if it had crashed after step 1
     live = run("live", "steps=3", "rollout.record=rollouts")
     folder = tmp_path / "live/rollouts"
-    assert len(recorder_files(folder)) == 4
+    assert len(recorder_files(folder)) == 5 and len(recorder_files(folder / "scores")) == 3
+    check_scores(folder, 2, live[2]["mismatch/abs_mean"])
+    page = report_page([Folder(tmp_path / "live")])
+    assert "; trainer less engine " in page and "Memory of a rank" in page and " planned<" in page
     played = run("played", "steps=3", "rollout.engine=recorded", f"rollout.path={folder}")
     assert [row["step"] for row in live] == [0, 1, 2] and live == played

@@ -7,7 +7,7 @@ import pytest
 
 from pyrl_ext import train
 from pyrl_ext.dist.disk import locked
-from pyrl_ext.metrics.sinks import read_rows
+from tests.helpers.rows import numbers
 from tests.helpers.small_disk import fill, small_disk
 from tests.helpers.tiny import CONFIG, QUICK
 
@@ -18,12 +18,6 @@ def run(folder: Path, *overrides: str) -> int:
     named = {each.split("=")[0] for each in overrides}
     options = [o for o in (*QUICK, *often) if o.split("=")[0] not in named]
     return train.main([str(CONFIG), f"run={folder}", *options, *overrides])
-
-
-def numbers(folder: Path) -> list[dict[str, float]]:
-    """The rows of a run without times."""
-    rows = read_rows(folder / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if "time/" not in k and k != "tokens_per_s"} for r in rows]
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,9 @@ import torch
 from pyrl_ext import train
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
-from pyrl_ext.metrics.glossary import check_names
-from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.trainer.sft import SftStep
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import numbers
 from tests.helpers.tiny import tiny_plan
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_sft.yaml"
@@ -114,13 +113,6 @@ def test_SftStep_has_the_mean_over_tokens_of_the_minibatch_as_loss(alone):
 def run(folder: Path, *overrides: str) -> int:
     quick = ("batching.samples=16", "evaluate.every=3", "log.progress=false")
     return train.main([str(CONFIG), f"run={folder}", *quick, *overrides])
-
-
-def numbers(folder: Path) -> list[dict[str, float]]:
-    """The rows of a run without times."""
-    rows = read_rows(folder / "metrics.jsonl")
-    check_names(set().union(*rows))
-    return [{k: v for k, v in r.items() if "time/" not in k and k != "tokens_per_s"} for r in rows]
 
 
 def test_train_sft_resumes_exactly_and_its_loss_falls(tmp_path: Path, capsys):

@@ -17,8 +17,8 @@ from pyrl_ext.plan.show.html.charts import SERIES
 from pyrl_ext.tools.report.alarms import alarms
 from pyrl_ext.tools.report.curves import Curves, curves
 from pyrl_ext.tools.report.events import events
-from pyrl_ext.tools.report.phases import phases
-from pyrl_ext.tools.report.recorded import Recorded, recorded
+from pyrl_ext.tools.report.phases import memory, phases
+from pyrl_ext.tools.report.recorded import APART, Recorded, recorded
 from pyrl_ext.tools.report.state import Folder
 
 COLOURS = 8
@@ -56,6 +56,8 @@ def report_page(folders: Sequence[Folder], live: bool = False) -> str:
         groups=found.groups,
         layers=layers(found),
         phases=phases(folders),
+        memory=memory(folders),
+        apart=", ".join(map(str, APART)),
         recorded=played,
         events=[e for n, folder in enumerate(folders) for e in events(n, folder)],
         data=data_block(found, names, played),

@@ -1,14 +1,15 @@
-"""Seconds of a step by phase, beside the plan's estimate."""
+"""Seconds of a step by phase, and memory, beside the plan's estimates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pyrl_ext.metrics.glossary import lookup
+from pyrl_ext.metrics.glossary import GLOSSARY, lookup
 from pyrl_ext.metrics.report import PHASES, phase_seconds
+from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.step_time import step_time
-from pyrl_ext.plan.forecast.units import duration
+from pyrl_ext.plan.forecast.units import duration, size
 from pyrl_ext.tools.report.state import Folder
 
 
@@ -56,3 +57,20 @@ def phases(folders: Sequence[Folder]) -> tuple[list[Phase], list[str]]:
         if bars:
             rows.append(Phase(name, words, bars))
     return rows, list(dict.fromkeys(remarks))
+
+
+def memory(folders: Sequence[Folder]) -> Phase | None:
+    """The most memory of a rank in any step, beside the plan's; None: no run has measured it."""
+    name, found = "memory/peak", list[tuple[int, bool, float]]()
+    for run, folder in enumerate(folders):
+        if name not in folder.columns:
+            continue
+        found.append((run, False, float(folder.values(name).max())))
+        if folder.plan is not None:
+            on_cpu = folder.plan.device == "cpu"  # one memory for all
+            stages = stage_memory(folder.plan)
+            held = (s.held(p) + on_cpu * s.held(p, host=True) for s in stages for p in s.phases)
+            found.append((run, True, max(held)))
+    most = max((each[2] for each in found), default=0.0) or 1.0
+    bars = [Bar(run, planned, 100 * b / most, size(round(b))) for run, planned, b in found]
+    return Phase(name, GLOSSARY[name].definition, bars) if bars else None

@@ -13,6 +13,7 @@ import numpy as np
 from pyrl_ext.tools.report.state import Folder
 
 if TYPE_CHECKING:
+    from pyrl_ext.rollout.recorded_scores import Scores
     from pyrl_ext.samples import Sample
 
 SHOWN = 2
@@ -22,12 +23,21 @@ TOKENS = 320
 """Most tokens shown of a sample: the end of its prompt, and the beginning of its response."""
 
 
+UNLIKELY = (-0.1, -0.7, -2.3, -4.6)
+"""Log-probs below which a token has the next tone; the last is a probability of 1 %."""
+
+APART = (0.003, 0.03, 0.1, 0.5)
+"""Differences of log-probs above which it has; the band of their mean is the middle two."""
+
+
 class Piece(NamedTuple):
     """Some tokens as text; those of one character are together.
 
     Args:
         kind: "prompt", "sampled" or "observed".
-        tone: 0 to 4, how unlikely the engine found it; 4 is below a probability of 1 %.
+        tone: 0 to 4, how far trainer and engine differ about it; where that is not known, how
+            unlikely the engine found it.
+        apart: the trainer's log-prob before the update, less the engine's; None: not known.
         experts: of the first token, by router layer.
     """
 
@@ -35,6 +45,7 @@ class Piece(NamedTuple):
     kind: str
     tone: int
     logprob: float
+    apart: float | None
     experts: tuple[tuple[int, ...], ...]
 
     @property
@@ -60,6 +71,7 @@ class Recorded(NamedTuple):
         layers: [L] 0-based ids of the layers with a router.
         load: [L][E] share of the routed tokens that each expert processed, times E / K: 1 is even.
         tokens: that have a route.
+        compared: whether the trainer's log-probs are known.
         why: there is nothing to show, because of this.
         note: what is shown otherwise than asked.
     """
@@ -69,6 +81,7 @@ class Recorded(NamedTuple):
     layers: Sequence[int] = ()
     load: Sequence[Sequence[float]] = ()
     tokens: int = 0
+    compared: bool = False
     why: str = ""
     note: str = ""
 
@@ -93,6 +106,7 @@ def recorded(folder: Folder) -> Recorded:
     from pyrl_ext.data.files import DataError
     from pyrl_ext.data.tokenizer import load_tokenizer
     from pyrl_ext.rollout.recorded_file import load_samples  # brings torch
+    from pyrl_ext.rollout.recorded_scores import load_scores
 
     newest = files[-1].name[: len("step-000000")]
     try:
@@ -107,10 +121,11 @@ def recorded(folder: Folder) -> Recorded:
         decode = load_tokenizer(plan.tokenizer_path or "").decode
     except DataError as error:  # a hub's, which is not on this machine
         note = f"Ids instead of text: {error}"
-    shown = [_shown(sample, decode) for sample in chosen]
+    scores = load_scores(folder.path / plan.rollout.record, step)
+    shown = [_shown(sample, decode, scores) for sample in chosen]
     load = expert_load(samples, plan.sizes.num_experts) if samples[0].routes is not None else []
     tokens = sum(int(s.route_mask.sum()) for s in samples)
-    return Recorded(step, shown, samples[0].layer_ids, load, tokens, note=note)
+    return Recorded(step, shown, samples[0].layer_ids, load, tokens, bool(scores), note=note)
 
 
 def _ids(ids: list[int]) -> str:
@@ -126,11 +141,15 @@ def expert_load(samples: Sequence[Sample], experts: int) -> list[list[float]]:
     return [[round(float(c) / even, 3) for c in each] for each in counts]
 
 
-def _shown(sample: Sample, decode: Any) -> Shown:
+def _shown(sample: Sample, decode: Any, scores: Scores) -> Shown:
     size, prompt = sample.tokens.numel(), sample.prompt_len
     begin = max(0, prompt - TOKENS // 4)  # the task is at the end of a long prompt
     end = min(size, begin + TOKENS)
     title = f"prompt {sample.prompt_id}, sample {sample.index}"
+    own, gaps = scores.get((sample.prompt_id, sample.index, sample.turn)), {}
+    if own is not None:
+        differences = own[1] - sample.rollout_logprobs[own[0]]
+        gaps = dict(zip(own[0].tolist(), differences.tolist(), strict=True))
     pieces, at = [], begin
     while at < end:
         stop = at + 1
@@ -138,18 +157,20 @@ def _shown(sample: Sample, decode: Any) -> Shown:
         while "\ufffd" in text and stop < min(end, at + 6):  # a character of several tokens
             stop += 1
             text = decode(sample.tokens[at:stop].tolist())
-        pieces.append(_piece(sample, at, visible(text)))
+        pieces.append(_piece(sample, at, visible(text), gaps.get(at)))
         at = stop
     return Shown(title, sample.reward, pieces, size - (end - begin))
 
 
-def _piece(sample: Sample, at: int, text: str) -> Piece:
+def _piece(sample: Sample, at: int, text: str, apart: float | None) -> Piece:
     logprob, sampled = float(sample.rollout_logprobs[at]), bool(sample.loss_mask[at])
     kind = "prompt" if at < sample.prompt_len else "sampled" if sampled else "observed"
-    tone = sum(logprob < limit for limit in (-0.1, -0.7, -2.3, -4.6)) if sampled else 0
+    limits = UNLIKELY if apart is None else APART
+    tone = sum(logprob < limit if apart is None else abs(apart) > limit for limit in limits)
     routed = sample.routes is not None and bool(sample.route_mask[at])
     experts = sample.routes[at].tolist() if routed and sample.routes is not None else []
-    return Piece(text, kind, tone, logprob, tuple(map(tuple, experts)))
+    apart = apart if sampled else None
+    return Piece(text, kind, tone * sampled, logprob, apart, tuple(map(tuple, experts)))
 
 
 def visible(text: str) -> str:
