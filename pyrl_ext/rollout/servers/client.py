@@ -22,8 +22,9 @@ TOKEN_BYTES = 1024  # most of a token in an answer, and of a pair in its top log
 SHOWN = 300  # characters of a server's text in a message
 GONE = (aiohttp.ClientError, OSError)  # of a connection, or what is no HTTP
 WRONG = (400, 413, 422)  # the request itself is wrong: no server takes it
-# they follow a call that failed: vLLM's server ends its connection then, without saying so
-AFTER_ERRORS = (protocol.START, protocol.UPDATE)
+# where one fails another may come at once: vLLM's server ends the connection of a call that failed,
+# without saying so
+MAY_FAIL = (protocol.START, protocol.UPDATE, protocol.FINISH)
 COUNTERS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total")
 
 
@@ -242,7 +243,7 @@ class Server:
             )
         key = self.keys.generate if path == protocol.GENERATE else self.keys.control
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        if path in AFTER_ERRORS:
+        if path in MAY_FAIL:
             headers["Connection"] = "close"
         given = {} if body is None else {"json": body}
         async with self._session.request(

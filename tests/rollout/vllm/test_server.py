@@ -160,11 +160,10 @@ def test_guard_serves_what_the_table_says(served: Served):
 def test_server_of_another_model_is_refused(served: Served):
     other = identity_of(tiny_plan("model.config=tiny_qwen3/config.json", "model.family=qwen3_moe"))
     weights = Weights(checkpoint(MODELS[1]).items(), 9, shapes_of(served.plan))
-    done = publish(
-        *(served.loop, [served.server], weights), pause="abort", timeout=60, identity=other
-    )
+    stranger = Server(served.address, keys=served.server.keys)  # who never published to it
+    done = publish(served.loop, [stranger], weights, pause="abort", timeout=60, identity=other)
+    served.run(stranger.close())
     assert "it may not join" in done.failed[served.address]
-    served.server.failure = None
     after = served.generate(Request("old", (3, 4, 5), 2, salt="still 2"))
     assert after.versions == ((0, 2, 2),)
 
