@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -176,14 +177,14 @@ class Factor(NamedTuple):
         key:     its name in the whole model.
         value:   this rank's part.
         cut:     dimension that tensor-parallel ranks split; None: each has it whole.
-        halves:  whether they split the halves of that dimension, gates and ups, each.
+        sections: numbers of rows, of which they split each by itself, such as gates and ups.
         experts: whether it belongs to experts, one after the other in its first dimension.
     """
 
     key: str
     value: nn.Parameter
     cut: int | None
-    halves: bool
+    sections: tuple[int, ...]
     experts: bool
 
     def mark(self, like: Tensor, size: int) -> None:
@@ -213,11 +214,16 @@ class Factor(NamedTuple):
             offsets = first if cut is None else [*first, (cut, place, count)]
             return ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica)
 
-        def split(key: str, data: Tensor, *_: Any) -> Any:
-            gate, up = data.chunk(2, cut or 0)
-            return [part(key, gate, rank, 2 * size), part(key, up, rank + size, 2 * size)]
-
-        if not self.halves:
+        if cut is None or len(self.sections) == 1:
             return part(key, self.value, rank, size)
+        unit, places = gcd(*self.sections), list[int]()  # pieces of a checkpoint are equally long
+        for rows in self.sections:
+            first_of_rank = len(places) * size + rank * (rows // unit)
+            places += range(first_of_rank, first_of_rank + rows // unit)
+
+        def split(key: str, data: Tensor, *_: Any) -> Any:
+            pieces = zip(data.split(unit, cut or 0), places, strict=True)
+            return [part(key, piece, place, len(places) * size) for piece, place in pieces]
+
         join: Any = partial(torch.cat, dim=cut or 0)
         return ShardedTensorFactory(key, self.value, split, join, replica)

@@ -89,7 +89,7 @@ class Adapters:
             shard, experts = found[0].shard, found[0].expert is not None
             cut = None if shard == "same" else int(shard == "columns") + value.ndim - 2
             key = f"{name.removesuffix('.weight')}.lora_{letter}"
-            factor = Factor(key, value, cut, shard == "gated", experts)
+            factor = Factor(key, value, cut, found[0].sections_of(value.shape[-2]), experts)
             factor.mark(weight, self.topo.tp_size if stacked and not experts else size)
             self._factors.append((factor, [each.megatron_name for each in found]))
         adapt(owner, attribute, adapter, row.shard, group)

@@ -61,7 +61,12 @@ def _factor(
     names = (row.hf_names[i].replace(".weight", f".lora_{letter}.weight") for i in which)
     megatron = row.megatron_name.removesuffix(".weight") + f".lora_{letter}"
     return replace(
-        row, hf_names=tuple(names), megatron_name=megatron, shard="same", shapes=tuple(shapes)
+        row,
+        hf_names=tuple(names),
+        megatron_name=megatron,
+        shard="same",
+        shapes=tuple(shapes),
+        sections=tuple(row.sections[i] for i in which) if row.sections else (),
     )
 
 

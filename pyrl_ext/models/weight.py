@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 Shard = Literal["same", "rows", "columns", "gated", "grouped", "sections", "vocab"]
+SECTIONED = "gated", "sections"
 Size = tuple[int, ...]
 Start = Literal["zeros", "ones", "decays"]
 
@@ -114,6 +115,11 @@ class Weight:
     def is_fused(self) -> bool:
         """Whether one checkpoint tensor holds queries, keys and values."""
         return self.shard == "grouped" and len(self.hf_names) == 1
+
+    def sections_of(self, rows: int) -> tuple[int, ...]:
+        """The rows of each section that ranks split by itself, in a part of so many rows."""
+        each = [1, 1] if self.shard == "gated" else [n for some in self.sections for n in some]
+        return tuple(n * rows // sum(each) for n in each) if self.shard in SECTIONED else (rows,)
 
     def part(self, size: int) -> Size:
         """Shape of the part on each of ``size`` tensor-parallel ranks."""

@@ -61,6 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "configs/moonlight/config.json": EXPERTS,
     "configs/glm47_355b/config.json": {"first_k_dense_replace": 1} | EXPERTS,
     "configs/tiny_vl/config.json": {},
+    "configs/tiny_qwen3_next/config.json": {},
     "tests/plan/broken_configs/dense.json": {},
     "tests/plan/broken_configs/kimi_k25_mtp.json": {},
 }
@@ -73,8 +74,7 @@ def hf_of(config: str) -> dict[str, Any]:
 
 def counted(sizes: Any, lora: Lora, mtp: int, stacked: tuple[str, ...] = ()) -> tuple[int, int]:
     """(numbers, tensors) of all factors; those that are `stacked` on others are no tensors."""
-    routers = {*sizes.router_layers}
-    kinds = [layer in routers for layer in range(sizes.num_hidden_layers)] + [bool(routers)] * mtp
+    kinds = [*sizes.layer_kinds, *[sizes.mtp_kind] * mtp]
     every = [factor for kind in kinds for factor in factors(sizes, lora, kind)]
     return sum(f.numbers * f.tensors for f in every), sum(
         f.tensors for f in every if f.name not in stacked

@@ -4,6 +4,7 @@
 """
 
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,13 @@ def scored(policy: Policy) -> torch.Tensor:
 # one process -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["glm lora", "qwen some lora"])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        *product(["glm lora", "qwen some lora"], ["float32", "bfloat16"]),
+        ("qwen next lora", "float32"),
+    ],
+)
 def test_Adapters_leave_the_base_as_it_is(tmp_path, model, dtype):
     """To the bit: with B zero as without adapters, and after steps with adapters off."""
     plan, dtyped = compiled(model, tmp_path), f"model.dtype={dtype}"
@@ -63,7 +69,7 @@ def test_Adapters_leave_the_base_as_it_is(tmp_path, model, dtype):
         assert all(torch.equal(live[name], tensor) for name, tensor in base.items())
 
 
-@pytest.mark.parametrize("model", ["glm mtp lora", "qwen lora", "qwen some lora"])
+@pytest.mark.parametrize("model", ["glm mtp lora", "qwen lora", "qwen some lora", "qwen next lora"])
 def test_Adapters_have_the_gradient_of_the_weights_they_are_merged_into(tmp_path, model):
     """With W + scale B A as weights that are trained: dA = scale B^T dW, dB = scale dW A^T; added
     over experts that share a factor. The norm is that of all factors."""
@@ -142,15 +148,21 @@ LAYOUTS = {
     "tp2 etp1": "glm lora",  # each mark of a factor
     "tp2 ep2 etp1": "qwen some lora",  # factors that the experts of all ranks share
 }
-RESHARD = ("tp2", "dp2 ep2 distributed", "pp2 vpp2")
+RESHARD = [
+    *product(["glm lora"], ["tp2", "dp2 ep2 distributed", "pp2 vpp2"]),
+    ("qwen next lora", "tp2"),  # rows in sections of unequal length
+]
 
 
-def reference(folder: Path) -> dict[str, torch.Tensor]:
-    """One process: the outcomes of `LAYOUTS`, a checkpoint after two steps, the factors after
-    three, and that a run which goes on from it has the same."""
+def reference(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """One process: the outcomes of `LAYOUTS`, and of each model of `RESHARD` a checkpoint after two
+    steps, the factors after three, and that a run which goes on from it has the same."""
     for model in set(LAYOUTS.values()):
         torch.save(parity.train_steps(compiled(model, folder), False), folder / f"{model}.pt")
-    plan = compiled("glm lora", folder)
+    return {model: continued(compiled(model, folder), folder / model) for model, _ in RESHARD[-2:]}
+
+
+def continued(plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         train(policy, 0, 2)
@@ -165,25 +177,21 @@ def reference(folder: Path) -> dict[str, torch.Tensor]:
     return want
 
 
-def on_ranks(group, folder: Path) -> tuple[list[dict], dict[str, dict[str, torch.Tensor]]]:
-    """Rows of `tests.parity`; and by layout the factors after step three, from the checkpoint of
-    one process, which is saved again before."""
+def on_ranks(group, folder: Path) -> tuple[list[dict], dict[tuple[str, str], dict]]:
+    """Rows of `tests.parity`; and by model and layout the factors after step three, from the
+    checkpoint of one process, which is saved again before."""
     os.environ["WORLD_SIZE"] = str(group.size())
     chosen = [parity._layouts(line, model)[0] for line, model in LAYOUTS.items()]
     rows, found = parity.on_ranks(group, chosen, folder), {}
-    for line in RESHARD:
-        plan = resharded(line, folder)
+    for model, line in RESHARD:
+        plan = compiled(model, folder, parity._layouts(line, model)[0].overrides)
         with topology.start(plan) as topo:
             policy = Policy.build(plan, topo, initial=False)
-            policy.load(folder / "step-2")
-            policy.save(folder / line / "step-2")
+            policy.load(folder / model / "step-2")
+            policy.save(folder / model / line / "step-2")
             train(policy, 2, 3)
-            found[line] = lora.factors(policy.llm)
+            found[model, line] = lora.factors(policy.llm)
     return rows, found
-
-
-def resharded(line: str, folder: Path) -> Plan:
-    return compiled("glm lora", folder, parity._layouts(line, "glm lora")[0].overrides)
 
 
 @pytest.fixture(scope="module")
@@ -203,13 +211,13 @@ def test_Adapters_of_every_layout_equal_one_process(outcomes):
     assert not parity.too_far(rows)
 
 
-@pytest.mark.parametrize("line", RESHARD)
-def test_load_goes_on_with_adapters_under_another_layout(line, outcomes, folder):
+@pytest.mark.parametrize(("model", "line"), RESHARD)
+def test_load_goes_on_with_adapters_under_another_layout(model, line, outcomes, folder):
     """It saves the same tensors again, bit for bit, and none of the base."""
     want, _, found = outcomes
-    for name, tensor in found[line].items():
-        assert parity.apart(tensor, want[name]) < 1e-5, name
-    saved, again = content(folder / "step-2"), content(folder / line / "step-2")
+    for name, tensor in found[model, line].items():
+        assert parity.apart(tensor, want[model][name]) < 1e-5, name
+    saved, again = content(folder / model / "step-2"), content(folder / model / line / "step-2")
     tensors = {n: t for n, t in saved.items() if isinstance(t, torch.Tensor)}
     assert len(tensors) > 100 and all(".lora_" in name for name in tensors)
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())

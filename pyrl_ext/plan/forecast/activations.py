@@ -47,8 +47,8 @@ def layer(plan: Plan, kind: LayerKind) -> Layer:
     """Bytes that a layer saves when nothing is recomputed."""
     sizes, tp, each = plan.sizes, plan.parallel.tp, DTYPE_BYTES[plan.model.dtype]
     sparse = kind.feed_forward == "moe"
-    heads, read = heads_of(plan), inputs_kept(plan, sparse)
-    narrow = adapters_kept(plan, sparse)
+    heads, read = heads_of(plan), inputs_kept(plan, kind)
+    narrow = adapters_kept(plan, kind)
     projections = core = core_inputs = 0.0
     if kind.mixer is not None:
         projections = each * sizes.hidden_size * ("attention" in read) / tp + narrow.attention
@@ -82,12 +82,12 @@ ALL_INPUTS = frozenset(
 )
 
 
-def inputs_kept(plan: Plan, sparse: bool) -> Set[str]:
+def inputs_kept(plan: Plan, kind: LayerKind) -> Set[str]:
     """The inputs of a layer's linears that are kept for gradients of weights: of frozen ones, those
     that adapters read."""
     if plan.lora is None:
         return ALL_INPUTS
-    return {each.input for each in adapted(plan.sizes, plan.lora, sparse)}
+    return {each.input for each in adapted(plan.sizes, plan.lora, kind)}
 
 
 class Narrow(NamedTuple):
@@ -97,13 +97,13 @@ class Narrow(NamedTuple):
     feed_forward: float
 
 
-def adapters_kept(plan: Plan, sparse: bool) -> Narrow:
+def adapters_kept(plan: Plan, kind: LayerKind) -> Narrow:
     """Bytes for a row of what the A of a layer's adapters make. Tensor-parallel ranks gather it
     where W is cut by rows, and have a part of it elsewhere."""
     lora, attention, feed_forward = plan.lora, 0.0, 0.0
     if lora is None:
         return Narrow(attention, feed_forward)
-    for each in adapted(plan.sizes, lora, sparse):
+    for each in adapted(plan.sizes, lora, kind):
         rows = 1.0 if each.cut == "rows" else 1 / plan.parallel.tp
         rows = dispatched(plan) if each.experts else rows
         kept = rows * DTYPE_BYTES[plan.model.dtype] * lora.rank_of(each.experts > 0)

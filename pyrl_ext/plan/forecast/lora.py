@@ -19,9 +19,7 @@ def _adapted(plan: Plan, chunk: ModelChunk) -> Iterator[tuple[Linear, int, int]]
     sizes, lora = plan.sizes, plan.lora
     if lora is None:
         return
-    kinds = [layer in sizes.router_layers for layer in chunk.layers]
-    kinds += [bool(sizes.router_layers)] * chunk.mtp
-    for kind, number in Counter(kinds).items():
+    for kind, number in Counter(sizes.kinds_in(chunk)).items():
         for linear in adapted(sizes, lora, kind):
             times = number * (sizes.topk if linear.experts else 1)
             yield linear, lora.rank_of(linear.experts > 0), times
@@ -71,7 +69,7 @@ def factor_numbers(plan: Plan) -> int:
     sizes, lora = plan.sizes, plan.lora
     if lora is None:
         return 0
-    kinds = Counter(layer in sizes.router_layers for layer in range(sizes.num_hidden_layers))
+    kinds = Counter(sizes.layer_kinds)
     return sum(
         number * factor.numbers * factor.tensors
         for kind, number in kinds.items()
@@ -91,7 +89,7 @@ def published_numbers(plan: Plan) -> int:
         return total
     if plan.rollout.engine == "vllm":
         return total - embedding_parameters(sizes).total - head_parameters(sizes).total
-    kinds = Counter(layer in sizes.router_layers for layer in range(sizes.num_hidden_layers))
+    kinds = Counter(sizes.layer_kinds)
     return sum(
         number * each.inputs * each.outputs * max(1, each.experts)
         for kind, number in kinds.items()

@@ -72,10 +72,8 @@ def trained_parameters(plan: Plan, chunk: ModelChunk) -> Parameters:
     """
     if plan.lora is None:
         return chunk_parameters(plan, chunk)
-    sparse = [layer in plan.router_layers for layer in chunk.layers]
-    sparse += [bool(plan.router_layers)] * chunk.mtp
     whole = cut = expert = 0
-    for kind, number in Counter(sparse).items():
+    for kind, number in Counter(plan.sizes.kinds_in(chunk)).items():
         for factor in factors(plan.sizes, plan.lora, kind):
             held = number * factor.numbers * factor.tensors
             if factor.experts:

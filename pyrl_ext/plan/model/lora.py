@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from pyrl_ext.plan.model.families.blocks import GroupedQuery, Latent
+from pyrl_ext.plan.model.layer_kinds import LayerKind
 from pyrl_ext.plan.model.sizes import ModelSizes
 from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.schema.lora import ROUTER, Lora
@@ -44,11 +45,14 @@ class Factor(NamedTuple):
         return max(1, self.experts)
 
 
-def linears(sizes: ModelSizes, sparse: bool) -> Iterator[Linear]:
-    """The linears of a layer, with routed experts (`sparse`) or without."""
-    yield from _latent(sizes) if isinstance(sizes, Latent) else _grouped_query(sizes)
+def linears(sizes: ModelSizes, kind: LayerKind) -> Iterator[Linear]:
+    """The linears of a layer."""
+    if kind.mixer == "gated_delta_net":
+        yield from _delta_net(sizes)
+    else:
+        yield from _latent(sizes) if isinstance(sizes, Latent) else _grouped_query(sizes)
     hidden = sizes.hidden_size
-    if not sparse:
+    if kind.feed_forward != "moe":
         yield from _mlp(hidden, sizes.intermediate_size, "mlp")
         return
     yield Linear(ROUTER, hidden, sizes.num_experts, "whole", "mlp")
@@ -57,13 +61,23 @@ def linears(sizes: ModelSizes, sparse: bool) -> Iterator[Linear]:
         yield from _mlp(hidden, width, "mlp")
 
 
+def _delta_net(sizes: ModelSizes) -> Iterator[Linear]:
+    mixer, hidden = sizes.state_mixer, sizes.hidden_size
+    assert mixer is not None
+    both = mixer.vectors  # a beta and a decay of each value head, whose bias and rate these are
+    yield Linear("in_proj_qkvz", hidden, mixer.inputs - both, "rows", "attention")
+    yield Linear("in_proj_ba", hidden, both, "rows", "attention")
+    yield Linear("out_proj", mixer.inner, hidden, "columns", "core")
+
+
 def _grouped_query(sizes: ModelSizes) -> Iterator[Linear]:
     assert isinstance(sizes, GroupedQuery)
     hidden, width = sizes.hidden_size, sizes.head_width
-    heads = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_key_value_heads
-    for letter, number in zip("qkv", heads, strict=True):
+    heads, keys = sizes.num_attention_heads, sizes.num_key_value_heads
+    numbers = heads * (1 + sizes.has_output_gate), keys, keys
+    for letter, number in zip("qkv", numbers, strict=True):
         yield Linear(f"{letter}_proj", hidden, number * width, "rows", "attention")
-    yield Linear("o_proj", heads[0] * width, hidden, "columns", "core")
+    yield Linear("o_proj", heads * width, hidden, "columns", "core")
 
 
 def _latent(sizes: Latent) -> Iterator[Linear]:
@@ -86,27 +100,21 @@ def _mlp(hidden: int, width: int, read: str, experts: int = 0) -> Iterator[Linea
     yield Linear("down_proj", width, hidden, "columns", f"inside {read}", experts)
 
 
-def layer_kinds(sizes: ModelSizes) -> tuple[bool, ...]:
-    """The kinds of layers that a model has: with routed experts, or without."""
-    sparse = len(sizes.router_layers)
-    return (False,) * (sparse < sizes.num_hidden_layers) + (True,) * (sparse > 0)
-
-
 def names_of(sizes: ModelSizes) -> tuple[str, ...]:
     """Last parts of the HF names of all linears that may have adapters, the router's last."""
-    kinds = layer_kinds(sizes)
+    kinds = dict.fromkeys(sizes.layer_kinds)
     found = dict.fromkeys(each.name for kind in kinds for each in linears(sizes, kind))
     return tuple(sorted(found, key=lambda name: name == ROUTER))
 
 
-def adapted(sizes: ModelSizes, lora: Lora, sparse: bool) -> list[Linear]:
+def adapted(sizes: ModelSizes, lora: Lora, kind: LayerKind) -> list[Linear]:
     """The linears of a layer that have adapters."""
-    return [each for each in linears(sizes, sparse) if lora.adapts(each.name, each.experts > 0)]
+    return [each for each in linears(sizes, kind) if lora.adapts(each.name, each.experts > 0)]
 
 
-def factors(sizes: ModelSizes, lora: Lora, sparse: bool) -> Iterator[Factor]:
-    """The factors of a layer's adapters, with routed experts (`sparse`) or without."""
-    for linear in adapted(sizes, lora, sparse):
+def factors(sizes: ModelSizes, lora: Lora, kind: LayerKind) -> Iterator[Factor]:
+    """The factors of a layer's adapters."""
+    for linear in adapted(sizes, lora, kind):
         rank, experts = lora.rank_of(linear.experts > 0), linear.experts
         shared = experts > 0 and lora.experts == "shared_outer"
         outer = "B" if linear.cut == "columns" else "A"  # of experts, the one at the hidden size
@@ -120,6 +128,7 @@ def factors(sizes: ModelSizes, lora: Lora, sparse: bool) -> Iterator[Factor]:
 
 # vLLM's largest max_lora_rank
 VLLM_MAX_RANK = 512
+STATE_LINEARS = "in_proj_qkvz", "in_proj_ba", "out_proj"
 
 
 def adapter_faults(config: Config, sizes: ModelSizes) -> list[str]:
@@ -127,9 +136,10 @@ def adapter_faults(config: Config, sizes: ModelSizes) -> list[str]:
     lora, rollout = config.lora, config.rollout
     if lora is None:
         return []
-    found = {each for kind in layer_kinds(sizes) for each in adapted(sizes, lora, kind)}
+    found = {each for kind in {*sizes.layer_kinds} for each in adapted(sizes, lora, kind)}
     names, on_cpu = {each.name for each in found}, config.device == "cpu"
     experts = any(each.experts for each in found)
+    states = sorted(names.intersection(STATE_LINEARS))
     apart = bool(rollout.servers or rollout.launch.hosts)
     most = max(lora.rank, lora.rank_of(expert=experts))
     reasons = {f"{ROUTER}: no engine applies adapters to routers": ROUTER in names}
@@ -139,6 +149,8 @@ def adapter_faults(config: Config, sizes: ModelSizes) -> list[str]:
             "routed experts: vLLM has no kernel for their adapters on a CPU": on_cpu and experts,
             "kv_b_proj: vLLM's latent attention reads weights that it split at load, past the "
             "adapter": not on_cpu and "kv_b_proj" in names,
+            f"{', '.join(states)}: vLLM's adapters of delta nets were never compared with the "
+            "trainer's": bool(states),
             f"rank {most}: vLLM takes at most {VLLM_MAX_RANK}": most > VLLM_MAX_RANK,
         }
     return [reason for reason, holds in reasons.items() if holds]

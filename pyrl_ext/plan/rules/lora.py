@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
-from pyrl_ext.plan.model.lora import adapted, adapter_faults, layer_kinds, names_of
+from pyrl_ext.plan.model.lora import adapted, adapter_faults, names_of
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import ROW_BYTES, Found, in_config, relative, rule
 
@@ -16,7 +16,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 def _adapts_experts(plan: Plan) -> bool:
     return plan.lora is not None and any(
         each.experts
-        for kind in layer_kinds(plan.sizes)
+        for kind in {*plan.sizes.layer_kinds}
         for each in adapted(plan.sizes, plan.lora, kind)
     )
 
@@ -43,7 +43,7 @@ def some_linear_has_an_adapter(plan: Plan) -> Found:
         return None
     if lora.targets != "all" and not {*lora.targets} & {*names_of(plan.sizes)}:
         return None if lora.targets else "an empty list, expected names of linears, or all"
-    if not any(adapted(plan.sizes, lora, kind) for kind in layer_kinds(plan.sizes)):
+    if not any(adapted(plan.sizes, lora, kind) for kind in {*plan.sizes.layer_kinds}):
         named = ", ".join(lora.targets)
         return (
             f"{named} with lora.experts none, expected a linear that is left; only routed experts "
@@ -86,12 +86,19 @@ def adapters_of_experts_split_as_other_weights(plan: Plan) -> Found:
 
 @rule("lora.targets")
 def queries_keys_and_values_have_adapters_together(plan: Plan) -> Found:
-    groups, tp = plan.sizes.query_groups, plan.parallel.tp
-    if plan.lora is None or plan.lora.targets == "all" or groups is None or tp <= groups:
+    groups, tp, gated = plan.sizes.query_groups, plan.parallel.tp, plan.sizes.has_output_gate
+    if plan.lora is None or plan.lora.targets == "all" or groups is None:
+        return None
+    if tp <= groups and not gated:
         return None
     fused = ("q_proj", "k_proj", "v_proj")
     named = [name for name in fused if name in plan.lora.targets]
     if 0 < len(named) < len(fused):
+        if gated:
+            return (
+                f"{', '.join(named)} {in_config(plan)}, expected all of {', '.join(fused)} or "
+                "none; rows of gates are among those of queries. Name all three"
+            )
         return (
             f"{', '.join(named)} with parallel.tp {tp} above num_key_value_heads {groups} "
             f"{in_config(plan)}, expected all of {', '.join(fused)} or none; ranks that share a "

@@ -55,7 +55,7 @@ def features_know_layers_with_states(plan: Plan) -> Found:
 @rule("lora")
 def adapters_know_layers_with_states(plan: Plan) -> Found:
     mixer = plan.sizes.state_mixer
-    if plan.lora is not None and mixer is not None:
+    if plan.lora is not None and mixer is not None and mixer.name == "mamba":
         return f"on with {mixer.name} layers, expected null; adapters are not built for them"
 
 

@@ -12,6 +12,7 @@ TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
     *("gate_proj", "up_proj", "down_proj"),
+    *("in_proj_qkvz", "in_proj_ba", "out_proj"),
 )
 """Last parts of the HF names of the linears that `targets: all` means, where a family has them."""
 ROUTER = "gate"
@@ -29,7 +30,8 @@ class Lora(Section):
     """an adapter is added times alpha / its rank"""
     targets: Literal["all"] | list[Text] = "all"
     """linears with an adapter, as a list of the last parts of their HF names, such as q_proj; all:
-    every one of attention, dense layers and experts; the router only if the list has gate"""
+    every one of attention, layers with states, dense layers and experts; the router only if the
+    list has gate"""
     experts: Literal["per_expert", "shared_outer", "none"] = "per_expert"
     """adapters of routed experts. per_expert: A and B for each; shared_outer: the experts of a
     layer share A of gate and up, and B of down; none: they have none"""
