@@ -12,8 +12,10 @@ from pyrl_ext.plan.task_options import PICTURES, TASK_NAMES, option_problems, ta
 @rule("data")
 def one_source_of_prompts(plan: Plan) -> Found:
     if plan.has_rollouts and (plan.data.task is None) == (plan.data.prompts is None):
-        both = "both task and prompts" if plan.data.task else "neither task nor prompts"
-        return f"{both}, expected exactly one of data.task and data.prompts"
+        rule = "expected exactly one of data.task and data.prompts"
+        if not plan.data.task:
+            return f"neither task nor prompts, {rule}"
+        return f"both task and prompts, {rule}. For prompts say task: null, task_options: {{}}"
 
 
 @rule("data.reward")
