@@ -17,17 +17,30 @@ For an engine in another process the tensors end in the memory of a channel. Wri
 they save a copy of 17 MB and 2,000 allocations over tensors that are packed one by one. Predicted:
 10 to 30 ms of 150, so 1.1 to 1.3 times as fast. Measured, on a machine under a load of 25: 1.26
 times with tp2 pp2 ep2, 1.62 times with dp4 ep4, where experts are not even concatenated.
+
+The last table is of engines apart: two servers of the embedded engine in processes, which get the
+same weights over HTTP and TCP from one or two of the ranks (`rollout.senders`), in turns. The floor
+is what one sender writes, 20 MB, over the rate of one socket, which is measured first; with two
+senders half of it. What is predicted, before it was measured: a transfer is not near it, since
+names, views and copies of so many tensors take most of the time. Two senders share out the first
+part of that, gathering and packing, and servers do the second all the same: 1.1 to 1.4 times as
+fast. Measured, on two cores for six processes and under loads of 13 and 12: 0.82 and 0.99 times.
+The cores are the limit there, not a socket, so a second sender takes no time away. It is for hosts
+with a network connection each.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -48,6 +61,7 @@ from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.gather import Shards
+from tests.helpers.server_processes import server_processes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RANKS, ROUNDS = 4, 1
@@ -62,6 +76,9 @@ LAYOUTS = {
 }
 COMMON = ("rollout.bucket_bytes=4MiB", "replay=off", "threads=1")
 TIMES = 3.0  # bar: as fast as this, load included
+SERVERS, SENDERS, TURNS = 2, (1, 2), 7  # the first turn is not counted
+DEADLINE = 120  # of a collective and of a publish: then the benchmark fails, naming who is late [s]
+SOCKET_BYTES, CHUNK = 1 << 28, 4 << 20
 
 
 def one_by_one(policy: Policy) -> Iterator[tuple[str, Tensor]]:
@@ -173,16 +190,120 @@ def _in_turns(*runs: Callable[[], Any]) -> Any:
     return tuple(best[1:].amin(0).tolist())
 
 
-def on_rank(rank: int, folder: str) -> None:
+@dataclass
+class Apart:
+    """Publishes to servers with some number of senders, the first rank's times [s].
+
+    Attributes:
+        bytes: to all servers: from the sender that has most, and from all
+        transfer: of each turn, from the first byte to the servers' last verified one
+        publish: of each turn, the whole call
+    """
+
+    bytes: tuple[int, int]
+    transfer: list[float]
+    publish: list[float]
+
+
+def measure_apart(config: Path, addresses: Sequence[str]) -> dict[int, Apart]:
+    """By number of senders, which take turns."""
+    keys = (f"model.config={config}", *COMMON, *LAYOUTS["tp2 pp2 ep2"])
+    keys += (f"rollout.servers=[{', '.join(addresses)}]", f"rollout.publish_timeout={DEADLINE}")
+    plans = [compile_plan(CONFIGS / "tiny.yaml", (*keys, f"rollout.senders={n}")) for n in SENDERS]
+    found, version = {n: Apart((0, 0), [], []) for n in SENDERS}, 0
+    with topology.start(plans[0]) as topo:
+        policies = [Policy.build(plan, topo, trainable=False) for plan in plans]
+        engine = build_engine(plans[0], topo.device, topo.rank, topo.world)
+        for _ in range(TURNS):
+            for policy, row in zip(policies, found.values(), strict=True):
+                named, version = policy.tensors.published(policy.live()), version + 1
+                names, buckets = named.names or (), policy.tensors.buckets["llm"]
+                mine = [b.bucket for b in buckets if b.bucket.slots[0].name in names]
+                here = torch.tensor(sum(bucket.bytes for bucket in mine))
+                dist.all_reduce(here, dist.ReduceOp.MAX)
+                start = time.perf_counter()
+                engine.load_weights(named, version)
+                row.publish.append(time.perf_counter() - start)
+                if engine.disproved() or engine.metrics()["servers/used"] != SERVERS:
+                    raise RuntimeError("benchmarks.publish: a server left, expected both to serve")
+                if topo.rank == 0:
+                    row.transfer.append(engine.metrics()["publish/transfer_seconds"])
+                    sent = engine.metrics()["publish/bytes"]
+                    row.bytes = SERVERS * int(here), int(sent)
+        engine.close()
+    return found
+
+
+def on_rank(rank: int, folder: str, addresses: Sequence[str], rate: float) -> None:
     torch.set_num_threads(1)
     os.environ["WORLD_SIZE"] = str(RANKS)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    rows = {name: measure(o, Path(folder, "config.json")) for name, o in LAYOUTS.items()}
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        timeout=timedelta(seconds=DEADLINE),
+        rank=rank,
+        world_size=RANKS,
+    )
+    config = Path(folder, "config.json")
+    rows = {name: measure(o, config) for name, o in LAYOUTS.items()}
+    apart = measure_apart(config, addresses)
     if rank == 0:
         show(rows)
+        show_apart(apart, rate)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def socket_rate() -> float:
+    """Bytes a second from one thread to another over a socket of this host."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        ends = [socket.create_connection(door.getsockname()), door.accept()[0]]
+    for end in ends:
+        end.settimeout(DEADLINE)
+    sending, taking = ends
+    chunk, into = bytes(CHUNK), bytearray(CHUNK)
+
+    def send() -> None:
+        for _ in range(SOCKET_BYTES // CHUNK):
+            sending.sendall(chunk)
+        sending.close()
+
+    thread, start = threading.Thread(target=send), time.perf_counter()
+    thread.start()
+    while taking.recv_into(into):
+        pass
+    seconds = time.perf_counter() - start
+    thread.join()
+    taking.close()
+    return SOCKET_BYTES / seconds
+
+
+def show_apart(rows: dict[int, Apart], rate: float) -> None:
+    table = Table(
+        *("senders", "MB in all", "MB of one", "floor ms", "transfer ms", "of turns", "publish ms"),
+        title=f"{SERVERS} servers: {RANKS} ranks, one socket {rate / 1e9:.2f} GB/s, "
+        f"load {os.getloadavg()[0]:.1f}, {date.today()}",
+        caption="floor: the bytes of the sender that has most, over the rate of one socket; "
+        "transfer: weights to all servers, verified; publish: with the other calls of the protocol."
+        f" Median of {TURNS - 1} turns",
+        caption_justify="left",
+        padding=(0, 1),
+    )
+    for senders, row in rows.items():
+        total, most = row.bytes[1], row.bytes[0]
+        turns = [1e3 * seconds for seconds in row.transfer[1:]]
+        cells = [
+            f"{senders}",
+            f"{total / 1e6:.1f}",
+            f"{most / 1e6:.1f}",
+            f"{1e3 * most / rate:.0f}",
+        ]
+        cells += [f"{statistics.median(turns):.0f}", " ".join(f"{each:.0f}" for each in turns)]
+        table.add_row(*cells, f"{1e3 * statistics.median(row.publish[1:]):.0f}")
+    Console(width=180).print(table)
+    one, two = (row.transfer[1:] for row in rows.values())
+    times = [a / b for a, b in zip(one, two, strict=True)]
+    print(f"two senders, turn by turn: {statistics.median(times):.2f} times as fast as one")
 
 
 def show(rows: dict[str, Row]) -> None:
@@ -227,7 +348,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         hf = json.loads((CONFIGS / "tiny" / "config.json").read_text()) | MODEL
         Path(folder, "config.json").write_text(json.dumps(hf))
-        torch.multiprocessing.spawn(on_rank, (folder,), RANKS)  # type: ignore[attr-defined]
+        keys = (f"model.config={folder}/config.json", *COMMON)
+        rate = socket_rate()
+        with server_processes(Path(folder), SERVERS, keys) as servers:
+            given = folder, [each.address for each in servers], rate
+            torch.multiprocessing.spawn(on_rank, given, RANKS)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
