@@ -302,6 +302,50 @@ MUTANTS = [
         [("output.requires_grad_() if torch.is_grad_enabled() else output", "output")],
         [f"{LORA}::test_recomputation_keeps_the_gradients_of_adapters"],
     ),
+    Mutant(
+        "tensor-parallel ranks cut all heads of a delta net at once, not those of each section",
+        "pyrl_ext/models/weight.py",
+        [
+            (
+                "return torch.cat([part[_part(len(part), size, rank)] for part in found])",
+                "return torch.cat(found).chunk(size)[rank]",
+            )
+        ],
+        ["tests/models/test_lora_table.py::test_shard_of_factors_goes_back_to_whole_factors"],
+    ),
+    Mutant(
+        "context-parallel ranks take the weights of other heads than they compute",
+        "pyrl_ext/megatron/state_layers.py",
+        [
+            (
+                "parts = [part.chunk(place.cp_size)[place.cp_rank]",
+                "parts = [part.chunk(place.cp_size)[-1]",
+            )
+        ],
+        [
+            "tests/megatron/test_state_layers.py::test_PackedDeltaNet_has_the_gradients_of_the_recurrence"
+        ],
+    ),
+    Mutant(
+        "a convolution reads rows of the sequence before",
+        "pyrl_ext/ops/causal_conv1d/reference.py",
+        [("torch.where(at >= s, F.pad", "torch.where(at >= 0, F.pad")],
+        ["tests/ops/test_sequences.py::test_sequences_leak_nothing_into_others"],
+    ),
+    Mutant(
+        "the second chunk of a sequence begins without a state",
+        "pyrl_ext/ops/sequences.py",
+        [("for n in range(1, int(turns))]", "for n in range(2, int(turns))]")],
+        ["tests/ops/test_sequences.py::test_sequences_operators_are_exact"],
+    ),
+    Mutant(
+        "a server without a cache of states is asked for one",
+        "pyrl_ext/rollout/servers/publisher.py",
+        [("return replace(canary, cached=0)", "return replace(canary)")],
+        [
+            "tests/rollout/servers/test_train.py::test_train_over_a_server_with_states_equals_the_engine_beside_the_trainer"
+        ],
+    ),
 ]
 
 
