@@ -229,4 +229,4 @@ def test_load_refuses_adapters_of_another_base(outcomes, folder, change):
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo)
         with pytest.raises(ValueError, match=r"holds adapters of the base \w{12}, expected"):
-            policy.load(folder / "step-2")
+            policy.load(folder / "glm lora/step-2")
