@@ -285,6 +285,12 @@ MUTANTS = [
         [f"{LORA}::test_Adapters_of_every_layout_equal_one_process"],
     ),
     Mutant(
+        "the factors of one expert are reduced over ranks of other experts",
+        "pyrl_ext/megatron/lora.py",
+        [('shared or getattr(like, "allreduce", True)', "True")],
+        [f"{LORA}::test_Adapters_of_every_layout_equal_one_process"],
+    ),
+    Mutant(
         "the gradient's norm counts cut factors on one rank only",
         "pyrl_ext/megatron/lora.py",
         [("if self.cut is not None:  # megatron", "if False:  # megatron")],

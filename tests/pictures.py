@@ -72,6 +72,11 @@ DEMO_OBJECTIVES = {
     **{name: "" for name in ("grpo", "gspo", "cispo", "rloo")},
     "dapo": ", dynamic_sampling_short: keep_flat",
 }
+DEMO_WITH_ADAPTERS = {
+    "full": "tiny.yaml steps=240",
+    "merge": "tiny_lora.yaml lora.publish=merge",
+    "adapter": "tiny_lora.yaml",
+}
 PICTURES = (
     Picture("configs/plan.png", page_of_the_plan),
     Picture(
@@ -98,6 +103,21 @@ PICTURES = (
             ),
             "python -m pyrl_ext.tools.report --png benchmarks/objectives.png "
             + " ".join(f"runs/objectives/{name}" for name in DEMO_OBJECTIVES),
+        ),
+    ),
+    Picture(
+        "benchmarks/lora.png",
+        partial(measured_rows, "## The demo", "docs/lora.md"),
+        (
+            "python -m pyrl_ext.train configs/tiny.yaml steps=40 checkpoint.hf=true "
+            "run=runs/tiny_base-40",
+            *(
+                f"python -m pyrl_ext.train configs/{keys} run=runs/lora/{name} "
+                f"model.weights={REPOSITORY}/runs/tiny_base-40/checkpoints/step-40/hf"
+                for name, keys in DEMO_WITH_ADAPTERS.items()
+            ),
+            "python -m pyrl_ext.tools.report --png benchmarks/lora.png "
+            + " ".join(f"runs/lora/{name}" for name in DEMO_WITH_ADAPTERS),
         ),
     ),
     Picture(
