@@ -257,6 +257,11 @@ def lookup(name: str) -> Metric | None:
     return GLOSSARY.get(name) or GLOSSARY.get(general)
 
 
+def described(name: str) -> Metric:
+    """The metric called ``name``; one without words and levels if the glossary has none."""
+    return lookup(name) or Metric(name, "1", "")
+
+
 def check_names(names: Iterable[str]) -> None:
     """Refuse names that have no definition.
 

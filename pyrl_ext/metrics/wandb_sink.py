@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pyrl_ext.dist.disk import write_text
-from pyrl_ext.metrics.glossary import lookup
-from pyrl_ext.metrics.metric import Metric
+from pyrl_ext.metrics.glossary import described
 from pyrl_ext.metrics.sinks import Row
 
 
@@ -55,7 +54,7 @@ class WandbSink:
         """Log one step."""
         step = int(row["step"])
         self._run.log({name: value for name, value in row.items() if name != "step"}, step=step)
-        metrics = {name: lookup(name) or Metric(name, "1", "") for name in row}
+        metrics = {name: described(name) for name in row}
         alarming = {name for name, each in metrics.items() if each.level(row[name]) == "alarm"}
         for name in sorted(alarming - self._alarming):
             text = f"{row[name]:.4g} at step {step}. {metrics[name].definition}"

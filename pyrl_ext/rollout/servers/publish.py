@@ -2,10 +2,9 @@
 
 On each server: compare its identity, pause, start, update, finish, drop caches and resume; what
 does not need the step before goes beside it. Then it generates, and is asked for the canary
-meanwhile. The first rank leads; every rank that has a part
-of the weights sends it to all servers. A server that fails at any step is left there: paused, and
-out of rotation. Its old weights are whole unless it failed while it loaded the new
-ones, and then it refuses to generate.
+meanwhile. The first rank leads; every rank that has a part of the weights sends it to all servers.
+A server that fails at any step is left there: paused, and out of rotation. Its old weights are
+whole unless it failed while it loaded the new ones, and then it refuses to generate.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pyrl_ext.metrics.glossary import lookup
-from pyrl_ext.metrics.metric import Metric
+from pyrl_ext.metrics.glossary import described, lookup
 from pyrl_ext.tools.report.curves import Columns
 
 
@@ -58,7 +57,7 @@ def alarms(run: int, columns: Columns) -> list[Alarm]:
     """The alarms of one run: those of the last step first, then the worst, then the newest."""
     found = []
     for name, (steps, values) in columns.items():
-        metric = lookup(name) or Metric(name, "1", "")
+        metric = described(name)
         broken = ~np.isfinite(values)
         if metric.band is None and not broken.any():
             continue
