@@ -333,6 +333,15 @@ def test_Recorder_drops_the_steps_that_a_resumed_run_repeats(tmp_path: Path):
         Recorder(tmp_path, one_rank(tiny_plan()))
 
 
+def test_Recorder_drops_the_scores_of_steps_that_a_resumed_run_repeats(tmp_path: Path):
+    names = [f"step-{step:06d}-rank-{rank}.safetensors" for step in range(3) for rank in range(2)]
+    (tmp_path / "scores").mkdir()
+    for name in names:
+        (tmp_path / "scores" / name).touch()
+    Recorder(tmp_path, one_rank(tiny_plan()), start=2)
+    assert recorder_files(tmp_path / "scores") == names[:4]
+
+
 @pytest.mark.parametrize("experts", [8, 300])
 def test_save_samples_stores_routes_in_layers_times_experts_times_their_size(
     tmp_path: Path, experts: int

@@ -219,6 +219,7 @@ def test_publish_lets_nobody_join_who_serves_something_else(tmp_path: Path):
             assert f"its {name} is" in done.failed[other.address]
         assert done.seen.keys() == {good.address}
         assert all(six.engine(number).version is None for number in range(1, 6))
+        assert not any(map(six.paused, range(1, 6)))  # they may be other trainers'
         six.clients[0].server.identity = identity(**tokenizer | wrong["model"]).to_json()
         done = six.publish(SECOND, 2, [good], identity=identity(**tokenizer))  # another came there
         assert "its model is" in done.failed[good.address] and six.engine(0).version == 1
