@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -324,6 +326,20 @@ def test_recorded_samples_are_escaped_and_routes_counted(tmp_path: Path):
     assert page.count("<script>") == 1 and "\u202e" not in page
     first = samples[5].tokens[0]
     assert f"<script>{first}&amp;</script>⟨U+202E⟩\u0634" in checked(page).words
+    best, places = samples[5], torch.arange(1, samples[5].tokens.numel(), dtype=torch.int32)
+    scores = {
+        "ids": torch.tensor([[best.prompt_id, best.index, best.turn]]),
+        "samples": torch.zeros_like(places),
+        "tokens": places,
+        "logprobs": best.rollout_logprobs[1:] + 0.5,  # the trainer's
+    }
+    (path / "kept/scores").mkdir()
+    save_file(scores, path / "kept/scores/step-000002-rank-0.safetensors")
+    compared = recorded(Folder(path))
+    assert compared.compared and not found.compared
+    gaps = [each.apart for each in compared.samples[0].pieces if each.kind == "sampled"]
+    assert gaps and gaps == pytest.approx([0.5] * len(gaps), abs=1e-6)
+    assert all(each.apart is None for each in compared.samples[1].pieces)
     (path / "kept/step-000002.safetensors").write_bytes(b"no")
     assert "the file is cut" in recorded(Folder(path)).why
 
