@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -67,6 +69,17 @@ class Bucket(NamedTuple):
             end = slots[-1].start + slots[-1].bytes
         return cls(tuple(slots), end)
 
+    def of_names(self, names: Container[str], buffer: Tensor) -> Bucket:
+        """The bucket with the slots of these names only, moved together within its buffer."""
+        slots = [slot for slot in self.slots if slot.name in names]
+        if len(slots) == len(self.slots):
+            return self
+        less = Bucket.of((slot.name, slot.dtype, slot.shape) for slot in slots)
+        for old, new in zip(slots, less.slots, strict=True):
+            if old.start != new.start:
+                new.view(buffer).copy_(old.view(buffer).clone())
+        return less
+
     def name_at(self, place: int) -> str:
         """Name of the tensor in which, or before which, a byte lies."""
         return self.slots[max(0, bisect_right(self.slots, place, key=_start) - 1)].name
@@ -93,7 +106,8 @@ class BucketStream(ABC):
 
     @abstractmethod
     def buckets(self, allocate: Allocate) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yields each bucket with the memory from ``allocate`` that holds it."""
+        """Yields each bucket with the memory that holds it, which is from ``allocate`` unless the
+        stream keeps its own."""
         ...
 
 
@@ -130,6 +144,72 @@ def buckets_of(
         used = start + tensor.nbytes
     if slots:
         yield Bucket(tuple(slots), used), buffer
+
+
+class KeptBuckets(BucketStream):
+    """The buckets of another stream, in host memory that is used again for the next one.
+
+    Args:
+        bucket_bytes: of buckets that are packed here
+        device: of the tensors
+    """
+
+    def __init__(self, bucket_bytes: int, device: torch.device | str = "cpu"):
+        self.bucket_bytes, self.device = bucket_bytes, torch.device(device)
+        self._kept: list[tuple[Bucket, Tensor]] = []
+        self._memory: list[Tensor] = []
+
+    def take(self, named: Named, wanted: Container[str]) -> KeptBuckets:
+        """Keep the tensors of these names; what was kept before is gone.
+
+        Communicates: as ``named`` does, also if it raises. Syncs: once a bucket on a GPU.
+        """
+        self.names = named.names if isinstance(named, BucketStream) else None
+        self._kept = []
+        on_device = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+        def allocate(size: int) -> Tensor:
+            nonlocal on_device
+            if self.device.type == "cpu":
+                return self._host(size)
+            if on_device.numel() < size:
+                on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
+            return on_device
+
+        buckets = buckets_of(named, self.bucket_bytes, allocate)
+        try:
+            for bucket, buffer in buckets:
+                kept = bucket.of_names(wanted, buffer)
+                if not kept.slots:
+                    continue
+                if buffer.device.type != "cpu":
+                    buffer = self._host(kept.bytes)[: kept.bytes].copy_(buffer[: kept.bytes])
+                self._kept.append((kept, buffer))
+        except BaseException:
+            with suppress(Exception):  # others wait for this rank's part in what they gather
+                deque(buckets, maxlen=0)
+            raise
+        return self
+
+    def _host(self, size: int) -> Tensor:
+        """Memory for the next bucket that is kept."""
+        number = len(self._kept)
+        if number == len(self._memory) or self._memory[number].numel() < size:
+            pinned = self.device.type != "cpu"
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._memory[number : number + 1] = [memory]
+        return self._memory[number]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket, buffer in self._kept:
+            for slot in bucket.slots:
+                yield slot.name, slot.view(buffer)
+
+    def buckets(self, allocate: Allocate) -> Iterator[tuple[Bucket, Tensor]]:
+        """As they are kept."""
+        for kept in self._kept:
+            allocate(0)  # for whoever counts on it: what came before may be on its way
+            yield kept
 
 
 def observed(named: Named, note: Callable[[str, Tensor], None]) -> Named:

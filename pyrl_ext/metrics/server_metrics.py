@@ -51,5 +51,16 @@ SERVER_METRICS = (
         Metric(f"publish/{step}_seconds", "s", f"Time {meaning}, the longest of any server.")
         for step, meaning in STEPS.items()
     ),
-    Metric("publish/bytes", "bytes", "Sent to all servers together."),
+    Metric("publish/bytes", "bytes", "Sent by all ranks to servers; what servers pass on is not."),
+    Metric(
+        "publish/again",
+        "servers",
+        "Servers that got the weights a second time, since the one before them failed.",
+    ),
+    Metric("publish/seconds", "s", "A publish, from the first question to the last server."),
+    Metric(
+        "publish/wait_seconds",
+        "s",
+        "Of it, what the trainer waited for after its passes (rollout.publish_beside).",
+    ),
 )

@@ -33,9 +33,9 @@ FREE_ON_RESUME = (
     *("logprob", "kernels", "data.reward_timeout", "cp_cost"),
     *("rollout.gpus", "rollout.gpu_memory_utilization", "rollout.sleep", "rollout.offload_trainer"),
     *("rollout.bucket_bytes", "rollout.record", "rollout.check_tensors", "rollout.max_mismatch"),
-    *("rollout.transport", "turns.timeout", "turns.min_share"),
-    *("rollout.servers", "rollout.launch", "rollout.min_servers", "rollout.keys"),
-    *("rollout.request_timeout", "rollout.publish_timeout", "rollout.senders", "lora.publish"),
+    *("rollout.transport", "rollout.relay_bytes", "rollout.publish_beside", "turns.timeout"),
+    *("rollout.servers", "rollout.launch", "rollout.min_servers", "rollout.keys", "lora.publish"),
+    *("rollout.request_timeout", "rollout.publish_timeout", "rollout.senders", "turns.min_share"),
 )
 # Derived from the rest, or only where the YAML lay.
 NOT_COMPARED = ("source", "notes", "unsupported", "fetched")

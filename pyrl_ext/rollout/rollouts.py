@@ -40,7 +40,10 @@ class Rollouts:
         self.plan, self.source, self.show = plan, source, show
         self.dropped: dict[str, float] = {}
         self.environments = None if plan.turns.environment is None else Environments(plan, source)
-        self.engine: Engine = build_engine(plan, topo.device, topo.rank, topo.world)
+        beside = None
+        if plan.rollout.publishes_beside and topo.world is not None:
+            beside = topo.make_group("publish", range(topo.world_size))
+        self.engine: Engine = build_engine(plan, topo.device, topo.rank, topo.world, beside)
         if plan.replay.enabled and not self.engine.capabilities.routes:
             raise ValueError(
                 f"replay: the {plan.rollout.engine} engine returns no routes, expected one that "

@@ -50,6 +50,10 @@ class BruteForce:
         self.ages: list[dict[int, float]] = []
         self.taken: list[Held] = []
         self.began = self.published = self.ready = 0.0
+        self.since: float | None = None  # the trainer trains beside a publish
+        self.gathers = loop.gather is not None
+        if self.gathers:
+            self.phase, self.until = "gather", loop.gather or 0.0
 
     def at(self, engine: int, state: str) -> list[Held]:
         found = [each for each in self.held if (each.engine, each.state) == (engine, state)]
@@ -58,8 +62,19 @@ class BruteForce:
     def decodes(self) -> bool:
         return self.phase != "publish" and (self.phase != "drain" or self.loop.pause == "finish")
 
+    def take(self) -> None:
+        """The groups that this step trains on."""
+        self.ready = self.now
+        taken = self.candidates()[: self.loop.keep]
+        for each in self.held:
+            if (each.step, each.group) in taken:
+                each.state = "taken"
+            elif each.step == self.step - 1 and each.state != "taken":
+                each.state = "aborted"
+        self.taken = [h for h in self.held if (h.step, h.group) in taken]
+
     def admit(self) -> None:
-        if self.phase not in ("wait", "train"):
+        if self.phase not in ("wait", "train", "gather"):
             return
         self.fill()
         while free := [each for each in self.held if each.state == "unbound"]:
@@ -154,6 +169,16 @@ class BruteForce:
         self.trainer()
 
     def trainer(self) -> None:
+        if self.phase == "gather" and self.now >= self.until:
+            self.phase, self.until, self.published = "drain", math.inf, self.now
+            self.settle()
+            return
+        beside = self.gathers and self.phase in ("drain", "publish") and self.since is None
+        if beside and len(self.candidates()) >= self.loop.keep:
+            self.since = self.now
+            self.take()
+            self.settle()
+            return
         if self.phase == "drain":
             running = any(each.state == "running" for each in self.held)
             if not (running and self.loop.pause == "finish"):
@@ -164,22 +189,21 @@ class BruteForce:
                 if self.loop.pause != "keep":
                     self.stall = [0.0] * self.loop.engines
                 self.known.clear()
-                self.phase, self.until = "publish", self.now + self.loop.publish
+                rest = self.loop.publish - (self.loop.gather or 0.0)
+                self.phase, self.until = "publish", self.now + rest
         elif self.phase == "publish" and self.now >= self.until:
             self.phase, self.until, self.version = "wait", math.inf, self.step
-            self.published = self.now
+            if not self.gathers:
+                self.published = self.now
+            if self.since is not None:
+                end = max(self.since, self.now - self.loop.beside) + self.loop.train
+                self.phase, self.until, self.since = "train", end, None
             while self.asked <= self.step + self.loop.ahead:
                 self.ask(self.loop.groups(self.asked))
             self.settle()
         elif self.phase == "wait" and len(self.candidates()) >= self.loop.keep:
-            self.phase, self.until, self.ready = "train", self.now + self.loop.train, self.now
-            taken = self.candidates()[: self.loop.keep]
-            for each in self.held:
-                if (each.step, each.group) in taken:
-                    each.state = "taken"
-                elif each.step == self.step - 1 and each.state != "taken":
-                    each.state = "aborted"
-            self.taken = [h for h in self.held if (h.step, h.group) in taken]
+            self.phase, self.until = "train", self.now + self.loop.train
+            self.take()
             self.settle()
         elif self.phase == "train" and self.now >= self.until:
             self.times.append((self.began, self.published, self.ready, self.now))
@@ -190,6 +214,8 @@ class BruteForce:
                     ages[age] = ages.get(age, 0.0) + tokens
             self.ages.append(ages)
             self.phase, self.until, self.began = "drain", math.inf, self.now
+            if self.gathers:
+                self.phase, self.until = "gather", self.now + (self.loop.gather or 0.0)
             self.step += 1
             self.settle()
 
@@ -224,16 +250,21 @@ def some_loop(seed: int) -> Loop:
         for _ in range(12)
     ]
     fixed, each, reads = draw.uniform(1e-4, 1e-3), draw.uniform(0, 2e-4), draw.uniform(0, 1e-4)
+    ahead, publish = draw.randint(0, 3), draw.uniform(0.01, 0.5)
+    beside = ahead > 0 and draw.choice([False, True])
+    train = draw.uniform(0, 4)
     return Loop(
         engines=draw.randint(1, 3),
         slots=draw.randint(1, 4),
         token=lambda running: fixed + each * running,
         read=lambda tokens: reads * tokens,
-        train=draw.uniform(0, 4),
-        publish=draw.uniform(0.01, 0.5),
+        train=train,
+        publish=publish,
         groups=lambda step: steps[step],
         keep=prompts,
-        ahead=draw.randint(0, 3),
+        ahead=ahead,
+        gather=draw.uniform(0, publish) if beside else None,
+        beside=draw.uniform(0, train) if beside else 0.0,
         pause=draw.choice(get_args(Pause)),
         latency=draw.choice([0.0, draw.uniform(0.05, 1)]),
         carry=draw.choice([False, True]),

@@ -73,16 +73,19 @@ def test_engine_memory_counts_weights_and_cache():
 
 
 def test_step_time_prices_one_send_to_all_engines():
-    plan = compile_plan(GLM47, HOSTS)
-    costs = {cost.name: cost for cost in time_of(plan).costs if cost.phase == "publish"}
-    whole = 2 * parameters(plan.sizes).total
-    sent = costs["send weights"]
-    assert sent.amount == 4 * whole
-    gathered = costs["gather weights"].seconds  # beside it
-    assert sent.seconds == pytest.approx(4 * whole / TCP - gathered)
-    assert costs["load weights"].amount == whole / 4
-    more = compile_plan(GLM47, ["rollout.launch.hosts=[a, b, c]", *HOSTS[1:]])
-    assert time_of(more).seconds("publish") > 1.4 * time_of(plan).seconds("publish")
+    relayed, direct = [], ["rollout.relay_bytes=null"]
+    for keys, times in ((relayed, 1), (direct, 4)):
+        plan = compile_plan(GLM47, [*HOSTS, *keys])
+        costs = {cost.name: cost for cost in time_of(plan).costs if cost.phase == "publish"}
+        whole = 2 * parameters(plan.sizes).total
+        sent = costs["send weights"]
+        assert sent.amount == times * whole
+        gathered = costs["gather weights"].seconds  # beside it
+        assert sent.seconds == pytest.approx(times * whole / TCP - gathered)
+        assert costs["load weights"].amount == whole / 4
+        more = compile_plan(GLM47, ["rollout.launch.hosts=[a, b, c]", *HOSTS[1:], *keys])
+        slower = time_of(more).seconds("publish") / time_of(plan).seconds("publish")
+        assert slower > 1.4 if keys else slower == pytest.approx(1)
 
 
 def test_Decoder_takes_as_long_for_a_token_as_for_a_step_of_them():
@@ -96,7 +99,7 @@ def test_Decoder_takes_as_long_for_a_token_as_for_a_step_of_them():
     reads = len(decoder.prompts) * decoder.read_seconds(decoder.prompts[0])
     assert time.seconds("rollout") == pytest.approx(tokens + reads, rel=1e-3)
     zero = simulate(loop_of(plan, time, 0))
-    assert zero.seconds == pytest.approx(time.total, rel=1e-3)
+    assert zero.seconds == pytest.approx(time.total, rel=2e-3)
 
 
 def test_steady_states_overlap_generating_and_training():
@@ -108,10 +111,11 @@ def test_steady_states_overlap_generating_and_training():
     assert zero.seconds == pytest.approx(time.total, rel=0.1) and zero.age == 0
     for each in others:
         assert each.oldest <= each.ahead
-        least = time.trainer + time.seconds("publish")
+        least = time.trainer + time.of("publish", "gather weights")
         assert 0.999 * least < each.seconds < zero.seconds
         assert each.train + each.publish + each.wait == pytest.approx(each.seconds)
-        assert each.trainer_idle < zero.trainer_idle and each.running > zero.running
+        assert each.train / each.seconds > zero.train / zero.seconds
+        assert each.running > zero.running
 
 
 def test_steady_states_carry_what_oversample_leaves():
@@ -134,7 +138,7 @@ def test_main_shows_engines_apart(tmp_path: Path, capsys: pytest.CaptureFixture[
     told = " ".join(capsys.readouterr().out.split())
     assert "4 of vllm, tp 4, on 2 hosts (a, b), each with 8 of their GPUs" in told
     assert "a step on 8 H200 and 16 that generate, 1 ahead" in told
-    assert "1 * 103 s 5% 94%" in told and "Simulated from the estimates" in told
+    assert "1 * 30.9 s 18% 0% 82%" in told and "Simulated from the estimates" in told
     text = page.read_text(encoding="utf-8")
     assert "Engines apart" in text and "idle or paused" in text and ">1 *<" in text
     servers = "rollout.servers=[http://127.0.0.1:8000]"

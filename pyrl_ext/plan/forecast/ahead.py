@@ -1,10 +1,11 @@
 """A run with engines apart, simulated event by event: who waits for whom, and for how long.
 
 The trainer publishes the weights of a step, waits for its samples, trains on them, and begins the
-next step. Requests of step s go to the engines once the weights of step s - ahead are published, so
-no token is more than `ahead` versions old when it is trained on. A group goes to the
-engine with the fewest requests, as soon as one has room, and stays there. An engine decodes a token
-of all its running sequences at a time, and reads prompts in between.
+next step. Where it publishes beside its passes, it waits until it has gathered the weights, and for
+the rest before its first optimizer step. Requests of step s go to the engines once the weights of
+step s - ahead are published, so no token is more than `ahead` versions old when it is trained on. A
+group goes to the engine with the fewest requests, as soon as one has room, and stays there. An
+engine decodes a token of all its running sequences at a time, and reads prompts in between.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from operator import itemgetter
-from typing import NamedTuple
 
-from pyrl_ext.plan.forecast.loop import Loop, Trajectory
+from pyrl_ext.plan.forecast.loop import Loop, Steady, Step, Trajectory
 
 SAME = 1e-9
 """Tokens: sequences that are no further apart end together."""
@@ -122,53 +122,6 @@ class _Engine:
         request.left = left
 
 
-class Step(NamedTuple):
-    """One step of the trainer [seconds since the start]."""
-
-    began: float
-    """The trainer was done with the step before."""
-    published: float
-    ready: float
-    """The last of its samples came, or the trainer did."""
-    trained: float
-    ages: tuple[tuple[int, float], ...]
-    """(versions between generating and training, tokens)."""
-
-
-@dataclass(frozen=True)
-class Steady:
-    """A step of a run that goes on for long: means over the last simulated steps."""
-
-    ahead: int
-    seconds: float
-    train: float
-    publish: float
-    """Seconds of a step in which the trainer publishes, with waiting for requests to finish."""
-    wait: float
-    """Seconds of a step in which the trainer waits for samples."""
-    busy: float
-    """Share of the time in which an engine decodes or reads, mean over engines."""
-    running: float
-    """Sequences that run, on all engines, on average."""
-    queued: float
-    """Requests that wait for an engine, on average."""
-    ready: float
-    """Finished trajectories that wait to be trained on, on average."""
-    age: float
-    """Versions between generating and training on a token, on average."""
-    oldest: int
-
-    @property
-    def trainer_idle(self) -> float:
-        """Share of a step in which the trainer waits for samples."""
-        return self.wait / self.seconds
-
-    @property
-    def engines_idle(self) -> float:
-        """Share of a step in which an engine has nothing to do, or is paused."""
-        return 1 - self.busy
-
-
 class Simulation:
     """A run from its start.
 
@@ -189,7 +142,8 @@ class Simulation:
         self._number = count()
         self._asked = self._step = 0
         self._began = self._published = 0.0
-        self._training = self._draining = False
+        self._training = self._draining = self._gathered = False
+        self._since: float | None = None  # that it trains beside a publish
         # by step and number, that no step has taken; those of them that are complete
         self._groups: dict[int, dict[int, list[_Request]]] = {}
         self._complete: dict[int, list[list[_Request]]] = {}
@@ -212,7 +166,19 @@ class Simulation:
     # The trainer --------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._began, self._training = self.now, False
+        self._began, self._training, self._gathered = self.now, False, False
+        if self.loop.gather is None:
+            self._halt()
+        else:
+            self._at(self.loop.gather, self._go_on)
+
+    def _go_on(self) -> None:
+        """The trainer has what it publishes."""
+        self._gathered, self._published = True, self.now
+        self._halt()
+        self._train_if_ready()
+
+    def _halt(self) -> None:
         if self.loop.pause == "finish":  # what runs goes on, what waits waits
             self._draining = True
             for engine in self._advanced():
@@ -230,10 +196,16 @@ class Simulation:
         for engine in self._advanced():
             engine.publish(self.version)
             self._plan(engine)
-        self._at(self.loop.publish, self._resume)
+        self._at(self.loop.publish - (self.loop.gather or 0.0), self._resume)
 
     def _resume(self) -> None:
-        self.version, self._published = self._step, self.now
+        self.version = self._step
+        if self._since is not None:
+            end = max(self._since, self.now - self.loop.beside) + self.loop.train
+            self._at(end - self.now, partial(self._trained, self._since))
+            self._since = None
+        if not self._gathered:
+            self._published = self.now
         for engine in self._advanced():
             engine.open = True
         while self._asked <= self._step + self.loop.ahead:
@@ -246,7 +218,7 @@ class Simulation:
         last, step = self._step - self.loop.carry, self._step
         groups = [each for of in range(last, step + 1) for each in self._complete.get(of, ())]
         resumed = self.version == self._step
-        if self._training or not resumed or len(groups) < self.loop.keep:
+        if self._training or not (resumed or self._gathered) or len(groups) < self.loop.keep:
             return
         self._training = True
         del groups[self.loop.keep :]
@@ -257,7 +229,10 @@ class Simulation:
         self._complete = {**self._complete, last: [], step: left}
         self._taken = [request for each in groups for request in each]
         self._drop(last)  # what it carried, or has just trained on
-        self._at(self.loop.train, partial(self._trained, self.now))
+        if resumed:
+            self._at(self.loop.train, partial(self._trained, self.now))
+        else:
+            self._since = self.now
 
     def _trained(self, ready: float) -> None:
         ages = dict[int, float]()
@@ -371,9 +346,9 @@ def simulate(loop: Loop, measured: int = 6) -> Steady:
     return Steady(
         loop.ahead,
         seconds / measured,
-        sum(step.trained - step.ready for step in steps) / measured,
+        loop.train,
         sum(step.published - step.began for step in steps) / measured,
-        sum(step.ready - step.published for step in steps) / measured,
+        sum(step.trained - step.published for step in steps) / measured - loop.train,
         worked / loop.engines,
         ran,
         queued,

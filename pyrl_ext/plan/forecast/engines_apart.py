@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-from pyrl_ext.plan.forecast.ahead import Steady, simulate
+from pyrl_ext.plan.forecast.ahead import simulate
 from pyrl_ext.plan.forecast.hardware import gpu_of
-from pyrl_ext.plan.forecast.loop import Group, Loop, Trajectory
+from pyrl_ext.plan.forecast.loop import Group, Loop, Steady, Trajectory
 from pyrl_ext.plan.forecast.rollout_time import Decoder
 from pyrl_ext.plan.forecast.step_time import StepTime
 from pyrl_ext.plan.forecast.workload import step_samples
@@ -40,6 +40,7 @@ def loop_of(plan: Plan, time: StepTime, ahead: int) -> Loop:
     if gpu is None:
         raise ValueError("loop_of: hardware.gpu is null, expected a GPU")
     engine = Decoder(plan, gpu)
+    beside = ahead > 0 and plan.rollout.publish_beside
     carries = ahead > 0 and plan.prompts_asked > plan.batching.prompts
     return Loop(
         engines=plan.num_engines,
@@ -48,6 +49,8 @@ def loop_of(plan: Plan, time: StepTime, ahead: int) -> Loop:
         read=cache(engine.read_seconds),
         train=time.trainer,
         publish=time.seconds("publish"),
+        gather=time.of("publish", "gather weights") if beside else None,
+        beside=time.seconds("old_logprobs") if beside else 0.0,
         groups=_groups(plan),
         keep=plan.batching.prompts,
         ahead=ahead - (carries and plan.rollout.too_old == "drop"),

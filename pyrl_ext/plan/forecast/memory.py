@@ -18,7 +18,7 @@ from pyrl_ext.plan.forecast.encoder import encoder_parameters, encoder_stages, e
 from pyrl_ext.plan.forecast.encoder_memory import encoder_items
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.items import CONTEXT_BYTES, PASSES, Item, communicators, state_items
-from pyrl_ext.plan.forecast.lora import factor_numbers
+from pyrl_ext.plan.forecast.lora import factor_numbers, published_numbers
 from pyrl_ext.plan.forecast.parameters import (
     copies,
     held_on_rank,
@@ -127,6 +127,8 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     yield from _routes(plan, stage, load)
     if plan.has_rollouts:
         yield _publish(plan)
+        if plan.rollout.publishes_beside:
+            yield _copy_of_weights(plan)
         yield from _engine(plan, load)
     yield from _context(plan, stage)
 
@@ -259,6 +261,15 @@ def _publish(plan: Plan) -> Item:
         held += 2 * plan.rollout.bucket_bytes
         why = f"{why}, and two buckets in flight"
     return Item("publish", held, ("publish",), why, exact=False)
+
+
+def _copy_of_weights(plan: Plan) -> Item:
+    """A sender keeps a copy of its part while engines get it and the trainer goes on."""
+    whole = (published_numbers(plan) + encoder_parameters(plan)) * DTYPE_BYTES[plan.model.dtype]
+    senders = plan.rollout.senders
+    why = f"what each of {senders} senders sends, copied: rollout.publish_beside"
+    phases = ("publish", *MEMORY_PHASES[1:3])
+    return Item("published weights", whole // senders, phases, why, exact=False, host=True)
 
 
 def _engine(plan: Plan, load: Load) -> Iterator[Item]:

@@ -22,13 +22,15 @@ def engine_costs(plan: Plan, gpu: Gpu, gathering: float) -> Iterator[Spent]:
     """
     total, senders = published_numbers(plan) + encoder_parameters(plan), plan.rollout.senders
     whole = total * DTYPE_BYTES[plan.model.dtype]
-    sent, rate = plan.num_engines * whole / senders, min(TCP, gpu.network)
+    relay, engines = plan.rollout.relay_bytes, plan.num_engines
+    relayed = engines > 1 and relay is not None and whole / senders >= relay
+    sent, rate = whole / senders * (1 if relayed else engines), min(TCP, gpu.network)
     # an engine takes from all of them at once
     seconds = max(sent / rate, whole / (gpu.network * plan.rollout.tp))
     ring, _ = reached("ring", gpu.network, "byte")
     why = (
-        f"from {'one rank' if senders == 1 else f'each of {senders} ranks'} to {plan.num_engines} "
-        f"engines by TCP, beside gathering; {rate / 1e9:g} GB/s"
+        f"from {'one rank' if senders == 1 else f'each of {senders} ranks'} to {engines} engines, "
+        f"{'one after the other, ' * relayed}by TCP, beside gathering; {rate / 1e9:g} GB/s"
         f" of one process, assumed (NCCL would broadcast them in {duration(whole / ring)})"
     )
     yield Spent("send weights", sent, "byte", max(0.0, seconds - gathering), why)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pyrl_ext.plan.compile import draft_of, load, refuse
-from pyrl_ext.plan.forecast.ahead import Steady
 from pyrl_ext.plan.forecast.engines_apart import steady_states
 from pyrl_ext.plan.forecast.hardware import GPUS
+from pyrl_ext.plan.forecast.loop import Steady
 from pyrl_ext.plan.forecast.publishing import engine_costs
 from pyrl_ext.plan.forecast.rollout_time import Decoder
 from pyrl_ext.plan.forecast.step_time import step_time

@@ -78,6 +78,10 @@ class StepTime:
         """Seconds of one phase."""
         return sum(cost.seconds for cost in self.costs if cost.phase == phase)
 
+    def of(self, phase: str, name: str) -> float:
+        """Seconds of one cost of a phase."""
+        return sum(cost.seconds for cost in self.costs if (cost.phase, cost.name) == (phase, name))
+
     @property
     def total(self) -> float:
         """Seconds of the step."""

@@ -13,8 +13,11 @@ from pyrl_ext.plan.rules._rule import Found, changed, rule
 
 LOOPBACK = re.compile(r"https?://(localhost|127\.\d+\.\d+\.\d+):\d+")
 # Keys that only engines apart read; those that only training while they generate reads.
-APART = ("min_servers", "senders", "keys", "request_timeout", "publish_timeout", "pause")
-AHEAD = ("second_span_routes", "too_old")
+APART = (
+    *("min_servers", "senders", "relay_bytes", "keys", "request_timeout", "publish_timeout"),
+    "pause",
+)
+AHEAD = ("second_span_routes", "too_old", "publish_beside")
 # Of an engine that shares the trainer's GPUs, or that the trainer starts -> what is expected
 BESIDE = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none", "transport": "auto"}
 

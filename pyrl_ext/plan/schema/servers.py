@@ -40,6 +40,12 @@ class Servers(Section):
     senders: Positive = 1
     """ranks that send weights, each a part of them to all engines; they are spread over pipeline
     stages and hosts, which have a network connection each"""
+    relay_bytes: Positive | None = 64 * 2**20
+    """of a sender, from which on they go to one engine, and from there to the next one, so that
+    they leave its host once; null: each engine gets them from the sender"""
+    publish_beside: bool = True
+    """with ahead: a sender copies what it sends into host memory, and the trainer goes on with its
+    forward passes meanwhile; false: it waits until the engines have the weights"""
     keys: Text | None = None
     """folder with the files generate and control, a secret each, that servers ask for; null: none,
     which only loopback addresses allow"""
@@ -59,3 +65,8 @@ class Servers(Section):
     too_old: Literal["drop", "train"] = "drop"
     """samples with tokens older than ahead allows: dropped and counted, or trained on, with the
     objective's correction"""
+
+    @property
+    def publishes_beside(self) -> bool:
+        """Whether the trainer goes on while engines get weights, from a copy on its hosts."""
+        return bool(self.servers or self.launch.hosts) and self.ahead > 0 and self.publish_beside

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from rich.table import Table as Printed
 
-from pyrl_ext.plan.forecast.ahead import Steady
 from pyrl_ext.plan.forecast.engine_memory import engine_memory
+from pyrl_ext.plan.forecast.loop import Steady
 from pyrl_ext.plan.forecast.units import duration, size
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.show.html.charts import Bar, Chart, Part, stacked_bars

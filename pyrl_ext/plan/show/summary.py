@@ -10,11 +10,11 @@ from typing import Literal, NamedTuple
 from pydantic.fields import FieldInfo
 
 from pyrl_ext.plan import rules
-from pyrl_ext.plan.forecast.ahead import Steady
 from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoders
 from pyrl_ext.plan.forecast.engines_apart import steady_states
 from pyrl_ext.plan.forecast.hardware import memory_limit
+from pyrl_ext.plan.forecast.loop import Steady
 from pyrl_ext.plan.forecast.lora import factor_numbers, published_numbers
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
 from pyrl_ext.plan.forecast.state_layers import state_bytes

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.data.tokenizer import load_tokenizer
+from pyrl_ext.dist.buckets import KeptBuckets
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.servers.client import Keys, Server
 from pyrl_ext.rollout.servers.engine import ServersEngine
@@ -14,9 +15,15 @@ from pyrl_ext.rollout.servers.publisher import Publisher
 
 
 def build_servers_engine(
-    plan: Plan, device: torch.device, group: dist.ProcessGroup | None
+    plan: Plan,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    beside: dist.ProcessGroup | None,
 ) -> ServersEngine:
     """The servers of the plan, as the engine of one of the ranks of ``group``; None: the only one.
+
+    Args:
+        beside: a second group of the same ranks, for publishes beside the trainer
 
     Raises: ValueError, OSError where the plan's keys cannot be read.
     """
@@ -32,4 +39,6 @@ def build_servers_engine(
         patience=rollout.publish_timeout,
         tokenizer=load_tokenizer(folder) if folder else None,
         group=group,
+        keep=KeptBuckets(rollout.bucket_bytes, device) if plan.rollout.publishes_beside else None,
+        beside=beside,
     )

@@ -7,8 +7,6 @@ import resource
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.data.chat import Tokenizer
-from pyrl_ext.dist.agree import agree, gather_objects
+from pyrl_ext.dist.buckets import KeptBuckets
 from pyrl_ext.rollout.all_at_once import AllAtOnce
 from pyrl_ext.rollout.engine import (
     Capabilities,
@@ -32,8 +30,9 @@ from pyrl_ext.rollout.servers.model import Model
 from pyrl_ext.rollout.servers.parts import Parts
 from pyrl_ext.rollout.servers.protocol import RPC, Request
 from pyrl_ext.rollout.servers.publisher import Publisher
-from pyrl_ext.rollout.servers.router import Lane, Router, Traffic
+from pyrl_ext.rollout.servers.router import Router
 from pyrl_ext.rollout.servers.stream import Stream
+from pyrl_ext.rollout.servers.updates import Updates
 from pyrl_ext.rollout.versions import newest
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, route_dtype
 
@@ -54,6 +53,7 @@ class ServersEngine(Engine):
         patience: time for the first servers to answer [s]
         tokenizer: for stop strings that a new part of a response completes
         group: of all ranks with such an engine; None: this process alone
+        keep, beside: as for `Updates`
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class ServersEngine(Engine):
         patience: float = 600.0,
         tokenizer: Tokenizer | None = None,
         group: dist.ProcessGroup | None = None,
+        keep: KeptBuckets | None = None,
+        beside: dist.ProcessGroup | None = None,
     ):
         self.rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         self.model, self.group, self.tokenizer = model, group, tokenizer
         self.version: int | None = None
-        self._unproved, self._checks = False, ThreadPoolExecutor(1, "digests")
-        self._check: Future[None] | None = None
-        self._send, self._patience = publish, patience
         self._streams: set[Stream] = set()
         self._ended, self._asked = Counter[str](), 0  # prompts; guarded, as are the streams
         self._lock = threading.Lock()
-        self._metrics: dict[str, float] = {}
         self.loop = publish.loop = asyncio.new_event_loop()
         limit = -(-2 * max_num_seqs // ranks)  # twice: the next waits there when one finishes
         _allow_files(limit * len(servers))
         name = f"rank {self.rank}"
         self.router = Router(servers, limit, min_servers, model.check, name)
+        given = self.router, publish, self._counts, patience, group
+        self.updates = Updates(*given, keep, beside)
         run = self.loop.run_forever
         self._thread = threading.Thread(target=run, name="servers", daemon=True)
         self._thread.start()
@@ -107,98 +107,33 @@ class ServersEngine(Engine):
         """Sends new weights to all servers: every rank the tensors that come on it.
 
         New requests wait until all ranks are done. A server that fails is taken out; one that is
-        there again or new joins once it gets all tensors, not with ``only`` some.
+        there again or new joins once it gets all tensors, not with ``only`` some. With ``keep``
+        this returns earlier, and `disproved` waits for the rest.
 
         Raises: RuntimeError on every rank if one failed or too few servers are left.
-        Communicates: three lines of every rank; every byte of the weights once to each server.
+        Communicates: three lines of every rank; every byte of the weights once to each server, or
+            to the first one.
         """
-
-        async def hold() -> dict[str, str]:
-            return self.router.hold()
-
-        reports, error = gather_objects(self.run(hold()), self.group), None
-        lanes = list[Lane]()
-        try:
-            if self.rank == 0:
-                if only is not None:
-                    need_weights("ServersEngine.load_weights", self.version, "only some are sent")
-                found = self.run(self._joining(reports))
-                lanes = [lane for lane in found if only is None or lane.used]
-        except Exception as caught:  # every rank has to know, or the others wait forever
-            error = caught
-        agree("ServersEngine.load_weights", error, version, "weights", self.group)
-        failed = self._send([lane.server for lane in lanes], named, version, only, self.group)
-        tried = {lane.server.address: failed.get(lane.server.address) for lane in lanes}
-        tried, *_ = gather_objects(tried, self.group)
-        self.version, self._unproved = version, True
-        numbers = self.run(self._released(version, tried))
-        self._count(gather_objects(numbers, self.group))
+        self.updates.load(named, version, only)
+        self.version = version
 
     def confirm(self, check: Callable[[], None]) -> None:
         """Servers generate while digests are compared."""
-        self._check = self._checks.submit(check)
+        self.updates.confirm(check)
 
     def disproved(self) -> bool:
-        """Take out servers that generate with other weights since the last publish.
+        """See `Updates.disproved`."""
+        return self.updates.disproved(self.score_canaries)
 
-        Returns: as `Engine.disproved`.
-        Raises: RuntimeError on every rank for what `confirm` was given to check.
-        Communicates: the trainer's forward over the canary, and two lines of each rank.
-        """
-        if not self._unproved:
-            return False
-        assert self.version is not None
-        self._unproved, error = False, None
-        try:
-            if self._check is not None:
-                self._check.result()
-        except Exception as caught:  # every rank has to know
-            error = caught
-        self._check = None
-        agree("ServersEngine.disproved", error, self.version, "weights", self.group)
-        wrong = self._send.prove(self.version, self.score_canaries)
-        wrong, *_ = gather_objects(dict(wrong), self.group)
-        self._metrics |= self._send.metrics
-
-        async def take_out() -> None:
-            for lane in self.router.lanes:
-                if (reason := wrong.get(lane.server.address)) is not None:
-                    self.router.take_out(lane, reason)
-
-        self.run(take_out())
-        return bool(wrong)
-
-    async def _joining(self, reports: Sequence[Mapping[str, str]]) -> list[Lane]:
-        """The servers that get the weights, without those that another rank took out."""
-        for reasons in reports[1:]:
-            for lane in self.router.lanes:
-                if lane.used and (reason := reasons.get(lane.server.address)):
-                    self.router.take_out(lane, reason)
-        return await self.router.ready(self._patience)
-
-    async def _released(self, version: int, tried: Mapping[str, str | None]) -> dict[str, float]:
-        traffic, self.router.traffic = self.router.traffic, Traffic()
-        self.router.release(version, tried)
+    def _counts(self) -> Mapping[str, float]:
+        """Prompts of this rank, by what became of them."""
         with self._lock:
-            prompts = Counter(self._ended)
-            prompts["in_flight"] = sum(len(stream.prompts) for stream in self._streams)
-            prompts["asked"] = self._asked
-        counts = asdict(traffic) | {f"prompts_{name}": count for name, count in prompts.items()}
-        return {name: float(count) for name, count in counts.items()}
-
-    def _count(self, numbers: Sequence[Mapping[str, float]]) -> None:
-        names = dict.fromkeys(f"prompts_{end}" for end in ("returned", "aborted", "failed"))
-        whole = {n: sum(each.get(n, 0.0) for each in numbers) for n in (*names, *numbers[0])}
-        whole["used"] = sum(lane.used for lane in self.router.lanes)
-        whole["queue_max"] = max(each["queue_max"] for each in numbers)
-        for name in ("seconds", "queue_seconds"):
-            whole[name] /= max(whole["requests"], 1)
-        self._metrics = {f"servers/{name}": value for name, value in whole.items()}
-        self._metrics |= self._send.metrics
+            in_flight = sum(len(stream.prompts) for stream in self._streams)
+            return {**self._ended, "in_flight": in_flight, "asked": self._asked}
 
     def metrics(self) -> dict[str, float]:
         """Numbers of all ranks' requests between the last two publishes, and of all prompts."""
-        return self._metrics
+        return self.updates.metrics
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
         """Digests of the weights that all servers hold; 0 where two of them differ.
@@ -231,7 +166,7 @@ class ServersEngine(Engine):
         """Closes all connections; the servers go on."""
         if self._thread.is_alive():
             self.run(self.router.close())
-            self._checks.shutdown()  # what it asks for ends with the connections
+            self.updates.close()
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
 

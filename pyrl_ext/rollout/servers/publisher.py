@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.dist.buckets import names_here
+from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.adapters import applied_lora
 from pyrl_ext.rollout.engine import ScoreCanaries
@@ -43,7 +46,6 @@ class Publisher:
         self._done = Published()
         self.canary = canary_of(plan)
         self._version: int | None = None
-        self._model: tuple[dict[str, torch.Size], Identity] | None = None
 
     def __call__(
         self,
@@ -57,26 +59,48 @@ class Publisher:
 
         Those that lack the version before fail where ``only`` some tensors are sent.
         """
-        rollout = self.plan.rollout
-        if self._model is None:
-            self._model = shapes_of(self.plan), identity_of(self.plan)
-        shapes, identity = self._model
-        base = None if only is None else self._version
-        here = {name: shapes[name] for name in names_here(named, shapes)}
-        weights = Weights(named, version, here, only, base, rollout.bucket_bytes, self.device)
+        rollout, shapes = self.plan.rollout, self.shapes
+        weights = Weights(
+            named,
+            version,
+            {name: shapes[name] for name in names_here(named, shapes)},
+            only,
+            None if only is None else self._version,
+            rollout.bucket_bytes,
+            self.device,
+            self._relayed(only),
+        )
         self._done.cancel()
         self._done = publish(
             *(self.loop, servers, weights),
             # caches of a trainer before this one may be of other weights of the same version
             pause="abort" if self._version is None else rollout.pause,
             timeout=rollout.publish_timeout,
-            identity=identity,
+            identity=self.identity,
             canary=self.canary,
             group=group,
         )
         self._version = version
         self._count()
         return self._done.failed
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """See `shapes_of`."""
+        return shapes_of(self.plan)
+
+    @cached_property
+    def identity(self) -> Identity:
+        """See `identity_of`."""
+        return identity_of(self.plan)
+
+    def _relayed(self, only: Collection[str] | None) -> bool:
+        """Whether servers pass on what a sender sends, the same on all ranks."""
+        rollout, shapes = self.plan.rollout, self.shapes
+        names = shapes if only is None else shapes.keys() & set(only)
+        each = dtype_of(self.plan.model.dtype).itemsize
+        sent = each * sum(math.prod(shapes[name]) for name in names)
+        return rollout.relay_bytes is not None and sent >= rollout.relay_bytes * rollout.senders
 
     def prove(self, version: int, score: ScoreCanaries | None) -> Mapping[str, str]:
         """Compares what servers made of the canary with the trainer's forward; every rank calls it.
@@ -97,6 +121,7 @@ class Publisher:
     def _count(self) -> None:
         self.metrics = {f"publish/{step}_seconds": s for step, s in self._done.seconds.items()}
         self.metrics["publish/bytes"] = self._done.bytes
+        self.metrics["publish/again"] = self._done.again
 
 
 def shapes_of(plan: Plan) -> dict[str, torch.Size]:

@@ -230,12 +230,12 @@ class Router:
         left = sum(each.used for each in self.lanes)
         print(f"{self.name}: {reason}; {left} servers are left", file=sys.stderr, flush=True)
         if left < self.least:
-            self._stop()
+            self.stop(RuntimeError(self.too_few()))
         self._pump()
 
-    def _stop(self) -> None:
-        """End all requests: too few servers are left."""
-        self._broken = error = RuntimeError(self.too_few())
+    def stop(self, error: Exception) -> None:
+        """End all requests with an error."""
+        self._broken = error
         queues = [*self._unbound.values(), *(lane.waiting for lane in self.lanes)]
         for waiter in [waiter for queue in queues for _, waiter in queue]:
             if not waiter.done():
@@ -284,7 +284,7 @@ class Router:
             server.paused = False
         self.version, self._held = version, version is None
         if sum(lane.used for lane in self.lanes) < self.least:
-            self._stop()
+            self.stop(RuntimeError(self.too_few()))
         self._pump()
 
     async def ready(self, patience: float) -> list[Lane]:

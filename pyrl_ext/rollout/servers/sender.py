@@ -1,5 +1,8 @@
 """Transfer: a rank's end of a publish: one stream of its buckets to all engines at once.
 
+Every engine gets all frames; the bytes of their tensors go to each of them, or to one, which passes
+them on to the next (`relay`).
+
 The caller's thread gathers tensors into one buffer while the event loop, which runs in another
 thread, writes the other buffer to every engine. A buffer is free when each engine has taken it or
 has failed. An engine's time counts only while it takes bytes, so a slow one delays the others by at
@@ -16,19 +19,19 @@ from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.buckets import Bucket, Named, Slot, buckets_of
+from pyrl_ext.dist.buckets import Bucket, Named, buckets_of
 from pyrl_ext.rollout.servers import wire
-from pyrl_ext.rollout.servers.staged import MEET
+from pyrl_ext.rollout.servers.relay import HELLO, MEET, Way, parts_of
 
 Place = tuple[str, int, str]  # host and port that wait for an engine, and its secret
-HELLO = 4 + 2 * wire.PROOF  # number of the engine, its nonce and proof [bytes]
+PATIENCE = 0.25  # share of the limit in which an engine that passes bytes on has to take some
 
 
 @dataclass
@@ -39,6 +42,9 @@ class _Engine:
         host: this host's address towards it
         left: time that it may still take [s]
         at: the tensor that it is taking
+        relay: host and port from which the next engine may get the bytes
+        first: frame before all others: how they come to it
+        direct: they come from here
     """
 
     address: str
@@ -47,12 +53,21 @@ class _Engine:
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
     at: str = "the first tensor"
     error: str | None = None
+    relay: tuple[str, int] = "", 0
+    first: bytes = b""
+    direct: bool = True
+    met: asyncio.Event = field(default_factory=asyncio.Event)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     socket: socket.socket | None = None
 
+    def show(self, way: Way) -> None:
+        self.first, self.direct = wire.way_frame(asdict(way)), not way.host
+        self.ready.set()
+
     def fail(self, reason: str) -> None:
         self.error = self.error or reason
+        self.met.set()
         self.ready.set()
         if self.socket is not None:
             with suppress(OSError):  # not closed: a write may be waiting for it
@@ -71,6 +86,8 @@ class Transfer:
         limit: longest time that one engine may take for the bytes [seconds]
         bucket_bytes: of each of the two buffers; they grow to the largest bucket
         device: of the tensors; from a GPU they pass through one more buffer there
+        relay: number of the engine that gets the bytes, which the others pass on one to the next;
+            None: each gets them from here
 
     Attributes:
         sent_bytes: to all engines together
@@ -86,11 +103,14 @@ class Transfer:
         *,
         bucket_bytes: int = 2**30,
         device: torch.device | str = "cpu",
+        relay: int | None = None,
     ):
         self.loop, self.version, self.limit = loop, version, limit
         self.bucket_bytes, self.device = bucket_bytes, torch.device(device)
         self.wanted = {name: tuple(shape) for name, shape in wanted.items()}
         self._engines = [_Engine(address, limit) for address in engines]
+        self._relay = None if len(engines) < 2 else relay
+        self._patience = limit if self._relay is None else PATIENCE * limit
         self.sent_bytes, self._sent = 0, dict[str, tuple[int, ...]]()
         self._doors: dict[str, socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,6 +135,8 @@ class Transfer:
             door.bind((each.host, 0))
             door.listen(len(self._engines))
             self._spawn(self._accept(door))
+        if self._doors:
+            self._spawn(self._show_ways())
         ports = {host: door.getsockname()[1] for host, door in self._doors.items()}
         return [(each.host, ports[each.host], each.secret) for each in self._engines if ports]
 
@@ -137,8 +159,8 @@ class Transfer:
         buckets = buckets_of(named, self.bucket_bytes, self._allocate)
         try:
             for bucket, buffer in buckets:
-                if slots := [slot for slot in bucket.slots if slot.name in self.wanted]:
-                    self._give(*_packed(bucket, slots, buffer))
+                if (mine := bucket.of_names(self.wanted, buffer)).slots:
+                    self._give(mine, buffer)
             self._check()
             self._free(0)
             self._free(1)
@@ -205,7 +227,6 @@ class Transfer:
             host = self._host(buffer.numel())
             buffer = host[: bucket.bytes].copy_(buffer[: bucket.bytes])
         self._sent |= {slot.name: slot.shape for slot in bucket.slots}
-        self.sent_bytes += (len(frame) + bucket.bytes) * len(self._engines)
         self._number += 1
         sending = self._start(frame, (bucket, buffer))
         self._buffers.reverse()  # the next bucket goes into the other one
@@ -244,23 +265,47 @@ class Transfer:
                 ours = secrets.token_bytes(wire.PROOF)
                 await self.loop.sock_sendall(connection, wire.MAGIC + ours)
                 hello = await self._recv(connection, HELLO)
-                number, theirs = int.from_bytes(hello[:4], "little"), hello[4 : 4 + wire.PROOF]
+                known, number, port, theirs, proof = parts_of(hello)
                 if number >= len(self._engines):
                     return
                 asked = self._engines[number]
-                proof = wire.prove(asked.secret, b"engine", ours, theirs)
-                if asked.socket or asked.error or not wire.same(hello[-wire.PROOF :], proof):
+                expected = wire.prove(asked.secret, known, ours, theirs)
+                if asked.socket or asked.error or not wire.same(proof, expected):
                     return
                 each, asked.socket = asked, connection
-                answer = wire.prove(each.secret, b"trainer", theirs, ours)
+                each.relay = connection.getpeername()[0], port
+                answer = wire.prove(each.secret, b"sender", theirs, ours)
                 await self.loop.sock_sendall(connection, answer)
-                each.ready.set()
+                each.met.set()
         except (OSError, EOFError) as error:  # also of time
             if each is not None:
                 each.fail(f"left before the first tensor ({error})")
         finally:
             if each is None:
                 connection.close()
+
+    async def _show_ways(self) -> None:
+        """Tell every engine how the bytes come to it, once it is there, or all are."""
+        if self._relay is None:
+            await asyncio.gather(*(self._met(each, Way()) for each in self._engines))
+            return
+        order = self._engines[self._relay :] + self._engines[: self._relay]
+        await asyncio.gather(*map(self._met, order))
+        there = [each for each in order if not each.error]
+        secret, before = "", ("", 0)
+        for each in there:
+            after = "" if each is there[-1] else secrets.token_hex(32)
+            each.show(Way(*before, secret, after, self._patience))
+            secret, before = after, each.relay
+
+    async def _met(self, each: _Engine, way: Way | None = None) -> None:
+        try:
+            await asyncio.wait_for(each.met.wait(), self._patience)
+        except TimeoutError:
+            each.fail(f"did not connect within {self._patience:g} s")
+        else:
+            if way is not None:
+                each.show(way)
 
     async def _recv(self, connection: socket.socket, size: int) -> bytes:
         data = b""
@@ -276,19 +321,19 @@ class Transfer:
     ) -> None:
         """One frame to one engine; what goes wrong is the engine's failure, not an error here."""
         async with each.turn:
-            if each.error:
+            await each.ready.wait()
+            if each.error or each.socket is None:
                 return
-            begin = time.monotonic()
+            begin, frames, each.first = time.monotonic(), each.first + frame, b""
             try:
-                async with asyncio.timeout(each.left):
-                    await each.ready.wait()
-                    if each.socket is None:
-                        return
-                    await self.loop.sock_sendall(each.socket, frame)
-                    if bucket is not None:
+                async with asyncio.timeout(min(each.left, self._patience)):
+                    await self.loop.sock_sendall(each.socket, frames)
+                    self.sent_bytes += len(frames)
+                    if bucket is not None and each.direct:
                         await self._send_tensors(each, *bucket)
+                        self.sent_bytes += bucket[0].bytes
             except TimeoutError:
-                each.fail(f"took no bytes of {each.at} within its {self.limit:g} s")
+                each.fail(f"took no bytes of {each.at} within its {self._patience:g} s")
             except (OSError, ValueError) as error:  # a socket that was closed has no number
                 each.fail(f"closed its connection at {each.at} ({error})")
             each.left -= time.monotonic() - begin
@@ -299,17 +344,6 @@ class Transfer:
         for begin in range(0, bucket.bytes, wire.CHUNK):
             each.at = bucket.name_at(begin)
             await self.loop.sock_sendall(each.socket, view[begin : begin + wire.CHUNK])
-
-
-def _packed(bucket: Bucket, slots: Sequence[Slot], buffer: Tensor) -> tuple[Bucket, Tensor]:
-    """The bucket with these of its slots only, moved together within its buffer."""
-    if len(slots) == len(bucket.slots):
-        return bucket, buffer
-    less = Bucket.of((slot.name, slot.dtype, slot.shape) for slot in slots)
-    for old, new in zip(slots, less.slots, strict=True):
-        if old.start != new.start:
-            new.view(buffer).copy_(old.view(buffer).clone())
-    return less, buffer
 
 
 def address_towards(address: str) -> str:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from pyrl_ext.rollout.servers import wire
+from pyrl_ext.rollout.servers.relay import MEET, Relay, Way, meet, reader
 
-MEET = 10.0  # longest time for the proofs of the secret [s]
 MAX_SENDERS = 1024
+BEFORE = "from the engine before"  # names who is missed in a message
 LOST = (20, 10, 4)  # a trainer's host that is lost: asked after [s], every [s], so many times
 
 
@@ -62,7 +62,7 @@ class UpdateInfo:
         """Raises: WireError for fields of other kinds."""
         kinds = {"doors": list, "engine": int, "version": int}
         kinds |= {"silence": (float, int), "only": (list, type(None))}
-        _need_kinds(fields, kinds)
+        wire.need_kinds(fields, kinds)
         doors, only = fields["doors"], fields["only"]
         good = 0 < len(doors) <= MAX_SENDERS and 0 <= fields["engine"] < 2**32
         rule = f"1 to {MAX_SENDERS} senders and a number"
@@ -70,20 +70,13 @@ class UpdateInfo:
         for door in doors:
             kinds = {"rank": int, "host": str, "port": int, "secret": str}
             wire.need(isinstance(door, list) and len(door) == 4, "another sender", f"{[*kinds]}")
-            _need_kinds(dict(zip(kinds, door)), kinds)
+            wire.need_kinds(dict(zip(kinds, door)), kinds)
             wire.need(0 < door[2] < 2**16, f"port {door[2]}", "a number in range")
         if only is not None:
             wire.need(all(isinstance(n, str) for n in only), "only with others", "names")
             only = tuple(only)
         given: dict[str, Any] = {"doors": tuple(Door(*door) for door in doors), "only": only}
         return cls(**{**fields, **given})
-
-
-def _need_kinds(fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    wire.need(fields.keys() == kinds.keys(), f"fields {sorted(fields)}", f"{sorted(kinds)}")
-    for name, kind in kinds.items():
-        good = isinstance(fields[name], kind) and not isinstance(fields[name], bool)
-        wire.need(good, f"{name} is a {type(fields[name]).__name__}", f"{kind}")
 
 
 class StagedUpdate:
@@ -179,27 +172,69 @@ def _take(
     connections: list[socket.socket],
     failed: Sequence[wire.WireError],
 ) -> None:
-    """The tensors of one sender."""
+    """The tensors of one sender, whose bytes go on as it says."""
     names = ["the first tensor"]
     try:
-        with socket.create_connection((door.host, door.port), timeout=MEET) as connection:
-            connections.append(connection)
+        with ExitStack() as stack:
+            connection = _connected(stack, connections, door.host, door.port)
             wire.need(not failed, "another sender that failed", "all of them")
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _notice_loss(connection)
-            _meet(connection, door.secret, info.engine)
+            relay = stack.enter_context(closing(Relay(connection.getsockname()[0])))
+            meet(connection, door.secret, info.engine, relay.port)
             connection.settimeout(info.silence)
-            incoming.take(_reader(connection), names.append)
+            read = payload = reader(connection)
+            way = Way.from_json(wire.frame(read, wire.WAY)[1])
+            relay.begin(way)
+            if way.host:
+                payload = _from_before(way, info.engine, stack, connections)
+
+            def pass_on(view: memoryview) -> None:
+                payload(view)
+                relay.pass_on(view)
+
+            incoming.take(read, pass_on, names.append)
     except (OSError, wire.WireError) as error:
-        why = str(error)
-        if isinstance(error, TimeoutError):
-            why = (
-                f"weights: a trainer that sent nothing for {info.silence:g} s, expected more bytes"
-            )
-        elif isinstance(error, OSError):
-            why = f"weights: a trainer that is gone ({error}), expected all bytes"
+        why = f"{error}" if isinstance(error, wire.WireError) else _lost(error, info.silence)
         where = f"rank {door.rank} of the trainer at {door.host}:{door.port}"
         raise wire.WireError(f"{why}; from {where}, at {names[-1]}") from error
+
+
+def _from_before(
+    way: Way, engine: int, stack: ExitStack, connections: list[socket.socket]
+) -> wire.Read:
+    """Reads the bytes that the engine before passes on. Raises: WireError that says so."""
+    where = f"{BEFORE} at {way.host}:{way.port}"
+
+    def read(view: memoryview) -> None:
+        try:
+            take(view)
+        except (OSError, wire.WireError) as error:
+            why = f"{error}" if isinstance(error, wire.WireError) else _lost(error, way.silence)
+            raise wire.WireError(f"{why}; {where}") from error
+
+    try:
+        connection = _connected(stack, connections, way.host, way.port)
+        meet(connection, way.secret, engine)
+    except (OSError, wire.WireError) as error:
+        raise wire.WireError(f"weights: no connection ({error}), expected one; {where}") from error
+    connection.settimeout(way.silence)
+    take = reader(connection)
+    return read
+
+
+def _connected(
+    stack: ExitStack, connections: list[socket.socket], host: str, port: int
+) -> socket.socket:
+    connection = stack.enter_context(socket.create_connection((host, port), timeout=MEET))
+    connections.append(connection)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _notice_loss(connection)
+    return connection
+
+
+def _lost(error: OSError, silence: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"weights: a sender that sent nothing for {silence:g} s, expected more bytes"
+    return f"weights: a sender that is gone ({error}), expected all bytes"
 
 
 def _notice_loss(connection: socket.socket) -> None:
@@ -208,29 +243,3 @@ def _notice_loss(connection: socket.socket) -> None:
     names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     for name, value in zip(names, LOST, strict=True):
         connection.setsockopt(socket.IPPROTO_TCP, name, value)
-
-
-def _meet(connection: socket.socket, secret: str, engine: int) -> None:
-    """Each end proves to the other that it knows the secret."""
-    read, size = _reader(connection), len(wire.MAGIC) + wire.PROOF
-    hello = bytearray(size)
-    read(memoryview(hello))
-    wire.need(hello.startswith(wire.MAGIC), "another protocol", f"{wire.MAGIC!r}")
-    theirs, ours = bytes(hello[-wire.PROOF :]), secrets.token_bytes(wire.PROOF)
-    proof = wire.prove(secret, b"engine", theirs, ours)
-    connection.sendall(engine.to_bytes(4, "little") + ours + proof)
-    answer = bytearray(wire.PROOF)
-    read(memoryview(answer))
-    good = wire.same(bytes(answer), wire.prove(secret, b"trainer", ours, theirs))
-    wire.need(good, "a trainer with another secret", "the one of this transfer")
-
-
-def _reader(connection: socket.socket) -> wire.Read:
-    def read(view: memoryview) -> None:
-        got = 0
-        while got < len(view):
-            count = connection.recv_into(view[got:])
-            wire.need(count > 0, f"an end after {got} of {len(view)} bytes", "all of them")
-            got += count
-
-    return read

@@ -1,10 +1,12 @@
 """Frames in which named tensors cross a network from the trainer to its engines.
 
 An engine connects to each of the trainer's ranks that send, and both prove that they know a secret,
-without sending it. Then frames come: buckets of tensors, and an end. A frame is a head of fixed
-size, a description in JSON, and the bytes of its tensors. Nothing is pickled. What a description
-says is compared with the tensors that the engine holds before memory is allocated, so nobody makes
-it allocate more than those have in float32. Bytes are neither encrypted nor signed: digests, one of
+without sending it. Then frames come: the way of the bytes, buckets of tensors, and an end. A frame
+is a head of fixed size, a description in JSON, and the bytes of its tensors, which come over the
+same connection or, as the way says, from the engine before (`relay`). Nothing is pickled. What a
+description says is compared with the tensors that the engine holds before memory is allocated, so
+nobody makes it allocate more than those have in float32. Bytes are neither encrypted nor signed:
+digests, one of
 each bucket and its description, find faults, not forgery, so the network has to be a private one.
 """
 
@@ -23,10 +25,10 @@ from torch import Tensor
 from pyrl_ext.dist.buckets import Bucket
 from pyrl_ext.ops.digest import digest
 
-MAGIC = b"pyrl weights 2\r\n"
+MAGIC = b"pyrl weights 3\r\n"
 PROOF = 32  # of a nonce, and of a proof [bytes]
 HEAD = struct.Struct("<cxxxIQ")  # kind, size of the description, size of the tensors [bytes]
-BUCKET, END = b"B", b"E"
+WAY, BUCKET, END = b"W", b"B", b"E"
 CHUNK = 4 << 20  # bytes after which the place in a bucket is noted
 MAX_DESCRIPTION = 1 << 24  # [bytes]
 MAX_NAME = 512  # of a tensor [characters]
@@ -47,6 +49,14 @@ def need(ok: bool, found: str, rule: str) -> None:
         raise WireError(f"weights: {found}, expected {rule}; what came of them is dropped")
 
 
+def need_kinds(fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Raises WireError unless there are exactly these fields, each of its kind."""
+    need(fields.keys() == kinds.keys(), f"fields {sorted(fields)}", f"{sorted(kinds)}")
+    for name, kind in kinds.items():
+        good = isinstance(fields[name], kind) and not isinstance(fields[name], bool)
+        need(good, f"{name} is a {type(fields[name]).__name__}", f"{kind}")
+
+
 # proofs of the secret ----------------------------------------------------------------------------
 
 
@@ -61,6 +71,11 @@ def same(proof: bytes, expected: bytes) -> bool:
 
 
 # sending -----------------------------------------------------------------------------------------
+
+
+def way_frame(way: Mapping[str, Any]) -> bytes:
+    """The frame before a sender's first bucket: the fields of `relay.Way`."""
+    return _frame(WAY, way, 0)
 
 
 def bucket_frame(number: int, bucket: Bucket, buffer: Tensor) -> bytes:
@@ -100,6 +115,15 @@ def _frame(kind: bytes, description: Mapping[str, Any], payload: int) -> bytes:
 # receiving ---------------------------------------------------------------------------------------
 
 
+def frame(read: Read, *kinds: bytes) -> tuple[bytes, dict[str, Any], int]:
+    """The kind and the description of the next frame, and the bytes of its tensors."""
+    kind, size, payload = HEAD.unpack(_bytes(read, HEAD.size))
+    need(kind in kinds, f"a frame of kind {kind!r}", f"one of {[*kinds]}")
+    rule = f"at most {MAX_DESCRIPTION}"
+    need(size <= MAX_DESCRIPTION, f"a description of {size} bytes", rule)
+    return kind, _description(_bytes(read, size)), payload
+
+
 class Incoming:
     """The tensors of one transfer, from any number of senders at once, each verified.
 
@@ -112,29 +136,26 @@ class Incoming:
         self.wanted, self.version = wanted, version
         self._claimed, self._came = dict[str, object](), dict[str, Tensor]()
 
-    def take(self, read: Read, note: Callable[[str], object]) -> None:
-        """All frames of one sender; each sender's in a thread.
+    def take(self, read: Read, payload: Read, note: Callable[[str], object]) -> None:
+        """All frames of one sender behind the first; each sender's in a thread.
 
         Args:
             read: gives the bytes of the frames
+            payload: gives the bytes of their tensors
             note: called with the name of each tensor before its bytes are read
 
         Raises: WireError naming what is wrong; what ``read`` does.
         """
         found, number = dict[str, Tensor](), 0
         while True:
-            kind, size, payload = HEAD.unpack(_bytes(read, HEAD.size))
-            need(kind in (BUCKET, END), f"a frame of kind {kind!r}", "a bucket or the end")
-            rule = f"at most {MAX_DESCRIPTION}"
-            need(size <= MAX_DESCRIPTION, f"a description of {size} bytes", rule)
-            fields = _description(_bytes(read, size))
+            kind, fields, size = frame(read, BUCKET, END)
             need(fields.get("number") == number, f"frame {fields.get('number')!r}", f"{number}")
             if kind == END:
-                need(payload == 0, f"{payload} bytes after the end", "none")
+                need(size == 0, f"{size} bytes after the end", "none")
                 self._check_end(fields, found)
                 self._came |= found
                 return
-            found |= self._bucket(read, note, fields, payload)
+            found |= self._bucket(payload, note, fields, size)
             number += 1
 
     def complete(self) -> dict[str, Tensor]:
@@ -148,7 +169,7 @@ class Incoming:
         read: Read,
         note: Callable[[str], object],
         fields: Mapping[str, Any],
-        payload: int,
+        size: int,
     ) -> dict[str, Tensor]:
         tensors, wanted = fields.get("tensors"), self.wanted
         need(isinstance(tensors, list) and bool(tensors), "a bucket without tensors", "some")
@@ -164,7 +185,7 @@ class Incoming:
             need(shape == list(wanted[name]), f"{name} of shape {str(shape)[:200]}", rule)
             layout.append((name, dtype, shape))
         bucket = Bucket.of(layout)
-        need(payload == bucket.bytes, f"{payload} bytes of tensors", f"{bucket.bytes}")
+        need(size == bucket.bytes, f"{size} bytes of tensors", f"{bucket.bytes}")
         buffer = torch.empty(bucket.bytes, dtype=torch.uint8)
         for start in range(0, bucket.bytes, CHUNK):
             note(bucket.name_at(start))

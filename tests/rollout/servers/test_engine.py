@@ -7,12 +7,14 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, cast
 
 import pytest
 import torch
 
+from pyrl_ext.dist.buckets import KeptBuckets
 from pyrl_ext.metrics.server_metrics import SERVER_METRICS
 from pyrl_ext.rollout.engine import in_order
 from pyrl_ext.rollout.servers.client import Server
@@ -22,6 +24,7 @@ from pyrl_ext.rollout.servers.protocol import encode_routes
 from pyrl_ext.rollout.servers.publisher import Publisher
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling, Turn
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.http_engine import (
     EXPERTS,
     LAYERS,
@@ -49,6 +52,7 @@ class Versions:
         self.failing: dict[str, str] = {}
         self.wrong: dict[str, str] = {}
         self.metrics: dict[str, float] = {}
+        self.shapes = ("a",)
 
     def __call__(
         self, servers: Sequence[Server], named: Iterable[Any], version: int, *_: Any
@@ -67,6 +71,23 @@ class Versions:
 
     def prove(self, version: int, score: Any) -> Mapping[str, str]:
         return self.wrong
+
+
+class Waiting(Versions):
+    """It waits until it may go on; version 3 reaches nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def __call__(
+        self, servers: Sequence[Server], named: Iterable[Any], version: int, *_: Any
+    ) -> Mapping[str, str]:
+        self.begun.set()
+        assert self.goes_on.wait(DEADLINE)
+        if version == 3:
+            raise RuntimeError("no way to any server")
+        return super().__call__(servers, named, version)
 
 
 @contextmanager
@@ -172,7 +193,7 @@ def test_engine_goes_on_with_what_is_left_and_loses_nothing(engines: list[HttpEn
             assert_right(sample)
         engine.load_weights([], 2)
         metrics = engine.metrics()
-        assert metrics.keys() == {
+        assert metrics.keys() - {"publish/seconds"} == {
             metric.name for metric in SERVER_METRICS if metric.name.startswith("servers/")
         }
         assert metrics["servers/used"] == 1 and metrics["servers/resent"] > 0
@@ -266,6 +287,30 @@ def test_engine_gathers_no_weights_when_too_few_servers_are_left(engines: list[H
         with pytest.raises(RuntimeError, match="0 of 2 servers are left"):
             engine.load_weights(((str(n), read.append(n)) for n in range(5)), 2)  # type: ignore
     assert not read
+
+
+def test_engine_publishes_beside_what_calls_it(engines: list[HttpEngine]):
+    """Requests wait for the new version, and end with a publish that fails."""
+    publish = Waiting()
+    servers = [Server(each.address) for each in engines]
+    options: dict[str, Any] = {"patience": 10.0, "keep": KeptBuckets(1 << 10)}
+    with closing(ServersEngine(servers, MODEL, cast(Publisher, publish), **options)) as engine:
+        for version in (1, 2):
+            engine.load_weights([("a", torch.ones(2))], version)
+            assert publish.begun.wait(DEADLINE)
+            with ThreadPoolExecutor(1) as pool:
+                came = pool.submit(engine.generate, PROMPTS, SAMPLING)
+                assert not came.done()
+                publish.goes_on.set()
+                assert {sample.weight_version for sample in came.result()} == {version}
+            assert not engine.disproved() and engine.metrics()["publish/wait_seconds"] >= 0
+            publish.begun.clear()
+            publish.goes_on.clear()
+        engine.load_weights([], 3)
+        publish.goes_on.set()
+        for call in (lambda: engine.generate(PROMPTS, SAMPLING), engine.disproved):
+            with pytest.raises(RuntimeError, match="no way to any server"):
+                call()
 
 
 @pytest.mark.parametrize("when", ["in it", "after it"])

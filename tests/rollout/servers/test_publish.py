@@ -247,6 +247,22 @@ def test_publish_leaves_a_server_that_fails_paused_with_its_old_weights():
         assert digests(both.engine(1)) == digests(both.engine(0)) and not both.paused(1)
 
 
+def test_publish_lets_servers_pass_weights_on():
+    """One that fails among them costs only itself: those behind it get them a second time."""
+    with bench(EmbeddedServer, EmbeddedServer, EmbeddedServer) as three:
+        done, size = three.publish(FIRST, 1, relayed=True), sum(w.nbytes for w in FIRST.values())
+        assert done.failed == {} and done.again == 0 and size < done.bytes < 1.2 * size
+        expected = digests(three.engine(0))
+        assert digests(three.engine(1)) == digests(three.engine(2)) == expected
+        three.clients[1].server.staged.wanted.pop("lm_head.weight")
+        done, (first, bad, last) = three.publish(SECOND, 2, relayed=True), three.servers
+        assert done.failed.keys() == {bad.address} and done.again == 1
+        assert "'lm_head.weight', expected a tensor" in done.failed[bad.address]
+        assert done.seen.keys() == {first.address, last.address}
+        assert digests(three.engine(0)) == digests(three.engine(2)) != expected
+        assert digests(three.engine(1)) == expected and three.paused(1)
+
+
 def test_publish_of_a_part_replaces_the_version_before_alone():
     """A server that missed the publish before keeps what it has until it gets all tensors."""
     part = {n: w + 1 for n, w in FIRST.items() if ".layers.1." in n}

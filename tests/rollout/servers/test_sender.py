@@ -7,7 +7,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.rollout.servers import wire
+from pyrl_ext.rollout.servers.relay import Relay, Way, meet
 from pyrl_ext.rollout.servers.sender import Transfer
-from pyrl_ext.rollout.servers.staged import Door, StagedUpdate, UpdateInfo, _meet
+from pyrl_ext.rollout.servers.staged import BEFORE, Door, StagedUpdate, UpdateInfo, _from_before
 from tests.helpers.deadline import DEADLINE
 
 BUCKET = 1 << 20
@@ -56,11 +58,12 @@ def transfer(
     limit: float = DEADLINE,
     wanted: dict[str, tuple[int, ...]] = SHAPES,
     only: tuple[str, ...] | None = None,
+    relay: int | None = None,
 ) -> Iterator[tuple[Transfer, list[dict[str, Any]]]]:
     """It, and the info for each engine."""
     names = [engine_at(number) for number in range(engines)]
     part = {name: wanted[name] for name in only or wanted}
-    sending = Transfer(loop, names, 7, part, limit, bucket_bytes=BUCKET)
+    sending = Transfer(loop, names, 7, part, limit, bucket_bytes=BUCKET, relay=relay)
     try:
         places = asyncio.run_coroutine_threadsafe(sending.open(), loop).result()
         doors = [(Door(0, *place),) for place in places]
@@ -113,8 +116,55 @@ def test_send_goes_on_without_an_engine_that_fails(loop: asyncio.AbstractEventLo
             "layers." in sending.failed[engine_at(1)]
             and "within its 1 s" in sending.failed[engine_at(1)]
         )
-        assert "took no bytes of the first tensor" in sending.failed[engine_at(3)]
+        assert "did not connect within 1 s" in sending.failed[engine_at(3)]
         stalled.close()
+
+
+@pytest.mark.parametrize("relay", [0, 2])
+def test_send_lets_engines_pass_the_bytes_on(loop: asyncio.AbstractEventLoop, relay: int):
+    payload = sum(tensor.nbytes for _, tensor in weights())
+    with ThreadPoolExecutor(3) as pool, transfer(loop, 3, relay=relay) as (sending, infos):
+        came = [pool.submit(engine, info) for info in infos]
+        sending.send(weights())
+        assert all(same(each.result()) for each in came)
+        assert sending.failed == {}
+        assert payload < sending.sent_bytes < 1.1 * payload
+
+
+def test_engine_names_the_one_before_that_left(loop: asyncio.AbstractEventLoop):
+    """Those before it have their weights, those after it none of its bytes."""
+    with ThreadPoolExecutor(3) as pool, transfer(loop, 4, relay=0) as (sending, infos):
+        came = [pool.submit(engine, infos[i]) for i in (0, 2, 3)]
+        gone = joined(infos[1])  # nothing is at its relay's port
+        sending.send(weights())
+        assert same(came[0].result())
+        for each in came[1:]:
+            with pytest.raises(wire.WireError, match=f"{BEFORE} at 127.0.0.1:.* rank 0 of the"):
+                each.result()
+        gone.close()
+
+
+def test_relay_lets_only_the_next_engine_in():
+    with closing(Relay("127.0.0.1")) as relay:
+        relay.begin(Way(next_secret="s"))
+        with ExitStack() as stack:
+            stranger = Way("127.0.0.1", relay.port, "other")
+            with pytest.raises(wire.WireError, match=f"no connection .*{BEFORE}"):
+                _from_before(stranger, 0, stack, [])
+            read = _from_before(Way("127.0.0.1", relay.port, "s", silence=0.1), 0, stack, [])
+            relay.pass_on(memoryview(b"weights"))
+            read(memoryview(found := bytearray(7)))
+            assert found == b"weights"
+            with pytest.raises(wire.WireError, match=rf"sent nothing for 0\.1 s.*{BEFORE}"):
+                read(memoryview(bytearray(1)))
+
+
+@pytest.mark.parametrize(
+    "change", [{"more": 1}, {"host": 1}, {"port": True}, {"host": "h"}, {"silence": -1}]
+)
+def test_way_refuses_other_fields(change: dict[str, Any]):
+    with pytest.raises(wire.WireError, match="expected"):
+        Way.from_json(asdict(Way()) | change)
 
 
 def joined(info: dict[str, Any]) -> socket.socket:
@@ -125,7 +175,7 @@ def joined(info: dict[str, Any]) -> socket.socket:
     door = known.doors[0]
     connection.connect((door.host, door.port))
     connection.settimeout(DEADLINE)
-    _meet(connection, door.secret, known.engine)
+    meet(connection, door.secret, known.engine, port=1)
     return connection
 
 
@@ -170,7 +220,7 @@ def test_update_refuses_a_trainer_without_the_secret():
         connection.sendall(wire.MAGIC + bytes(wire.PROOF))
         connection.recv(1000)
         connection.sendall(bytes(wire.PROOF))
-        with pytest.raises(wire.WireError, match="a trainer with another secret"):
+        with pytest.raises(wire.WireError, match="a sender with another secret"):
             came.result()
         connection.close()
 

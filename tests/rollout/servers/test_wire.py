@@ -54,7 +54,7 @@ class Stream:
 
 def receive(data: bytes, version: int = 3) -> dict[str, Tensor]:
     incoming = wire.Incoming(WANTED, version)
-    incoming.take(Stream(data).read, [].append)
+    incoming.take(read := Stream(data).read, read, [].append)
     return incoming.complete()
 
 
@@ -70,9 +70,9 @@ whole = b"".join(frames())
 
 def test_Incoming_takes_each_tensor_from_one_sender_alone():
     incoming = wire.Incoming(WANTED, 3)
-    incoming.take(Stream(whole).read, [].append)
+    incoming.take(read := Stream(whole).read, read, [].append)
     with pytest.raises(wire.WireError, match="a twice, expected each tensor once"):
-        incoming.take(Stream(whole).read, [].append)
+        incoming.take(read := Stream(whole).read, read, [].append)
 
 
 @st.composite
@@ -185,7 +185,7 @@ def test_receive_refuses_another_version_and_a_changed_byte():
     for name, other in names.items():  # the bytes stay, and who has which is exchanged
         data = data.replace(name, other)
     with pytest.raises(wire.WireError, match="the 1 tensors from b to b with another digest"):
-        wire.Incoming(dict.fromkeys(pair, (2,)), 3).take(Stream(data).read, [].append)
+        wire.Incoming(dict.fromkeys(pair, (2,)), 3).take(read := Stream(data).read, read, [].append)
     first, second, *rest = frames()
     with pytest.raises(wire.WireError, match="frame 1, expected 0"):
         receive(b"".join([second, first, *rest]))

@@ -1,0 +1,165 @@
+"""Relay: an engine passes the bytes of new weights on to the next one, while they come.
+
+So a sender's host sends every byte once, however many engines there are. The bytes go on from the
+memory in which the engine keeps them, so one that is slow, or gone, delays none before it.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from pyrl_ext.rollout.servers import wire
+
+MEET = 10.0  # longest time for the proofs of a secret [s]
+NUMBER, PORT = 4, 2  # of an engine, and of its relay [bytes]
+HELLO = NUMBER + PORT + 2 * wire.PROOF  # both, a nonce and its proof [bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the bytes of a sender come to an engine, and where they go on to.
+
+    Args:
+        host, port: of the relay of the engine before; "": they come from the sender
+        secret: that this engine shares with that one
+        next_secret: that it shares with the engine after it; "": there is none
+        silence: longest time without a byte of the engine before [seconds]
+    """
+
+    host: str = ""
+    port: int = 0
+    secret: str = ""
+    next_secret: str = ""
+    silence: float = MEET
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Way:
+        """Raises: WireError for fields of other kinds."""
+        kinds = {"host": str, "port": int, "secret": str, "next_secret": str}
+        wire.need_kinds(fields, kinds | {"silence": (float, int)})
+        good = bool(fields["host"]) <= fields["port"] < 2**16 and 0 < fields["silence"] < 2**31
+        wire.need(good, f"port {fields['port']}, silence {fields['silence']}", "numbers in range")
+        return cls(**fields)
+
+
+class Relay:
+    """The way on of the bytes of one sender.
+
+    Args:
+        host: address of this engine towards the sender, where the next engine finds it
+
+    Attributes:
+        port: where the next engine connects
+    """
+
+    def __init__(self, host: str):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._door = socket.socket(family)
+        self._door.bind((host, 0))
+        self._door.listen(1)
+        self.port: int = self._door.getsockname()[1]
+        self._views: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._begun = False
+
+    def begin(self, way: Way) -> None:
+        """Wait for the next engine, in a thread; without one nothing is passed on."""
+        self._begun = bool(way.next_secret)
+        if not self._begun:
+            self._door.close()
+            return
+        run = threading.Thread(target=self._run, args=(way,), name="relay", daemon=True)
+        run.start()
+
+    def pass_on(self, view: memoryview) -> None:
+        """These bytes came; they stay as they are until they are sent."""
+        if self._begun:
+            self._views.put(view)
+
+    def close(self) -> None:
+        """No more come. What came is still sent, beside whatever this engine does next."""
+        self._views.put(None)
+        if not self._begun:
+            self._door.close()
+
+    def _run(self, way: Way) -> None:
+        # whoever waits at the other end says what it misses
+        with suppress(OSError, EOFError), self._door:
+            connection = self._admitted(way)
+            with connection:
+                connection.settimeout(way.silence)
+                while (view := self._views.get()) is not None:
+                    connection.sendall(view)
+
+    def _admitted(self, way: Way) -> socket.socket:
+        """The connection of who proves that it knows the secret."""
+        end = time.monotonic() + way.silence
+        while True:
+            self._door.settimeout(max(end - time.monotonic(), 0.001))
+            connection, _ = self._door.accept()
+            connection.settimeout(MEET)
+            with suppress(OSError, wire.WireError):
+                if _admits(connection, way.next_secret):
+                    return connection
+            connection.close()
+
+
+def meet(connection: socket.socket, secret: str, engine: int, port: int = 0) -> None:
+    """An engine and who sends to it prove to each other that they know the secret.
+
+    Args:
+        engine: number of this one
+        port: of its relay; 0: it has none
+    """
+    read, size = reader(connection), len(wire.MAGIC) + wire.PROOF
+    hello = bytearray(size)
+    read(memoryview(hello))
+    wire.need(hello.startswith(wire.MAGIC), "another protocol", f"{wire.MAGIC!r}")
+    theirs, ours = bytes(hello[-wire.PROOF :]), secrets.token_bytes(wire.PROOF)
+    known = engine.to_bytes(NUMBER, "little") + port.to_bytes(PORT, "little")
+    connection.sendall(known + ours + wire.prove(secret, known, theirs, ours))
+    answer = bytearray(wire.PROOF)
+    read(memoryview(answer))
+    good = wire.same(bytes(answer), wire.prove(secret, b"sender", ours, theirs))
+    wire.need(good, "a sender with another secret", "the one of this transfer")
+
+
+def parts_of(hello: bytes) -> tuple[bytes, int, int, bytes, bytes]:
+    """Parts of an engine's hello: (number and port as they came, number, port, nonce, proof)."""
+    known, nonce = hello[: NUMBER + PORT], hello[NUMBER + PORT : -wire.PROOF]
+    number, port = known[:NUMBER], known[NUMBER:]
+    numbers = int.from_bytes(number, "little"), int.from_bytes(port, "little")
+    return known, *numbers, nonce, hello[-wire.PROOF :]
+
+
+def _admits(connection: socket.socket, secret: str) -> bool:
+    """Whether the engine that connected knows the secret; it is told that this one does."""
+    ours = secrets.token_bytes(wire.PROOF)
+    connection.sendall(wire.MAGIC + ours)
+    hello = bytearray(HELLO)
+    reader(connection)(memoryview(hello))
+    known, _, _, theirs, proof = parts_of(bytes(hello))
+    good = wire.same(proof, wire.prove(secret, known, ours, theirs))
+    if good:
+        connection.sendall(wire.prove(secret, b"sender", theirs, ours))
+    return good
+
+
+def reader(connection: socket.socket) -> wire.Read:
+    """Reads from a connection."""
+
+    def read(view: memoryview) -> None:
+        got = 0
+        while got < len(view):
+            count = connection.recv_into(view[got:])
+            wire.need(count > 0, f"an end after {got} of {len(view)} bytes", "all of them")
+            got += count
+
+    return read
