@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache, wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pyrl_ext.plan.model.ranks import Grid
@@ -89,6 +92,25 @@ def _named(name: str) -> Iterator[None]:
         yield
     finally:
         torch_names._process_group_name = theirs
+
+
+def compile_late(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile``, from the first call on."""
+    compiled = cache(lambda: torch.compile(function))
+    return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+
+def import_megatron() -> None:
+    """Import megatron-core, whose 41 ``torch.compile`` bring 2 s of compiler into every process.
+
+    A run calls few of these functions, on a CPU none.
+    """
+    library: Any = torch
+    compiler, library.compile = torch.compile, compile_late
+    try:
+        importlib.import_module("megatron.core.jit")  # brings the layers with it
+    finally:
+        library.compile = compiler
 
 
 def make_groups(maker: GroupMaker, grid: Grid, embedding: Sequence[int]) -> Any:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import inspect
 import warnings
 from typing import Any
 
@@ -173,5 +174,5 @@ def _leave_fusers_uncompiled() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
     jit.disable_jit_fuser()  # what is imported from here on
-    compiled: Any = TopKRouter._apply_expert_bias  # the one on our path that was imported before
-    TopKRouter._apply_expert_bias = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    # the one on our path that was imported before
+    TopKRouter._apply_expert_bias = inspect.unwrap(TopKRouter._apply_expert_bias)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
 from pyrl_ext.dist import topology
-from pyrl_ext.dist.groups import GLOBALS, GroupMaker
+from pyrl_ext.dist.groups import GLOBALS, GroupMaker, compile_late
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
@@ -168,3 +171,44 @@ def test_start_refuses_a_second_topology_beside_the_first():
 def test_GroupMaker_makes_none_for_a_rank_outside(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     assert GroupMaker(1, timedelta(seconds=1)).make("edge", (0, 1)) is None
+
+
+# compilation -------------------------------------------------------------------------------------
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def test_compile_late_compiles_once_and_when_it_is_called():
+    compiler, calls = torch.compile, []
+
+    def counted(function: Any) -> Any:
+        calls.append(function)
+        return compiler(function, backend="eager")
+
+    late = compile_late(double)
+    with patch.object(torch, "compile", counted):
+        assert inspect.unwrap(late) is double and not calls
+        for number in (1.0, 2.0):
+            assert torch.equal(late(torch.tensor(number)), torch.tensor(2 * number))
+    assert calls == [double]
+
+
+def compilers(_group: dist.ProcessGroup) -> tuple[bool, ...]:
+    """In a process that imported the package first, then megatron-core."""
+    from megatron.core import jit
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    decorated: Any = TopKRouter._apply_expert_bias
+    return (
+        jit.jit_fuser is compile_late,
+        inspect.unwrap(decorated).__module__ == TopKRouter.__module__,
+        inspect.unwrap(decorated) is not decorated,
+        torch.compile.__module__ == "torch",
+        "torch._inductor.compile_fx" not in sys.modules,
+    )
+
+
+def test_import_megatron_brings_no_compiler_with_it():
+    assert run_ranks(compilers, 1) == [(True,) * 5]
