@@ -81,21 +81,24 @@ def fork_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Iterator[
     """``fn(rank, world_size, port of a store, *args)`` on many light processes, which are killed
     when the block ends. Unlike `run_ranks`, no rank waits for another, and any of them may die."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
-    context, server = mp.get_context("forkserver"), _server(LOOP, 0)
-    processes = [
-        context.Process(target=fn, args=(rank, world_size, store.port, *args))
-        for rank in range(world_size)
-    ]
+    processes = list[Any]()
     try:
-        with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
-            for process in processes:
-                process.start()
+        for rank in range(world_size):
+            processes.append(fork(fn, rank, world_size, store.port, *args))
         yield processes
     finally:
         for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
+
+
+def fork(fn: Callable[..., None], *args: Any) -> Any:
+    """A process that runs ``fn(*args)``, without the seconds of its imports."""
+    process = mp.get_context("forkserver").Process(target=fn, args=args)
+    connect = _server(LOOP, 0).connect_to_new_process
+    with patch.object(forkserver, "connect_to_new_process", connect):
+        process.start()
+    return process
 
 
 @cache

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 
+from pyrl_ext.rollout.servers import embedded
 from pyrl_ext.rollout.servers.commands import PARENT
+from tests.helpers.ranks import fork
 from tests.helpers.tiny import CONFIG
 
 ROOT = Path(__file__).parents[2]
+
+
+def _serve(
+    arguments: list[str], environment: dict[str, str], log: Path, said: Connection[str, str]
+) -> None:
+    """`python -m pyrl_ext.rollout.servers.embedded`, in a process whose imports are done."""
+    os.environ.clear()
+    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
+    os.environ[PARENT] = str(os.getppid())
+    os.chdir(ROOT)
+    os.dup2(said.fileno(), 1)
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 2)
+    sys.argv = [embedded.__name__, *arguments]
+    sys.exit(embedded.main())
 
 
 class ServerProcess:
@@ -27,16 +45,10 @@ class ServerProcess:
     """
 
     def __init__(self, log: Path, overrides: Sequence[str] = (), port: int = 0):
-        command = ["-m", "pyrl_ext.rollout.servers.embedded", str(CONFIG), *overrides]
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, *command, "--port", str(port)],
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                cwd=ROOT,
-                env={**os.environ, PARENT: str(os.getpid())},
-            )
+        arguments = [str(CONFIG), *overrides, "--port", str(port)]
+        self.said, printed = mp.Pipe(duplex=False)
+        with printed:
+            self.process = fork(_serve, arguments, dict(os.environ), log, printed)
         self._address = ""
 
     def __enter__(self) -> ServerProcess:
@@ -53,20 +65,19 @@ class ServerProcess:
     @property
     def address(self) -> str:
         if not self._address:
-            assert self.process.stdout is not None
-            self._address = self.process.stdout.readline().strip()
+            with open(self.said.fileno(), encoding="utf-8", closefd=False) as lines:
+                self._address = lines.readline().strip()
             assert self._address.startswith("http://"), self._address
         return self._address
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        os.kill(self.process.pid, number)
 
     def end(self) -> None:
         """Kill it; also one that is stopped."""
         self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.process.join()
+        self.said.close()
 
 
 @contextmanager
