@@ -2,9 +2,9 @@
 
 Commands are the lines of ```bash blocks. Left out are those whose comment says what they need
 ("# needs a GPU") or which other command runs them ("# part of make bench"). A command that several
-pages show runs once, where it comes first. The commands of a page run one after the other, two
-pages run at a time. A page that names a run folder (``runs/NAME``) of an earlier page waits for
-that page. The first command that fails ends all.
+pages show runs once, where it comes first. The commands of a page run one after the other, three
+pages run at a time, those of `LONG` before the others. A page that names a run folder
+(``runs/NAME``) of an earlier page waits for that page. The first command that fails ends all.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 MARKS = ("# needs ", "# part of make ")
-LANES = 2
+LANES = 3  # of two cores: commands that wait leave one idle
 WRITES = {"make demo": "runs/tiny-0"}  # by default
+# minutes on one core: begun last, they would end when nothing is left for the other
+LONG = ("docs/rollouts.md", "docs/servers.md", "docs/parallel.md", "docs/clusters.md")
 
 
 def pages() -> list[Path]:
@@ -59,6 +61,14 @@ def commands(texts: Mapping[str, str]) -> dict[str, list[str]]:
     return {page: lines for page, lines in found.items() if lines}
 
 
+def in_order(found: Mapping[str, list[str]], first: Sequence[str]) -> dict[str, list[str]]:
+    """Page -> its commands in the order of the lanes: each of ``first`` as a page, `LONG` ones, the
+    others."""
+    left = {page: [c for c in own if c not in first] for page, own in found.items()}
+    long = {page: left[page] for page in LONG if page in left}
+    return {command: [command] for command in first} | long | left
+
+
 def waits(pages: Mapping[str, list[str]]) -> dict[str, set[str]]:
     """Page -> earlier pages whose commands end before its first begins."""
     runs = {
@@ -73,7 +83,7 @@ def waits(pages: Mapping[str, list[str]]) -> dict[str, set[str]]:
 
 @dataclass
 class Run:
-    """Two lanes that take pages; what they share is behind ``lock``."""
+    """Lanes that take pages; what they share is behind ``lock``."""
 
     waiting: dict[str, list[str]]
     after: dict[str, set[str]]
@@ -135,15 +145,15 @@ class Run:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the commands of README and docs.")
     parser.add_argument("--print", action="store_true", help="only print the commands")
-    parser.add_argument("--skip", nargs="*", default=[], help="commands that ran before")
+    parser.add_argument("--first", nargs="*", default=[], help="commands to begin with")
     options = parser.parse_args()
     texts = {page.relative_to(REPOSITORY).as_posix(): page.read_text("utf-8") for page in pages()}
     found = commands(texts)
-    chosen = {page: [c for c in own if c not in options.skip] for page, own in found.items()}
     if options.print:
-        print("\n".join(chain.from_iterable(chosen.values())))
+        print("\n".join(chain.from_iterable(found.values())))
         return 0
-    run = Run(chosen, waits(chosen))
+    chosen, after = in_order(found, options.first), waits(found)
+    run = Run(chosen, {page: after.get(page, set()) for page in chosen})
     lanes = [threading.Thread(target=run.lane) for _ in range(LANES)]
     for lane in lanes:
         lane.start()

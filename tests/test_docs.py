@@ -26,7 +26,7 @@ from pyrl_ext.plan.language.fields import Section, section_of
 from pyrl_ext.plan.language.renamed import RENAMED as RENAMED_KEYS
 from pyrl_ext.plan.schema import Config
 from tests.helpers.deadline import DEADLINE
-from tests.readme import REPOSITORY, Run, commands, is_left_out, pages, shown, waits
+from tests.readme import REPOSITORY, Run, commands, in_order, is_left_out, pages, shown, waits
 
 
 def of_today(page: Path) -> str:
@@ -218,6 +218,13 @@ def test_commands_lists_those_of_all_pages_once():
         "```bash\nmake demo   # a minute\nmake gpu  # needs a GPU\nmake demo\nmake x \\\n  A=1\n```"
     )
     assert commands({"a": text, "b": text}) == {"a": ["make demo", "make x A=1"]}
+
+
+def test_in_order_begins_with_what_takes_long():
+    found = {"README.md": ["make demo", "make test"], "docs/servers.md": ["make test-servers"]}
+    chosen = in_order(found, ["make check", "make test"])
+    assert [*chosen] == ["make check", "make test", "docs/servers.md", "README.md"]
+    assert chosen["make test"] == ["make test"] and chosen["README.md"] == ["make demo"]
 
 
 def test_Run_of_the_commands_waits_for_what_other_pages_write(tmp_path: Path):

@@ -98,7 +98,7 @@ MAX_CODE = {
     "hybrid": 520,
     "core": 7500,
     "plan core": 2520,
-    "vllm": 600,
+    "vllm": 610,
 }
 
 # Modules that only files or folders whose name starts with one of these words may import.
