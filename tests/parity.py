@@ -459,12 +459,15 @@ def markdown(rows: list[dict]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
+ONE_WORD = {"qwen next": "qwen-next", "5 layers": "5-layers", "mtp 2": "mtp mtp-2"}
+
+
 def features(layout: Layout) -> frozenset[str]:
-    """The words of a layout's name, and its model; adapters are a feature apart from the model that
-    has them."""
-    model = layout.model.removesuffix(" lora")
-    adapted = ["lora"] if model != layout.model else []
-    return frozenset([*layout.name.split(), f"model {model}", *adapted])
+    """The words of a layout's name and of its model: the family, and what differs from it."""
+    model = layout.model
+    for several, one in ONE_WORD.items():
+        model = model.replace(several, one)
+    return frozenset([*layout.name.split(), *model.split()])
 
 
 def feature_pairs(layouts: Iterable[Layout]) -> set[frozenset[str]]:
@@ -479,22 +482,21 @@ def feature_pairs(layouts: Iterable[Layout]) -> set[frozenset[str]]:
 def pairwise_cover(table: Mapping[int, Sequence[Layout]]) -> dict[int, list[Layout]]:
     """Few layouts of ``table`` in which every two features meet that meet in any of them.
 
-    Greedy: again and again the layout with the most pairs that no chosen one has, on the fewest
-    ranks.
+    Greedy: again and again the layout with the most pairs a rank that no chosen one has; then those
+    that the others make superfluous go, on the most ranks first.
     """
-    left = feature_pairs(layout for some in table.values() for layout in some)
-    chosen: dict[int, list[Layout]] = {ranks: [] for ranks in table}
+    every = [(ranks, layout) for ranks, some in table.items() for layout in some]
+    pairs = {layout: feature_pairs([layout]) for _, layout in every}
+    left, chosen = set[frozenset[str]]().union(*pairs.values()), list[tuple[int, Layout]]()
     while left:
-        gains = [
-            (len(feature_pairs([layout]) & left), -ranks, -place)
-            for ranks, some in table.items()
-            for place, layout in enumerate(some)
-        ]
-        _, ranks, place = max(gains)
-        layout = table[-ranks][-place]
-        chosen[-ranks].append(layout)
-        left -= feature_pairs([layout])
-    return chosen
+        best = max(every, key=lambda each: len(pairs[each[1]] & left) / each[0])
+        chosen.append(best)
+        left -= pairs[best[1]]
+    for each in sorted(chosen, key=lambda each: -each[0]):
+        others = [pairs[layout] for _, layout in chosen if layout != each[1]]
+        if pairs[each[1]] <= set[frozenset[str]]().union(*others):
+            chosen.remove(each)
+    return {ranks: [layout for n, layout in chosen if n == ranks] for ranks in table}
 
 
 def main() -> int:
