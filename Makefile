@@ -195,9 +195,7 @@ te: build  ## needs a GPU: TransformerEngine with its kernels, for model.backend
 	  $(BIN)/pip install -c constraints.txt --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.20.2'
 
 parity: build  ## layouts of 1 to 4 ranks in which every two features meet, against one process
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --pairs
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_modules --few
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_objectives --few
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_few
 
 parity-large: build  ## every layout of 1, 2, 3, 4, 6 and 8 ranks; 12 GiB of memory
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --ranks 1 2 3 4 6 8

@@ -499,13 +499,13 @@ def pairwise_cover(table: Mapping[int, Sequence[Layout]]) -> dict[int, list[Layo
     return {ranks: [layout for n, layout in chosen if n == ranks] for ranks in table}
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="world sizes")
     parser.add_argument("--pairs", action="store_true", help="only enough that all pairs meet")
     parser.add_argument("--only", default="", help="layouts whose title contains this")
     parser.add_argument("--write", type=Path, help="put the rows into this file, as a table")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     chosen = {n: [x for x in LAYOUTS[n] if options.only in x.title] for n in options.ranks}
     if options.pairs:
         chosen = pairwise_cover(chosen)

@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -476,12 +477,12 @@ def run(layouts: dict[int, list[Layout]], timeout: float = DEADLINE) -> list[dic
         return rows
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="world sizes")
     parser.add_argument("--few", action="store_true", help="those that CI runs")
     parser.add_argument("--only", default="", help="layouts whose title contains this")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     chosen = {n: [x for x in LAYOUTS[n] if options.only in x.title] for n in options.ranks}
     if options.few:
         chosen = {n: [x for x in LAYOUTS[n] if any(f in x.title for f in FEW[n])] for n in FEW}

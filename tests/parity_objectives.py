@@ -168,11 +168,11 @@ def too_far(row: dict) -> bool:
     return any(not row[name][0] <= bound for name, bound in BOUNDS.items())
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--few", action="store_true", help="the splits of CI")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="world sizes")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     table = FEW if options.few else {n: SPLITS[n] for n in sorted({1, *options.ranks})}
     print(f"{'objective':31s}  dp  cp  pp  microbatches      loss      grad", flush=True)
     with tempfile.TemporaryDirectory() as folder:

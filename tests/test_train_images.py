@@ -19,7 +19,6 @@ STAGES = "parallel.pipeline_model_parallel_layout=Ett|t|t|L"
 RUNS = {  # ranks -> (encoder -> language model, what its run changes), one after the other
     2: [("1 -> 1", ()), ("two hosts", ()), ("resumed", ("steps=1",)), ("resumed", ())],
     3: [
-        ("dp2 -> 1", ("modules.vision.parallel.dp=2",)),
         ("1 -> dp2", ("parallel.dp=2",)),
         ("1 -> pp2 vpp2", ("parallel.pp=2", "parallel.vpp=2", STAGES)),
         ("resumed", ("parallel.tp=2", "steps=3")),
