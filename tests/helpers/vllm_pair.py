@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyrl_ext import train
 from pyrl_ext.data.images import Scale
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
 from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.ranks import LOOP
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+# what ranks that train with vLLM have imported when they are forked
+WITH_VLLM = (*LOOP, "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
+
+
+def train_on_rank(group: Any, config: Path, *overrides: str) -> int:
+    """Exit code of a run on this rank; vLLM reads what torchrun sets."""
+    rank = str(group.rank())
+    os.environ |= {"WORLD_SIZE": str(group.size()), "RANK": rank, "LOCAL_RANK": rank}
+    return train.main([str(config), *overrides])
 
 
 def random_weights(hf: HFEngine, seed: int) -> list[tuple[str, Tensor]]:

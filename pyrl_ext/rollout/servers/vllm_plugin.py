@@ -34,5 +34,6 @@ def general() -> None:
         Factory.register_engine("pyrl", "pyrl_ext.rollout.servers.vllm_weights", "StagedTransfer")
     if cpu.installed():
         cpu.patch()
+        cpu.inspect_models_here()
         if os.environ.get("TRITON_INTERPRET") == "1":
             cpu.without_sampling_kernel()

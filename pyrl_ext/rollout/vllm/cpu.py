@@ -59,6 +59,14 @@ def share_cores() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
+def inspect_models_here() -> None:
+    """Let vLLM ask a model's class what it supports in this process. It starts another one for
+    that, so as not to initialize CUDA, which imports all of vLLM again: 14 s of a core."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda fn: fn()
+
+
 def without_sampling_kernel() -> None:
     """Let torch apply top-k and top-p, since Triton's interpreter cannot run vLLM's kernel."""
     from vllm.v1.sample.ops import topk_topp_sampler

