@@ -58,6 +58,12 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair.vllm.close()
 
 
+def test_start_lets_vllm_inspect_models_in_this_process(pair: Pair):
+    from vllm.model_executor.models import registry
+
+    assert registry._run_in_subprocess(os.getpid) == os.getpid()
+
+
 def test_generate_has_the_logprobs_and_routes_of_transformers(pair: Pair):
     sampling = Sampling(max_new_tokens=24, samples_per_prompt=4, temperature=0.7)
     samples = pair.vllm.generate(prompts(1, 5, 33, 150, 200), sampling)
