@@ -31,8 +31,9 @@ from pyrl_ext.rollout.servers import protocol
 from pyrl_ext.rollout.servers.client import Keys, Server, ServerFailed
 from pyrl_ext.rollout.servers.guard import TABLE
 from pyrl_ext.rollout.servers.protocol import Answer, Partial, Request
-from pyrl_ext.rollout.servers.publish import Published, Weights, _Part, publish
+from pyrl_ext.rollout.servers.publish import Published, Weights, publish
 from pyrl_ext.rollout.servers.publisher import canary_of, identity_of, shapes_of
+from pyrl_ext.rollout.servers.taker import Taker
 from pyrl_ext.samples import Sampling
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
 from tests.helpers.guarded import CALLERS, ODD, expected, key_folder, raw_call
@@ -183,20 +184,20 @@ def test_canary_finds_what_a_publish_without_reset_leaves_in_the_cache(served: S
     noisy = {n: w + 1e-4 * torch.randn(w.shape, generator=noise) for n, w in first.items()}
     server = Unsalted(served.address, keys=served.server.keys)
 
-    async def without_reset(self: _Part, step: str, path: str, body: Any = None) -> dict[str, Any]:
+    async def without_reset(self: Taker, step: str, path: str, body: Any = None) -> dict[str, Any]:
         if step == "reset":
             return {}
         path = f"{protocol.PAUSE}?mode=keep&clear_cache=false" if step == "pause" else path
         return await call(self, step, path, body)
 
-    call, found = _Part._call, list[dict[str, str]]()
+    call, found = Taker._call, list[dict[str, str]]()
     for version, named, patched in (
         (11, first, call),
         (12, noisy, without_reset),
         (13, noisy, call),
     ):
         weights = Weights(named.items(), version, shapes_of(served.plan))
-        with patch.object(_Part, "_call", patched):
+        with patch.object(Taker, "_call", patched):
             options = {"canary": served.canary, "pause": "abort", "timeout": 300.0}
             done = publish(served.loop, [server], weights, **options)  # type: ignore
             found.append(done.failed | done.wait())
