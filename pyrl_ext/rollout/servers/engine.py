@@ -153,6 +153,7 @@ class ServersEngine(Engine):
             lanes = [lane for lane in self.router.lanes if lane.used]
             return await asyncio.gather(*map(ask, lanes))
 
+        self.updates.finished()
         found = [digests for results in self.run(ask_all()) for digests in results]
         if not found:
             raise RuntimeError(self.router.too_few())

@@ -83,10 +83,17 @@ class Updates:
 
         Raises: what it does: RuntimeError on every rank if one failed, or too few servers are left.
         """
+        begin = time.monotonic()
+        self.finished()
         if self._publishing is not None:
-            begin, publishing, self._publishing = time.monotonic(), self._publishing, None
-            publishing.result()
             self.metrics["publish/wait_seconds"] = time.monotonic() - begin
+        self._publishing = None
+
+    def finished(self) -> None:
+        """`wait`, for any thread."""
+        publishing = self._publishing
+        if publishing is not None:
+            publishing.result()
 
     def confirm(self, check: Callable[[], None]) -> None:
         """Servers generate while digests are compared."""

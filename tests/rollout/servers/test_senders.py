@@ -102,12 +102,14 @@ def published(plan: Any, group: dist.ProcessGroup) -> dict[str, Any]:
         stream = policy.tensors.published(policy.live())
         names = policy.tensors.engine_names
         sync_weights(engine, stream, names, 1, dtype=torch.float32)
+        asked = engine.checksums()  # also of what is published beside
         engine.disproved()
         metrics, came = engine.metrics(), [name for name, _ in stream]
         engine.close()
     assert metrics["servers/used"] == 2
     assert sorted(came) == sorted(stream.names or ())
-    return {"sent": set(stream.names or ()), "bytes": metrics["publish/bytes"]}
+    sent = set(stream.names or ())
+    return {"sent": sent, "bytes": metrics["publish/bytes"], "asked": asked}
 
 
 def test_publish_from_several_ranks_gives_servers_the_same_weights(tmp_path: Path):
@@ -117,6 +119,7 @@ def test_publish_from_several_ranks_gives_servers_the_same_weights(tmp_path: Pat
         first, sent = case[0], [row["sent"] for row in case]
         expected = expected or first["digests"][0]
         assert first["digests"] == [expected, expected], first["layout"]
+        assert all(row["asked"] == expected for row in case)
         assert sum(map(bool, sent)) == first["senders"]
         assert sum(map(len, sent)) == len(set().union(*sent)) >= len(expected)
         size = size or first["bytes"]
