@@ -16,10 +16,13 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pyrl_ext.plan.command import parse_plan, plan_parser
-from pyrl_ext.rollout.servers.commands import PARENT, Command, commands_of
+
+if TYPE_CHECKING:
+    from pyrl_ext.rollout.servers.commands import Command
 
 LOOK = 1.0  # between two looks at an engine [s]
 SILENT = 5  # looks without an answer after which an engine that answered before has to go
@@ -43,6 +46,8 @@ class Watched:
         self.start()
 
     def start(self) -> None:
+        from pyrl_ext.rollout.servers.commands import PARENT
+
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -135,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, plan = parse_plan(parser, arguments)
     if plan is None:
         return 2
+    from pyrl_ext.rollout.servers.commands import commands_of  # brings torch
+
     try:
         commands = commands_of(plan, options.overrides, options.host)
     except ValueError as error:

@@ -5,6 +5,7 @@
 
 import gc
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from tests.helpers.ranks import poison_empty
 # a busy machine draws examples slowly, and no test fails by the clock
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+# a shell starts what it runs in the background without Ctrl-C, which tests send to themselves
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # the files that take longest
 LONGEST = ("test_train.py", "test_checkpoint.py", "test_head.py", "test_policy.py")

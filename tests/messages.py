@@ -58,7 +58,7 @@ SECTIONS = {
             "metrics/wandb_sink.py",
             "run/",
             "tools/",
-            "train.py",
+            "train/",
         ),
     ),
     "Weights do not reach the engine": (

@@ -94,7 +94,7 @@ MUTANTS = [
     ),
     Mutant(
         "the first batch after a resume is not checked",
-        "pyrl_ext/train.py",
+        "pyrl_ext/train/loop.py",
         [("check = number == first or", "check = number == 0 or")],
         ["tests/test_train.py::test_train_checks_the_first_batch_after_a_resume"],
     ),

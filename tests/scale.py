@@ -28,7 +28,7 @@ from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.scale import World
 from pyrl_ext.plan.forecast.workload import Sample, step_samples
-from pyrl_ext.train import train
+from pyrl_ext.train.loop import train
 from pyrl_ext.trainer import step as step_module
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QUICK, tiny_plan

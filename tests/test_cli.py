@@ -59,10 +59,18 @@ def test_main_refuses_an_unknown_command(capsys: pytest.CaptureFixture[str]):
     assert all(name in shown for name in COMMANDS)
 
 
-def test_main_imports_no_torch_for_a_plan():
-    code = (
-        "import sys; from pyrl_ext.cli import main; main(['plan', 'configs/tiny.yaml']); "
-        "sys.exit('torch' in sys.modules)"
+# the last word of each: what does not hold
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [("plan", 0), ("plan stepss=3", 2), ("train stepss=3", 2), ("serve stepss=3", 2)],
+)
+def test_main_imports_no_torch_to_say_whether_a_plan_holds(words: str, code: int):
+    name, *broken = words.split()
+    script = (
+        "import sys; from pyrl_ext.cli import main; "
+        f"code = main([{name!r}, 'configs/tiny.yaml', *{broken}]); "
+        "sys.exit(code + 100 * ('torch' in sys.modules))"
     )
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, cwd=ROOT, check=False, capture_output=True).returncode == 0
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code
+    assert ("Did you mean steps?" in done.stderr) == bool(broken)

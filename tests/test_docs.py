@@ -185,6 +185,14 @@ def test_docs_from_other_trainers_give_values_that_are_accepted():
     assert len(given) > 90 and not wrong
 
 
+def test_docs_from_other_trainers_have_forty_keys_of_each():
+    """Rows of the tables that name a key of the trainer, without what has no counterpart."""
+    tables = (REPOSITORY / "docs/from.md").read_text("utf-8").split("## What has no")[0]
+    rows = [row.strip("|").split(" | ")[1:] for row in re.findall(r"^\| `.*\|$", tables, re.M)]
+    keys = [sum("`" in cell for cell in column) for column in zip(*rows, strict=True)]
+    assert len(keys) == 5 and min(keys) >= 40, keys
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_docs_name_metrics_that_exist(page: str):
     names = {name for name in quoted(TEXTS[page]) if re.fullmatch(r"[a-z]+/[\w/<>]*\w>?", name)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from pyrl_ext.data.environment import load_environment
 from pyrl_ext.dist.user_code import load_function
 from pyrl_ext.loss.inputs import LossInputs
 from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.forecast.fits import seems_to_fit
 from pyrl_ext.plan.schema import Objective
 from pyrl_ext.samples import Prompt
-from tests.readme import REPOSITORY
+from tests.readme import REPOSITORY, commands, pages
 
 EXAMPLES = sorted((REPOSITORY / "configs/examples").glob("*.yaml"))
 PAGE = (REPOSITORY / "docs/examples.md").read_text("utf-8")
@@ -34,6 +36,7 @@ def test_example_compiles_and_names_code_that_a_run_accepts(config: Path):
         assert load_environment(plan.turns.environment, plan.turns.options)()
     if ":" in plan.objective.loss:
         assert load_function("objective.loss", plan.objective.loss, 3, config=plan.objective)
+    assert plan.unsupported == () and seems_to_fit(plan) is None
     assert f"python -m pyrl_ext.train configs/examples/{config.name}" in config.read_text("utf-8")
 
 
@@ -41,6 +44,19 @@ def test_page_of_examples_lists_every_config():
     folder = REPOSITORY / "configs"
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml")}
     assert set(re.findall(r"`([\w/]+\.yaml)`", PAGE)) == found
+
+
+def test_page_of_examples_has_twins_that_ci_runs():
+    """A twin is a config that exists; its command is one of those of README and docs."""
+    rows = [row.split(" | ") for row in re.findall(r"^\| (.* \| .* \| .* \| .*) \|$", PAGE, re.M)]
+    twins = {row[0]: row[2:] for row in rows if row[1].startswith("`examples/")}
+    texts = {str(page): page.read_text("utf-8") for page in pages()}
+    run = {*chain.from_iterable(commands(texts).values())}
+    named = {name for row in twins.values() for name in re.findall(r"`(make [^`]*)`", row[1])}
+    assert len(twins) >= 8 and named and not named - run
+    assert [what for what, (twin, _) in twins.items() if twin == "none"] == [
+        "DeepSeek-V3, engines on hosts apart"
+    ]
 
 
 def test_reward_is_higher_the_nearer_the_digit():

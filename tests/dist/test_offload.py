@@ -16,7 +16,7 @@ from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.samples import Prompt, Sampling
-from pyrl_ext.train import train
+from pyrl_ext.train.loop import train
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.pictures import write_run

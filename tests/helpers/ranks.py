@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from tests.helpers.deadline import DEADLINE
 
 PRELOAD: list[str] = []  # before anything else
-LOOP = ("pyrl_ext.train", "pyrl_ext.rollout.hf.engine")  # the second brings transformers
+LOOP = ("pyrl_ext.train.loop", "pyrl_ext.rollout.hf.engine")  # the second brings transformers
 
 
 def poison_empty() -> None:

@@ -15,7 +15,7 @@ from pyrl_ext.metrics.glossary import GLOSSARY, RENAMED, check_names, lookup, pa
 from pyrl_ext.metrics.server_metrics import SERVER_METRICS
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan.schema.turns import REASONS
-from pyrl_ext.train import train
+from pyrl_ext.train.loop import train
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 ROOT = Path(__file__).parents[2]

@@ -42,7 +42,7 @@ def by_deleting(prompt, text, tokens):
 # process and ends as that does.
 FORKS = """
 import json, os, runpy, sys
-import pyrl_ext.rollout.hf.engine, pyrl_ext.train
+import pyrl_ext.rollout.hf.engine, pyrl_ext.train.loop
 
 folder, *command = sys.argv[1:]
 sys.path.insert(0, folder)

@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.forecast.counts import parameters as count_of
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.tools.doctor.__main__ import main
-from pyrl_ext.tools.doctor.checks import checks
+from pyrl_ext.tools.doctor.checks import checkpoint_bytes, checks
 from pyrl_ext.tools.doctor.facts import Facts, facts_of_host
 from pyrl_ext.tools.doctor.features import features
 from pyrl_ext.tools.doctor.hosts import Timing, compare_hosts, differences
@@ -60,7 +61,7 @@ def test_doctor_finds_nothing_in_the_way_here(tmp_path: Path, capsys: pytest.Cap
     assert report["problems"] == [] and report["facts"]["packages"]["torch"]
     assert {c["name"]: c["problem"] for c in report["checks"]} == {
         **{"training": None, "processes": None, "memory of this host": None},
-        **{"open files": None, "run folder": None},
+        **{"open files": None, "run folder": None, "disk": None},
     }
     assert not (tmp_path / "run").exists()
 
@@ -191,6 +192,18 @@ class Other(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+def test_checks_want_room_for_the_checkpoints_that_are_kept(here: Facts, tmp_path: Path):
+    often = ("checkpoint.every=1", "checkpoint.keep=999", f"run={tmp_path}/run")
+    plan = compile_plan(ROOT / "configs/glm47.yaml", often)
+    # bfloat16, with three float32 numbers beside it
+    assert checkpoint_bytes(plan) == 14 * count_of(plan.sizes).total
+    found = problems(plan, here)["disk"]
+    assert "expected about 76.25 TiB: 200 checkpoints of 390.4 GiB. Lower" in found
+    for step in range(199):
+        (tmp_path / f"run/checkpoints/step-{step}").mkdir(parents=True)
+    assert "TiB" not in problems(plan, here).get("disk", "")  # at most one more
 
 
 def test_ports_names_who_holds_them(monkeypatch: pytest.MonkeyPatch):

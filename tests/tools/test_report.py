@@ -242,22 +242,26 @@ needs_browser = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def histories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A short run, and one of 10,000 steps."""
+    folder = tmp_path_factory.mktemp("histories")
+    return [write_history(folder / name, steps) for name, steps in (("a", 60), ("b", 10_000))]
+
+
 @needs_browser
 @pytest.mark.parametrize(("dark", "width"), [(False, 1280), (True, 500)])
-def test_page_draws_its_curves_in_a_browser(tmp_path: Path, dark: bool, width: int):
+def test_page_draws_its_curves_in_a_browser(
+    tmp_path: Path, histories: list[Path], dark: bool, width: int
+):
     from matplotlib.image import imread
 
-    paths = [write_history(tmp_path / name, steps) for name, steps in (("a", 60), ("b", 1000))]
-    found = opened(tmp_path, *paths, dark=dark, width=width)
+    found = opened(tmp_path, *histories, dark=dark, width=width)
     assert found["wrong"] == [] and found["width"] == width
-    assert (
-        found["drawn"]
-        == found["charts"]
-        == len(data_of(page_of(*paths))["charts"]) + found["first"]
-    )
-    assert (
-        found["paths"]["reward"] == 2 * 2 + 2
-    )  # a raw line, or the extremes, and what is held out
+    charts = len(data_of((tmp_path / "page.html").read_text())["charts"])
+    assert found["drawn"] == found["charts"] == charts + found["first"]
+    # of a: a raw line and a mean; of b: extremes and a mean; held out: a line, and extremes of b's
+    assert found["paths"]["reward"] == 2 * 2 + 3
     assert found["said"].startswith("step 30") and "held out" in found["said"]
     pixels = imread(tmp_path / "page.png")[..., :3]
     assert pixels.mean() < 0.25 if dark else pixels.mean() > 0.85

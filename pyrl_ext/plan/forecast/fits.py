@@ -77,7 +77,6 @@ def _after(plan: Plan, exact: bool) -> Iterator[tuple[int, str]]:
     rollout, rows = plan.rollout, plan.batching.tokens_per_microbatch // 2
     changes: list[tuple[str, str, object]] = [
         ("optimizer", "distributed", True),
-        ("optimizer", "offload", 1.0),
         ("model", "recompute", "full"),
     ]
     if rows >= plan.max_rows:

@@ -39,7 +39,7 @@ SPLIT = tuple(("parallel", key) for key in SPLIT_WAYS)
 LAYOUT = ("parallel", "pipeline_model_parallel_layout")
 TOKENS = ("batching", "tokens_per_microbatch")
 DISTRIBUTED, DYNAMIC = ("optimizer", "distributed"), ("parallel", "dynamic_cp")
-RECOMPUTE, OFFLOAD = ("model", "recompute"), ("optimizer", "offload")
+RECOMPUTE, OFFLOAD = ("model", "recompute"), ("rollout", "offload_trainer")
 GPU, MEMORY = ("hardware", "gpu"), ("hardware", "memory")
 
 # The rule of this key (whether it fits) depends on more than the layout, so it is checked apart.
@@ -80,6 +80,8 @@ class Search:
 
     layouts: int
     """Layouts of the ranks."""
+    room: int = 0
+    """Most bytes that a rank may hold: a GPU's, less `LEFT_FREE`."""
     broken: Counter[str] = field(default_factory=Counter)
     """Rule -> layouts that break it."""
     held: int = 0
@@ -115,7 +117,7 @@ def suggest(
     draft = draft_of(source)
     refuse(source)
     given = _Given(draft, frozenset(source.overrides), gpus, gpu)
-    search, held = Search(0), []
+    search, held = Search(0, given.room), []
     everywhere: Counter[tuple[str, str]] = Counter()
     for layout in given.layouts():
         progress(0.0)
@@ -311,10 +313,13 @@ class _Given:
         return self.choices(TOKENS, sizes or [-(-least // 256) * 256])
 
     def savings(self) -> list[Values]:
-        """Memory savings from none to all; offloading to the host is slowest and comes last."""
+        """Memory savings from none to all; offloading to the host is slowest and comes last. None
+        that the trainer refuses, which is why optimizer.offload stays as given."""
         again = self.choices(RECOMPUTE, ["none", "selective", "full"])
-        away = self.choices(OFFLOAD, [0.0, 1.0])
-        return [{OFFLOAD: share, RECOMPUTE: how} for share in away for how in again]
+        rollout = self.draft.rollout
+        beside = rollout.engine == "vllm" and not self.draft.engines_apart and not rollout.gpus
+        away = self.choices(OFFLOAD, [rollout.offload_trainer, *["all"] * beside])
+        return [{OFFLOAD: what, RECOMPUTE: how} for what in away for how in again]
 
     def that_fits(self, option: _Option, search: Search) -> _Option | None:
         """The option with the first saving that makes it fit; None: no saving does."""

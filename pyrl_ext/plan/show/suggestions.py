@@ -12,7 +12,7 @@ from rich.table import Table
 from pyrl_ext.plan.compile import draft_of, load, refuse
 from pyrl_ext.plan.forecast.hardware import parse_gpus
 from pyrl_ext.plan.forecast.splits import Splits, suggest_splits
-from pyrl_ext.plan.forecast.suggest import Search, suggest
+from pyrl_ext.plan.forecast.suggest import LEFT_FREE, Search, suggest
 from pyrl_ext.plan.forecast.units import GIB, duration, size
 from pyrl_ext.plan.language.errors import ConfigError, Problem
 
@@ -83,7 +83,11 @@ def _print_layouts(search: Search, machines: str, console: Console) -> int:
     if not search.found:
         if search.smallest:
             peak, texts = search.smallest
-            console.print(f"the smallest layout needs {size(peak)} on a GPU, with", " ".join(texts))
+            console.print(
+                f"the smallest needs {size(peak)} on a GPU, expected at most {size(search.room)}; "
+                f"{LEFT_FREE:.0%} stay free for what is estimated. Take more GPUs, or lora. It has",
+                " ".join(texts),
+            )
         return 2
     table = Table(box=None, pad_edge=False)
     encoders = [f"ranks of {name}" for name in search.found[0].plan.modules]

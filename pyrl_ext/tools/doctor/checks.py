@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.memory import stage_memory
-from pyrl_ext.plan.forecast.units import size
-from pyrl_ext.tools.doctor.facts import Facts, nearest
+from pyrl_ext.plan.forecast.parameters import trained_of_stage
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES, size
+from pyrl_ext.tools.doctor.facts import Facts, disk_of, nearest
 from pyrl_ext.tools.doctor.features import Feature
 from pyrl_ext.tools.doctor.ports import ports
 
@@ -57,6 +59,7 @@ def _checks(plan: Plan, facts: Facts, features: tuple[Feature, ...]) -> Iterator
         yield Check("shared memory (/dev/shm)", size(found), problem if short else None)
     yield _open_files(plan, facts)
     yield _run_folder(plan)
+    yield _disk(plan)
     yield from (Check(*each) for each in ports(plan))
 
 
@@ -141,3 +144,32 @@ def _run_folder(plan: Plan) -> Check:
         problem = f"{folder}: {error.strerror}, expected a folder that can be written. Change run"
         return Check(name, plan.run, problem)
     return Check(name, plan.run)
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """About what one checkpoint takes: weights, and the optimizer's float32 numbers beside them.
+
+    Adapters are saved alone. Towers are left out.
+    """
+    trained = sum(trained_of_stage(plan, stage).total for stage in range(len(plan.stages)))
+    weight = DTYPE_BYTES[plan.model.dtype]
+    adam = 8 if weight == 4 else 12  # two moments, and weights where they are not float32
+    hf = weight * parameters(plan.sizes).total if plan.checkpoint.hf else 0
+    return trained * (weight + adam) + hf
+
+
+def _disk(plan: Plan) -> Check:
+    """Whether the checkpoints that are kept have room, and the one that is written beside them."""
+    name, folder, one = "disk", nearest(Path(plan.run)), checkpoint_bytes(plan)
+    every = plan.checkpoint.every or plan.steps
+    held = len([*(Path(plan.run) / "checkpoints").glob("step-*")])  # of a run that is resumed
+    number = max(1, min(plan.checkpoint.keep + 1, -(-plan.steps // every)) - held)
+    found = disk_of(folder)
+    if found is None:
+        return Check(name, "cannot be read")
+    free, needed = found["free"], number * one
+    problem = (
+        f"{size(free)} free for run {plan.run}, expected about {size(needed)}: {number} "
+        f"checkpoints of {size(one)}. Lower checkpoint.keep, or change run"
+    )
+    return Check(name, f"{size(free)} free", problem if free < needed else None)

@@ -37,9 +37,9 @@ def facts_of_host() -> Facts:
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "shared_memory": _disk(Path("/dev/shm")),
+        "shared_memory": disk_of(Path("/dev/shm")),
         "open_files": list(resource.getrlimit(resource.RLIMIT_NOFILE)),
-        "disk": _disk(Path.cwd()),
+        "disk": disk_of(Path.cwd()),
         "packages": {name: _version(name) for name in (*PACKAGES, *MORE)},
         "commands": {name: _said(name, option) for name, option in COMMANDS.items()},
         "torch": _torch(),
@@ -88,7 +88,7 @@ def _processor() -> str:
     return ", ".join([name[1] if name else platform.machine(), *known])
 
 
-def _disk(folder: Path) -> dict[str, int] | None:
+def disk_of(folder: Path) -> dict[str, int] | None:
     """Bytes of the disk that ``folder`` is on."""
     try:
         total, _, free = shutil.disk_usage(folder)

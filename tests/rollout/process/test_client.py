@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyrl_ext import train
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.agree import gather_objects
 from pyrl_ext.dist.heartbeat import heartbeats
@@ -27,6 +26,7 @@ from pyrl_ext.rollout.process import client
 from pyrl_ext.rollout.process.channel import Kind
 from pyrl_ext.rollout.process.client import IdleEngine, ProcessEngine, RemoteError
 from pyrl_ext.samples import Prompt, Sample, Sampling
+from pyrl_ext.train.loop import train
 from tests.helpers.engines import (
     GLM,
     assert_same,
@@ -344,7 +344,7 @@ def rows_of(transport: str, folder: str) -> list[dict[str, float]]:
     options = ("parallel.dp=2", f"rollout.transport={transport}", f"run={folder}/{transport}")
     plan = tiny_plan(*few, *quiet, *options)
     with topology.start(plan) as topo, heartbeats(topo) as heartbeat:
-        assert train.train(plan, topo, heartbeat)
+        assert train(plan, topo, heartbeat)
     return read_rows(Path(plan.run) / "metrics.jsonl")
 
 

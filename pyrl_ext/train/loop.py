@@ -1,9 +1,8 @@
-"""``python -m pyrl_ext.train CONFIG [section.key=value ...]``: compile the plan and run it."""
+"""The loop of a run, and what begins and ends it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from pyrl_ext.models import family
 from pyrl_ext.ops import check_extension, serve_gpu_from
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.plan import ConfigError, Plan
-from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.run.failure import no_silent_exit, report_failure, report_stop
 from pyrl_ext.run.folder import RunFolder
 from pyrl_ext.run.interrupt import Interrupt
@@ -92,13 +90,6 @@ def finish(step: Step, run: RunFolder, clock: Clock) -> None:
         print(f"stopped after step {reached}; the same command resumes from here", flush=True)
 
 
-def print_notes(plan: Plan, topo: Topology) -> None:
-    """On the main rank: old names of keys, and what else a reader may not expect of the plan."""
-    if topo.is_main:
-        for note in plan.notes:
-            print(f"note: {note}", flush=True)
-
-
 def load_kernels(plan: Plan, topo: Topology) -> None:
     """Let Triton load the kernels that were compiled for this plan, and say so."""
     if (folder := plan.kernels.prebuilt) is None:
@@ -111,12 +102,8 @@ def load_kernels(plan: Plan, topo: Topology) -> None:
         print(f"kernels: {launches} kinds of Triton launches are prebuilt in {folder}", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: the last step is done; 1: failed, with the reason; 2: the plan does not hold;
-    130: Ctrl-C."""
-    _, plan = parse_plan(plan_parser("pyrl_ext.train", __doc__), arguments)
-    if plan is None:
-        return 2
+def start(plan: Plan) -> int:
+    """Run the plan on this rank; returns the exit code: 0, 1, 2 or `STOPPED`."""
     if plan.threads:
         torch.set_num_threads(plan.threads)
     serve_gpu_from(plan.kernels.backend)
@@ -129,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             heartbeats(topo) as heartbeat,
             locked(run, topo.is_main, topo.world),
         ):
-            print_notes(plan, topo)
+            for note in plan.notes * topo.is_main:  # old names of keys, and what else may surprise
+                print(f"note: {note}", flush=True)
             plan = fetch(plan, topo)
             load_kernels(plan, topo)
             done = train(plan, topo, heartbeat)
@@ -143,7 +131,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report_failure(run, error)
         return 1
     return 0 if done else STOPPED
-
-
-if __name__ == "__main__":
-    sys.exit(main())
