@@ -41,7 +41,7 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; 2: there is no such command."""
+    """Run a command and return its exit code; 2: there is no such command; 130: Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if given else sys.stderr)
@@ -54,7 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a config names functions there
-    return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+    try:
+        return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+    except KeyboardInterrupt:  # before or after what handles it, such as a run's steps
+        print(f"\npyrl {name}: stopped by Ctrl-C", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

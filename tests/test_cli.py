@@ -49,6 +49,17 @@ def test_main_finds_functions_in_the_folder_it_is_called_in(
     assert main(["plan", config]) == 0 and sys.path.count(str(tmp_path)) == 1
 
 
+def test_main_says_that_ctrl_c_stopped_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """While a command imports what it needs, too, which takes seconds."""
+    (tmp_path / "slow.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(COMMANDS, "plan", ("slow", ""))
+    assert main(["plan"]) == 130
+    assert capsys.readouterr().err == "\npyrl plan: stopped by Ctrl-C\n"
+
+
 def test_main_refuses_an_unknown_command(capsys: pytest.CaptureFixture[str]):
     assert main(["trian"]) == 2
     assert "Did you mean train?" in capsys.readouterr().err

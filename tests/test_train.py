@@ -21,6 +21,7 @@ from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.recorded_file import load_samples, save_samples
 from pyrl_ext.rollout.rollouts import Rollouts
+from pyrl_ext.tools.doctor.checks import checkpoint_bytes
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights import check
 from tests.helpers import browser
@@ -51,8 +52,11 @@ def test_train_resumed_has_the_numbers_of_a_run_that_never_stopped(tmp_path):
     assert run(tmp_path / "parts", "steps=5", *common) == 0
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
     assert (tmp_path / "whole/report.png").stat().st_size > 10_000
-    shown = compile_plan(CONFIG, arguments(tmp_path / "whole", "steps=5", *common)).to_json()
-    assert (tmp_path / "whole/plan.json").read_text() == shown  # what `plan --json` prints
+    plan = compile_plan(CONFIG, arguments(tmp_path / "whole", "steps=5", *common))
+    assert (tmp_path / "whole/plan.json").read_text() == plan.to_json()  # what `--json` prints
+    (tensors,) = (tmp_path / "whole/checkpoints/step-5").glob("*.distcp")
+    # numbers alone: the names of so small a model take a tenth more
+    assert 1 <= tensors.stat().st_size / checkpoint_bytes(plan) < 1.12
 
 
 def test_train_resumes_with_more_prompts_than_are_kept(tmp_path):

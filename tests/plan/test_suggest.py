@@ -70,7 +70,7 @@ def test_suggest_prices_few_plans_in_full(eight: Search, monkeypatch: pytest.Mon
 def test_suggest_leaves_nothing_faster_out():
     fixed = ["parallel.pp=1", "parallel.cp=1"]
     source = load(GLM47, fixed)
-    given = _Given(draft_of(source), frozenset(source.overrides), 8, "H100")
+    given = _Given(draft_of(source), frozenset(source.overrides), 8, "H200")
     totals = []
     for layout in given.layouts():
         for tokens in given.tokens(layout):
@@ -81,7 +81,7 @@ def test_suggest_leaves_nothing_faster_out():
                     found = step_time(plan)
                     assert found
                     totals.append(found.total)
-    search = suggest(GLM47, fixed, 8, "H100")
+    search = suggest(GLM47, fixed, 8, "H200")
     assert search.found[0].time.total == pytest.approx(min(totals))
 
 

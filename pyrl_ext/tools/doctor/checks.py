@@ -153,9 +153,8 @@ def checkpoint_bytes(plan: Plan) -> int:
     """
     trained = sum(trained_of_stage(plan, stage).total for stage in range(len(plan.stages)))
     weight = DTYPE_BYTES[plan.model.dtype]
-    adam = 8 if weight == 4 else 12  # two moments, and weights where they are not float32
     hf = weight * parameters(plan.sizes).total if plan.checkpoint.hf else 0
-    return trained * (weight + adam) + hf
+    return trained * (weight + 12) + hf  # the optimizer's weights and two moments
 
 
 def _disk(plan: Plan) -> Check:
