@@ -38,10 +38,20 @@ QWEN3_8B = {
     **{"num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
     **{"max_position_embeddings": 40960, "initializer_range": 0.02},
 }
-MODELS = {
+QWEN35_35B = {
+    **{"model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048},
+    **{"num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2},
+    **{"head_dim": 256, "num_experts": 256, "num_experts_per_tok": 8},
+    **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144},
+    **{"initializer_range": 0.02, "full_attention_interval": 4},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+MODELS: dict[str, str | dict[str, Any]] = {
     **{"GLM-4.7-Flash": "glm47", "GLM-4.7": "glm47_355b", "DeepSeek-V3": "deepseek_v3"},
-    **{"Moonlight": "moonlight", "Qwen3-30B-A3B": "qwen3_30b", "Qwen3-8B": None},
-    **{"Qwen3-Next-80B-A3B": "qwen3_next_80b"},
+    **{"Moonlight": "moonlight", "Qwen3-30B-A3B": "qwen3_30b", "Qwen3-8B": QWEN3_8B},
+    **{"Qwen3-Next-80B-A3B": "qwen3_next_80b", "Qwen3.5-35B-A3B": QWEN35_35B},
 }
 SMALLER = {
     **{"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32},
@@ -61,8 +71,10 @@ TOKENS = 96
 ALLOWED = 1e-4
 
 
-def config_of(name: str | None) -> dict[str, Any]:
-    return json.loads((CONFIGS / name / "config.json").read_text()) if name else QWEN3_8B
+def config_of(model: str | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(model, dict):
+        return model
+    return json.loads((CONFIGS / model / "config.json").read_text())
 
 
 def smaller(hf: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +130,7 @@ def logits_of(policy: Policy, tokens: Tensor) -> Tensor:
         return model.eval()(*inputs, packed_seq_params=packed)[0][:rows]
 
 
-def row(name: str, source: str | None, folder: Path) -> tuple[str, bool]:
+def row(name: str, source: str | dict[str, Any], folder: Path) -> tuple[str, bool]:
     """A line of the table, and whether it is within the bar."""
     whole = config_of(source)
     hf = smaller(whole)

@@ -109,6 +109,7 @@ MODELS = {
     # layers that carry a state; in one process, weights changed by 1e-7 of themselves move the
     # gradient of a decay by 3.7e-5 of itself
     "qwen next": Model("tiny_qwen3_next", rounding=3.0),
+    "qwen next mtp": Model("tiny_qwen3_next", overrides=MTP, rounding=3.0),
     "qwen 5 layers": Model("tiny_qwen3", {"num_hidden_layers": 5}),
     "qwen mixed": Model("tiny_qwen3", {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}),
     # with vision towers: features for the first layers and positions of three axes; or neither
@@ -195,6 +196,7 @@ LAYOUTS = {
         *_layouts("dp2\ntp2\ncp2\npp2\npp2 vpp2\ncp2 recompute:full", "glm mtp"),
         *_layouts("tp2\ncp2\npp2 recompute:full\ndp2 ep2", "glm mtp 2"),
         *_layouts("tp2\ncp2\npp2 vpp2\ndp2 dynamic:2", "glm mtp kept"),
+        *_layouts("tp2\ncp2\npp2 vpp2", "qwen next mtp"),
         *_layouts("tp2\ncp2\npp2", "qwen kept"),
         *_layouts("tp2", "glm 384", "glm 384 off"),
         *_layouts("dp2 dynamic:2", *BOTH, "glm mtp", STATES),

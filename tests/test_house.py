@@ -29,6 +29,7 @@ MAX_FILE_LINES = 400
 # is read one operator, engine or forecast at a time. A part that a model may lack, or one of
 # several that a run uses, has a limit to itself: its files count there alone, so it comes before
 # the rooms that it is spread over.
+QWEN35 = ("", "_text", "_moe", "_moe_text")
 CORE = {
     "te": ("megatron/te", "megatron/te_attention", "plan/rules/te"),
     "encoders": (
@@ -72,7 +73,9 @@ CORE = {
     ),
     "hybrid": (
         *("plan/model/layer_kinds", "plan/model/families/qwen3_next", "plan/rules/state_layers"),
+        "plan/rules/state_packages",
         *("plan/model/families/nemotron_h", "models/qwen3_next"),
+        *(f"{at}/qwen3_5{kind}" for at in ("models", "plan/model/families") for kind in QWEN35),
         *("megatron/state_layers", "megatron/centred_norms", "megatron/gated_attention"),
     ),
     "core": (
@@ -95,7 +98,7 @@ MAX_CODE = {
     "report": 700,
     "trace": 180,
     "lora": 1500,
-    "hybrid": 520,
+    "hybrid": 650,
     "core": 7500,
     "plan core": 2520,
     "vllm": 610,
@@ -108,6 +111,9 @@ NAMED_AFTER = {
     "transformer_engine": {"te", "transformer"},
     "huggingface_hub": {"hub"},
     "wandb": {"wandb"},
+    "causal_conv1d": {"causal"},
+    "fla": {"fla"},
+    "mamba_ssm": {"mamba"},
     "pyrl_ext._C": {"native"},
 }
 # files that may import megatron-core, beside whole rooms

@@ -54,6 +54,7 @@ def local_mtp_spec(config: Any, vp_stage: int | None) -> Any:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     from pyrl_ext.megatron import mtp
+    from pyrl_ext.megatron.centred_norms import CentredNorm
     from pyrl_ext.megatron.local_layers import RMSNorm
 
     if not mtp.layers_here(config, vp_stage):
@@ -66,7 +67,8 @@ def local_mtp_spec(config: Any, vp_stage: int | None) -> Any:
         normalization="RMSNorm",
     )
     _fit(layer, config)
-    return mtp.block_spec(layer, config.mtp_num_layers, norm=RMSNorm, linear=ColumnParallelLinear)
+    norm = CentredNorm if config.layernorm_zero_centered_gamma else RMSNorm
+    return mtp.block_spec(layer, config.mtp_num_layers, norm=norm, linear=ColumnParallelLinear)
 
 
 def _fit(layer: Any, config: Any) -> None:

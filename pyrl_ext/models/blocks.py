@@ -97,7 +97,7 @@ def decoder[S: ModelSizes](
 
     def weights(sizes: S, mtp_layers: int) -> list[Weight]:
         first = sizes.num_hidden_layers
-        sparse = {*sizes.router_layers, *range(first, first + mtp_layers)}
+        sparse = {*sizes.router_layers, *range(first, first + mtp_layers * bool(sizes.num_experts))}
         layers = (
             _layer(i, sizes, attention(i, sizes), (_experts if i in sparse else _dense)(i, sizes))
             for i in range(first + mtp_layers)

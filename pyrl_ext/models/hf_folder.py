@@ -332,8 +332,8 @@ def written_config(plan: Plan, dtype: str) -> dict[str, Any]:
 
     def fitted(part: Mapping[str, Any]) -> dict[str, Any]:
         hf = {key: value for key, value in part.items() if key != "quantization_config"}
-        if "num_nextn_predict_layers" in hf:
-            hf["num_nextn_predict_layers"] = plan.num_mtp_layers
+        for key in {"num_nextn_predict_layers", "mtp_num_hidden_layers"} & hf.keys():
+            hf[key] = plan.num_mtp_layers
         for key in {"text_config", "vision_config"} & hf.keys():
             hf[key] = fitted(hf[key])
         return hf | dict.fromkeys({"dtype", "torch_dtype"} & hf.keys(), dtype)

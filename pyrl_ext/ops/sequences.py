@@ -44,10 +44,16 @@ def check_boundaries(where: str, cu_seqlens: Tensor, rows: int) -> None:
         )
 
 
+def sequence_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
+    """[T] int64, the number of each row's sequence."""
+    row = torch.arange(rows, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens, row, right=True) - 1
+
+
 def positions(cu_seqlens: Tensor, rows: int) -> Tensor:
     """[T] int64, how many rows of its sequence precede each row."""
     row = torch.arange(rows, device=cu_seqlens.device)
-    return row - cu_seqlens[torch.searchsorted(cu_seqlens, row, right=True) - 1]
+    return row - cu_seqlens[sequence_of_rows(cu_seqlens, rows)]
 
 
 SHORT, LONG = 16, 32  # rows of a chunk, by the mean length of sequences
@@ -99,9 +105,8 @@ def chunks_of(cu_seqlens: Tensor, rows: int) -> Chunks:
     inside = number[:, None] * size + torch.arange(size, device=starts.device)
     row = starts[sequence, None] + inside
     filled = row < ends[sequence, None]
-    at = torch.arange(rows, device=starts.device)
-    own = torch.searchsorted(starts, at, right=True) - 1
-    at = before[own] * size + at - starts[own]
+    own = sequence_of_rows(starts, rows)
+    at = before[own] * size + torch.arange(rows, device=starts.device) - starts[own]
     first = (number == 0) | ~filled[:, 0]
     if first.device.type == "cpu":  # second chunks of all sequences at once, then third ones
         number = torch.where(first, 0, number)

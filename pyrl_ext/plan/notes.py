@@ -10,6 +10,7 @@ from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules import changed
 from pyrl_ext.plan.rules.log import wandb_problems
+from pyrl_ext.plan.rules.state_packages import state_problems
 from pyrl_ext.plan.rules.te import te_problems
 
 
@@ -143,7 +144,7 @@ def _placement(plan: Plan) -> list[str]:
 def unsupported(plan: Plan) -> tuple[str, ...]:
     """Parts of `plan` that the trainer refuses to start, each with its key."""
     found = [f"model.config: {reason}" for reason in plan.sizes.unsupported()]
-    found += [*te_problems(plan), *wandb_problems(plan)]
+    found += [*te_problems(plan), *wandb_problems(plan), *state_problems(plan)]
     found += [f"{key}: {value} is not built yet. Leave it out" for key, value in _not_built(plan)]
     if plan.sizes.vision and not plan.modules:
         reads = f"{plan.model.family} reads images, which nothing would encode"

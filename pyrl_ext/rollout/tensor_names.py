@@ -8,10 +8,15 @@ from collections.abc import Iterator, Sequence
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 _STACKED = re.compile(r"(.*\.experts)\.adapters\.((?:gate|up|down)_proj\.lora_[AB]\.weight)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+# the layer of tensors for multi-token prediction in families that do not number it on
+AHEAD = 1 << 30
 
 
 def layer_of(name: str) -> int | None:
-    """``model.layers.<n>.<...>`` -> n, the 0-based global layer id; None outside of the layers."""
+    """``model.layers.<n>.<...>`` -> n, the 0-based global layer id; ``mtp.<...>`` -> `AHEAD`; None
+    outside of the layers."""
+    if name.startswith("mtp."):
+        return AHEAD
     found = _LAYER.search(name)
     return int(found[1]) if found else None
 

@@ -135,7 +135,7 @@ class Module:
         decoder, routers = self.plan.sizes.num_hidden_layers, self.plan.router_layers
         for chunk, stage in enumerate(self.plan.stages[self.topo.pp_rank]):
             planned = [i for i in stage.layers if i in routers]
-            planned += range(decoder, decoder + stage.mtp)
+            planned += range(decoder, decoder + stage.mtp * bool(self.plan.sizes.num_experts))
             if (live := self.replay.layer_ids(chunk)) != tuple(planned):
                 raise RuntimeError(
                     f"Module.build: {self.name}, rank {self.topo.rank}, chunk {chunk} has routers "

@@ -440,11 +440,11 @@ def _sequences() -> list[Bad]:
     """Boundaries, for all operators along sequences."""
     x, steps, heads = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2, 4)
     conv = x, torch.zeros(2, 4), None
-    ssd = heads, steps, steps, heads, heads, torch.zeros(2)
+    ssd = heads, steps, torch.zeros(2), heads, heads, torch.zeros(2)
     delta = heads, heads, heads, steps, steps
     runs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         "causal_conv1d": (causal_conv1d, conv),
-        "ssd_scan": (ssd_scan, (*ssd[:2], ssd[5], *ssd[3:], ssd[5])),
+        "ssd_scan": (ssd_scan, (*ssd, ssd[5])),
         "gated_delta_rule": (gated_delta_rule, delta),
         "causal_conv1d_grad": (conv_grad, (x, *conv)),
         "ssd_scan_grad": (ssd_grad, (heads, *ssd)),

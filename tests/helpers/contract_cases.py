@@ -59,11 +59,12 @@ def along_args(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     def leaf(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return real(*shape, dtype=dtype).requires_grad_()
 
-    steps = [leaf(7, 4, dtype=wide) for _ in range(2)]
+    steps = leaf(7, 4, dtype=wide)
     shared = leaf(7, 2, 5), leaf(7, 2, 5)
-    ssd = leaf(7, 4, 3), *steps, *shared, leaf(4, dtype=wide), ends
+    heads = [leaf(4, dtype=wide) for _ in range(2)]
+    ssd = leaf(7, 4, 3), steps, heads[0], *shared, heads[1], ends
     keys = leaf(7, 4, 5), leaf(7, 4, 5)
-    delta = *keys, leaf(7, 4, 3), steps[0], leaf(7, 4), ends
+    delta = *keys, leaf(7, 4, 3), steps, leaf(7, 4), ends
     conv = leaf(7, 3), leaf(3, 4), leaf(3), ends
     calls = {"causal_conv1d": conv, "ssd_scan": ssd, "gated_delta_rule": delta}
     plain = {

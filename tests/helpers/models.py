@@ -123,6 +123,10 @@ QWEN_NEXT = MODELS["qwen3_next_80b"] | SMALL | {"head_dim": 32, "mlp_only_layers
 QWEN_NEXT |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 QWEN_NEXT |= {"shared_expert_intermediate_size": 40, "linear_key_head_dim": 16}
 QWEN_NEXT |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_value_head_dim": 12}
+QWEN35 = without(QWEN_NEXT, "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob")
+QWEN35 |= {"model_type": "qwen3_5_moe_text", "num_key_value_heads": 2}
+QWEN35_DENSE = without(QWEN35, *(name for name in QWEN35 if "expert" in name or "moe" in name))
+QWEN35_DENSE |= {"model_type": "qwen3_5_text"}
 TRAINED = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3, yarn by its defaults": DEEPSEEK
@@ -137,6 +141,8 @@ TRAINED = {
     | {"partial_rotary_factor": 0.25, "n_group": 3, "topk_group": 2},
     "qwen3": QWEN3_SMALL,
     "qwen3_next": QWEN_NEXT,
+    "qwen3_5_moe": QWEN35,
+    "qwen3_5": QWEN35_DENSE,
     "qwen3, tied": QWEN3_SMALL | {"tie_word_embeddings": True, "num_key_value_heads": 4},
 }
 

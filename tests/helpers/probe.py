@@ -118,7 +118,7 @@ class Probe:
                 self.checked += 1
 
     def _is_native(self, layer: int, router, hidden: Tensor, used: Tensor) -> None:
-        """A sigmoid router without routes chooses for itself."""
+        """A router without routes chooses for itself."""
         rows = self.rows[self.microbatch] if self.microbatch is not None else []
         if self.microbatch is not None:
             self.seen[layer, self.microbatch] += 1
@@ -126,7 +126,9 @@ class Probe:
         mine = rows[self.topo.tp_rank * part : (self.topo.tp_rank + 1) * part]
         real = torch.tensor([row >= 0 for row in mine], dtype=torch.bool)
         with torch.no_grad():
-            scores = router.gating(hidden).flatten(0, -2).sigmoid() + router.expert_bias
+            scores = router.gating(hidden).flatten(0, -2)
+            if router.expert_bias is not None:
+                scores = scores.sigmoid() + router.expert_bias
             want = torch.zeros_like(used).scatter(1, scores.topk(router.topk).indices, True)
         # under recomputation the newest microbatch may be another one, of another length
         if len(real) == len(used) and not self.recompute:

@@ -18,7 +18,8 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import family, weight, weight_table
 from pyrl_ext.plan import Plan
-from tests.helpers.models import MOONLIGHT
+from pyrl_ext.rollout.tensor_names import split_experts
+from tests.helpers.models import MOONLIGHT, QWEN35
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 from tests.helpers.towers import ImageBatch, with_images
 
@@ -56,6 +57,13 @@ QWEN_VL = {
     "tie_word_embeddings": False,
     **TOKENS,
 }
+QWEN35_VL = {
+    "model_type": "qwen3_5_moe",
+    "text_config": QWEN35 | {"rope_parameters": QWEN_TEXT["rope_scaling"] | {"rope_theta": 1e4}},
+    "vision_config": {k: v for k, v in QWEN_TOWER.items() if k != "deepstack_visual_indexes"},
+    "tie_word_embeddings": False,
+    **TOKENS,
+}
 KIMI_VL = {
     "model_type": "kimi_k25",
     "text_config": MOONLIGHT,
@@ -81,10 +89,10 @@ def write_model(folder: Path, hf: dict[str, Any]) -> Any:
         for name, value in [*model.named_parameters(), *biases]:
             noise = torch.randn(value.shape)
             norm = "norm" in name and name.endswith("weight")
-            value.copy_(1 + 0.3 * noise if norm else 0.2 * noise)
+            value.copy_(value + 0.3 * noise if norm else 0.2 * noise)
     folder.mkdir(parents=True, exist_ok=True)
     state = {n: t.detach().clone() for n, t in model.state_dict().items()}
-    published = (kimi if hf["model_type"] == "kimi_k25" else qwen)(state)
+    published = {"kimi_k25": kimi, "qwen3_vl_moe": qwen}.get(hf["model_type"], singles)(state)
     save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf))
     return model
@@ -93,6 +101,15 @@ def write_model(folder: Path, hf: dict[str, Any]) -> Any:
 def qwen(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The experts of a layer as columns."""
     return {n: t.mT.contiguous() if ".experts." in n else t for n, t in state.items()}
+
+
+def singles(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The experts of a layer one by one."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        experts = split_experts(name, tensor.shape) or [(name, slice(None), slice(None))]
+        found |= {n: tensor[e, rows].clone() if n != name else tensor for n, e, rows in experts}
+    return found
 
 
 RENAMED = {

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from benchmarks.families import QWEN35_35B
 from benchmarks.whole import microbatch
 from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
@@ -32,6 +33,8 @@ from tests.helpers.models import (
     MOONLIGHT,
     QWEN3_8B,
     QWEN3_SMALL,
+    QWEN35,
+    QWEN35_DENSE,
     QWEN_NEXT,
     TRAINED,
     check_layouts,
@@ -59,6 +62,11 @@ def test_parameters_are_those_of_transformers(hf):
 )
 def test_parameters_have_the_published_totals(model, billions, digits):
     assert round(parameters(read_sizes(MODELS[model])).total / 1e9, digits) == billions
+
+
+def test_parameters_of_qwen35_have_its_name():
+    counts = parameters(read_sizes(QWEN35_35B))
+    assert (round(counts.total / 1e9), round(counts.active / 1e9)) == (35, 3)
 
 
 def test_parameters_have_the_totals_published_without_the_embedding():
@@ -179,7 +187,10 @@ def test_load_lists_names_that_do_not_fit(tmp_path, biased, word):
 SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3_SMALL}
 
 
-@pytest.mark.parametrize("hf", [*SEVERAL.values(), QWEN_NEXT], ids=[*SEVERAL, "qwen3_next"])
+STATES = {"qwen3_next": QWEN_NEXT, "qwen3_5_moe": QWEN35}
+
+
+@pytest.mark.parametrize("hf", (SEVERAL | STATES).values(), ids=[*SEVERAL, *STATES])
 def test_build_engine_has_the_model_of_the_trainer(tmp_path, hf):
     """Log-probs of generated tokens, and every router's experts, agree."""
     write_model(tmp_path, hf)
@@ -225,11 +236,32 @@ def test_Policy_of_every_layout_equals_one_process(tmp_path):
     check_layouts(tmp_path, SEVERAL | {"qwen3, tied": TRAINED["qwen3, tied"]}, layouts)
 
 
-def test_MultiTokenGPT_predicts_a_token_further_ahead(tmp_path):
+AHEAD = {"enorm": "enorm", "hnorm": "hnorm", "fc": "eh_proj", "norm": "shared_head.norm"}
+AHEAD = {name: f"model.layers.2.{given}.weight" for name, given in AHEAD.items()}
+AHEAD_NEXT = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+AHEAD_NEXT = {name: f"mtp.{AHEAD_NEXT.get(name, name)}.weight" for name in AHEAD}
+LAYERS = ["linear_attention", "full_attention"]
+NEXT = QWEN_NEXT | {"layer_types": LAYERS, "mlp_only_layers": []}
+MULTI_TOKEN = {
+    "glm4_moe": (GLM | {"num_nextn_predict_layers": 1}, {}, AHEAD, 0),
+}
+MULTI_TOKEN |= {
+    name: (
+        hf | {"layer_types": LAYERS},
+        {"layer_types": [*LAYERS, "full_attention"]},
+        AHEAD_NEXT,
+        1,
+    )
+    for name, hf in {"qwen3_next": NEXT, "qwen3_5, dense": QWEN35_DENSE}.items()
+}
+
+
+@pytest.mark.parametrize(("hf", "more", "names", "centre"), MULTI_TOKEN.values(), ids=MULTI_TOKEN)
+def test_MultiTokenGPT_predicts_a_token_further_ahead(tmp_path, hf, more, names, centre):
     """Its layer is one of transformers' decoder layers, between what checkpoints name."""
-    hf = GLM | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    hf = hf | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    config = (f"model.config={tmp_path}/config.json", "model.family=glm4_moe")
+    config = (f"model.config={tmp_path}/config.json", f"model.family={hf['model_type']}")
     plan = tiny_plan(*config, "model.mtp=true", "objective.mtp_coef=0.1", "replay=off")
     batch = random_batch(9)
     batch = passes.select(batch, [batch.seqlens.index(max(batch.seqlens))])
@@ -240,7 +272,9 @@ def test_MultiTokenGPT_predicts_a_token_further_ahead(tmp_path):
         with torch.no_grad():
             for value in model.parameters():
                 value += 0.2 * torch.randn(value.shape)
-        save_safetensors(tmp_path, policy.weights(), hf | {"num_hidden_layers": 3})
+        layer = ("mtp.layers.0.", "model.layers.2.")
+        named = ((name.replace(*layer), value) for name, value in policy.weights())
+        save_safetensors(tmp_path, named, hf | more | {"num_hidden_layers": 3})
         model.train()
         micro = microbatch(batch, [0], topo.place(), 1)
         packed = PackedSequences.of(micro)
@@ -248,7 +282,11 @@ def test_MultiTokenGPT_predicts_a_token_further_ahead(tmp_path):
         inputs = micro.tokens[None], packed.positions[None], None
         _, (found, _entropy) = model(*inputs, packed_seq_params=packed, output_processor=scored)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    logits = logits_ahead(theirs, load_file(tmp_path / "model.safetensors"), batch)
+    saved = load_file(tmp_path / "model.safetensors")
+    tensors = {
+        name: saved[given] + (centre if "norm" in name else 0) for name, given in names.items()
+    }
+    logits = logits_ahead(theirs, tensors, batch)
     want = logits[:-1].log_softmax(-1).gather(-1, batch.targets[1:, None])[:, 0]
     assert len(want) > 9
     torch.testing.assert_close(found[: len(want)].detach(), want, atol=3e-5, rtol=0)
@@ -259,7 +297,7 @@ def logits_ahead(theirs, tensors, batch):
     """[T, V] of the token after the target, with the last layer of ``theirs`` as the one ahead."""
 
     def norm(name, x):
-        weight = tensors[f"model.layers.2.{name}.weight"]
+        weight = tensors[name]
         return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
 
     hidden, ahead = (theirs.model.embed_tokens(ids[None]) for ids in (batch.tokens, batch.targets))
@@ -267,6 +305,6 @@ def logits_ahead(theirs, tensors, batch):
     for layer in theirs.model.layers[:2]:
         hidden = layer(hidden, attention_mask=None, position_embeddings=angles)
     both = torch.cat((norm("enorm", ahead), norm("hnorm", theirs.model.norm(hidden))), -1)
-    hidden = both @ tensors["model.layers.2.eh_proj.weight"].T
+    hidden = both @ tensors["fc"].T
     hidden = theirs.model.layers[2](hidden, attention_mask=None, position_embeddings=angles)
-    return theirs.lm_head(norm("shared_head.norm", hidden))[0]
+    return theirs.lm_head(norm("norm", hidden))[0]

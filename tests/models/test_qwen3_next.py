@@ -1,4 +1,4 @@
-"""Qwen3-Next: its tensors under every split, and the trainer's model of every layout."""
+"""Qwen3-Next and Qwen3.5: tensors under every split, and the trainer's model of every layout."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from pyrl_ext.models.hf_folder import SafetensorsFolder
 from pyrl_ext.models.weight import Weight, shard_of, whole_of
 from pyrl_ext.models.weight_table import RandomWeights
 from pyrl_ext.plan.model.sizes import read_sizes
-from tests.helpers.models import QWEN_NEXT, check_layouts, write_model
+from tests.helpers.models import QWEN35, QWEN_NEXT, check_layouts, write_model
 
 
 def numbered(*lengths: int) -> list[torch.Tensor]:
@@ -39,9 +39,10 @@ def test_shard_of_puts_gates_behind_the_queries_of_their_group(size):
     assert all(map(torch.equal, whole_of(weight, shards), tensors))
 
 
-def test_weights_are_the_tensors_of_transformers_under_every_split(tmp_path):
-    write_model(tmp_path, QWEN_NEXT)
-    sizes, kind = read_sizes(QWEN_NEXT), family("qwen3_next")
+@pytest.mark.parametrize("hf", [QWEN_NEXT, QWEN35], ids=["qwen3_next", "qwen3_5_moe"])
+def test_weights_are_the_tensors_of_transformers_under_every_split(tmp_path, hf):
+    write_model(tmp_path, hf)
+    sizes, kind = read_sizes(hf), family(hf["model_type"])
     table, folder = kind.weights(sizes, 0), SafetensorsFolder(tmp_path)
     folder.check(table, kind.ignored(sizes, 0))
     for row in table:
@@ -75,5 +76,7 @@ LAYOUTS = {
 
 def test_Policy_of_every_layout_equals_one_process(tmp_path):
     layouts = {name: ("qwen3_next", *overrides) for name, overrides in LAYOUTS.items()}
+    layouts |= {f"{name}, 3.5": ("qwen3_5_moe", *LAYOUTS[name]) for name in ("tp2", "cp2")}
+    models = {"qwen3_next": QWEN_NEXT, "qwen3_5_moe": QWEN35}
     # gated norms enlarge rounding: one process differs from transformers by 3.2e-5
-    check_layouts(tmp_path, {"qwen3_next": QWEN_NEXT}, layouts, atol=1e-4)
+    check_layouts(tmp_path, models, layouts, atol=1e-4)

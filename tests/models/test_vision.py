@@ -31,9 +31,19 @@ from tests.helpers import vision
 from tests.helpers.models import SHIPPED, plan_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import one_rank
-from tests.helpers.vision import GRIDS, IMAGE, KIMI_VL, QWEN_VL, pixels_of, rows_of, write_model
+from tests.helpers.vision import (
+    GRIDS,
+    IMAGE,
+    KIMI_VL,
+    QWEN35_VL,
+    QWEN_VL,
+    pixels_of,
+    rows_of,
+    write_model,
+)
 
 MODELS = {"qwen": QWEN_VL, "kimi": KIMI_VL}
+FAMILIES = MODELS | {"qwen3_5_moe": QWEN35_VL}
 # of each sample: rows of text before, between and behind its images, whose grids are GRIDS in turn
 TEXT = ((3, 2, 4), (7,), (1, 1, 5))
 
@@ -80,7 +90,7 @@ def exact_logits(theirs: Any, hf: dict[str, Any], batch: Batch, images: Images) 
             both = torch.cat([pixels[i] for i in mine])
             both = both.unflatten(1, (3, 4, 4)) if hf is KIMI_VL else both
             given = {"pixel_values": both, "image_grid_thw": torch.tensor([GRIDS[i] for i in mine])}
-        if mine and hf is QWEN_VL:
+        if mine and hf is not KIMI_VL:
             given["mm_token_type_ids"] = (tokens == IMAGE).int()[None]
         found.append(theirs(input_ids=tokens[None], **given).logits[0])
     return torch.cat(found)
@@ -148,7 +158,7 @@ def test_parameters_have_the_published_total():
     assert round(count_of(SHIPPED["qwen3_vl_30b"]) / 1e9, 1) == 31.1
 
 
-@pytest.mark.parametrize("hf", MODELS.values(), ids=list(MODELS))
+@pytest.mark.parametrize("hf", FAMILIES.values(), ids=list(FAMILIES))
 def test_family_with_tower_equals_the_model_of_transformers(tmp_path, hf):
     """Rows of the tower, of all images and of each; logits of text and images; the gradient of
     every tensor of the tower, through the language model; and the checkpoint written again."""
@@ -175,7 +185,9 @@ def test_family_with_tower_equals_the_model_of_transformers(tmp_path, hf):
         real = micro.rows >= 0
         found = logits[real]
         want = exact_logits(theirs, hf, batch, images)
-        torch.testing.assert_close(found, want, atol=3e-5, rtol=1e-6)
+        # gated norms enlarge rounding
+        atol = 1e-4 if plan.sizes.state_mixer else 3e-5
+        torch.testing.assert_close(found, want, atol=atol, rtol=1e-6)
         cotangent = torch.randn(want.shape) / 100
         want.backward(cotangent)
         found.backward(cotangent)
@@ -190,7 +202,7 @@ def test_family_with_tower_equals_the_model_of_transformers(tmp_path, hf):
             )
         }
         write_hf(tmp_path / "back", weights.items(), plan, topo)
-    check_gradients(theirs, hf, table, live)
+    check_gradients(theirs, hf, table, live, atol)
     saved, back = (load_file(tmp_path / at / "model.safetensors") for at in (".", "back"))
     assert saved.keys() == back.keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in back.items())
@@ -209,7 +221,7 @@ def test_build_tower_refuses_another_base_of_its_angles(tmp_path):
         build_tower(plan, one_rank(plan), kind.kind)
 
 
-def check_gradients(theirs, hf, table, live):
+def check_gradients(theirs, hf, table, live, atol):
     """The gradients of the tower's tensors are those of transformers', as checkpoints name them."""
     exact = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
     published = (vision.kimi if hf is KIMI_VL else vision.qwen)(exact)
@@ -218,7 +230,11 @@ def check_gradients(theirs, hf, table, live):
         for name, grad in zip(row.hf_names, grads, strict=True):
             scale = published[name].abs().max().item()
             torch.testing.assert_close(
-                grad, published[name], atol=2e-5 * max(scale, 1e-3), rtol=1e-4, msg=name
+                grad,
+                published[name],
+                atol=atol * max(scale, 1e-3),
+                rtol=1e-4,
+                msg=lambda said, name=name: f"{name}: {said}",
             )
 
 

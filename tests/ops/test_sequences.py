@@ -134,7 +134,7 @@ def test_sequences_references_read_no_number_on_the_host():
     of_x, *_ = conv_reference.causal_conv1d_grad(x, x, weight, bias, ends)
     assert of_x.shape == x.shape
     x, dt, A, B, C, D, _ = meta["ssd_scan"]
-    args = x, dt.float(), dt.float() * A, B, C, D, ends
+    args = x, dt.float(), A, B, C, D, ends
     assert ssd_reference.ssd_scan(*args).shape == ssd_reference.ssd_scan_grad(x, *args)[0].shape
     q, k, v, g, beta = meta["gated_delta_rule"]
     args = q, k, v, g, beta, ends

@@ -116,7 +116,7 @@ def test_an_engine_caches_keys_of_attention_alone_and_a_state_of_each_sequence()
     qwen = compile_plan(CONFIGS / "qwen3_next_80b.yaml")
     assert kv_bytes_per_token(qwen, 1) == 12 * 2 * 2 * 2 * 256
     assert state_bytes(qwen, 1) == 36 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 + 32) * 128)
-    assert qwen.unsupported == ()
+    assert all(each.startswith("kernels.backend: auto with gated") for each in qwen.unsupported)
     assert any("does not build mamba" in each for each in nano.unsupported)
 
 

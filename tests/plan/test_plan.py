@@ -15,6 +15,7 @@ from pyrl_ext.plan.compile import draft_of, load
 from pyrl_ext.plan.language.fields import InvalidField
 from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.plan import PartialPlan
+from pyrl_ext.plan.rules import state_packages
 from pyrl_ext.plan.schema import Parallel
 
 REPOSITORY = Path(__file__).parents[2]
@@ -89,6 +90,8 @@ def test_Grid_counts_its_ranks_from_the_first_one():
 def test_compile_plan_gives_the_golden_plan(path: Path, monkeypatch: pytest.MonkeyPatch):
     """`PYRL_WRITE_GOLDEN=1 python -m pytest tests/plan/test_plan.py` writes them anew."""
     monkeypatch.chdir(REPOSITORY)
+    # which packages are here is no part of it
+    monkeypatch.setattr(state_packages, "package_problems", lambda _: [])
     plan = compile_plan(path).model_copy(update={"source": f"configs/{path.name}"})
     file = GOLDEN / f"{path.stem}.json"
     if os.environ.get("PYRL_WRITE_GOLDEN"):

@@ -1,8 +1,9 @@
 """causal_conv1d: each channel's convolution over the rows before it in its sequence, then SiLU.
 
-Backends: reference (torch). Everything is computed in float32 (float64 for float64) and rounded
-once. Gradient: to ``x``, ``weight`` and ``bias``; it computes the sums before SiLU again, so only
-the arguments are kept. There is no second derivative.
+Backends: causal_conv1d (the package's CUDA kernels, bfloat16), reference (torch). Everything is
+computed in float32 (float64 for float64) and rounded once. Gradient: to ``x``, ``weight`` and
+``bias``; it computes the sums before SiLU again, so only the arguments are kept. There is no second
+derivative.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from pyrl_ext.ops._op import Op
 from pyrl_ext.ops.sequences import check_sequences
 
-from . import reference
+from . import causal, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 WIDTHS = (2, 3, 4)
@@ -30,6 +31,7 @@ def _grad_fake(
 op = Op(
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens) -> Tensor", fake=_fake
 )
+op.backend("causal_conv1d", causal.causal_conv1d, refuse=causal.refuse)
 op.backend("reference", reference.causal_conv1d)
 
 grad_op = Op(
@@ -37,6 +39,7 @@ grad_op = Op(
     "-> (Tensor, Tensor, Tensor)",
     fake=_grad_fake,
 )
+grad_op.backend("causal_conv1d", causal.causal_conv1d_grad, refuse=causal.refuse_grad)
 grad_op.backend("reference", reference.causal_conv1d_grad)
 
 

@@ -1,8 +1,9 @@
 """gated_delta_rule: the recurrence of a gated delta net layer over packed sequences.
 
-Backends: reference (torch, in chunks). Everything is computed in float32 (float64 for float64) and
-rounded once. Gradient: to every argument but ``cu_seqlens``; states are computed again, so only the
-arguments are kept. There is no second derivative.
+Backends: fla (the package's Triton kernels, bfloat16, with states and products between chunks
+rounded to it), reference (torch, in chunks). The reference computes everything in float32 (float64
+for float64) and rounds once. Gradient: to every argument but ``cu_seqlens``; states are computed
+again, so only the arguments are kept. There is no second derivative.
 """
 
 import torch
@@ -12,7 +13,7 @@ from pyrl_ext.ops._op import Op
 from pyrl_ext.ops.dtypes import accum_dtype
 from pyrl_ext.ops.sequences import check_sequences
 
-from . import reference
+from . import fla, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -27,12 +28,14 @@ def _grad_fake(grad: Tensor, *arguments: Tensor) -> tuple[Tensor, ...]:
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens"
 op = Op(f"gated_delta_rule({_ARGUMENTS}) -> Tensor", fake=_fake)
+op.backend("fla", fla.gated_delta_rule, refuse=fla.refuse)
 op.backend("reference", reference.gated_delta_rule)
 
 grad_op = Op(
     f"gated_delta_rule_grad(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_grad_fake,
 )
+grad_op.backend("fla", fla.gated_delta_rule_grad, refuse=fla.refuse_grad)
 grad_op.backend("reference", reference.gated_delta_rule_grad)
 
 

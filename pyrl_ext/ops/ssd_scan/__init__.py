@@ -1,8 +1,9 @@
 """ssd_scan: the scan of a Mamba-2 layer (state space duality) over packed sequences.
 
-Backends: reference (torch, in chunks). Everything is computed in float32 (float64 for float64) and
-rounded once. Gradient: to every argument but ``cu_seqlens``; states are computed again, so only the
-arguments are kept. There is no second derivative.
+Backends: mamba_ssm (the package's Triton kernels, bfloat16, with states and products between chunks
+rounded to it), reference (torch, in chunks). The reference computes everything in float32 (float64
+for float64) and rounds once. Gradient: to every argument but ``cu_seqlens``; states are computed
+again, so only the arguments are kept. There is no second derivative.
 """
 
 import torch
@@ -13,7 +14,7 @@ from pyrl_ext.ops._op import Op
 from pyrl_ext.ops.dtypes import accum_dtype
 from pyrl_ext.ops.sequences import check_sequences
 
-from . import reference
+from . import mamba, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -26,16 +27,16 @@ def _grad_fake(grad: Tensor, *arguments: Tensor) -> tuple[Tensor, ...]:
     return tuple(each.new_empty(each.shape) for each in arguments[:-1])
 
 
-_ARGUMENTS = (
-    "Tensor x, Tensor dt, Tensor log_decay, Tensor B, Tensor C, Tensor D, Tensor cu_seqlens"
-)
+_ARGUMENTS = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor cu_seqlens"
 op = Op(f"ssd_scan({_ARGUMENTS}) -> Tensor", fake=_fake)
+op.backend("mamba_ssm", mamba.ssd_scan, refuse=mamba.refuse)
 op.backend("reference", reference.ssd_scan)
 
 grad_op = Op(
     f"ssd_scan_grad(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_grad_fake,
 )
+grad_op.backend("mamba_ssm", mamba.ssd_scan_grad, refuse=mamba.refuse_grad)
 grad_op.backend("reference", reference.ssd_scan_grad)
 
 
@@ -78,8 +79,7 @@ def ssd_scan(
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias}
     _check(given)
     check_sequences("ssd_scan", x, cu_seqlens)
-    step = F.softplus(dt.to(A.dtype) + dt_bias)
-    return op(x, step, step * A, B, C, D, cu_seqlens)
+    return op(x, F.softplus(dt.to(A.dtype) + dt_bias), A, B, C, D, cu_seqlens)
 
 
 def _check(given: dict[str, Tensor]) -> None:

@@ -21,14 +21,12 @@ from pyrl_ext.ops.sequences import (
 class _Scan:
     """Arguments in chunks, and the state before each: forward and backward need both."""
 
-    def __init__(
-        self, x: Tensor, dt: Tensor, logs: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor
-    ):
+    def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor):
         check_boundaries("ssd_scan", cu_seqlens, len(x))
         self.wide, self.groups = accum_dtype(x.dtype), B.shape[1]
         self.chunks = chunks_of(cu_seqlens, len(x))
         self.x, self.dt, self.B, self.C = map(self.split, (x, dt[..., None], B, C))
-        self.decays = decays_of(self.split(logs))
+        self.decays = decays_of(self.split(dt * A))
         self.fed = self.x * self.dt
         self.attention = self.C @ self.B.mT * self.decays.inside
         added = (self.B * self.decays.end).mT @ self.fed
@@ -44,9 +42,9 @@ class _Scan:
 
 
 def ssd_scan(
-    x: Tensor, dt: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, D: Tensor, cu_seqlens: Tensor
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    scan = _Scan(x, dt, log_decay, B, C, cu_seqlens)
+    scan = _Scan(x, dt, A, B, C, cu_seqlens)
     out = scan.attention @ scan.fed + scan.decays.start * (scan.C @ scan.states)
     return scan.join(out + D.view(scan.groups, -1, 1, 1) * scan.x, x)
 
@@ -55,13 +53,13 @@ def ssd_scan_grad(
     grad: Tensor,
     x: Tensor,
     dt: Tensor,
-    log_decay: Tensor,
+    A: Tensor,
     B: Tensor,
     C: Tensor,
     D: Tensor,
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, ...]:
-    scan = _Scan(x, dt, log_decay, B, C, cu_seqlens)
+    scan = _Scan(x, dt, A, B, C, cu_seqlens)
     grad, decays = scan.split(grad), scan.decays
     after = grads_after(decays.total, scan.C.mT @ (decays.start * grad), scan.chunks, torch.mul)
     of_attention = grad @ scan.fed.mT
@@ -75,10 +73,11 @@ def ssd_scan_grad(
         (of_B * scan.B).sum(-1, keepdim=True),
         decays.total * (after * scan.states).sum((-2, -1), keepdim=True),
     )
+    of_decay = scan.join(logs_grad(logs), dt)
     return (
         scan.join(fed * scan.dt + D.view(scan.groups, -1, 1, 1) * grad, x),
-        scan.join((fed * scan.x).sum(-1), dt),
-        scan.join(logs_grad(logs), log_decay),
+        scan.join((fed * scan.x).sum(-1), dt) + of_decay * A,
+        (of_decay * dt).sum(0),
         scan.join(scores.mT @ scan.C + of_B.sum(2, keepdim=True), B),
         scan.join(scores @ scan.B + of_C.sum(2, keepdim=True), C),
         (grad * scan.x).sum((0, 3, 4)).flatten(),

@@ -61,6 +61,8 @@ class StateMixer:
     """Multiply-adds of the chunked scan for a row."""
     heads: Mapping[str, int]
     """Name -> heads or groups of heads, which tensor-parallel ranks split."""
+    widths: Mapping[str, int]
+    """Name -> elements of what its kernels take: a head's keys, values or inputs, its state."""
     copied: str | None = None
     """The name of groups that context-parallel ranks may copy, where they are fewer than ranks."""
 
@@ -95,6 +97,7 @@ def gated_delta_net(
         state=value_heads * key * value,
         scan=value_heads * scan,
         heads={"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads},
+        widths={"linear_key_head_dim": key, "linear_value_head_dim": value},
     )
 
 
@@ -113,6 +116,7 @@ def mamba(heads: int, width: int, groups: int, state: int, taps: int, chunk: int
         state=inner * state,
         scan=half * (groups * state + inner) + 2 * inner * state,
         heads={"mamba_num_heads": heads, "n_groups": groups},
+        widths={"mamba_head_dim": width, "ssm_state_size": state},
         copied="n_groups",
     )
 

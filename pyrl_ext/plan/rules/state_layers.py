@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyrl_ext.plan.model.cp_sizes import cp_sizes
-from pyrl_ext.plan.model.families.qwen3_next import Qwen3Next
+from pyrl_ext.plan.model.families.qwen3_next import DeltaNets
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, rule
 
@@ -43,7 +43,8 @@ def features_know_layers_with_states(plan: Plan) -> Found:
     mixer, model = plan.sizes.state_mixer, plan.model
     if mixer is None:
         return
-    asked = {"mtp": model.mtp, "fp8": model.fp8, "te_attention": model.te_attention}
+    mtp = model.mtp and mixer.name == "mamba"
+    asked = {"mtp": mtp, "fp8": model.fp8, "te_attention": model.te_attention}
     asked["backend"] = model.backend if model.backend == "te" else None
     for name, value in asked.items():
         if value:
@@ -59,10 +60,20 @@ def adapters_know_layers_with_states(plan: Plan) -> Found:
         return f"on with {mixer.name} layers, expected null; adapters are not built for them"
 
 
+@rule("lora")
+def adapters_know_the_projections_of_delta_nets(plan: Plan) -> Found:
+    family = plan.model.family
+    if plan.lora is not None and plan.sizes.state_mixer and family.startswith("qwen3_5"):
+        return (
+            f"on with model.family {family}, expected null; adapters are not built for delta nets "
+            "whose projections are four tensors"
+        )
+
+
 @rule("rollout.engine")
 def vllm_for_cpus_has_kernels_for_the_states(plan: Plan) -> Found:
     sizes, dtype = plan.sizes, plan.rollout_dtype
-    if plan.rollout.engine != "vllm" or plan.device != "cpu" or not isinstance(sizes, Qwen3Next):
+    if plan.rollout.engine != "vllm" or plan.device != "cpu" or not isinstance(sizes, DeltaNets):
         return None
     key, value = sizes.linear_key_head_dim, sizes.linear_value_head_dim
     if dtype == "bfloat16" and key == value and key in (64, 128):

