@@ -96,7 +96,7 @@ test: build browser  ## the suite; the targets below take longer and are apart
 RUNS := $(addprefix tests/,test_train.py test_train_images.py test_demo_vl.py plan/test_memory.py \
           $(addprefix dist/test_,hub.py offload.py) \
           $(addprefix megatron/test_,checkpoint.py head.py expert_rows.py state_layers.py) \
-          $(addprefix models/test_,families.py qwen3.py qwen3_next.py) \
+          $(addprefix models/test_,families.py qwen3.py qwen3_next.py nemotron_h.py) \
           $(addprefix rollout/test_,ahead.py dynamic.py recorded.py) rollout/process/test_client.py \
           $(addprefix run/test_,failure.py folder.py) \
           $(addprefix trainer/test_,policy.py lora.py lost_ranks.py sft.py dynamic_cp.py) \

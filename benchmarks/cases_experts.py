@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.measure import Case
 from pyrl_ext.dist import topology
 from pyrl_ext.megatron.grouped_experts import GroupedExperts
+from pyrl_ext.ops.squared_relu import squared
 from pyrl_ext.plan import compile_plan
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
@@ -30,16 +31,18 @@ def build_pair(
     width: int,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    gated: bool = True,
 ) -> tuple[GroupedExperts, Any]:
-    """Ours and megatron's ``SequentialMLP``, with the same random weights."""
+    """Ours and megatron's ``SequentialMLP``, with the same random weights; of squared ReLUs where
+    they are not gated."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=hidden,
         num_attention_heads=1,
         num_moe_experts=experts,
         moe_ffn_hidden_size=width,
-        activation_func=F.silu,
-        gated_linear_unit=True,
+        activation_func=F.silu if gated else squared,
+        gated_linear_unit=gated,
         add_bias_linear=False,
         bias_activation_fusion=False,
         perform_initialization=False,

@@ -29,6 +29,7 @@ from pyrl_ext.models.hf_folder import save_checkpoint_hf
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.rollout.hf.model import unbound_steps
 from pyrl_ext.trainer.policy import Policy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -52,6 +53,7 @@ MODELS: dict[str, str | dict[str, Any]] = {
     **{"GLM-4.7-Flash": "glm47", "GLM-4.7": "glm47_355b", "DeepSeek-V3": "deepseek_v3"},
     **{"Moonlight": "moonlight", "Qwen3-30B-A3B": "qwen3_30b", "Qwen3-8B": QWEN3_8B},
     **{"Qwen3-Next-80B-A3B": "qwen3_next_80b", "Qwen3.5-35B-A3B": QWEN35_35B},
+    "Nemotron-3-Nano-30B-A3B": "nemotron3_nano",
 }
 SMALLER = {
     **{"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32},
@@ -61,6 +63,8 @@ SMALLER = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24},
     **{"linear_value_head_dim": 32, "shared_expert_intermediate_size": 48},
     **{"v_head_dim": 24, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+    **{"hybrid_override_pattern": "MEM*-M", "mamba_num_heads": 4, "mamba_head_dim": 24},
+    **{"n_groups": 2, "ssm_state_size": 16, "moe_shared_expert_intermediate_size": 96},
     **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
 }
 COLUMNS = (
@@ -81,6 +85,8 @@ def smaller(hf: dict[str, Any]) -> dict[str, Any]:
     sizes = {key: size for key, size in SMALLER.items() if hf.get(key) is not None}
     if "kv_lora_rank" not in hf:
         sizes["num_key_value_heads"] = 2
+    if pattern := sizes.get("hybrid_override_pattern"):
+        sizes["num_hidden_layers"] = len(pattern)
     return hf | sizes
 
 
@@ -90,6 +96,7 @@ def write_model(folder: Path, hf: dict[str, Any], spread: float = 0.1) -> Any:
     torch.manual_seed(0)
     config = CONFIG_MAPPING[hf["model_type"]].from_dict(dict(hf))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    unbound_steps(model)
     biases = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *biases]:

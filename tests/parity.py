@@ -110,6 +110,8 @@ MODELS = {
     # gradient of a decay by 3.7e-5 of itself
     "qwen next": Model("tiny_qwen3_next", rounding=3.0),
     "qwen next mtp": Model("tiny_qwen3_next", overrides=MTP, rounding=3.0),
+    # layers of one block each: mixers with states, an MLP, attention, experts without gates
+    "nemotron": Model("tiny_nemotron", overrides=(BIAS,)),
     "qwen 5 layers": Model("tiny_qwen3", {"num_hidden_layers": 5}),
     "qwen mixed": Model("tiny_qwen3", {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}),
     # with vision towers: features for the first layers and positions of three axes; or neither
@@ -177,12 +179,13 @@ def _override(word: str) -> str:
     return f"parallel.{size}={name[len(size) :]}"
 
 
-STATES = "qwen next"
+STATES, MAMBA = "qwen next", "nemotron"
 BOTH, MIXED = ("glm", "qwen"), ("glm mixed", "qwen mixed")
 WITH_LORA, OTHER_LORA = ("glm lora", "qwen lora"), ("glm mtp lora", "qwen some lora")
 LAYOUTS = {
     1: [
         *_layouts("recompute:selective\nrecompute:full", *BOTH, "glm mtp", *WITH_LORA, STATES),
+        *_layouts("recompute:full", MAMBA),
     ],
     2: [
         *_layouts("dp2\ntp2\ncp2\npp2\ndp2 ep2\npp2 vpp2\ndp2 distributed", *BOTH),
@@ -199,7 +202,9 @@ LAYOUTS = {
         *_layouts("tp2\ncp2\npp2 vpp2", "qwen next mtp"),
         *_layouts("tp2\ncp2\npp2", "qwen kept"),
         *_layouts("tp2", "glm 384", "glm 384 off"),
-        *_layouts("dp2 dynamic:2", *BOTH, "glm mtp", STATES),
+        *_layouts("dp2 dynamic:2", *BOTH, "glm mtp", STATES, MAMBA),
+        *_layouts("tp2\ncp2 recompute:full\npp2 vpp2\ndp2 ep2\ndp2 distributed overlapped", MAMBA),
+        *_layouts("tp2 ep2 etp1\npp2 layout:Ett|t|ttt|ttL vpp2", MAMBA),
         *_layouts("tp2\ncp2\npp2\npp2 vpp2\ndp2 ep2\ndp2 distributed overlapped", STATES),
         *_layouts("tp2\ncp2", STATES + " lora"),
         *_layouts("tp2 etp1\ncp2 recompute:full", STATES),
@@ -219,7 +224,8 @@ LAYOUTS = {
         *_layouts("dp4\ntp4\ncp4\npp4\ndp4 ep4\ntp2 pp2\ntp2 cp2\npp2 cp2", *BOTH),
         *_layouts("dp2 pp2 ep2\ncp2 dp2 ep2\npp2 vpp2 cp2", *BOTH),
         *_layouts("cp4\ntp4\ntp2 cp2\npp2 cp2\ndp4 dynamic:4\ndp2 tp2 ep2 dynamic:2", STATES),
-        *_layouts("dp2 pp2 vpp2 dynamic:2\ndp4 ep4 dynamic:4 distributed", STATES),
+        *_layouts("dp2 pp2 vpp2 dynamic:2\ndp4 ep4 dynamic:4 distributed", STATES, MAMBA),
+        *_layouts("tp4\ntp2 cp2\npp2 cp2\ndp2 tp2 ep2 dynamic:2", MAMBA),
         *_layouts("tp4 etp1\ntp2 dp2 ep2", *BOTH),
         *_layouts("dp4 distributed overlapped\ndp2 pp2 ep2 distributed overlapped", *BOTH),
         *_layouts("pp2 vpp2 cp2 recompute:full", *BOTH),

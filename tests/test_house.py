@@ -74,9 +74,10 @@ CORE = {
     "hybrid": (
         *("plan/model/layer_kinds", "plan/model/families/qwen3_next", "plan/rules/state_layers"),
         "plan/rules/state_packages",
-        *("plan/model/families/nemotron_h", "models/qwen3_next"),
+        *("plan/model/families/nemotron_h", "models/qwen3_next", "models/nemotron_h"),
         *(f"{at}/qwen3_5{kind}" for at in ("models", "plan/model/families") for kind in QWEN35),
         *("megatron/state_layers", "megatron/centred_norms", "megatron/gated_attention"),
+        *("megatron/mamba", "megatron/head_exchange", "models/state_starts"),
     ),
     "core": (
         *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),
@@ -98,7 +99,7 @@ MAX_CODE = {
     "report": 700,
     "trace": 180,
     "lora": 1500,
-    "hybrid": 650,
+    "hybrid": 850,
     "core": 7500,
     "plan core": 2520,
     "vllm": 610,

@@ -15,11 +15,16 @@ from torch import Tensor, nn
 
 from pyrl_ext.loss.fused_head import stand_in
 from pyrl_ext.ops import swiglu
+from pyrl_ext.ops.squared_relu import squared, squared_relu
 from pyrl_ext.ops.to_device import to_device
+
+# whether it is gated, and the function in megatron's config -> the operator of a unit
+UNITS: Any = {(True, F.silu): swiglu, (False, squared): squared_relu}
 
 
 class GroupedExperts(MegatronModule):
-    """``y = (silu(x G^T) * (x U^T) * p) D^T`` with gate G, up U and down D of each row's expert.
+    """``y = (silu(x G^T) * (x U^T) * p) D^T`` with gate G, up U and down D of each row's expert, or
+    ``y = (relu(x U^T)^2 * p) D^T`` of experts without gates.
 
     megatron's ``SequentialMLP`` runs the experts of a rank one after the other; this runs them in
     two grouped products, with one parameter for all gates and ups and one for all downs. Both save
@@ -31,23 +36,27 @@ class GroupedExperts(MegatronModule):
         pg_collection: groups of expert and of expert-tensor parallelism.
 
     Attributes:
-        linear_fc1: [E, 2 * width, hidden], gates above ups; width is the rank's part.
+        linear_fc1: [E, 2 * width, hidden], gates above ups, or [E, width, hidden] without gates;
+            width is the rank's part.
         linear_fc2: [E, hidden, width].
         adapters: of either weight, by its name.
 
-    Raises: ValueError for experts that are not gated by silu, or have biases; and for
-        rows of their weights that are no multiples of 16 bytes, as ``grouped_mm`` needs them.
+    Raises: ValueError for experts that are neither gated by silu nor squared ReLUs without gates,
+        or have biases; and for rows of their weights that are no multiples of 16 bytes, as
+        ``grouped_mm`` needs them.
     """
 
     def __init__(
         self, num_local_experts: int, config: Any, pg_collection: Any, name: str | None = None
     ):
         super().__init__(config=config)
-        if not (config.gated_linear_unit and config.activation_func is F.silu):
+        kind = config.gated_linear_unit, config.activation_func
+        if kind not in UNITS:
             raise ValueError(
-                f"GroupedExperts: activation {config.activation_func}, gated "
-                f"{config.gated_linear_unit}, expected silu and gated"
+                f"GroupedExperts: activation {kind[1]}, gated {kind[0]}, expected silu and gated, "
+                "or a squared ReLU and not"
             )
+        self.unit, self.inner = UNITS[kind], 1 + kind[0]
         if config.add_bias_linear or config.moe_apply_probs_on_input:
             raise ValueError(
                 f"GroupedExperts: add_bias_linear {config.add_bias_linear}, "
@@ -62,7 +71,7 @@ class GroupedExperts(MegatronModule):
                 f"GroupedExperts: hidden {hidden}, width {width}, expected multiples of {unit} in "
                 f"{config.params_dtype}"
             )
-        self.linear_fc1 = self._weight(num_local_experts, 2 * width, hidden, split=1)
+        self.linear_fc1 = self._weight(num_local_experts, self.inner * width, hidden, split=1)
         self.linear_fc2 = self._weight(num_local_experts, hidden, width, split=2)
         self.adapters = nn.ModuleDict()
 
@@ -93,7 +102,7 @@ class GroupedExperts(MegatronModule):
         """
         ends = rows_per_expert.cumsum(0, dtype=torch.int32)
         ends = ends if ends.device == rows.device else to_device(ends, rows.device)
-        inner = swiglu(self._product("linear_fc1", rows, ends), probs.float())
+        inner = self.unit(self._product("linear_fc1", rows, ends), probs.float())
         return self._product("linear_fc2", inner, ends), None
 
     def _product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
@@ -127,11 +136,8 @@ class GroupedExperts(MegatronModule):
             )
 
         def split(key: str, data: Tensor, *_: Any) -> Any:  # a list, as megatron's own for SwiGLU
-            gate, up = data.chunk(2, 1)
-            return [
-                part(key, gate, 1, tp_rank, 2 * tp),
-                part(key, up, 1, tp_rank + tp, 2 * tp),
-            ]
+            parts = enumerate(data.chunk(self.inner, 1))
+            return [part(key, x, 1, tp_rank + n * tp, self.inner * tp) for n, x in parts]
 
         fc1, fc2 = (f"{prefix}experts.{name}.weight" for name in ("linear_fc1", "linear_fc2"))
         join: Any = partial(torch.cat, dim=1)

@@ -26,7 +26,7 @@ def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -
 
     from pyrl_ext.megatron.features import FeatureGPT
     from pyrl_ext.megatron.mtp import MultiTokenGPT
-    from pyrl_ext.megatron.state_layers import put_states
+    from pyrl_ext.megatron.state_layers import put_kinds
 
     sizes = plan.sizes
     if reasons := sizes.unsupported():
@@ -40,7 +40,7 @@ def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -
         config = transformer_config(plan, topo, family_config)
         for stage in stages:
             block = spec(config, stage, topo.pp_rank)
-            put_states(block, sizes, plan.stages[topo.pp_rank][stage or 0].layers)
+            put_kinds(block, sizes, plan.stages[topo.pp_rank][stage or 0].layers)
             chunk = (MultiTokenGPT if plan.num_mtp_layers else FeatureGPT)(
                 config,
                 block,
@@ -50,7 +50,7 @@ def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -
                 pre_process=topo.is_first_stage and stage in (None, 0),
                 post_process=topo.is_last_stage and stage in (None, stages[-1]),
                 share_embeddings_and_output_weights=sizes.tie_word_embeddings,
-                position_embedding_type="rope",
+                position_embedding_type="rope" if sizes.rotary_width else "none",
                 pg_collection=topo.groups,
                 vp_stage=stage,
             )

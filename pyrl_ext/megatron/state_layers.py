@@ -1,4 +1,5 @@
-"""Layers that carry a state along packed sequences in place of keys and values."""
+"""Layers that carry a state along packed sequences in place of keys and values, and layers of one
+block."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, common
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from pyrl_ext.dist.topology import Place
+from pyrl_ext.megatron.head_exchange import heads_to_rows, of_rank, rows_to_heads
 from pyrl_ext.megatron.local_layers import RMSNorm
+from pyrl_ext.megatron.mamba import PackedMamba
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.ops import causal_conv1d, gated_delta_rule
 from pyrl_ext.plan.model.sizes import ModelSizes
@@ -24,20 +28,38 @@ from pyrl_ext.plan.model.sizes import ModelSizes
 EPSILON = 1e-6
 
 
-def put_states(block: Any, sizes: ModelSizes, layers: Sequence[int]) -> None:
-    """Give the layers of megatron's block spec that carry a state their mixer.
+def put_kinds(block: Any, sizes: ModelSizes, layers: Sequence[int]) -> None:
+    """Give the layers of megatron's block spec the blocks of their kind: a mixer that carries a
+    state where they have one, attention without positions where heads have none, and nothing in the
+    place of a block that they have not.
 
     Args:
         layers: 0-based global ids of the block's.
     """
+    for place, layer in enumerate(layers):
+        kind, spec = sizes.layer_kinds[layer], block.layer_specs[place]
+        changes: dict[str, Any] = {}
+        if kind.has_state:
+            changes["self_attention"] = _mixer(sizes)
+        elif kind.mixer and not sizes.rotary_width:
+            plain = replace(spec.submodules.self_attention, module=SelfAttention)
+            changes["self_attention"] = plain
+        if kind.mixer is None:
+            changes |= {"input_layernorm": IdentityOp, "self_attention": IdentityOp}
+            changes["self_attn_bda"] = IdentityFuncOp
+        if kind.feed_forward is None:
+            changes |= {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp}
+            changes["mlp_bda"] = IdentityFuncOp
+        block.layer_specs[place] = replace(spec, submodules=replace(spec.submodules, **changes))
+
+
+def _mixer(sizes: ModelSizes) -> ModuleSpec:
+    assert sizes.state_mixer is not None
+    if sizes.state_mixer.name == "mamba":
+        parts = MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
+        return ModuleSpec(PackedMamba, {"taps": sizes.state_mixer.taps}, parts)
     parts = GatedDeltaNetSubmodules(ColumnParallelLinear, RMSNorm, RowParallelLinear)
-    mixer = ModuleSpec(PackedDeltaNet, submodules=parts)
-    block.layer_specs = [
-        replace(spec, submodules=replace(spec.submodules, self_attention=mixer))
-        if sizes.layer_kinds[layer].has_state
-        else spec
-        for spec, layer in zip(block.layer_specs, layers, strict=True)
-    ]
+    return ModuleSpec(PackedDeltaNet, submodules=parts)
 
 
 class PackedDeltaNet(GatedDeltaNet):
@@ -72,13 +94,13 @@ class PackedDeltaNet(GatedDeltaNet):
         place, dtype = packed.place, hidden_states.dtype
         sections = [*self.in_proj_split_sections]  # queries, keys, values, gates, betas, alphas
         rows, _ = self.in_proj(hidden_states)
-        rows = _rows_to_heads(rows.squeeze(1), sections, packed)
+        rows = rows_to_heads(rows.squeeze(1), sections, packed)
         mine = [section // place.cp_size for section in sections]
         channels, gate, beta, alpha = rows.split([sum(mine[:3]), *mine[3:]], dim=-1)
-        taps = _of_rank(self.conv1d.weight.squeeze(1), sections[:3], place)
+        taps = of_rank(self.conv1d.weight.squeeze(1), sections[:3], place)
         channels = causal_conv1d(channels.contiguous(), taps, None, packed.cu_seqlens)
         query, key, value = channels.split(mine[:3], dim=-1)
-        decay, step = (_of_rank(x, [len(x)], place).float() for x in (self.A_log, self.dt_bias))
+        decay, step = (of_rank(x, [len(x)], place).float() for x in (self.A_log, self.dt_bias))
         mixed = self.gated_delta_rule(
             self._normed(query),
             self._normed(key),
@@ -89,36 +111,10 @@ class PackedDeltaNet(GatedDeltaNet):
         )
         gate = F.silu(gate.unflatten(-1, (-1, self.value_head_dim)).float())
         mixed = (self.out_norm(mixed) * gate).to(dtype).flatten(1)
-        return self.out_proj(_heads_to_rows(mixed, packed)[:, None])
+        return self.out_proj(heads_to_rows(mixed, packed)[:, None])
 
     def _normed(self, heads: Tensor) -> Tensor:
         """[T, h * K] -> [T, H, K], of length 1, each for as many value heads as share it."""
         wide = heads.unflatten(-1, (-1, self.key_head_dim)).float()
         wide = wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)
         return wide.to(heads.dtype).repeat_interleave(self.num_value_heads // self.num_key_heads, 1)
-
-
-def _of_rank(weights: Tensor, sections: list[int], place: Place) -> Tensor:
-    """The part of each section for the heads of a context-parallel rank."""
-    parts = [part.chunk(place.cp_size)[place.cp_rank] for part in weights.split(sections)]
-    return torch.cat(parts)
-
-
-def _rows_to_heads(rows: Tensor, sections: list[int], packed: PackedSequences) -> Tensor:
-    """[T_local, W], all heads of this rank's rows -> [T, W / cp], a part of the heads of all rows,
-    in packed order."""
-    place = packed.place
-    if place.cp_group is None:
-        return rows
-    by_rank = zip(*(part.chunk(place.cp_size, -1) for part in rows.split(sections, -1)))
-    rows = torch.cat([torch.cat(each, -1) for each in by_rank])
-    return packed.from_ranks.take(all_to_all(place.cp_group, rows))
-
-
-def _heads_to_rows(heads: Tensor, packed: PackedSequences) -> Tensor:
-    """[T, W / cp] -> [T_local, W]: the inverse."""
-    place = packed.place
-    if place.cp_group is None:
-        return heads
-    rows = all_to_all(place.cp_group, packed.to_ranks.take(heads))
-    return torch.cat(rows.chunk(place.cp_size), -1)

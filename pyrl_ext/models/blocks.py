@@ -99,7 +99,7 @@ def decoder[S: ModelSizes](
         first = sizes.num_hidden_layers
         sparse = {*sizes.router_layers, *range(first, first + mtp_layers * bool(sizes.num_experts))}
         layers = (
-            _layer(i, sizes, attention(i, sizes), (_experts if i in sparse else _dense)(i, sizes))
+            _layer(i, sizes, attention(i, sizes), (experts if i in sparse else dense)(i, sizes))
             for i in range(first + mtp_layers)
         )
         table = language_model(sizes, layers)
@@ -122,11 +122,13 @@ def _layer(
     ]
 
 
-def _dense(layer: int, sizes: ModelSizes) -> list[Weight]:
-    return mlp(layer, "mlp", "mlp", sizes.hidden_size, sizes.intermediate_size)
+def dense(layer: int, sizes: ModelSizes) -> list[Weight]:
+    """Tensors of an MLP."""
+    return mlp(layer, "mlp", sizes, sizes.intermediate_size)
 
 
-def _experts(layer: int, sizes: ModelSizes) -> list[Weight]:
+def experts(layer: int, sizes: ModelSizes) -> list[Weight]:
+    """Tensors of routed experts, their router, and the shared expert."""
     table = routed_experts(layer, sizes)
     if sizes.has_router_bias:
         gate, router = f"model.layers.{layer}.mlp.gate", f"decoder.layers.{layer}.mlp.router"
@@ -134,8 +136,7 @@ def _experts(layer: int, sizes: ModelSizes) -> list[Weight]:
         # next to the router's weight: engines need both before they can use either
         table.insert(1, Weight.same(*names, sizes.num_experts, float32=True))
     if width := sizes.shared_expert_width:
-        names = "mlp.shared_experts", "mlp.shared_experts"
-        table += mlp(layer, *names, sizes.hidden_size, width)
+        table += mlp(layer, "mlp.shared_experts", sizes, width)
     return table
 
 

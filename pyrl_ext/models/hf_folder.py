@@ -178,7 +178,7 @@ def open_safetensors(file: Path) -> Any:
 def _parts(name: str, data: Any, hidden: int | None) -> Iterator[tuple[str, Stored]]:
     """The tensor as it is, or its experts one by one if it stacks those of a layer."""
     shape = data.get_shape()
-    turned = len(shape) == 3 and hidden not in (None, shape[1 + name.endswith("gate_up_proj")])
+    turned = len(shape) == 3 and hidden not in (None, shape[1 + name.endswith("up_proj")])
     experts = split_experts(name, [shape[0], *shape[:0:-1]] if turned else shape)
     if experts is None:
         yield name, Stored(data, torch.Size(shape))

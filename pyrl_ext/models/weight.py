@@ -13,7 +13,7 @@ from torch import Tensor
 Shard = Literal["same", "rows", "columns", "gated", "grouped", "sections", "vocab"]
 SECTIONED = "gated", "sections"
 Size = tuple[int, ...]
-Start = Literal["zeros", "ones", "decays"]
+Start = Literal["zeros", "ones", "decays", "steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,10 @@ class Weight:
         return cls((hf,), name, "columns", (size,), expert)
 
     @classmethod
-    def gated(cls, gate: str, up: str, name: str, *size: int, expert: int | None = None) -> Weight:
-        return cls((gate, up), name, "gated", (size, size), expert)
+    def inner(cls, hf: Sequence[str], name: str, *size: int, expert: int | None = None) -> Weight:
+        """``hf``: gate and up, or up alone."""
+        kind: Shard = "gated" if len(hf) == 2 else "rows"
+        return cls((*hf,), name, kind, (size,) * len(hf), expert)
 
     @classmethod
     def grouped(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.te import local_name
+from pyrl_ext.models.state_starts import STARTS
 from pyrl_ext.models.weight import Sliceable, Weight, shard_of
 from pyrl_ext.plan.model.sizes import ModelSizes
 
@@ -31,13 +32,15 @@ def language_model(sizes: ModelSizes, layers: Iterable[list[Weight]]) -> list[We
 
 
 def mlp(
-    layer: int, hf_name: str, mc_name: str, hidden: int, width: int, expert: int | None = None
+    layer: int, name: str, sizes: ModelSizes, width: int, expert: int | None = None
 ) -> list[Weight]:
-    """The gated MLP of a layer or of one expert; gate and up have ``width`` rows each."""
-    hf, mc = f"model.layers.{layer}.{hf_name}.", f"decoder.layers.{layer}.{mc_name}."
-    gate, up, down = (f"{hf}{name}_proj.weight" for name in ("gate", "up", "down"))
+    """The MLP of a layer or of one expert; up, and gate where there is one, has ``width`` rows."""
+    hidden, kinds = sizes.hidden_size, ("gate", "up", "down")[-sizes.mlp_matrices :]
+    hf, mc = f"model.layers.{layer}.{name}.", f"decoder.layers.{layer}.{name}."
+    mc = mc.replace(".experts.", ".experts.local_experts.")
+    *inner, down = (f"{hf}{kind}_proj.weight" for kind in kinds)
     return [
-        Weight.gated(gate, up, mc + "linear_fc1.weight", width, hidden, expert=expert),
+        Weight.inner(inner, mc + "linear_fc1.weight", width, hidden, expert=expert),
         Weight.columns(down, mc + "linear_fc2.weight", hidden, width, expert=expert),
     ]
 
@@ -45,11 +48,9 @@ def mlp(
 def routed_experts(layer: int, sizes: ModelSizes) -> list[Weight]:
     """The router of layer ``layer`` and its experts."""
     hf, mc = f"model.layers.{layer}.mlp.gate.weight", f"decoder.layers.{layer}.mlp.router.weight"
-    hidden, width = sizes.hidden_size, sizes.moe_intermediate_size
-    table = [Weight.same(hf, mc, sizes.num_experts, hidden)]
+    table = [Weight.same(hf, mc, sizes.num_experts, sizes.hidden_size)]
     for e in range(sizes.num_experts):
-        names = f"mlp.experts.{e}", f"mlp.experts.local_experts.{e}"
-        table += mlp(layer, *names, hidden, width, expert=e)
+        table += mlp(layer, f"mlp.experts.{e}", sizes, sizes.moe_intermediate_size, expert=e)
     return table
 
 
@@ -168,8 +169,7 @@ def tensor_split(weight: Weight, topo: Topology) -> tuple[int, int, Any]:
 class RandomWeights:
     """Initial weights from a seed, the same under every layout: each tensor has its own random
     stream. Matrices are normal with standard deviation ``std``, norms one, biases zero, unless a
-    row says how its tensors start: "zeros", "ones", or "decays", the logarithms of numbers of which
-    each is as likely from 0.01 to 16.
+    row says how its tensors start: "zeros", "ones", or as those of states do (`STARTS`).
     """
 
     def __init__(self, table: Sequence[Weight], std: float, seed: int):
@@ -179,8 +179,8 @@ class RandomWeights:
     def __call__(self, name: str) -> Tensor:
         row, shape = self.rows[name]
         numbers = stream_of(name, self.seed)
-        if row.start == "decays":
-            return torch.empty(shape).uniform_(0.01, 16, generator=numbers).log_()
+        if row.start in STARTS:
+            return STARTS[row.start](torch.empty(shape), numbers)
         if row.start == "ones" or (row.start is None and name.endswith("norm.weight")):
             return torch.ones(shape)
         if row.start == "zeros" or name.endswith("bias"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-_FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
+_FUSED = re.compile(r"(.*\.experts)\.(gate_up|up|down)_proj")
 _STACKED = re.compile(r"(.*\.experts)\.adapters\.((?:gate|up|down)_proj\.lora_[AB]\.weight)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 # the layer of tensors for multi-token prediction in families that do not number it on
@@ -27,9 +27,9 @@ def split_experts(
     """The tensors that a checkpoint of single experts has in place of a fused one.
 
     Args:
-        name: ``<...>.experts.gate_up_proj`` [E, 2I, H], gate rows first, or ``down_proj`` [E, H,
-            I]; or the factors of adapters, ``<...>.experts.adapters.<...>`` [E, M, K], or
-            [M, K] if the experts share it
+        name: ``<...>.experts.gate_up_proj`` [E, 2I, H], gate rows first, ``up_proj`` [E, I, H], or
+            ``down_proj`` [E, H, I]; or the factors of adapters,
+            ``<...>.experts.adapters.<...>`` [E, M, K], or [M, K] if the experts share it
         shape: of the tensor
 
     Returns: (name, expert, rows of that expert's part) of each; None: the tensor is not fused.
@@ -41,7 +41,7 @@ def split_experts(
     fused = _FUSED.fullmatch(name)
     if fused is None or len(shape) != 3:
         return None
-    kinds = ("gate", "up") if fused[2] == "gate_up" else ("down",)
+    kinds = fused[2].split("_")
     rows = shape[1] // len(kinds)
     return (
         (f"{fused[1]}.{expert}.{kind}_proj.weight", expert, slice(i * rows, (i + 1) * rows))

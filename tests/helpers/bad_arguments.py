@@ -23,6 +23,7 @@ from pyrl_ext.ops import (
     replay_probs,
     rms_norm,
     rotary,
+    squared_relu,
     ssd_scan,
     sum_rows,
     swiglu,
@@ -38,6 +39,7 @@ from pyrl_ext.ops.gated_delta_rule import grad_op as delta_grad
 from pyrl_ext.ops.latent_keys import latent_keys_grad
 from pyrl_ext.ops.replay_probs import grad_op
 from pyrl_ext.ops.rms_norm import rms_norm_grad
+from pyrl_ext.ops.squared_relu import squared_relu_grad
 from pyrl_ext.ops.ssd_scan import grad_op as ssd_grad
 from pyrl_ext.ops.swiglu import swiglu_grad
 
@@ -69,6 +71,7 @@ def bad_calls() -> list[Bad]:
         *_expert_rows(),
         *_sum_rows(),
         *_swiglu(),
+        *_squared_relu(),
         *_rms_norm(),
         *_rotary(),
         *_latent_keys(),
@@ -340,6 +343,25 @@ def _swiglu() -> list[Bad]:
         ),
         bad(ValueError, "gate_up is on cpu, weight on meta, expected one device", rows, meta),
         wide,
+    ]
+
+
+def _squared_relu() -> list[Bad]:
+    def bad(error: type[Exception], message: str, *args: Any) -> Bad:
+        return Bad("squared_relu", lambda: squared_relu(*args), error, message)
+
+    rows, meta = torch.zeros(3, 8), torch.zeros(3, device="meta")
+    grad = Bad(
+        "squared_relu_grad",
+        lambda: squared_relu_grad(rows[:2], rows, rows[:, 0]),
+        *(ValueError, "grad is torch.float32 [2, 8], expected torch.float32 [3, 8]"),
+    )
+    return [
+        bad(ValueError, "x is [3], expected [N, W]", meta, meta),
+        bad(TypeError, "x is torch.int64, expected one of", rows.long(), rows[:, 0]),
+        bad(ValueError, "torch.float32 [2], expected torch.float32 [3]", rows, rows[:2, 0]),
+        bad(ValueError, "x is on cpu, weight on meta, expected one device", rows, meta),
+        grad,
     ]
 
 

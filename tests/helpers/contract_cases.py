@@ -108,6 +108,14 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
         for dtype, weight in ((torch.bfloat16, real(3, dtype=torch.float32)), (torch.float32, None))
     },
     **{
+        f"squared_relu, {dtype}": (
+            "squared_relu",
+            (real(3, 5, dtype=dtype, grad=True) - 0.5, real(3, dtype=wide, grad=True)),
+        )
+        for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32))
+    },
+    "squared_relu_grad": ("squared_relu_grad", (real(3, 5), real(3, 5) - 0.5, real(3))),
+    **{
         f"rms_norm, {dtype}": (
             "rms_norm",
             (real(3, 2, 6, dtype=dtype, grad=True), real(6, dtype=dtype, grad=True), 1e-6),

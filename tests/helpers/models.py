@@ -38,8 +38,6 @@ QWEN3_8B = {
 SHIPPED = {path.parent.name: json.loads(path.read_text()) for path in CONFIGS.glob("*/config.json")}
 # tests/helpers/vision.py has the models with a vision tower
 TEXT = {name: hf for name, hf in SHIPPED.items() if "vision_config" not in hf}
-# the plan knows it; the trainer does not build its layers yet
-PLANNED = {"nemotron3_nano": TEXT.pop("nemotron3_nano")}
 MODELS = TEXT | {"qwen3_8b": QWEN3_8B}
 
 
@@ -72,7 +70,6 @@ LEFT_OUT = {  # transformers' defaults stand for what a checkpoint does not say
 FEWER = {"num_hidden_layers": 4}
 COUNTED = (
     MODELS
-    | PLANNED
     | {name: MODELS[model] | FEWER | changes for name, (model, changes) in VARIATIONS.items()}
     | {f"{name}, defaults": without(MODELS[name], *n) | FEWER for name, n in LEFT_OUT.items()}
 )
@@ -127,6 +124,11 @@ QWEN35 = without(QWEN_NEXT, "mlp_only_layers", "decoder_sparse_step", "norm_topk
 QWEN35 |= {"model_type": "qwen3_5_moe_text", "num_key_value_heads": 2}
 QWEN35_DENSE = without(QWEN35, *(name for name in QWEN35 if "expert" in name or "moe" in name))
 QWEN35_DENSE |= {"model_type": "qwen3_5_text"}
+NEMOTRON = MODELS["nemotron3_nano"] | SMALL | {"hybrid_override_pattern": "ME*-M", "head_dim": 32}
+NEMOTRON |= {"num_hidden_layers": 5, "layer_norm_epsilon": 1e-4, "ssm_state_size": 12}
+NEMOTRON |= {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "moe_intermediate_size": 24}
+NEMOTRON |= {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2}
+NEMOTRON |= {"moe_shared_expert_intermediate_size": 40}
 TRAINED = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3, yarn by its defaults": DEEPSEEK
@@ -143,6 +145,7 @@ TRAINED = {
     "qwen3_next": QWEN_NEXT,
     "qwen3_5_moe": QWEN35,
     "qwen3_5": QWEN35_DENSE,
+    "nemotron_h": NEMOTRON,
     "qwen3, tied": QWEN3_SMALL | {"tie_word_embeddings": True, "num_key_value_heads": 4},
 }
 

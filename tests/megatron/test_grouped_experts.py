@@ -22,11 +22,12 @@ def groups():
         yield topo.groups
 
 
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("counts", [*COUNTS])
-def test_grouped_experts_are_experts_one_after_the_other(groups, counts):
+def test_grouped_experts_are_experts_one_after_the_other(groups, counts, gated):
     """Output and gradients of rows, probabilities and weights, with experts that get no rows."""
     torch.manual_seed(0)
-    ours, theirs = build_pair(groups, 4, 16, 8)
+    ours, theirs = build_pair(groups, 4, 16, 8, gated=gated)
     given = inputs(torch.tensor(COUNTS[counts]), 16)
     for got, want in zip(both_ways(ours, *given), both_ways(theirs, *given), strict=True):
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
@@ -69,11 +70,13 @@ def test_grouped_experts_round_in_bfloat16_where_megatron_does(groups):
         torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("saved", [0, 1])
-def test_sharded_state_dict_loads_what_megatron_saved_and_the_reverse(groups, tmp_path, saved):
+@pytest.mark.parametrize(("saved", "gated"), [(0, True), (1, True), (0, False), (1, False)])
+def test_sharded_state_dict_loads_what_megatron_saved_and_the_reverse(
+    groups, tmp_path, saved, gated
+):
     torch.manual_seed(0)
-    pair = build_pair(groups, 4, 16, 8)
-    other = build_pair(groups, 4, 16, 8)
+    pair = build_pair(groups, 4, 16, 8, gated=gated)
+    other = build_pair(groups, 4, 16, 8, gated=gated)
     target = other[1 - saved]
 
     def tensors(experts):

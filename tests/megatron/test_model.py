@@ -122,8 +122,4 @@ def test_build_leaves_mtp_layers_out_by_name(exported, tmp_path):
 def test_family_is_a_file_of_its_name_in_both_rooms():
     package = Path(models.__file__).parents[1]
     for name in get_args(Model.model_fields["family"].annotation):
-        if name == "nemotron_h":  # the plan's alone so far
-            with pytest.raises(ModuleNotFoundError):
-                family(name)
-            continue
         assert family(name).weights and (package / f"plan/model/families/{name}.py").is_file()

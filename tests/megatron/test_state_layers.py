@@ -1,7 +1,11 @@
-"""The gated delta net layer against its recurrence, token by token, in float64."""
+"""Layers that carry a state against their recurrences, token by token, in float64."""
 
 import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,22 +14,26 @@ import torch.nn.functional as F
 
 from benchmarks.whole import microbatch
 from pyrl_ext.dist import topology
+from pyrl_ext.megatron.mamba import PackedMamba
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.megatron.state_layers import PackedDeltaNet
 from pyrl_ext.trainer.policy import Policy
-from tests.helpers.models import QWEN_NEXT
+from tests.helpers.models import NEMOTRON, QWEN_NEXT
 from tests.helpers.ranks import run_ranks
-from tests.helpers.recurrences import conv, delta_rule
+from tests.helpers.recurrences import conv, delta_rule, ssd
 from tests.helpers.tiny import QWEN3, random_batch, tiny_plan
 
 HF = QWEN_NEXT | {"num_hidden_layers": 1, "mlp_only_layers": []}
 KEYS, VALUES = HF["linear_num_key_heads"], HF["linear_num_value_heads"]
 KEY, VALUE = HF["linear_key_head_dim"], HF["linear_value_head_dim"]
+HIDDEN = HF["hidden_size"]
+MAMBA = NEMOTRON | {"num_hidden_layers": 1, "hybrid_override_pattern": "M"}
+HEADS, WIDTH, STATE = (MAMBA[n] for n in ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"))
 SIZES = 1, 2  # ranks that share a microbatch
 BATCHES = {seed: random_batch(9, seed) for seed in range(3)}
 
 
-def one_by_one(weights, hidden):
+def delta_net(weights, hidden):
     """[T, hidden] of one sequence: what the layer's definition says."""
     rows = hidden @ weights["in_proj.weight"].T
     widths = [KEYS * KEY, KEYS * KEY, VALUES * VALUE, VALUES * VALUE, VALUES, VALUES]
@@ -42,6 +50,52 @@ def one_by_one(weights, hidden):
     return out.flatten(1) @ weights["out_proj.weight"].T
 
 
+def mamba(groups, weights, hidden):
+    """[T, hidden] of one sequence: what the layer's definition says."""
+    inner, shared = HEADS * WIDTH, groups * STATE
+    rows = hidden @ weights["in_proj.weight"].T
+    gate, channels, step = rows.split([inner, inner + 2 * shared, HEADS], -1)
+    channels = conv(channels, weights["conv1d_weight"][:, 0], weights["conv1d_bias"])
+    x, B, C = channels.split([inner, shared, shared], -1)
+    decay, skip, first = -weights["A_log"].exp(), weights["D"], weights["dt_bias"]
+    out = ssd(wide(x, WIDTH), step, decay, wide(B, STATE), wide(C, STATE), skip, first)
+    by_group = wide(out.flatten(1) * F.silu(gate), inner // groups)
+    scale = (by_group.square().mean(-1, keepdim=True) + MAMBA["layer_norm_epsilon"]).rsqrt()
+    out = (by_group * scale).flatten(1) * weights["norm.weight"]
+    return out @ weights["out_proj.weight"].T
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A layer of one kind.
+
+    Args:
+        hf: config of a model with such a layer alone.
+        layer: its class.
+        one_by_one: (weights, rows of one sequence) -> its definition, row by row.
+        middle: the module of it that a test breaks.
+        tensors: output, gradients of the input and of each weight.
+        bound: of their errors, of the largest number; a gated norm enlarges those of small rows.
+    """
+
+    hf: dict[str, Any]
+    layer: type
+    one_by_one: Callable[..., torch.Tensor]
+    middle: str
+    tensors: int
+    bound: float
+
+
+KINDS = {
+    "delta net": Kind(HF, PackedDeltaNet, delta_net, "out_norm", 8, 3e-5),
+    "mamba": Kind(MAMBA, PackedMamba, partial(mamba, 2), "norm", 10, 5e-5),
+    # two ranks have heads of the one group
+    "mamba of one group": Kind(
+        MAMBA | {"n_groups": 1}, PackedMamba, partial(mamba, 1), "norm", 10, 5e-5
+    ),
+}
+
+
 def wide(rows, width):
     return rows.unflatten(-1, (-1, width))
 
@@ -53,12 +107,12 @@ def unit(rows):
 def streams(batch):
     """Rows that go into the layer, and the gradient of what comes out; zeros for padding behind."""
     g = torch.Generator().manual_seed(len(batch.tokens))
-    found = torch.randn(2, len(batch.tokens) + 1, HF["hidden_size"], generator=g)
+    found = torch.randn(2, len(batch.tokens) + 1, HIDDEN, generator=g)
     found[:, -1] = 0
     return found
 
 
-def exactly(layer, batch):
+def exactly(one_by_one, layer, batch):
     """Output, gradients of the input and of every weight, in float64."""
     weights = {n: w.detach().double().requires_grad_() for n, w in layer.named_parameters()}
     hidden, gradient = (x[:-1].double() for x in streams(batch))
@@ -77,7 +131,7 @@ def of_layer(layer, batch, place):
     out, _ = layer(hidden, None, packed_seq_params=PackedSequences.of(micro))
     out.backward(gradient)
     assert hidden.grad is not None
-    whole = torch.zeros(2, len(batch.tokens) + 1, HF["hidden_size"])
+    whole = torch.zeros(2, len(batch.tokens) + 1, HIDDEN)
     whole.index_add_(
         1, micro.rows % whole.shape[1], torch.stack([out.detach(), hidden.grad])[:, :, 0]
     )
@@ -93,37 +147,48 @@ def broken(*_):
 
 
 def on_rank(group, folder):
-    """{(seed, ranks that share it, what came before): the worst error of each tensor}."""
+    """{(kind, seed, ranks that share it, what came before): the worst error of each tensor}."""
     os.environ["WORLD_SIZE"] = str(group.size())
-    sizes = ("parallel.dp=2", "parallel.dynamic_cp=2", "model.family=qwen3_next", "replay=off")
-    plan = tiny_plan(*sizes, f"model.config={folder}/config.json", config=QWEN3)
     errors = {}
-    with topology.start(plan) as topo:
-        chunk = Policy.build(plan, topo, trainable=False).llm.models[0]
-        (layer,) = (m for m in chunk.modules() if isinstance(m, PackedDeltaNet))
-        layer.requires_grad_(True).train()
-        g = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for weight in layer.parameters():
-                weight.copy_(0.4 * torch.randn(weight.shape, generator=g))
-        exact = {seed: exactly(layer, batch) for seed, batch in BATCHES.items()}
+    for name, kind in KINDS.items():
+        config = folder / f"{name}.json"
+        family = f"model.family={kind.hf['model_type']}", f"model.config={config}"
+        plan = tiny_plan(
+            *family, "parallel.dp=2", "parallel.dynamic_cp=2", "replay=off", config=QWEN3
+        )
+        with topology.start(plan) as topo:
+            chunk = Policy.build(plan, topo, trainable=False).llm.models[0]
+            (layer,) = (m for m in chunk.modules() if isinstance(m, kind.layer))
+            found = of_kind(kind, layer, topo)
+        errors |= {(name, *key): each for key, each in found.items()}
+    return errors
 
-        def check(seed, size, before):
-            found = of_layer(layer, BATCHES[seed], topo.place(size))
-            assert found.keys() == exact[seed].keys() and len(found) == 8
-            errors[seed, size, before] = {
-                name: off(found[name], want) for name, want in exact[seed].items()
-            }
 
-        for seed in BATCHES:
-            for size in SIZES:
-                check(seed, size, "another size")
+def of_kind(kind, layer, topo):
+    errors = {}
+    layer.requires_grad_(True).train()
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(0.4 * torch.randn(weight.shape, generator=g))
+    exact = {seed: exactly(kind.one_by_one, layer, batch) for seed, batch in BATCHES.items()}
+
+    def check(seed, size, before):
+        found = of_layer(layer, BATCHES[seed], topo.place(size))
+        assert found.keys() == exact[seed].keys() and len(found) == kind.tensors
+        errors[seed, size, before] = {
+            name: off(found[name], want) for name, want in exact[seed].items()
+        }
+
+    for seed in BATCHES:
         for size in SIZES:
-            hook = layer.get_submodule("out_norm").register_forward_hook(broken)
-            with pytest.raises(ArithmeticError):
-                of_layer(layer, BATCHES[0], topo.place(size))
-            hook.remove()
-            check(1, 3 - size, f"an error with {size}")
+            check(seed, size, "another size")
+    for size in SIZES:
+        hook = layer.get_submodule(kind.middle).register_forward_hook(broken)
+        with pytest.raises(ArithmeticError):
+            of_layer(layer, BATCHES[0], topo.place(size))
+        hook.remove()
+        check(1, 3 - size, f"an error with {size}")
     return errors
 
 
@@ -134,7 +199,8 @@ def off(got, want):
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory):
     folder = tmp_path_factory.mktemp("states")
-    (folder / "config.json").write_text(json.dumps(HF))
+    for name, kind in KINDS.items():
+        (folder / f"{name}.json").write_text(json.dumps(kind.hf))
     first, second = run_ranks(on_rank, 2, folder)
     assert first.keys() == second.keys()
     return [
@@ -145,15 +211,18 @@ def errors(tmp_path_factory):
     ]
 
 
-def test_PackedDeltaNet_has_the_gradients_of_the_recurrence(errors):
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_with_a_state_has_the_gradients_of_its_recurrence(errors, kind):
     """One rank and two ranks in turn compute sequences of random lengths, one token among them. No
     sequence begins with states or rows of another."""
     assert any(1 in batch.seqlens for batch in BATCHES.values())
-    wrong = [x for x in errors if x[0][2] == "another size" and not x[2] < 3e-5]
-    assert not wrong
+    mine = [x for x in errors if x[0][0] == kind and x[0][3] == "another size"]
+    assert len(mine) == 2 * len(BATCHES) * len(SIZES) * KINDS[kind].tensors
+    assert not [x for x in mine if not x[2] < KINDS[kind].bound]
 
 
-def test_PackedDeltaNet_that_raised_takes_the_next_microbatch_of_other_ranks(errors):
-    after = [x for x in errors if x[0][2] != "another size"]
-    assert len(after) == 2 * 2 * 8
-    assert not [x for x in after if not x[2] < 3e-5]
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_with_a_state_that_raised_takes_the_next_microbatch_of_other_ranks(errors, kind):
+    after = [x for x in errors if x[0][0] == kind and x[0][3] != "another size"]
+    assert len(after) == 2 * 2 * KINDS[kind].tensors
+    assert not [x for x in after if not x[2] < KINDS[kind].bound]

@@ -31,6 +31,7 @@ from tests.helpers.models import (
     GLM,
     MODELS,
     MOONLIGHT,
+    NEMOTRON,
     QWEN3_8B,
     QWEN3_SMALL,
     QWEN35,
@@ -184,13 +185,11 @@ def test_load_lists_names_that_do_not_fit(tmp_path, biased, word):
         folder.check(kind.weights(sizes, 0), kind.ignored(sizes, 0))
 
 
+STATES = {"qwen3_next": QWEN_NEXT, "qwen3_5_moe": QWEN35, "nemotron_h": NEMOTRON}
 SEVERAL = {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT, "glm4_moe": GLM, "qwen3": QWEN3_SMALL}
 
 
-STATES = {"qwen3_next": QWEN_NEXT, "qwen3_5_moe": QWEN35}
-
-
-@pytest.mark.parametrize("hf", (SEVERAL | STATES).values(), ids=[*SEVERAL, *STATES])
+@pytest.mark.parametrize("hf", [*SEVERAL.values(), *STATES.values()], ids=[*SEVERAL, *STATES])
 def test_build_engine_has_the_model_of_the_trainer(tmp_path, hf):
     """Log-probs of generated tokens, and every router's experts, agree."""
     write_model(tmp_path, hf)

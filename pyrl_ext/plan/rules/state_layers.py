@@ -83,3 +83,15 @@ def vllm_for_cpus_has_kernels_for_the_states(plan: Plan) -> Found:
         f"linear_value_head_dim {value} {in_config(plan)}, expected bfloat16 and both widths 64 or "
         "both 128; vLLM 0.32 for CPUs has no other kernels for gated_delta_net layers. Use hf"
     )
+
+
+@rule("rollout.engine")
+def vllm_for_cpus_has_kernels_for_the_experts(plan: Plan) -> Found:
+    sizes = plan.sizes
+    gated = sizes.mlp_matrices == 3 or not sizes.router_layers
+    if plan.rollout.engine != "vllm" or plan.device != "cpu" or gated:
+        return None
+    return (
+        f"vllm on device cpu with experts that have no gates {in_config(plan)}, expected gated "
+        "ones; vLLM 0.32 for CPUs has no other kernels for routed experts. Use hf"
+    )

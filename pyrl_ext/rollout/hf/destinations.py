@@ -22,8 +22,8 @@ class Destinations:
     """Checkpoint name -> the model's memory, with one view per fused expert.
 
     Args:
-        model: a transformers model whose expert layers hold `gate_up_proj` [E, 2I, H] and
-            `down_proj` [E, H, I] (gate rows first)
+        model: a transformers model whose expert layers hold `gate_up_proj` [E, 2I, H] (gate rows
+            first), or `up_proj` [E, I, H] without gates, and `down_proj` [E, H, I]
 
     Attributes:
         parts: checkpoint name -> views of the memory that its rows fill, one after the other; the
@@ -189,7 +189,7 @@ def _views(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:
         elif name.rpartition(".")[0].endswith("experts") and tensor.dim() == 3:
             raise ValueError(
                 f"{type(model).__name__}: expert weight {name} {list(tensor.shape)}, expected "
-                "gate_up_proj and down_proj"
+                "gate_up_proj or up_proj, and down_proj"
             )
         else:
             yield name, tensor.detach()

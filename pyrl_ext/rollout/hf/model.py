@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,13 @@ def read_config(given: dict[str, Any] | str | Path) -> PreTrainedConfig:
     kind = str(given.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"HFEngine: model_type {kind!r}, expected one that transformers knows")
-    return CONFIG_MAPPING[kind].from_dict(deepcopy(given))  # it writes into nested dicts
+    # a copy: it writes into nested dicts
+    return CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(given), object_hook=_number))
+
+
+def _number(held: dict[str, Any]) -> Any:
+    """The number that transformers writes as ``{"__float__": "Infinity"}``."""
+    return float(held["__float__"]) if held.keys() == {"__float__"} else held
 
 
 def model_class(config: PreTrainedConfig) -> Any:
@@ -61,4 +66,14 @@ def build_model(
             experts_implementation=experts or ("eager" if device.type == "cpu" else "grouped_mm"),
         )
     model.tie_weights()  # skipped along with the initialisation
+    unbound_steps(model)
     return model.eval().requires_grad_(False)
+
+
+def unbound_steps(model: PreTrainedModel) -> None:
+    """Take the bound from the steps of time of Mamba-2 layers. transformers has one, the config's
+    `time_step_min`, in prompts, though not token by token. That number is for initial values:
+    training has no bound, and vLLM has none."""
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]

@@ -23,6 +23,7 @@ KIMI = {
     r"mm_projector\.in_proj": "mm_projector.proj.0",
     r"mm_projector\.out_proj": "mm_projector.proj.2",
 }
+RENAMED = {"kimi_k25": KIMI, "nemotron_h": {r"^model\.": "backbone."}}
 _ATTENTION = re.compile(r"(.*blocks\.\d+)\.attn\.([qkv])_proj(.*)")
 
 
@@ -35,13 +36,13 @@ def published(config: Any, views: dict[str, Tensor]) -> dict[str, tuple[Tensor, 
 
     Returns: a part has as many numbers as its share of the published tensor's rows, in their order.
     """
-    if config.model_type != "kimi_k25":
-        return {name: (view,) for name, view in views.items()}
+    renamed = RENAMED.get(config.model_type, {})
     found: dict[str, tuple[Tensor, ...]] = {}
     for name, view in views.items():
-        for theirs, ours in KIMI.items():
+        for theirs, ours in renamed.items():
             name = re.sub(theirs, ours, name)
-        if fused := _ATTENTION.fullmatch(name):  # queries, keys and values come in this order
+        fused = _ATTENTION.fullmatch(name) if renamed is KIMI else None
+        if fused:  # queries, keys and values come in this order
             name = f"{fused[1]}.wqkv{fused[3]}"
             if fused[2] != "v":  # published with the numbers that rotate together beside each other
                 heads = config.vision_config.num_attention_heads

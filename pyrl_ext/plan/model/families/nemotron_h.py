@@ -52,7 +52,8 @@ class NemotronH(SigmoidRouted, GroupedQuery):
     @model_validator(mode="before")
     @classmethod
     def _one_pattern(cls, hf: Any) -> Any:
-        """The layers as one pattern, whichever way they are written."""
+        """The layers as one pattern, whichever way they are written; and numbers that are not
+        finite, which transformers writes as ``{"__float__": "Infinity"}``."""
         if not isinstance(hf, dict):
             return hf
         words = hf.get("layers_block_type") or hf.get("layer_types")
@@ -61,6 +62,9 @@ class NemotronH(SigmoidRouted, GroupedQuery):
             pattern = "".join(WORDS.get(str(word), "?") for word in words)
         if not isinstance(pattern, str):
             raise ValueError("layers_block_type and hybrid_override_pattern are missing")
+        if isinstance(limit := hf.get("time_step_limit"), list | tuple):
+            limit = [float(x["__float__"]) if isinstance(x, dict) else x for x in limit]
+            hf = hf | {"time_step_limit": limit}
         return {"num_hidden_layers": len(pattern)} | hf | {"pattern": pattern}
 
     @property
@@ -113,7 +117,6 @@ class NemotronH(SigmoidRouted, GroupedQuery):
 
     def unsupported(self) -> list[str]:
         odd = {
-            "the trainer does not build mamba layers yet": self.state_mixer is not None,
             f"moe_latent_size is {self.moe_latent_size}; experts are built at the hidden size": (
                 self.moe_latent_size is not None
             ),
