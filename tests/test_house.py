@@ -99,7 +99,7 @@ MAX_CODE = {
     "report": 700,
     "trace": 180,
     "lora": 1500,
-    "hybrid": 850,
+    "hybrid": 870,
     "core": 7500,
     "plan core": 2520,
     "vllm": 610,

@@ -19,17 +19,13 @@ from pyrl_ext.samples import Sampling
 
 
 def build_engine(
-    plan: Plan,
-    device: torch.device,
-    rank: int = 0,
-    group: dist.ProcessGroup | None = None,
-    beside: dist.ProcessGroup | None = None,
+    plan: Plan, device: torch.device, rank: int = 0, *groups: dist.ProcessGroup | None
 ) -> Engine:
     """The engine of this rank: in this process, in a separate one, servers, or an idle stand-in.
 
     Args:
-        group: of all ranks; None: this process alone
-        beside: the same ranks, for what a thread beside the trainer's says (`publishes_beside`)
+        groups: of all ranks, and a second one for a thread beside the trainer's
+            (`publishes_beside`); None, or none: this process alone
 
     Raises: RuntimeError when there are fewer GPUs than the trainer's ranks and the engines need.
     """
@@ -37,7 +33,7 @@ def build_engine(
     if transport == "servers":
         from pyrl_ext.rollout.servers.build import build_servers_engine  # needs aiohttp
 
-        return build_servers_engine(plan, device, group, beside)
+        return build_servers_engine(plan, device, *groups)
     if plan.rollout.engine == "recorded":  # takes no weights; an idle rank would wait for them
         return build_in_this_process(plan, device)
     if number is None:

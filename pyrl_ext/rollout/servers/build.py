@@ -17,8 +17,8 @@ from pyrl_ext.rollout.servers.publisher import Publisher
 def build_servers_engine(
     plan: Plan,
     device: torch.device,
-    group: dist.ProcessGroup | None,
-    beside: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None = None,
+    beside: dist.ProcessGroup | None = None,
 ) -> ServersEngine:
     """The servers of the plan, as the engine of one of the ranks of ``group``; None: the only one.
 
