@@ -84,7 +84,7 @@ browser:  ## chromium, in which the tests look at a plan's page; Debian's, where
 	  apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium > /dev/null && exit 0; \
 	fi; echo "make: no chromium or google-chrome: tests that look at a plan's page are skipped"
 
-test-fast: build  ## what starts no process and builds no model: under a minute
+test-fast: build  ## what starts no process and builds no model: two or three minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --no-header -n 2 --fast --durations 10
 
 test: build browser  ## the suite; the targets below take longer and are apart

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext import serve
-from pyrl_ext.rollout.servers.commands import commands_of
+from pyrl_ext.rollout.servers.commands import Command, commands_of
 from tests.helpers.guarded import key_folder
 from tests.helpers.http_engine import HttpEngine
 from tests.helpers.tiny import CONFIG, tiny_plan
@@ -129,7 +129,7 @@ def test_serve_gives_up_on_an_engine_that_never_answers(
 ):
     address = f"http://127.0.0.1:{free_port()}"
     with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
-        engine = serve.Watched(serve.Command(address, ("false",), {}), tmp_path / "log")
+        engine = serve.Watched(Command(address, ("false",), {}), tmp_path / "log")
         for _ in range(serve.TRIES - 1):
             engine.process.wait()
             engine.look()
