@@ -14,8 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from pyrl_ext.loss.fused_head import stand_in
-from pyrl_ext.ops import swiglu
-from pyrl_ext.ops.squared_relu import squared, squared_relu
+from pyrl_ext.ops import squared, squared_relu, swiglu
 from pyrl_ext.ops.to_device import to_device
 
 # whether it is gated, and the function in megatron's config -> the operator of a unit
@@ -50,8 +49,7 @@ class GroupedExperts(MegatronModule):
         self, num_local_experts: int, config: Any, pg_collection: Any, name: str | None = None
     ):
         super().__init__(config=config)
-        kind = config.gated_linear_unit, config.activation_func
-        if kind not in UNITS:
+        if (kind := (config.gated_linear_unit, config.activation_func)) not in UNITS:
             raise ValueError(
                 f"GroupedExperts: activation {kind[1]}, gated {kind[0]}, expected silu and gated, "
                 "or a squared ReLU and not"

@@ -9,7 +9,7 @@ from typing import Any
 from pyrl_ext.models import Family, blocks
 from pyrl_ext.models.weight import Weight
 from pyrl_ext.models.weight_table import language_model
-from pyrl_ext.ops.squared_relu import squared
+from pyrl_ext.ops import squared
 from pyrl_ext.plan.model.families.nemotron_h import NemotronH
 
 # part of a name that other families have -> the same part of this one's

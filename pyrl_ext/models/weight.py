@@ -69,8 +69,7 @@ class Weight:
     @classmethod
     def inner(cls, hf: Sequence[str], name: str, *size: int, expert: int | None = None) -> Weight:
         """``hf``: gate and up, or up alone."""
-        kind: Shard = "gated" if len(hf) == 2 else "rows"
-        return cls((*hf,), name, kind, (size,) * len(hf), expert)
+        return cls((*hf,), name, "gated" if len(hf) == 2 else "rows", (size,) * len(hf), expert)
 
     @classmethod
     def grouped(

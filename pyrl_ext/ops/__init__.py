@@ -13,7 +13,7 @@ from .latent_keys import latent_keys
 from .replay_probs import replay_probs
 from .rms_norm import rms_norm, rms_norm_residual
 from .rotary import rotary
-from .squared_relu import squared_relu
+from .squared_relu import squared, squared_relu
 from .ssd_scan import ssd_scan
 from .sum_rows import sum_rows
 from .swiglu import swiglu
@@ -45,6 +45,7 @@ __all__ = [
     "rms_norm_residual",
     "rotary",
     "serve_gpu_from",
+    "squared",
     "squared_relu",
     "ssd_scan",
     "sum_rows",
