@@ -81,14 +81,14 @@ def overrides(options: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def served(folder: Path, keys: Sequence[str]) -> Iterator[str]:
+def served(folder: Path, keys: Sequence[str], config: Path = CONFIG) -> Iterator[str]:
     """Servers, until the end; the override that names them."""
     sockets = [socket.create_server(("localhost", 0)) for _ in range(SERVERS)]
     addresses = [f"http://localhost:{each.getsockname()[1]}" for each in sockets]
     for each in sockets:
         each.close()
     named = f"rollout.servers=[{', '.join(addresses)}]"
-    command = [sys.executable, "-m", "pyrl_ext.serve", str(CONFIG), *keys, named]
+    command = [sys.executable, "-m", "pyrl_ext.serve", str(config), *keys, named]
     with (folder / "serve.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, f"run={folder / 'serve'}"], cwd=ROOT, stdout=log, stderr=log
@@ -105,12 +105,17 @@ def served(folder: Path, keys: Sequence[str]) -> Iterator[str]:
         process.wait()
 
 
-def trained(folder: Path, *keys: str) -> list[dict[str, Any]]:
-    """The rows of a run without its first steps, and the last ones, whose engines idle."""
-    command = [sys.executable, "-m", "pyrl_ext.train", str(CONFIG), *keys, f"run={folder}"]
+def train_in(folder: Path, *keys: str, config: Path = CONFIG) -> None:
+    """Run the trainer in another process. Raises: RuntimeError with what it said."""
+    command = [sys.executable, "-m", "pyrl_ext.train", str(config), *keys, f"run={folder}"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"benchmarks.ahead: {run.stdout}{run.stderr}")
+
+
+def trained(folder: Path, *keys: str) -> list[dict[str, Any]]:
+    """The rows of a run without its first steps, and the last ones, whose engines idle."""
+    train_in(folder, *keys)
     return read_rows(folder / "metrics.jsonl")[WARM:-2]
 
 

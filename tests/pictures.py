@@ -106,6 +106,11 @@ PICTURES = (
         ),
     ),
     Picture(
+        "benchmarks/ahead.png",
+        partial(measured_rows, "## What older samples teach", "docs/asynchronous.md"),
+        ("python -m benchmarks.ahead_rewards runs/ahead --png benchmarks/ahead.png",),
+    ),
+    Picture(
         "benchmarks/lora.png",
         partial(measured_rows, "## The demo", "docs/lora.md"),
         (
@@ -156,7 +161,7 @@ def record(picture: Picture) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.pictures", description=__doc__)
-    parser.add_argument("--all", action="store_true", help="measured ones too, about 35 minutes")
+    parser.add_argument("--all", action="store_true", help="measured ones too, about an hour")
     parser.add_argument(
         "--drawn",
         metavar="PNG",
