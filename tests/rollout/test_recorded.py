@@ -357,7 +357,7 @@ def test_save_samples_stores_routes_in_layers_times_experts_times_their_size(
     assert sum(sizes.values()) - sizes["routes"] == tokens * (8 + 4 + 1 + 1)
 
 
-@pytest.mark.parametrize("config", ["tiny.yaml", "tiny_qwen3_next.yaml"])
+@pytest.mark.parametrize("config", ["tiny.yaml", "tiny_qwen3_next.yaml", "tiny_nemotron.yaml"])
 def test_train_has_the_same_numbers_from_its_recording(tmp_path: Path, config: str):
     """To the last bit, with several microbatches in each of two minibatches; recorded in two parts,
     the second of which repeats a step, from the checkpoint before it."""
