@@ -321,7 +321,7 @@ MUTANTS = [
     ),
     Mutant(
         "context-parallel ranks take the weights of other heads than they compute",
-        "pyrl_ext/megatron/state_layers.py",
+        "pyrl_ext/megatron/head_exchange.py",
         [
             (
                 "parts = [part.chunk(place.cp_size)[place.cp_rank]",
@@ -329,7 +329,7 @@ MUTANTS = [
             )
         ],
         [
-            "tests/megatron/test_state_layers.py::test_PackedDeltaNet_has_the_gradients_of_the_recurrence"
+            "tests/megatron/test_state_layers.py::test_layer_with_a_state_has_the_gradients_of_its_recurrence"
         ],
     ),
     Mutant(

@@ -150,12 +150,13 @@ def test_main_shows_engines_apart(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 FEW = (*HOSTS[1:], "rollout.tp=1", "parallel.tp=1", "parallel.pp=1", "parallel.cp=1",
        "model.recompute=full", "batching.prompts=32", "rollout.max_new_tokens=4k",
-       "batching.tokens_per_microbatch=8k", "rollout.ahead=1")  # fmt: skip
+       "batching.tokens_per_microbatch=8k", "rollout.ahead=1",
+       "optimizer.offload=1.0")  # fmt: skip
 
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Path:
-    """GLM-4.7-Flash with engines on one host; what `FEW` pins leaves few layouts."""
+    """GLM-4.7-Flash with engines on one host; what `FEW` pins leaves few layouts that fit."""
     path = tmp_path / "apart.yaml"
     path.write_text(f"extends: {GLM47}\nrollout:\n  launch: {{hosts: [a], gpus: 2}}\n")
     return path

@@ -41,7 +41,10 @@ def test_adapters_are_the_merged_weights(hf: dict[str, Any], experts: str):
     assert engine.checksums(list(weights)) == plain.checksums(list(weights))
 
 
-@pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
+ADAPTED = {name: hf for name, hf in TRAINED.items() if hf["model_type"] != "nemotron_h"}
+
+
+@pytest.mark.parametrize("hf", ADAPTED.values(), ids=list(ADAPTED))
 def test_adapters_have_the_names_and_shapes_of_the_trainers_table(hf: dict[str, Any]):
     sizes = read_sizes(hf)
     weights = family(hf["model_type"]).weights(sizes, 0)
