@@ -130,6 +130,7 @@ MODELS = {
         "tiny", {"num_nextn_predict_layers": 1}, (*MTP, *LORA, *SHARED, "lora.targets=" + WITH_GATE)
     ),
     "qwen next lora": Model("tiny_qwen3_next", overrides=LORA, rounding=3.0),
+    "nemotron lora": Model("tiny_nemotron", overrides=LORA),
     "qwen some lora": Model(
         "tiny_qwen3", overrides=(*LORA, *SHARED, "lora.targets=[q_proj, v_proj, up_proj, gate]")
     ),
@@ -206,7 +207,7 @@ LAYOUTS = {
         *_layouts("tp2\ncp2 recompute:full\npp2 vpp2\ndp2 ep2\ndp2 distributed overlapped", MAMBA),
         *_layouts("tp2 ep2 etp1\npp2 layout:Ett|t|ttt|ttL vpp2", MAMBA),
         *_layouts("tp2\ncp2\npp2\npp2 vpp2\ndp2 ep2\ndp2 distributed overlapped", STATES),
-        *_layouts("tp2\ncp2", STATES + " lora"),
+        *_layouts("tp2\ncp2", STATES + " lora", MAMBA + " lora"),
         *_layouts("tp2 etp1\ncp2 recompute:full", STATES),
         *_layouts("dp2 ep2 dynamic:2 recompute:full", *BOTH),
         *_layouts("dp2\ntp2\ntp2 etp1\ncp2\npp2\npp2 vpp2\ndp2 ep2\ntp2 ep2 etp1", *WITH_LORA),

@@ -68,6 +68,11 @@ def export(
     Communicates: as `Policy.load` and `Policy.weights`. Raises: as they do; FileNotFoundError when
         the run's tokenizer is gone.
     """
+    if adapter is not None and plan.sizes.mlp_matrices == 2:
+        raise ValueError(
+            f"export: --adapter with model.family {plan.model.family}, expected a family whose "
+            "layers have gates; PEFT's files are not written for others. Export merged weights"
+        )
     # a checkpoint has all weights, or adapters on those of the model
     weights = plan.model.weights if plan.lora else None
     names = {"weights": weights, "tokenizer": tokenizer or plan.model.tokenizer}

@@ -77,11 +77,11 @@ def test_adapter_table_counts_factors_of_experts(experts):
         assert whole[0].megatron_name.endswith(".mlp.experts.linear_fc1.lora_A")
 
 
-SOME = ["q_proj", "v_proj", "up_proj", "in_proj_ba"]
+SOME = ["q_proj", "v_proj", "up_proj", "in_proj_ba", "in_proj"]
 
 
 @pytest.mark.parametrize("targets", ["all", SOME], ids=["all", "some"])
-@pytest.mark.parametrize("config", ["tiny", "tiny_qwen3", "tiny_qwen3_next"])
+@pytest.mark.parametrize("config", ["tiny", "tiny_qwen3", "tiny_qwen3_next", "tiny_nemotron"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_shard_of_factors_goes_back_to_whole_factors(config, targets, size):
     plan = tiny_plan(config=QWEN3.with_name(f"{config}.yaml"))

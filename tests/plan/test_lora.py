@@ -62,6 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "configs/glm47_355b/config.json": {"first_k_dense_replace": 1} | EXPERTS,
     "configs/tiny_vl/config.json": {},
     "configs/tiny_qwen3_next/config.json": {},
+    "configs/tiny_nemotron/config.json": {},
     "tests/plan/broken_configs/dense.json": {},
     "tests/plan/broken_configs/kimi_k25_mtp.json": {},
 }

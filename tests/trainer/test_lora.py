@@ -69,7 +69,9 @@ def test_Adapters_leave_the_base_as_it_is(tmp_path, model, dtype):
         assert all(torch.equal(live[name], tensor) for name, tensor in base.items())
 
 
-@pytest.mark.parametrize("model", ["glm mtp lora", "qwen lora", "qwen some lora", "qwen next lora"])
+@pytest.mark.parametrize(
+    "model", ["glm mtp lora", "qwen lora", "qwen some lora", "qwen next lora", "nemotron lora"]
+)
 def test_Adapters_have_the_gradient_of_the_weights_they_are_merged_into(tmp_path, model):
     """With W + scale B A as weights that are trained: dA = scale B^T dW, dB = scale dW A^T; added
     over experts that share a factor. The norm is that of all factors."""

@@ -49,16 +49,20 @@ def linears(sizes: ModelSizes, kind: LayerKind) -> Iterator[Linear]:
     """The linears of a layer."""
     if kind.mixer == "gated_delta_net":
         yield from _delta_net(sizes)
-    else:
+    elif kind.mixer == "mamba":
+        yield from _mamba(sizes)
+    elif kind.mixer is not None:
         yield from _latent(sizes) if isinstance(sizes, Latent) else _grouped_query(sizes)
     hidden = sizes.hidden_size
+    gated = sizes.mlp_matrices == 3
+    if kind.feed_forward == "mlp":
+        yield from _mlp(hidden, sizes.intermediate_size, "mlp", gated)
     if kind.feed_forward != "moe":
-        yield from _mlp(hidden, sizes.intermediate_size, "mlp")
         return
     yield Linear(ROUTER, hidden, sizes.num_experts, "whole", "mlp")
-    yield from _mlp(hidden, sizes.moe_intermediate_size, "experts", sizes.num_experts)
+    yield from _mlp(hidden, sizes.moe_intermediate_size, "experts", gated, sizes.num_experts)
     if width := sizes.shared_expert_width:
-        yield from _mlp(hidden, width, "mlp")
+        yield from _mlp(hidden, width, "mlp", gated)
 
 
 def _delta_net(sizes: ModelSizes) -> Iterator[Linear]:
@@ -67,6 +71,13 @@ def _delta_net(sizes: ModelSizes) -> Iterator[Linear]:
     both = mixer.vectors  # a beta and a decay of each value head, whose bias and rate these are
     yield Linear("in_proj_qkvz", hidden, mixer.inputs - both, "rows", "attention")
     yield Linear("in_proj_ba", hidden, both, "rows", "attention")
+    yield Linear("out_proj", mixer.inner, hidden, "columns", "core")
+
+
+def _mamba(sizes: ModelSizes) -> Iterator[Linear]:
+    mixer, hidden = sizes.state_mixer, sizes.hidden_size
+    assert mixer is not None
+    yield Linear("in_proj", hidden, mixer.inputs, "rows", "attention")
     yield Linear("out_proj", mixer.inner, hidden, "columns", "core")
 
 
@@ -94,8 +105,8 @@ def _latent(sizes: Latent) -> Iterator[Linear]:
     yield Linear("o_proj", heads * sizes.v_head_dim, hidden, "columns", "core")
 
 
-def _mlp(hidden: int, width: int, read: str, experts: int = 0) -> Iterator[Linear]:
-    for name in ("gate_proj", "up_proj"):
+def _mlp(hidden: int, width: int, read: str, gated: bool, experts: int = 0) -> Iterator[Linear]:
+    for name in ("gate_proj", "up_proj") if gated else ("up_proj",):
         yield Linear(name, hidden, width, "rows", read, experts)
     yield Linear("down_proj", width, hidden, "columns", f"inside {read}", experts)
 
@@ -128,7 +139,7 @@ def factors(sizes: ModelSizes, lora: Lora, kind: LayerKind) -> Iterator[Factor]:
 
 # vLLM's largest max_lora_rank
 VLLM_MAX_RANK = 512
-STATE_LINEARS = "in_proj_qkvz", "in_proj_ba", "out_proj"
+STATE_LINEARS = "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj"
 
 
 def adapter_faults(config: Config, sizes: ModelSizes) -> list[str]:
@@ -149,8 +160,8 @@ def adapter_faults(config: Config, sizes: ModelSizes) -> list[str]:
             "routed experts: vLLM has no kernel for their adapters on a CPU": on_cpu and experts,
             "kv_b_proj: vLLM's latent attention reads weights that it split at load, past the "
             "adapter": not on_cpu and "kv_b_proj" in names,
-            f"{', '.join(states)}: vLLM's adapters of delta nets were never compared with the "
-            "trainer's": bool(states),
+            f"{', '.join(states)}: vLLM's adapters of layers with states were never compared "
+            "with the trainer's": bool(states),
             f"rank {most}: vLLM takes at most {VLLM_MAX_RANK}": most > VLLM_MAX_RANK,
         }
     return [reason for reason, holds in reasons.items() if holds]

@@ -157,6 +157,15 @@ def the_engine_applies_every_adapter(plan: Plan) -> Found:
 
 
 @rule("lora.weights")
+def adapters_in_files_are_of_layers_with_gates(plan: Plan) -> Found:
+    if plan.lora is not None and plan.lora.weights is not None and plan.sizes.mlp_matrices == 2:
+        return (
+            f"set with model.family {plan.model.family}, expected null; PEFT's files are not read "
+            "for layers without gates"
+        )
+
+
+@rule("lora.weights")
 def the_adapter_to_start_from_exists(plan: Plan) -> Found:
     if plan.lora is None or plan.lora.weights is None:
         return None

@@ -54,13 +54,6 @@ def features_know_layers_with_states(plan: Plan) -> Found:
 
 
 @rule("lora")
-def adapters_know_layers_with_states(plan: Plan) -> Found:
-    mixer = plan.sizes.state_mixer
-    if plan.lora is not None and mixer is not None and mixer.name == "mamba":
-        return f"on with {mixer.name} layers, expected null; adapters are not built for them"
-
-
-@rule("lora")
 def adapters_know_the_projections_of_delta_nets(plan: Plan) -> Found:
     family = plan.model.family
     if plan.lora is not None and plan.sizes.state_mixer and family.startswith("qwen3_5"):

@@ -12,7 +12,7 @@ TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
     *("gate_proj", "up_proj", "down_proj"),
-    *("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    *("in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj"),
 )
 """Last parts of the HF names of the linears that `targets: all` means, where a family has them."""
 ROUTER = "gate"

@@ -74,14 +74,17 @@ def _on_experts(module: Any, adapters: Adapters) -> None:
         kinds.setdefault(name.rpartition(".")[2], adapter)
     if not kinds:
         return
-    experts, rows, hidden = module.gate_up_proj.shape
+    gated = hasattr(module, "gate_up_proj")
+    first = module.gate_up_proj if gated else module.up_proj
+    experts, rows, hidden = first.shape
+    inner = rows // 2 if gated else rows
     module.adapters = nn.ModuleDict()
     for kind, (rank, _, names) in kinds.items():
-        out, width = (hidden, rows // 2) if kind == "down_proj" else (rows // 2, hidden)
+        out, width = (hidden, inner) if kind == "down_proj" else (inner, hidden)
         place = module.adapters[kind] = nn.Module()
         for name, letter, shape in zip(names, "AB", ((rank, width), (out, rank)), strict=True):
             stacked = (experts,) if ".experts.0." in name else ()
-            place.add_module(f"lora_{letter}", Factor(module.gate_up_proj, *stacked, *shape))
+            place.add_module(f"lora_{letter}", Factor(first, *stacked, *shape))
     module.forward = partial(_experts_forward, module, kinds)
 
 
@@ -109,9 +112,13 @@ def _experts_forward(
     for expert in top_k_index.unique().tolist():
         token, place = (top_k_index == expert).nonzero(as_tuple=True)
         x = hidden[token]
-        gate, up = F.linear(x, module.gate_up_proj[expert]).chunk(2, -1)
-        gate, up = added("gate_proj", expert, x, gate), added("up_proj", expert, x, up)
-        inner = module.act_fn(gate) * up
+        if hasattr(module, "gate_up_proj"):
+            gate, up = F.linear(x, module.gate_up_proj[expert]).chunk(2, -1)
+            gate, up = added("gate_proj", expert, x, gate), added("up_proj", expert, x, up)
+            inner = module.act_fn(gate) * up
+        else:
+            up = F.linear(x, module.up_proj[expert])
+            inner = module.act_fn(added("up_proj", expert, x, up))
         down = added("down_proj", expert, inner, F.linear(inner, module.down_proj[expert]))
         total.index_add_(0, token, (down * top_k_weights[token, place, None]).to(total.dtype))
     return total

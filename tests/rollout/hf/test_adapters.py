@@ -22,7 +22,7 @@ TOKENS = torch.arange(3, 63).view(2, 30)
 
 
 @pytest.mark.parametrize("experts", KINDS)
-@pytest.mark.parametrize("hf", [GLM, QWEN], ids=["glm", "qwen"])
+@pytest.mark.parametrize("hf", [GLM, QWEN, TRAINED["nemotron_h"]], ids=["glm", "qwen", "nemotron"])
 def test_adapters_are_the_merged_weights(hf: dict[str, Any], experts: str):
     lora = Lora.model_validate({"rank": 4, "expert_rank": 2, "alpha": 6, "experts": experts})
     engine, plain = HFEngine(hf, lora=lora), HFEngine(hf)
@@ -41,10 +41,7 @@ def test_adapters_are_the_merged_weights(hf: dict[str, Any], experts: str):
     assert engine.checksums(list(weights)) == plain.checksums(list(weights))
 
 
-ADAPTED = {name: hf for name, hf in TRAINED.items() if hf["model_type"] != "nemotron_h"}
-
-
-@pytest.mark.parametrize("hf", ADAPTED.values(), ids=list(ADAPTED))
+@pytest.mark.parametrize("hf", TRAINED.values(), ids=list(TRAINED))
 def test_adapters_have_the_names_and_shapes_of_the_trainers_table(hf: dict[str, Any]):
     sizes = read_sizes(hf)
     weights = family(hf["model_type"]).weights(sizes, 0)
