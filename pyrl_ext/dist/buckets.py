@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -146,6 +146,18 @@ def buckets_of(
         yield Bucket(tuple(slots), used), buffer
 
 
+@contextmanager
+def read_to_the_end(buckets: Iterable[object]) -> Iterator[None]:
+    """Read what is left where the block fails: other ranks wait for this one's part in what they
+    gather."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            deque(buckets, maxlen=0)
+        raise
+
+
 class KeptBuckets(BucketStream):
     """The buckets of another stream, in host memory that is used again for the next one.
 
@@ -177,7 +189,7 @@ class KeptBuckets(BucketStream):
             return on_device
 
         buckets = buckets_of(named, self.bucket_bytes, allocate)
-        try:
+        with read_to_the_end(buckets):
             for bucket, buffer in buckets:
                 kept = bucket.of_names(wanted, buffer)
                 if not kept.slots:
@@ -185,10 +197,6 @@ class KeptBuckets(BucketStream):
                 if buffer.device.type != "cpu":
                     buffer = self._host(kept.bytes)[: kept.bytes].copy_(buffer[: kept.bytes])
                 self._kept.append((kept, buffer))
-        except BaseException:
-            with suppress(Exception):  # others wait for this rank's part in what they gather
-                deque(buckets, maxlen=0)
-            raise
         return self
 
     def _host(self, size: int) -> Tensor:

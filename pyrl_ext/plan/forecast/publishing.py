@@ -22,8 +22,8 @@ def engine_costs(plan: Plan, gpu: Gpu, gathering: float) -> Iterator[Spent]:
     """
     total, senders = published_numbers(plan) + encoder_parameters(plan), plan.rollout.senders
     whole = total * DTYPE_BYTES[plan.model.dtype]
-    relay, engines = plan.rollout.relay_bytes, plan.num_engines
-    relayed = engines > 1 and relay is not None and whole / senders >= relay
+    engines = plan.num_engines
+    relayed = engines > 1 and plan.rollout.relays(whole)
     sent, rate = whole / senders * (1 if relayed else engines), min(TCP, gpu.network)
     # an engine takes from all of them at once
     seconds = max(sent / rate, whole / (gpu.network * plan.rollout.tp))

@@ -66,6 +66,14 @@ class Servers(Section):
     """samples with tokens older than ahead allows: dropped and counted, or trained on, with the
     objective's correction"""
 
+    def relays(self, sent: float) -> bool:
+        """Whether engines pass on what senders send.
+
+        Args:
+            sent: by all of them together [bytes].
+        """
+        return self.relay_bytes is not None and sent >= self.relay_bytes * self.senders
+
     @property
     def publishes_beside(self) -> bool:
         """Whether the trainer goes on while engines get weights, from a copy on its hosts."""

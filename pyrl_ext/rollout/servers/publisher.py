@@ -96,11 +96,10 @@ class Publisher:
 
     def _relayed(self, only: Collection[str] | None) -> bool:
         """Whether servers pass on what a sender sends, the same on all ranks."""
-        rollout, shapes = self.plan.rollout, self.shapes
+        shapes = self.shapes
         names = shapes if only is None else shapes.keys() & set(only)
         each = dtype_of(self.plan.model.dtype).itemsize
-        sent = each * sum(math.prod(shapes[name]) for name in names)
-        return rollout.relay_bytes is not None and sent >= rollout.relay_bytes * rollout.senders
+        return self.plan.rollout.relays(each * sum(math.prod(shapes[name]) for name in names))
 
     def prove(self, version: int, score: ScoreCanaries | None) -> Mapping[str, str]:
         """Compares what servers made of the canary with the trainer's forward; every rank calls it.

@@ -15,7 +15,6 @@ import asyncio
 import secrets
 import socket
 import time
-from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -26,7 +25,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.buckets import Bucket, Named, buckets_of
+from pyrl_ext.dist.buckets import Bucket, Named, buckets_of, read_to_the_end
 from pyrl_ext.rollout.servers import wire
 from pyrl_ext.rollout.servers.relay import HELLO, MEET, Way, parts_of
 
@@ -157,24 +156,23 @@ class Transfer:
         Communicates: every byte once to each engine. Syncs: a bucket, for its digest and the copy.
         """
         buckets = buckets_of(named, self.bucket_bytes, self._allocate)
-        try:
-            for bucket, buffer in buckets:
-                if (mine := bucket.of_names(self.wanted, buffer)).slots:
-                    self._give(mine, buffer)
-            self._check()
-            self._free(0)
-            self._free(1)
-            if self.wanted:
-                end = wire.end_frame(self._number, self.version, self._sent)
-                self._sending[0] = self._start(end, None)
-        except BaseException:
-            self.loop.call_soon_threadsafe(self._fail_all)
-            with suppress(Exception):  # others wait for this rank's part in what they gather
-                deque(buckets, maxlen=0)
-            raise
-        finally:
-            for sending in self._sending:
-                wait(sending)
+        with read_to_the_end(buckets):
+            try:
+                for bucket, buffer in buckets:
+                    if (mine := bucket.of_names(self.wanted, buffer)).slots:
+                        self._give(mine, buffer)
+                self._check()
+                self._free(0)
+                self._free(1)
+                if self.wanted:
+                    end = wire.end_frame(self._number, self.version, self._sent)
+                    self._sending[0] = self._start(end, None)
+            except BaseException:
+                self.loop.call_soon_threadsafe(self._fail_all)
+                raise
+            finally:
+                for sending in self._sending:
+                    wait(sending)
 
     def _check(self) -> None:
         wrong = [n for n, shape in self.wanted.items() if self._sent.get(n) != shape]

@@ -169,9 +169,7 @@ def test_prove_finds_old_routes_beside_right_keys_and_values():
         assert failed.keys() == {stale} and len(CANARY.groups(done.seen)) == 2
         assert "canary of version 2" in failed[stale] and "of layer 1 differ" in failed[stale]
         noise = random_model(GLM)
-        noise.load_state_dict(
-            {n: w + 1e-4 * torch.randn_like(w) for n, w in MODELS[1].state_dict().items()}
-        )
+        noise.load_state_dict(noisy(MODELS[1].state_dict(), 1e-4))
         failed = prove(CANARY, done.seen, 2, score_of(noise))
         assert failed.keys() == {server.address for server in three.servers}
         assert "log-probs differ from the trainer's" in failed[three.servers[0].address]
