@@ -131,12 +131,23 @@ def meet(connection: socket.socket, secret: str, engine: int, port: int = 0) -> 
     wire.need(good, "a sender with another secret", "the one of this transfer")
 
 
-def parts_of(hello: bytes) -> tuple[bytes, int, int, bytes, bytes]:
-    """Parts of an engine's hello: (number and port as they came, number, port, nonce, proof)."""
-    known, nonce = hello[: NUMBER + PORT], hello[NUMBER + PORT : -wire.PROOF]
-    number, port = known[:NUMBER], known[NUMBER:]
-    numbers = int.from_bytes(number, "little"), int.from_bytes(port, "little")
-    return known, *numbers, nonce, hello[-wire.PROOF :]
+def numbers_of(hello: bytes) -> tuple[int, int]:
+    """The numbers in an engine's hello: its own, and the port of its relay."""
+    number, port = hello[:NUMBER], hello[NUMBER : NUMBER + PORT]
+    return int.from_bytes(number, "little"), int.from_bytes(port, "little")
+
+
+def answer_to(hello: bytes, secret: str, ours: bytes) -> bytes | None:
+    """What proves to an engine that this end knows the secret; None: its hello proves nothing.
+
+    Args:
+        ours: the nonce that it got.
+    """
+    numbers, proof = NUMBER + PORT, hello[-wire.PROOF :]
+    known, theirs = hello[:numbers], hello[numbers : -wire.PROOF]
+    if not wire.same(proof, wire.prove(secret, known, ours, theirs)):
+        return None
+    return wire.prove(secret, b"sender", theirs, ours)
 
 
 def _admits(connection: socket.socket, secret: str) -> bool:
@@ -145,11 +156,9 @@ def _admits(connection: socket.socket, secret: str) -> bool:
     connection.sendall(wire.MAGIC + ours)
     hello = bytearray(HELLO)
     reader(connection)(memoryview(hello))
-    known, _, _, theirs, proof = parts_of(bytes(hello))
-    good = wire.same(proof, wire.prove(secret, known, ours, theirs))
-    if good:
-        connection.sendall(wire.prove(secret, b"sender", theirs, ours))
-    return good
+    if (answer := answer_to(bytes(hello), secret, ours)) is not None:
+        connection.sendall(answer)
+    return answer is not None
 
 
 def reader(connection: socket.socket) -> wire.Read:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pyrl_ext.dist.buckets import Bucket, Named, buckets_of, read_to_the_end
 from pyrl_ext.rollout.servers import wire
-from pyrl_ext.rollout.servers.relay import HELLO, MEET, Way, parts_of
+from pyrl_ext.rollout.servers.relay import HELLO, MEET, Way, answer_to, numbers_of
 
 Place = tuple[str, int, str]  # host and port that wait for an engine, and its secret
 PATIENCE = 0.25  # share of the limit in which an engine that passes bytes on has to take some
@@ -263,16 +263,15 @@ class Transfer:
                 ours = secrets.token_bytes(wire.PROOF)
                 await self.loop.sock_sendall(connection, wire.MAGIC + ours)
                 hello = await self._recv(connection, HELLO)
-                known, number, port, theirs, proof = parts_of(hello)
+                number, port = numbers_of(hello)
                 if number >= len(self._engines):
                     return
                 asked = self._engines[number]
-                expected = wire.prove(asked.secret, known, ours, theirs)
-                if asked.socket or asked.error or not wire.same(proof, expected):
+                answer = answer_to(hello, asked.secret, ours)
+                if asked.socket or asked.error or answer is None:
                     return
                 each, asked.socket = asked, connection
                 each.relay = connection.getpeername()[0], port
-                answer = wire.prove(each.secret, b"sender", theirs, ours)
                 await self.loop.sock_sendall(connection, answer)
                 each.met.set()
         except (OSError, EOFError) as error:  # also of time
