@@ -88,6 +88,13 @@ def test_step_time_prices_one_send_to_all_engines():
         assert slower > 1.4 if keys else slower == pytest.approx(1)
 
 
+def test_relays_from_so_many_bytes_of_each_sender_on():
+    more = ["parallel.dp=8", "parallel.ep=8", "rollout.senders=4", "rollout.relay_bytes=1000"]
+    rollout = compile_plan(GLM47, [*HOSTS, *more]).rollout
+    assert rollout.relays(4000) and not rollout.relays(3999)
+    assert not compile_plan(GLM47, [*HOSTS, "rollout.relay_bytes=null"]).rollout.relays(1e15)
+
+
 def test_Decoder_takes_as_long_for_a_token_as_for_a_step_of_them():
     """The simulator's seconds of a token add up to those of the phase."""
     plan = compile_plan(GLM47, [*HOSTS, "estimate.spread=0", "batching.prompts=64"])

@@ -131,6 +131,15 @@ def test_send_lets_engines_pass_the_bytes_on(loop: asyncio.AbstractEventLoop, re
         assert payload < sending.sent_bytes < 1.1 * payload
 
 
+def test_send_passes_by_an_engine_that_is_not_there(loop: asyncio.AbstractEventLoop):
+    with ThreadPoolExecutor(2) as pool, transfer(loop, 3, relay=0) as (sending, infos):
+        loop.call_soon_threadsafe(sending.fail, 1, "it is gone")
+        came = [pool.submit(engine, infos[i]) for i in (0, 2)]
+        sending.send(weights())
+        assert all(same(each.result()) for each in came)
+        assert sending.failed == {engine_at(1): "it is gone"}
+
+
 def test_engine_names_the_one_before_that_left(loop: asyncio.AbstractEventLoop):
     """Those before it have their weights, those after it none of its bytes."""
     with ThreadPoolExecutor(3) as pool, transfer(loop, 4, relay=0) as (sending, infos):

@@ -17,8 +17,10 @@ from pyrl_ext.plan.model.ranks import Grid
 from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.rollout.build import build_engine, build_in_this_process
 from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.servers import publish
 from pyrl_ext.rollout.servers.engine import ServersEngine
 from pyrl_ext.rollout.servers.publisher import identity_of
+from pyrl_ext.rollout.servers.sender import Transfer
 from pyrl_ext.rollout.servers.senders import senders_of
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.check import sync_weights
@@ -93,7 +95,18 @@ def on_ranks(group: dist.ProcessGroup, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+class Noted(Transfer):
+    """Notes the server at which its bytes begin."""
+
+    first: int | None
+
+    def __init__(self, *given: Any, relay: int | None = None, **more: Any):
+        super().__init__(*given, relay=relay, **more)
+        Noted.first = relay
+
+
 def published(plan: Any, group: dist.ProcessGroup) -> dict[str, Any]:
+    publish.Transfer = Noted  # in this rank's process
     with topology.start(plan) as topo:
         policy = Policy.build(plan, topo, trainable=False)
         beside = topo.make_group("publish", range(4)) if plan.rollout.publishes_beside else None
@@ -109,7 +122,8 @@ def published(plan: Any, group: dist.ProcessGroup) -> dict[str, Any]:
     assert metrics["servers/used"] == 2
     assert sorted(came) == sorted(stream.names or ())
     sent = set(stream.names or ())
-    return {"sent": sent, "bytes": metrics["publish/bytes"], "asked": asked}
+    bytes_sent = metrics["publish/bytes"]
+    return {"sent": sent, "bytes": bytes_sent, "asked": asked, "first": Noted.first}
 
 
 def test_publish_from_several_ranks_gives_servers_the_same_weights(tmp_path: Path):
@@ -120,8 +134,11 @@ def test_publish_from_several_ranks_gives_servers_the_same_weights(tmp_path: Pat
         expected = expected or first["digests"][0]
         assert first["digests"] == [expected, expected], first["layout"]
         assert all(row["asked"] == expected for row in case)
+        relayed = RELAYED in PUBLISHED[first["senders"]]
+        starts = [rank % 2 if relayed else None for rank in range(4)]
+        assert [row["first"] for row in case] == starts  # at each server half of them
         assert sum(map(bool, sent)) == first["senders"]
         assert sum(map(len, sent)) == len(set().union(*sent)) >= len(expected)
         size = size or first["bytes"]
-        sends = size / 2 if RELAYED in PUBLISHED[first["senders"]] else size  # to one of both
+        sends = size / 2 if relayed else size  # to one of both
         assert all(abs(row["bytes"] - sends) < size / 20 for row in case)  # heads of frames
