@@ -65,7 +65,7 @@ def save_samples(path: str | Path, samples: Sequence[Sample], step: int | None =
         if sample.components:
             entry["components"] = dict(sample.components)
         if sample.version_spans:
-            entry["version_spans"] = sample.version_spans
+            entry |= {"version_spans": sample.version_spans, "masked": sample.masked}
     index: dict[str, Any] = {"layer_ids": first.layer_ids, "samples": entries}
     if pictures := _add_images(path, samples, entries):
         index["pictures"] = [
@@ -201,7 +201,7 @@ def _samples(
             "layer_ids": tuple(index["layer_ids"]),
             "version_spans": tuple(tuple(span) for span in entry.get("version_spans", ())),
         }
-        fields |= {name: entry[name] for name in _SCALARS}
+        fields |= {name: entry[name] for name in (*_SCALARS, *({"masked"} & entry.keys()))}
         if "spans" in entry:
             fields |= {name: entry[name] for name in _TURNS}
             fields["spans"] = tuple((begin, end) for begin, end in entry["spans"])

@@ -20,6 +20,7 @@ from pyrl_ext import train
 from pyrl_ext.rollout.engine import Capabilities
 from pyrl_ext.rollout.recorded import RecordedEngine, Recorder
 from pyrl_ext.rollout.recorded_file import load_samples, save_samples
+from pyrl_ext.rollout.versions import with_newest_routes
 from pyrl_ext.samples import Image, Prompt, Sample, Sampling
 from pyrl_ext.tools.report.page import report_page
 from pyrl_ext.tools.report.state import Folder
@@ -246,10 +247,10 @@ def test_RecordedEngine_finds_a_batch_by_version_and_prompts(tmp_path: Path):
 
 
 def of_two_versions(sample: Sample) -> Sample:
-    """Its last token is one version newer."""
+    """Its last token is one version newer, and has the only route that counts."""
     size, version = sample.tokens.numel(), sample.weight_version
     spans = ((sample.prompt_len, size - 1, version), (size - 1, size, version + 1))
-    return dataclasses.replace(sample, version_spans=spans)
+    return with_newest_routes(dataclasses.replace(sample, version_spans=spans))
 
 
 def test_RecordedEngine_finds_older_samples_by_the_step_that_trained_on_them(tmp_path: Path):
