@@ -138,7 +138,7 @@ def numbers_of(hello: bytes) -> tuple[int, int]:
 
 
 def answer_to(hello: bytes, secret: str, ours: bytes) -> bytes | None:
-    """What proves to an engine that this end knows the secret; None: its hello proves nothing.
+    """Proof for an engine that this end knows the secret; None: its hello proves nothing.
 
     Args:
         ours: the nonce that it got.
