@@ -136,10 +136,8 @@ MUTANTS = [
         HOOK,
         [
             (
-                "shared *= routes.from_engine",
-                "none = torch.zeros_like(routes.from_engine)\n"
-                "            padding = none if routes.is_token is None else ~routes.is_token\n"
-                "            shared *= routes.from_engine | padding",
+                "@ routes.from_engine.double()",
+                "@ (routes.from_engine | ~routes.is_token[:, None]).double()",
             )
         ],
         ["tests/replay/test_router_hook.py::test_use_leaves_padding_out_of_the_counts"],

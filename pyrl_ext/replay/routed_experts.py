@@ -24,9 +24,9 @@ class LayerRoutes:
         ids: [M, K] expert ids, as narrow as they came; padding rows hold distinct experts that
             together spread over all experts.
         use: [M] bool, rows that use ``ids``; for the others the router chooses. None: all rows.
-        from_engine: [M] bool, rows whose ids came from the engine (neither padding nor missing).
+        from_engine: [M, A] bool, rows whose ids came from the engine (neither padding nor missing),
+            by the age of their sample; A is 1 without ages.
         is_token: [M] bool, rows that are tokens, not padding. None: all rows.
-        num_from_engine: how many of ``from_engine`` are True.
         sent: [ranks, E] int64 on the host, rows that each rank of the routers' group sends to each
             expert; None: not known before the routers chose.
     """
@@ -35,7 +35,6 @@ class LayerRoutes:
     use: Tensor | None
     from_engine: Tensor
     is_token: Tensor | None
-    num_from_engine: int
     sent: Tensor | None = None
 
 
@@ -47,7 +46,7 @@ class RoutedExperts:
         ids:       [R, l, K] narrow integers.
         layer_ids: [l] 0-based global id of the layer of each slot.
         rows:      [M] int64, row of ``ids`` at each of the routers' rows, -1 = padding.
-        use, from_engine, is_token, num_from_engine: see `LayerRoutes`.
+        use, from_engine, is_token: see `LayerRoutes`.
         num_experts: experts of a layer.
         sent:      [l, ranks, E]; see `LayerRoutes`.
     """
@@ -58,7 +57,6 @@ class RoutedExperts:
     use: Tensor | None
     from_engine: Tensor
     is_token: Tensor | None
-    num_from_engine: int
     num_experts: int
     sent: Tensor | None = None
 
@@ -103,10 +101,11 @@ class RoutedExperts:
             part, rows = slice(0, 0), len(shard.rows.routers)
             ids = torch.empty(rows, 0, topk, dtype=route_dtype(num_experts))
             mask = torch.zeros(rows, dtype=torch.bool)
-        fields = gather_fields([ids, mask, mask], at, [0, 0, 1], pin=upload.device.type != "cpu")
-        # read while they are on the host
-        num_from_engine, all_used = int(fields.views[1].sum()), bool(fields.views[2].all())
-        is_token = at >= 0
+        ages = shard.stored.get("route_ages", mask[:, None])
+        fields = gather_fields([ids, ages, mask], at, [0, 0, 1], pin=upload.device.type != "cpu")
+        # read and changed while they are on the host
+        is_token, all_used = at >= 0, bool(fields.views[2].all())
+        fields.views[1].logical_and_(fields.views[2][:, None])
         places, sent = torch.where(is_token, torch.arange(len(at)), -1), None
         if layers and group is not None:
             sent = _sent(fields.views[0], places, num_experts, all_used, group)
@@ -118,7 +117,6 @@ class RoutedExperts:
             use=None if all_used else use,
             from_engine=from_engine,
             is_token=None if bool(is_token.all()) else upload(is_token),
-            num_from_engine=num_from_engine,
             num_experts=num_experts,
             sent=sent,
         )
@@ -132,7 +130,7 @@ class RoutedExperts:
         known = [layer for layer in layers if layer in self.layer_ids]
         slots = [self.layer_ids.index(layer) for layer in known]
         ids = gather_routes(self.ids, self.rows, slots, self.num_experts) if slots else ()
-        shared = self.use, self.from_engine, self.is_token, self.num_from_engine
+        shared = self.use, self.from_engine, self.is_token
         sent = [None] * len(slots) if self.sent is None else self.sent[slots]
         parts = zip(known, ids, sent, strict=True)
         replayed = {layer: LayerRoutes(x, *shared, rows) for layer, x, rows in parts}
@@ -145,7 +143,7 @@ class RoutedExperts:
             return None
         none, padding = self.ids.new_empty(0, 1, self.ids.shape[2]), torch.full_like(self.rows, -1)
         (ids,) = gather_routes(none, padding, [0], self.num_experts)
-        return LayerRoutes(ids, ~self.is_token, torch.zeros_like(self.is_token), self.is_token, 0)
+        return LayerRoutes(ids, ~self.is_token, torch.zeros_like(self.from_engine), self.is_token)
 
 
 def _sent(

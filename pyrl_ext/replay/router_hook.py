@@ -55,9 +55,9 @@ class RouterHook:
         self.used: LayerRoutes | None = None  # in the newest forward or recomputation
         self.for_recompute: deque[LayerRoutes] = deque()
         self.counting = False
-        self.shared = torch.zeros((), dtype=torch.int64, device=device)  # experts of both choices
-        self.equal = torch.zeros_like(self.shared)  # rows with equal choices
-        self.counted = 0  # rows
+        # [4, A] of the samples of each age: experts of both choices, rows with equal choices, rows,
+        # and experts of one choice
+        self.counts = torch.zeros(4, 1, dtype=torch.float64, device=device)
 
     def clear(self) -> None:
         self.current = self.used = None
@@ -66,9 +66,7 @@ class RouterHook:
     def start(self, counting: bool) -> None:
         """Before a pass."""
         self.clear()
-        self.counting, self.counted = counting, 0
-        self.shared.zero_()
-        self.equal.zero_()
+        self.counting, self.counts = counting, self.counts.new_zeros(4, 1)
 
     @property
     def is_clear(self) -> bool:
@@ -128,15 +126,13 @@ class RouterHook:
 
     def _count(self, routes: LayerRoutes, ids: Tensor, native: Tensor) -> None:
         shared = (ids[:, :, None] == native[:, None, :]).sum((1, 2))
-        if routes.num_from_engine < len(shared):
-            shared *= routes.from_engine
-        self.shared += shared.sum()
-        self.equal += (shared == ids.shape[1]).sum()
-        self.counted += routes.num_from_engine
+        topk = torch.full_like(shared, ids.shape[1])
+        each = torch.stack([shared, shared == topk, torch.ones_like(shared), topk])
+        self.counts = self.counts + each.double() @ routes.from_engine.double()
 
 
 class Agreement(NamedTuple):
-    """How far a layer's router agrees with the routes it replayed, over all ranks.
+    """How far routers agree with the routes they replayed, over all ranks.
 
     Args:
         share: sum over rows of |experts of both| / K.
@@ -239,26 +235,30 @@ class Replay:
         for hook, layer_routes in zip(hooks, each_layer, strict=True):
             hook.current = layer_routes
 
-    def agreement(self, num_layers: int) -> dict[int, Agreement]:
-        """Agreement of each layer that replayed, by layer id.
+    def agreement(self, num_layers: int, ages: Tensor | None) -> list[dict[int, Agreement]]:
+        """Agreement of each layer that replayed, and of the samples of each age.
 
         Args:
             num_layers: layers of the whole model, MTP layers included.
+            ages: [R, A], the shard's ``route_ages``; None: samples have no ages, A is 1.
 
-        Communicates: one all-reduce of 4 integers a layer over the world. Syncs: reads it.
+        Returns: layer id -> agreement, and age -> agreement of all layers.
+        Communicates: one all-reduce of 4 A numbers a layer over the world. Syncs: reads it.
         """
-        total = torch.zeros(num_layers, 4, dtype=torch.int64, device=self.device)
+        size = num_layers, 4, 1 if ages is None else ages.shape[1]
+        total = torch.zeros(size, dtype=torch.float64, device=self.device)
         for hook in self._all():
-            experts = hook.counted * hook.topk
-            counted = torch.tensor([hook.counted, experts]).to(self.device)
-            total[hook.layer_id] = torch.cat([torch.stack([hook.shared, hook.equal]), counted])
+            total[hook.layer_id] = hook.counts
         dist.all_reduce(total)
-        counts: list[list[int]] = total.tolist()
-        return {
-            layer: Agreement(rows * shared / experts, equal, rows)
-            for layer, (shared, equal, rows, experts) in enumerate(counts)
-            if rows
-        }
+        tables: list[list[list[float]]] = [total.sum(2).tolist(), total.sum(0).T.tolist()]
+        return [
+            {
+                number: Agreement(rows * shared / experts, equal, rows)
+                for number, (shared, equal, rows, experts) in enumerate(table)
+                if rows
+            }
+            for table in tables
+        ]
 
 
 def _attach(chunk: torch.nn.Module, device: torch.device, clock: Clock) -> list[RouterHook]:

@@ -46,13 +46,14 @@ class Scores:
     Args:
         logprobs:  [N] fp32 on the host, of each row's target; empty before the last stage.
         entropy:   [N] fp32 on the host, of each row's distribution [nats]; empty as above.
-        agreement: layer id -> how far the router agreed with the routes it replayed, over all
-            ranks.
+        agreement: layer id -> how far the router agreed with the routes it replayed.
+        by_age: age of a sample -> how far all routers did; without ages, all samples have age 0.
     """
 
     logprobs: Tensor
     entropy: Tensor
     agreement: dict[int, Agreement] = field(default_factory=dict)
+    by_age: dict[int, Agreement] = field(default_factory=dict)
 
 
 class Policy:
@@ -150,13 +151,11 @@ class Policy:
         ``checkpoint.hf`` also the weights in Hugging Face's format, to ``folder/hf``."""
         self.need()
         plan, topo = self.plan, self.topo
-
-        def write_hf(writing: Path) -> None:
-            hf_folder.write_hf(writing / "hf", self.weights(), plan, topo)
-
         parts = [module.saved for module in self.modules.values()]
         counters = {"step": self.step, "updates": self.updates}
-        also = [write_hf] if plan.checkpoint.hf else []
+        also: list[Callable[[Path], None]] = []
+        if plan.checkpoint.hf:
+            also = [lambda at: hf_folder.write_hf(at / "hf", self.weights(), plan, topo)]
         checkpoint.save(folder, parts, counters, plan, topo, *also)
 
     def load(self, folder: Path) -> None:
@@ -184,9 +183,10 @@ class Policy:
         with torch.no_grad(), replay_hooks.session(counting=replay), self._mode(training=False):
             parts = self._run(shard, reduce, replay, forward_only=True)
             layers = self.plan.sizes.num_hidden_layers + self.plan.num_mtp_layers
-            agreement = replay_hooks.agreement(layers) if replay else {}
+            ages = shard.stored.get("route_ages")
+            agreement = replay_hooks.agreement(layers, ages) if replay else ()
         logprobs, entropy = self._in_order(parts, len(shard.rows.tokens)).cpu().T.contiguous()
-        return Scores(logprobs, entropy, agreement)
+        return Scores(logprobs, entropy, *agreement)
 
     def _in_order(self, parts: list[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
         """[N, 2] values of the rows of a shard; [0, 2] before the last stage.

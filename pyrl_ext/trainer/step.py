@@ -29,7 +29,7 @@ from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
-from pyrl_ext.trainer.ages import ages_of, by_age
+from pyrl_ext.trainer.ages import ages_of, by_age, with_route_ages
 from pyrl_ext.trainer.canary import score_canaries
 from pyrl_ext.trainer.policy import Policy, Scores
 from pyrl_ext.trainer.token_weights import shaped, weigh_tokens
@@ -277,6 +277,8 @@ class RolloutStep(Step):
 
         Returns: the rows with their log-probs and weights, and the policy's scores.
         """
+        if self.plan.rollout.ahead:
+            shard = with_route_ages(shard, index, self.number, self.plan)
         with phase("time/old_logprobs"):
             old = self.policy.scores(shard, self.plan.replay.old)
         if check:
@@ -300,7 +302,7 @@ class RolloutStep(Step):
         metrics |= self.moved.metrics(self.topo) | self.weighed
         metrics |= self.rollouts.engine.metrics()  # with what came after the publish
         if self.plan.rollout.ahead:
-            metrics |= by_age(shard, old.logprobs, index, self.number, self.plan, self.topo)
+            metrics |= by_age(shard, old, index, self.number, self.plan, self.topo)
         if self.plan.replay.enabled:
             policies = [p for p in (self.policy, self.reference) if p is not None]
             seconds = (p.module.replay.clock.take() for p in policies)

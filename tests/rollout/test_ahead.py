@@ -226,6 +226,11 @@ def test_train_is_the_same_at_any_ahead_with_recorded_rollouts(tmp_path: Path):
     assert {name for name in row if name.startswith("age/clip_fraction_")} == {
         f"age/clip_fraction_{age}" for age, share in enumerate(shares) if share
     }
+    agree = {n: x for n, x in row.items() if n.startswith("age/agree_topk_")}
+    rows = [sum(int(s.route_mask[:-1].sum()) for s in older if s.index % 2 == i) for i in range(2)]
+    assert [*agree] == ["age/agree_topk_1", "age/agree_topk_2"]
+    mean = (rows[0] * agree["age/agree_topk_2"] + rows[1] * agree["age/agree_topk_1"]) / sum(rows)
+    assert row["route/agree_topk"] == pytest.approx(mean)
     rewards = [s.reward for s in older if s.index % 2]
     assert row["age/reward_1"] == pytest.approx(sum(rewards) / len(rewards))
     with pytest.raises(AssertionError):
