@@ -53,10 +53,12 @@ class _Job:
 class Ahead:
     """Rollouts of the steps up to ``lookahead`` ahead of the one that is trained.
 
-    A step begins to generate right after the weights of version step - lookahead were published, so
-    its tokens are at most so many versions old: it is the capacity rule
-    ``(ahead + version + 1) groups - accepted - running`` in whole steps. Engines bound how many
-    requests run at once.
+    A step begins to generate right after a publish, at the earliest after that of version step -
+    lookahead, so its tokens are at most so many versions old: it is the capacity rule
+    ``(ahead + version + 1) groups - accepted - running`` in whole steps. It begins as late as the
+    trainer allows, since older samples teach less: all the steps that may, where the trainer has to
+    wait for the one it takes; one, where that is complete; and none, where the next one is complete
+    too. Engines bound how many requests run at once.
 
     With ``rollout.oversample`` the groups that are not among the first complete ones go on, and
     the next step takes those that are complete by then before its own; a group is carried once. One
@@ -101,9 +103,10 @@ class Ahead:
         Communicates: as `generate_on_ranks`. Raises: as it does.
         """
         self._first, self._next = step, max(step, self._next)
-        while self._next <= min(step + self.lookahead, self.plan.steps - 1):
-            self._begin(self._next, step)
-            self._next += 1
+        end = self._end(step)
+        for number in range(self._next, end):
+            self._begin(number, step)
+        self._next = max(self._next, end)
         numbers = [step - 1, step] if self.carries and step else [step]
         requests = [self.request_of(number) for number in numbers]
         whole = replace(
@@ -149,6 +152,20 @@ class Ahead:
         end = time.monotonic() + _CLOSE_SECONDS  # of all threads together
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
+
+    def _end(self, step: int) -> int:
+        """The steps before this one begin now."""
+        most = min(step + self.lookahead + 1, self.plan.steps)
+        with self._changed:
+            if self._is_complete(step, step):
+                return min(most, self._next + 1 - self._is_complete(step + 1, step))
+        return most
+
+    def _is_complete(self, step: int, now: int) -> bool:
+        """Whether the groups of the steps from ``now`` to ``step`` are all there."""
+        job = self._jobs.get(step)
+        done = sum(len(job.done) for number, job in self._jobs.items() if number <= step)
+        return job is not None and done >= job.request.keep * (step - now + 1)
 
     def _begin(self, step: int, now: int) -> None:
         """Begin the groups of ``step``: as many as the step lacks beside those that are carried."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -24,6 +25,7 @@ class BusyEngine(Engine):
         longest: wait for a sample [s]
         fails: prompt whose group raises
         error: that it raises; None: a ValueError
+        held: it generates nothing of a step that `let` did not name
         wrong: version of which the first samples must not be used
     """
 
@@ -34,7 +36,9 @@ class BusyEngine(Engine):
         fails: int | None = None,
         wrong: int | None = None,
         error: BaseException | None = None,
+        held: bool = False,
     ):
+        self.let_go, self.named = threading.Condition(), -1 if held else sys.maxsize
         self.wrong, self.error = wrong, error
         self.random, self.longest, self.fails = random.Random(seed), longest, fails
         self.version, self.lock = -1, threading.Lock()
@@ -44,6 +48,11 @@ class BusyEngine(Engine):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(routes=True, concurrent=True)
+
+    def let(self, step: int) -> None:
+        with self.let_go:
+            self.named = max(step, self.named)
+            self.let_go.notify_all()
 
     def load_weights(self, named: Any, version: int, only: Any = None) -> None:
         self.version = version
@@ -58,6 +67,8 @@ class BusyEngine(Engine):
             self.random.shuffle(jobs)
             self.begun |= {p.id: self.version for p in prompts}
         first = self.version
+        with self.let_go:
+            self.let_go.wait_for(lambda: sampling.step <= self.named)
         for prompt, index, wait in jobs:
             time.sleep(wait)
             if prompt == self.fails:

@@ -45,6 +45,7 @@ class BruteForce:
         self.stall = [0.0] * loop.engines
         self.known: set[tuple[int, int, int]] = set()
         self.version, self.step, self.asked, self.turns = -1, 0, 0, 0
+        self.begins = 0  # steps that begin after this publish
         self.phase, self.until = "drain", math.inf
         self.times: list[tuple[float, float, float, float]] = []
         self.ages: list[dict[int, float]] = []
@@ -168,8 +169,20 @@ class BruteForce:
         self.admit()
         self.trainer()
 
+    def look_ahead(self) -> None:
+        """Every step that may begin, if the trainer waits; else one, or none if it would not wait
+        in the next step either."""
+        may = self.step + self.loop.ahead + 1 - self.asked
+        there = len(self.candidates())
+        if self.step < self.asked and there >= self.loop.keep:
+            more = len(self.kept(self.step + 1))
+            known = self.step + 1 < self.asked
+            may = min(may, 0 if known and there + more >= 2 * self.loop.keep else 1)
+        self.begins = may
+
     def trainer(self) -> None:
         if self.phase == "gather" and self.now >= self.until:
+            self.look_ahead()
             self.phase, self.until, self.published = "drain", math.inf, self.now
             self.settle()
             return
@@ -195,10 +208,11 @@ class BruteForce:
             self.phase, self.until, self.version = "wait", math.inf, self.step
             if not self.gathers:
                 self.published = self.now
+                self.look_ahead()
             if self.since is not None:
                 end = max(self.since, self.now - self.loop.beside) + self.loop.train
                 self.phase, self.until, self.since = "train", end, None
-            while self.asked <= self.step + self.loop.ahead:
+            for _ in range(self.begins):
                 self.ask(self.loop.groups(self.asked))
             self.settle()
         elif self.phase == "wait" and len(self.candidates()) >= self.loop.keep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.busy import BusyEngine
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import numbers
-from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
+from tests.helpers.tiny import CONFIG, EXPERTS, QUICK, tiny_plan
 
 STEPS, KEEP, SIZE = 7, 4, 2
 
@@ -44,7 +44,8 @@ class Run:
     def __init__(self, plan: Plan, engine: BusyEngine, group: Any = None):
         self.plan, self.engine = plan, engine
         self.scored: set[str] = set()
-        self.ahead = Ahead(plan, engine, self.request_of, self.scorer, group)
+        self.ahead = Ahead(plan, engine, self.request_of, self.scorer, group, self.waits)
+        self.step = -1
 
     def request_of(self, step: int) -> RolloutRequest:
         asked = self.plan.prompts_asked
@@ -59,9 +60,17 @@ class Run:
 
         return score
 
-    def steps(self, first: int = 0) -> list[tuple[Rollout, dict[str, float]]]:
+    def waits(self, text: str) -> None:
+        """The trainer waits for its step."""
+        self.engine.let(self.step)
+
+    def steps(
+        self, first: int = 0, before: Callable[[], None] = lambda: None
+    ) -> list[tuple[Rollout, dict[str, float]]]:
         found = list[tuple[Rollout, dict[str, float]]]()
         for step in range(first, self.plan.steps):
+            self.step = step
+            before()
             self.engine.load_weights((), step)
             found.append(self.ahead.take(step))
         self.ahead.close()
@@ -72,17 +81,30 @@ def groups_of(rollout: Rollout) -> list[int]:
     return [*dict.fromkeys(rollout.index.groups.tolist())]
 
 
-def test_Ahead_begins_a_step_as_early_as_its_bound_allows():
-    for ahead in (1, 2, 3):
-        run = Run(plan_of(ahead), BusyEngine(ahead))
-        found = run.steps(first=2)  # as after a resume
-        own = [[KEEP * step + i for i in range(KEEP)] for step in range(2, STEPS)]
-        assert [groups_of(rollout) for rollout, _ in found] == own
-        begun = run.engine.begun
-        assert begun == {p: max(2, p // KEEP - ahead) for p in range(2 * KEEP, STEPS * KEEP)}
-        assert all(0 <= metrics["age/max"] <= ahead for _, metrics in found)
-        assert found[-1][1]["age/max"] == ahead
-        assert run.scored == {"MainThread"} and "MainThread" not in run.engine.threads
+@pytest.mark.parametrize("slower", ["engines", "trainer"])
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_Ahead_begins_a_step_as_late_as_the_trainer_allows(ahead: int, slower: str):
+    """It waits for slow engines, which are as far ahead as they may be; fast ones are a step
+    ahead."""
+    run = Run(plan_of(ahead), BusyEngine(ahead, held=slower == "engines"))
+
+    def all_is_generated() -> None:
+        for thread in threading.enumerate():
+            if thread.name.startswith("rollout of step"):
+                thread.join()
+
+    first = 2  # as after a resume
+    found = run.steps(first, all_is_generated if slower == "trainer" else lambda: None)
+    own = [[KEEP * step + i for i in range(KEEP)] for step in range(first, STEPS)]
+    assert [groups_of(rollout) for rollout, _ in found] == own
+    behind = {s: ahead if slower == "engines" or s <= first + ahead else 1 for s in range(STEPS)}
+    begun = {
+        p: max(first, p // KEEP - behind[p // KEEP]) for p in range(first * KEEP, STEPS * KEEP)
+    }
+    assert run.engine.begun == begun
+    assert all(0 <= metrics["age/max"] <= ahead for _, metrics in found)
+    assert found[-1][1]["age/max"] == (ahead if slower == "engines" else 1)
+    assert run.scored == {"MainThread"} and "MainThread" not in run.engine.threads
 
 
 @pytest.mark.parametrize("too_old", ["drop", "train"])
@@ -226,16 +248,25 @@ def test_train_is_the_same_at_any_ahead_with_recorded_rollouts(tmp_path: Path):
     assert {name for name in row if name.startswith("age/clip_fraction_")} == {
         f"age/clip_fraction_{age}" for age, share in enumerate(shares) if share
     }
-    agree = {n: x for n, x in row.items() if n.startswith("age/agree_topk_")}
-    rows = [sum(int(s.route_mask[:-1].sum()) for s in older if s.index % 2 == i) for i in range(2)]
-    assert [*agree] == ["age/agree_topk_1", "age/agree_topk_2"]
-    mean = (rows[0] * agree["age/agree_topk_2"] + rows[1] * agree["age/agree_topk_1"]) / sum(rows)
-    assert row["route/agree_topk"] == pytest.approx(mean)
     rewards = [s.reward for s in older if s.index % 2]
     assert row["age/reward_1"] == pytest.approx(sum(rewards) / len(rewards))
+    save_samples(file, [other_routes(s) if s.weight_version == 1 else s for s in older], step=3)
+    run("other-routes", *played, "rollout.ahead=2")
+    row = read_rows(tmp_path / "other-routes/metrics.jsonl")[-1]
+    rows = [sum(int(s.route_mask[:-1].sum()) for s in older if s.index % 2 == i) for i in range(2)]
+    agree = [row["age/agree_topk_2"], row["age/agree_topk_1"]]
+    assert agree[0] < 0.9 and agree[1] == 1 and row["age/share_1"] < 1
+    mean = sum(n * share for n, share in zip(rows, agree, strict=True)) / sum(rows)
+    assert row["route/agree_topk"] == pytest.approx(mean)
     with pytest.raises(AssertionError):
         run("too-old", *played, "rollout.ahead=1")
     assert "groups of step 3 are left, and" in (tmp_path / "too-old/error.txt").read_text()
+
+
+def other_routes(sample: Sample) -> Sample:
+    """Other experts than the engine chose."""
+    assert sample.routes is not None
+    return replace(sample, routes=(sample.routes + 1) % EXPERTS).check()
 
 
 def of_two_versions(sample: Sample, newest: int) -> Sample:

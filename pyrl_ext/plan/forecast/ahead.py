@@ -2,9 +2,10 @@
 
 The trainer publishes the weights of a step, waits for its samples, trains on them, and begins the
 next step. Where it publishes beside its passes, it waits until it has gathered the weights, and for
-the rest before its first optimizer step. Requests of step s go to the engines once the weights of
-step s - ahead are published, so no token is more than `ahead` versions old when it is trained on. A
-group goes to the engine with the fewest requests, as soon as one has room, and stays there. An
+the rest before its first optimizer step. Requests of step s go to the engines after a publish, of
+step s - ahead at the earliest, so no token is more than `ahead` versions old when it is trained on;
+where the trainer need not wait, one step begins, and none if the next one is complete too. A group
+goes to the engine with the fewest requests, as soon as one has room, and stays there. An
 engine decodes a token of all its running sequences at a time, and reads prompts in between.
 """
 
@@ -141,6 +142,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None] | tuple[_Engine, int]]] = []
         self._number = count()
         self._asked = self._step = 0
+        self._end = 1  # steps before this one are asked for
         self._began = self._published = 0.0
         self._training = self._draining = self._gathered = False
         self._since: float | None = None  # that it trains beside a publish
@@ -175,8 +177,20 @@ class Simulation:
     def _go_on(self) -> None:
         """The trainer has what it publishes."""
         self._gathered, self._published = True, self.now
+        self._look_ahead()
         self._halt()
         self._train_if_ready()
+
+    def _look_ahead(self) -> None:
+        """The trainer turns to its samples: as many steps begin as it may need."""
+        self._end = self._step + self.loop.ahead + 1
+        if self._is_complete(self._step):
+            self._end = min(self._end, self._asked + 1 - self._is_complete(self._step + 1))
+
+    def _is_complete(self, step: int) -> bool:
+        """Whether the groups of the steps from this one to `step` are all there."""
+        done = sum(len(groups) for of, groups in self._complete.items() if of <= step)
+        return step < self._asked and done >= self.loop.keep * (step - self._step + 1)
 
     def _halt(self) -> None:
         if self.loop.pause == "finish":  # what runs goes on, what waits waits
@@ -206,9 +220,10 @@ class Simulation:
             self._since = None
         if not self._gathered:
             self._published = self.now
+            self._look_ahead()
         for engine in self._advanced():
             engine.open = True
-        while self._asked <= self._step + self.loop.ahead:
+        while self._asked < self._end:
             self._ask(self._asked)
             self._asked += 1
         self._pump(self.engines)
