@@ -40,7 +40,7 @@ SECTIONS = {
     ),
     "The wrong torch, driver or package": (
         *("megatron/te.py", "ops/_native.py", "ops/_op.py", "ops/prebuilt.py"),
-        *("rollout/vllm/cpu.py", "tools/doctor/", "tools/prebuild.py"),
+        *("rollout/vllm/cpu.py", "tools/doctor/", "tools/prebuild/"),
     ),
     "Ranks fail or hang": ("dist/", "pack/delivery.py", "run/failure.py"),
     "Ports, keys and networks": ("rollout/servers/guard.py", "rollout/servers/commands.py"),

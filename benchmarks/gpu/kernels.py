@@ -21,7 +21,7 @@ from benchmarks.gpu.jobs import ROOT
 from benchmarks.gpu.rows import ABSENT, FAILED, note, noting
 from pyrl_ext.ops._op import Backend
 from pyrl_ext.plan import compile_plan
-from pyrl_ext.tools.prebuild import build, offline
+from pyrl_ext.tools.prebuild.kernels import build, offline
 
 GLOBAL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s+)?(\w+)\s*\(")
 LAYOUT = ("hardware.gpu=H200", "parallel.cp=2", "parallel.dp=4")  # attention gathers rows, too

@@ -79,6 +79,7 @@ def test_step_time_prices_one_send_to_all_engines():
         costs = {cost.name: cost for cost in time_of(plan).costs if cost.phase == "publish"}
         whole = 2 * parameters(plan.sizes).total
         sent = costs["send weights"]
+        assert ("one after the other" in sent.why) == (keys == relayed)
         assert sent.amount == times * whole
         gathered = costs["gather weights"].seconds  # beside it
         assert sent.seconds == pytest.approx(times * whole / TCP - gathered)
@@ -86,6 +87,22 @@ def test_step_time_prices_one_send_to_all_engines():
         more = compile_plan(GLM47, ["rollout.launch.hosts=[a, b, c]", *HOSTS[1:], *keys])
         slower = time_of(more).seconds("publish") / time_of(plan).seconds("publish")
         assert slower > 1.4 if keys else slower == pytest.approx(1)
+
+
+def test_step_time_relays_to_no_engine_behind_the_only_one():
+    one = ["rollout.servers=[http://a:8000]", *HOSTS[1:]]
+    (sent,) = (c for c in time_of(compile_plan(GLM47, one)).costs if c.name == "send weights")
+    assert "to one engine, by TCP" in sent.why
+
+
+def test_publishes_beside_what_trains_behind_engines_apart():
+    """At ahead 0 nothing runs beside it."""
+    for keys, beside in (
+        ([*HOSTS, "rollout.ahead=1"], True),
+        ([*HOSTS, "rollout.ahead=0"], False),
+        ([*HOSTS, "rollout.ahead=1", "rollout.publish_beside=false"], False),
+    ):
+        assert compile_plan(GLM47, keys).rollout.publishes_beside == beside
 
 
 def test_relays_from_so_many_bytes_of_each_sender_on():

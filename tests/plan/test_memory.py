@@ -225,7 +225,7 @@ STEPS = [
 )
 def test_stage_memory_predicts_what_a_step_holds(config: Path, overrides: tuple[str, ...]):
     from pyrl_ext.dist import topology
-    from pyrl_ext.tools.measure import measure, report
+    from pyrl_ext.tools.measure.steps import measure, report
 
     as_trained()
     plan = tiny_plan(*SHORT, *overrides, config=config)
@@ -278,7 +278,7 @@ def of_an_update(plan: Plan) -> dict[str, tuple[int, int]]:
     from pyrl_ext.dist import topology
     from pyrl_ext.loss.registry import build_loss
     from pyrl_ext.pack.schedule import Scheduler
-    from pyrl_ext.tools.measure import Saved, tensors_of
+    from pyrl_ext.tools.measure.steps import Saved, tensors_of
     from pyrl_ext.trainer.policy import Policy
 
     batch = equal_samples(plan.samples_per_minibatch, 20)

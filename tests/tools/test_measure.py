@@ -12,7 +12,7 @@ import torch
 
 from pyrl_ext.dist import topology
 from pyrl_ext.plan import compile_plan
-from pyrl_ext.tools.measure import measure, report
+from pyrl_ext.tools.measure.steps import measure, report
 from tests.helpers.ranks import run_ranks
 
 TINY_VL = Path(__file__).parents[2] / "configs/tiny_vl.yaml"

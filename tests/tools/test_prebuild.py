@@ -25,7 +25,7 @@ from pyrl_ext.ops.gather_fields.triton import gather_fields
 from pyrl_ext.ops.rms_norm.native import rows_of
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.tools import prebuild
+from pyrl_ext.tools.prebuild import kernels as prebuild
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
@@ -61,7 +61,7 @@ from pathlib import Path
 from pyrl_ext.models import family
 from pyrl_ext.ops import prebuilt
 from pyrl_ext.plan import compile_plan
-from pyrl_ext.tools import prebuild as tool
+from pyrl_ext.tools.prebuild import kernels as tool
 
 plan = compile_plan(sys.argv[1], sys.argv[3:])
 config = family(plan.model.family).config(plan.sizes)

@@ -29,7 +29,8 @@ def engine_costs(plan: Plan, gpu: Gpu, gathering: float) -> Iterator[Spent]:
     seconds = max(sent / rate, whole / (gpu.network * plan.rollout.tp))
     ring, _ = reached("ring", gpu.network, "byte")
     why = (
-        f"from {'one rank' if senders == 1 else f'each of {senders} ranks'} to {engines} engines, "
+        f"from {'one rank' if senders == 1 else f'each of {senders} ranks'} to "
+        f"{'one engine' if engines == 1 else f'{engines} engines'}, "
         f"{'one after the other, ' * relayed}by TCP, beside gathering; {rate / 1e9:g} GB/s"
         f" of one process, assumed (NCCL would broadcast them in {duration(whole / ring)})"
     )

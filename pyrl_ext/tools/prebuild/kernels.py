@@ -9,8 +9,7 @@ divisibilities by 16 of its sizes, so each call is made with row counts of each 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -24,8 +23,7 @@ from triton.runtime.driver import driver
 
 from pyrl_ext.models import family
 from pyrl_ext.ops.prebuilt import MANIFEST, facts, launches
-from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.command import plan_parser
+from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.hardware import gpu_of
 
 ROWS = (4096, 4095, 17, 1)  # Triton tells multiples of 16 and 1 from others, in what follows too
@@ -136,20 +134,3 @@ def compiled() -> Iterator[list[tuple[str, bool]]]:
         yield found
     finally:
         knobs.compilation.listener = before
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: built; 2: the plan does not hold, or its kernels cannot be built here."""
-    parser = plan_parser("pyrl_ext.tools.prebuild", __doc__)
-    parser.add_argument("--into", required=True, type=Path, metavar="FOLDER")
-    options = parser.parse_intermixed_args(arguments)
-    try:  # a plan may be built that does not run yet
-        build(compile_plan(options.config, options.overrides), options.into)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

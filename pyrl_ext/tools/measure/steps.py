@@ -1,6 +1,6 @@
-"""Predicted against measured: ``python -m pyrl_ext.tools.measure CONFIG [key=value ...] [--json]``.
+"""Steps of a plan, whose memory and phases are measured and held against the prediction.
 
-Steps of the plan run on the device at hand, under torchrun as `train` does: one warms up, one is
+They run on the device at hand, under torchrun as `train` does: one warms up, one is
 counted, and, where counting costs time, one more is timed. Nothing is written. What is compared:
 
 weights, gradients, optimizer, reference, engine weights and adapters: bytes of these tensors
@@ -20,7 +20,7 @@ import json
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -39,7 +39,6 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.optimizer import state_tensors
 from pyrl_ext.pack.shard import BatchShard, layout_of
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.command import parse_plan, plan_parser
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
 from pyrl_ext.trainer.build import build_step
 from pyrl_ext.trainer.module import Module
@@ -369,13 +368,8 @@ def show(result: dict[str, Any]) -> None:
         console.print(table)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: measured; 1: failed, with the reason; 2: the plan does not hold."""
-    parser = plan_parser("pyrl_ext.tools.measure", __doc__)
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    options, plan = parse_plan(parser, arguments)
-    if plan is None:
-        return 2
+def start(plan: Plan, as_json: bool) -> int:
+    """Measure and print. Exit code 0: measured; 1: failed, with the reason."""
     if plan.threads:
         torch.set_num_threads(plan.threads)
     try:
@@ -384,7 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = report(plan, topo, *measure(plan, topo))
             every: list[Any] = [None] * topo.world_size
             torch.distributed.all_gather_object(every, result)
-            if topo.is_main and options.json:
+            if topo.is_main and as_json:
                 print(json.dumps(every, indent=2))
             elif topo.is_main:
                 firsts = {each["stage"]: each for each in reversed(every)}
@@ -394,7 +388,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
