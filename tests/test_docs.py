@@ -26,6 +26,7 @@ from pyrl_ext.plan.language.fields import Section, section_of
 from pyrl_ext.plan.language.renamed import RENAMED as RENAMED_KEYS
 from pyrl_ext.plan.schema import Config
 from tests.helpers.deadline import DEADLINE
+from tests.parity import LAYOUTS, pairwise_cover
 from tests.readme import REPOSITORY, Run, commands, in_order, is_left_out, pages, shown, waits
 
 
@@ -385,3 +386,14 @@ def test_docs_show_python_that_parses():
     for page, text in TEXTS.items():
         for block in fenced(text, "python"):
             ast.parse(block, page)
+
+
+def test_docs_count_the_layouts():
+    table = {ranks: some for ranks, some in LAYOUTS.items() if ranks < 6}
+    few, many = (sum(map(len, each.values())) for each in (pairwise_cover(table), table))
+    most = sum(map(len, LAYOUTS.values())) - many
+    page, rules = TEXTS["docs/parallel.md"], TEXTS["CONTRIBUTING.md"]
+    assert f"{few} layouts of 1 to 4 ranks in which" in page
+    assert f"The {few} are a greedy" in page and f"any of the {many} layouts" in page
+    assert f"all {many} layouts, and {most} on 6 and 8 ranks" in page
+    assert f"({few} layouts in which" in rules and f"has all {many}" in rules

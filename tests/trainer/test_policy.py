@@ -5,7 +5,6 @@ import os
 from collections import deque
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -317,17 +316,6 @@ def test_BOUNDS_are_those_promised():
     assert BOUNDS["change"] <= 1e-3
     titles = [layout.title for some in LAYOUTS.values() for layout in some]
     assert all(a != b for a, b in pairwise(sorted(titles)))
-
-
-def test_docs_count_the_layouts():
-    table = {ranks: some for ranks, some in LAYOUTS.items() if ranks < 6}
-    few, many = (sum(map(len, each.values())) for each in (pairwise_cover(table), table))
-    most = sum(map(len, LAYOUTS.values())) - many
-    root = Path(__file__).parents[2]
-    page, rules = ((root / name).read_text() for name in ("docs/parallel.md", "CONTRIBUTING.md"))
-    assert f"{few} layouts of 1 to 4 ranks in which" in page
-    assert f"all {many} layouts, and {most} on 6 and 8 ranks" in page
-    assert f"({few} layouts in which" in rules and f"has all {many}" in rules
 
 
 def test_pairwise_cover_keeps_every_pair_with_half_of_the_layouts():
