@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ class Run:
         self.plan, self.engine = plan, engine
         self.scored: set[str] = set()
         self.ahead = Ahead(plan, engine, self.request_of, self.scorer, group, self.waits)
-        self.step = -1
+        self.step, self.waited = -1, lambda: None
 
     def request_of(self, step: int) -> RolloutRequest:
         asked = self.plan.prompts_asked
@@ -63,6 +64,7 @@ class Run:
     def waits(self, text: str) -> None:
         """The trainer waits for its step."""
         self.engine.let(self.step)
+        self.waited()
 
     def steps(
         self, first: int = 0, before: Callable[[], None] = lambda: None
@@ -83,18 +85,25 @@ def groups_of(rollout: Rollout) -> list[int]:
 
 @pytest.mark.parametrize("slower", ["engines", "trainer"])
 @pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_Ahead_begins_a_step_as_late_as_the_trainer_allows(ahead: int, slower: str):
+def test_Ahead_begins_a_step_as_late_as_the_trainer_allows(
+    ahead: int, slower: str, monkeypatch: pytest.MonkeyPatch
+):
     """It waits for slow engines, which are as far ahead as they may be; fast ones are a step
     ahead."""
     run = Run(plan_of(ahead), BusyEngine(ahead, held=slower == "engines"))
+    seconds = [0]
+    clock = SimpleNamespace(monotonic=lambda: sum(seconds))
+    monkeypatch.setattr("pyrl_ext.rollout.ahead.time", clock)
+    run.waited = lambda: seconds.append(100 * (slower == "engines"))
 
-    def all_is_generated() -> None:
-        for thread in threading.enumerate():
+    def train() -> None:
+        seconds.append(10)
+        for thread in threading.enumerate() if slower == "trainer" else ():
             if thread.name.startswith("rollout of step"):
                 thread.join()
 
     first = 2  # as after a resume
-    found = run.steps(first, all_is_generated if slower == "trainer" else lambda: None)
+    found = run.steps(first, train)
     own = [[KEEP * step + i for i in range(KEEP)] for step in range(first, STEPS)]
     assert [groups_of(rollout) for rollout, _ in found] == own
     behind = {s: ahead if slower == "engines" or s <= first + ahead else 1 for s in range(STEPS)}
