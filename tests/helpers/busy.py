@@ -68,7 +68,7 @@ class BusyEngine(Engine):
             self.begun |= {p.id: self.version for p in prompts}
         first = self.version
         with self.let_go:
-            self.let_go.wait_for(lambda: sampling.step <= self.named)
+            self.let_go.wait_for(lambda: (sampling.step or 0) <= self.named)
         for prompt, index, wait in jobs:
             time.sleep(wait)
             if prompt == self.fails:
