@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from pyrl_ext.dist.user_code import exit_in
 from pyrl_ext.pack.index import sampled_tokens
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.forecast.ahead import SPARE
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, join_on_ranks, part_of
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.groups import Counts, Groups, Score
@@ -34,8 +33,6 @@ class _Job:
     Attributes:
         done: complete groups that no step has taken, in the order in which they became complete
         left: groups that no step has taken, complete or not
-        begun: when [s]
-        took: until a step's groups were complete [s]; None: they are not
         over: its thread has ended
     """
 
@@ -45,8 +42,6 @@ class _Job:
     done: list[list[Sample]] = field(default_factory=list[list[Sample]])
     counts: Counts = field(default_factory=Counts)
     error: Exception | None = None
-    begun: float = field(default_factory=lambda: time.monotonic())
-    took: float | None = None
     over: bool = False
     stopped: bool = False
 
@@ -62,7 +57,8 @@ class Ahead:
     A step begins to generate right after a publish, at the earliest after that of version step -
     lookahead, so its tokens are at most so many versions old: it is the capacity rule
     ``(ahead + version + 1) groups - accepted - running`` in whole steps. Older samples teach less,
-    so no more steps are ahead than the trainer needs: as many as it trains while one is generated.
+    so no more steps are ahead than the trainer needs: all that may, where it has to wait for the
+    one it takes; and one less, where at `SPARE` steps in a row the next one was complete as well.
     Engines bound how many requests run at once.
 
     With ``rollout.oversample`` the groups that are not among the first complete ones go on, and
@@ -99,8 +95,7 @@ class Ahead:
         self.lookahead = plan.rollout.ahead - spare
         self._jobs: dict[int, _Job] = {}
         self._first = self._next = 0  # step that was not taken, and that has not begun
-        self._taken: float | None = None  # when the trainer got its newest step [s]
-        self._trained: deque[float] = deque(maxlen=3)  # what it did with each [s]
+        self._spare = 0  # steps in a row at which the next one was complete as well
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
@@ -110,9 +105,7 @@ class Ahead:
         Communicates: as `generate_on_ranks`. Raises: as it does.
         """
         self._first, self._next = step, max(step, self._next)
-        if self._taken is not None:
-            self._trained.append(time.monotonic() - self._taken)
-        end = min(step + self._needed() + 1, self.plan.steps)
+        end = self._end(step)
         for number in range(self._next, end):
             self._begin(number, step)
         self._next = max(self._next, end)
@@ -139,7 +132,7 @@ class Ahead:
             if rollout.counts["max_version"] < step or not self.engine.disproved():
                 break
             self.again()
-        self._first, self._taken = step + 1, time.monotonic()
+        self._first = step + 1
         return rollout, turn_metrics(rollout.counts) | self._metrics(rollout.counts)
 
     def again(self) -> None:
@@ -162,19 +155,23 @@ class Ahead:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def _needed(self) -> int:
-        """Steps ahead with which the trainer need not wait, one at least, if so many may be."""
-        if not self._jobs or not self._trained:
-            return self.lookahead
-        now, train = time.monotonic(), max(min(self._trained), 1e-6)
+    def _end(self, step: int) -> int:
+        """The steps before this one begin now."""
+        most = min(step + self.lookahead + 1, self.plan.steps)
         with self._changed:
-            needed = [
-                math.floor((now - job.begun) / train) + 1  # it is not complete yet
-                if job.took is None
-                else math.ceil(job.took / train)
-                for job in self._jobs.values()
-            ]
-        return min(max(1, *needed), self.lookahead)
+            there, next_there = (self._is_complete(number, step) for number in (step, step + 1))
+        self._spare = self._spare + 1 if there and next_there else 0
+        if not there:
+            return most
+        fewer = self._spare == SPARE
+        self._spare -= SPARE * fewer
+        return min(most, self._next + 1 - fewer)
+
+    def _is_complete(self, step: int, now: int) -> bool:
+        """Whether the groups of the steps from ``now`` to ``step`` are all there."""
+        job = self._jobs.get(step)
+        done = sum(len(job.done) for number, job in self._jobs.items() if number <= step)
+        return job is not None and done >= job.request.keep * (step - now + 1)
 
     def _begin(self, step: int, now: int) -> None:
         """Begin the groups of ``step``: as many as the step lacks beside those that are carried."""
@@ -187,7 +184,6 @@ class Ahead:
         part = replace(part, prompts=prompts)
         size = part.sampling.samples_per_prompt
         job = _Job(part, Groups(size, len(prompts), None), len(prompts))
-        job.took = None if prompts else 0.0
         self._jobs[step] = job
         name = f"rollout of step {step}"
         thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
@@ -208,8 +204,6 @@ class Ahead:
                         if groups.complete > before:
                             job.done.append(groups.kept)
                             groups.kept = []
-                            if groups.complete == min(job.request.keep, groups.keep):
-                                job.took = time.monotonic() - job.begun
                             self._changed.notify_all()
                         if groups.complete == groups.keep or job.stopped:
                             break

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
-from pyrl_ext.plan.forecast.ahead import Simulation, simulate
+from pyrl_ext.plan.forecast.ahead import SPARE, Simulation, simulate
 from pyrl_ext.plan.forecast.loop import Group, Loop, Pause, Trajectory
 
 
@@ -46,8 +46,7 @@ class BruteForce:
         self.known: set[tuple[int, int, int]] = set()
         self.version, self.step, self.asked, self.turns = -1, 0, 0, 0
         self.begins = 0  # steps that begin after this publish
-        self.starts: list[float] = []  # of each step that was asked for, or is now
-        self.work: list[float] = []  # of the trainer with each step, and its waits for a publish
+        self.spared: list[bool] = []
         self.phase, self.until = "drain", math.inf
         self.times: list[tuple[float, float, float, float]] = []
         self.ages: list[dict[int, float]] = []
@@ -172,30 +171,20 @@ class BruteForce:
         self.trainer()
 
     def look_ahead(self) -> None:
-        """So many steps are ahead as the trainer works through while the slowest is generated."""
-        ahead = self.loop.ahead
-        if self.step:
-            self.work.append(self.now - self.ready)
-            fastest, known = min(self.work[-3:]), range(self.step - self.loop.carry, self.asked)
-
-            def suffice(steps: int) -> bool:
-                passed = [steps * fastest - (self.ends(n) - self.starts[n]) for n in known]
-                return all(
-                    p >= 0 and (p > 0 or self.ends(n) < self.now) for p, n in zip(passed, known)
-                )
-
-            ahead = next((n for n in range(1, ahead) if suffice(n)), ahead)
-        self.begins = max(0, self.step + ahead + 1 - self.asked)
-        self.starts += [self.now] * self.begins
-
-    def ends(self, step: int) -> float:
-        """When so many groups of a step were complete as a step is trained on, or now."""
-        groups = {h.group for h in self.held if h.step == step}
-        members = [[h for h in self.held if (h.step, h.group) == (step, g)] for g in groups]
-        whole = [m for m in members if all(h.until and h.turn == len(h.tokens.turns) for h in m)]
-        ends = sorted(max(h.until for h in m) for m in whole)
-        needed = min(self.loop.keep, len(groups))
-        return self.now if len(ends) < needed else ends[needed - 1] if needed else self.starts[step]
+        """Every step that may begin, if the trainer waits; else one, or none if it would not wait
+        in the next step either, and has not for long."""
+        may = self.step + self.loop.ahead + 1 - self.asked
+        there = len(self.candidates())
+        if self.step < self.asked and there >= self.loop.keep:
+            more = len(self.kept(self.step + 1))
+            known = self.step + 1 < self.asked
+            self.spared.append(known and there + more >= 2 * self.loop.keep)
+            fewer = len(self.spared) >= SPARE and all(self.spared[-SPARE:])
+            may = min(may, 0 if fewer else 1)
+            self.spared = [] if fewer else self.spared
+        else:
+            self.spared = []
+        self.begins = may
 
     def trainer(self) -> None:
         if self.phase == "gather" and self.now >= self.until:
@@ -306,8 +295,8 @@ def some_loop(seed: int) -> Loop:
 def test_Simulation_equals_a_loop_over_every_request(seed: int):
     loop = some_loop(seed)
     fast, slow = Simulation(loop), BruteForce(loop)
-    fast.run(6)
-    slow.run(6)
+    fast.run(9)
+    slow.run(9)
     for found, times, ages in zip(fast.steps, slow.times, slow.ages, strict=True):
         assert found[:4] == pytest.approx(times, abs=1e-6)
         ours = {age: tokens for age, tokens in found.ages if tokens > 1e-6}

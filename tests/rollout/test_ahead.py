@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from pyrl_ext.dist.user_code import UserExit
 from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.forecast.ahead import SPARE
 from pyrl_ext.rollout.ahead import Ahead
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest
 from pyrl_ext.rollout.recorded_file import load_samples, save_samples
@@ -31,10 +31,12 @@ from tests.helpers.tiny import CONFIG, EXPERTS, QUICK, tiny_plan
 STEPS, KEEP, SIZE = 7, 4, 2
 
 
-def plan_of(ahead: int, oversample: float = 1.0, ranks: int = 1, **rollout: Any) -> Plan:
+def plan_of(
+    ahead: int, oversample: float = 1.0, ranks: int = 1, steps: int = STEPS, **rollout: Any
+) -> Plan:
     sizes = (f"batching.prompts={KEEP}", f"batching.samples_per_prompt={SIZE}")
     sizes += (f"parallel.dp={ranks}",)
-    plan = tiny_plan(f"steps={STEPS}", *sizes, f"rollout.oversample={oversample}")
+    plan = tiny_plan(f"steps={steps}", *sizes, f"rollout.oversample={oversample}")
     changed = plan.rollout.model_copy(update={"ahead": ahead, **rollout})
     return plan.model_copy(update={"rollout": changed})
 
@@ -46,7 +48,7 @@ class Run:
         self.plan, self.engine = plan, engine
         self.scored: set[str] = set()
         self.ahead = Ahead(plan, engine, self.request_of, self.scorer, group, self.waits)
-        self.step, self.waited = -1, lambda: None
+        self.step = -1
 
     def request_of(self, step: int) -> RolloutRequest:
         asked = self.plan.prompts_asked
@@ -64,7 +66,6 @@ class Run:
     def waits(self, text: str) -> None:
         """The trainer waits for its step."""
         self.engine.let(self.step)
-        self.waited()
 
     def steps(
         self, first: int = 0, before: Callable[[], None] = lambda: None
@@ -85,32 +86,29 @@ def groups_of(rollout: Rollout) -> list[int]:
 
 @pytest.mark.parametrize("slower", ["engines", "trainer"])
 @pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_Ahead_begins_a_step_as_late_as_the_trainer_allows(
-    ahead: int, slower: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_Ahead_begins_a_step_as_late_as_the_trainer_allows(ahead: int, slower: str):
     """It waits for slow engines, which are as far ahead as they may be; fast ones are a step
     ahead."""
-    run = Run(plan_of(ahead), BusyEngine(ahead, held=slower == "engines"))
-    seconds = [0]
-    clock = SimpleNamespace(monotonic=lambda: sum(seconds))
-    monkeypatch.setattr("pyrl_ext.rollout.ahead.time", clock)
-    run.waited = lambda: seconds.append(100 * (slower == "engines"))
+    steps = STEPS + SPARE * 2
+    run = Run(plan_of(ahead, steps=steps), BusyEngine(ahead, held=slower == "engines"))
 
     def train() -> None:
-        seconds.append(10)
         for thread in threading.enumerate() if slower == "trainer" else ():
             if thread.name.startswith("rollout of step"):
                 thread.join()
 
     first = 2  # as after a resume
     found = run.steps(first, train)
-    own = [[KEEP * step + i for i in range(KEEP)] for step in range(first, STEPS)]
+    own = [[KEEP * step + i for i in range(KEEP)] for step in range(first, steps)]
     assert [groups_of(rollout) for rollout, _ in found] == own
-    behind = {s: ahead if slower == "engines" or s <= first + ahead else 1 for s in range(STEPS)}
-    begun = {
-        p: max(first, p // KEEP - behind[p // KEEP]) for p in range(first * KEEP, STEPS * KEEP)
-    }
-    assert run.engine.begun == begun
+    begun, number = {}, first  # step -> version
+    for version in range(first, steps):
+        depth = ahead  # one less after each SPARE steps
+        if slower == "trainer":
+            depth = max(1, ahead - (version - first) // SPARE)
+        while number <= min(version + depth, steps - 1):
+            begun[number], number = version, number + 1
+    assert run.engine.begun == {p: begun[p // KEEP] for p in range(first * KEEP, steps * KEEP)}
     assert all(0 <= metrics["age/max"] <= ahead for _, metrics in found)
     assert found[-1][1]["age/max"] == (ahead if slower == "engines" else 1)
     assert run.scored == {"MainThread"} and "MainThread" not in run.engine.threads

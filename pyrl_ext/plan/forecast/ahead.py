@@ -4,9 +4,10 @@ The trainer publishes the weights of a step, waits for its samples, trains on th
 next step. Where it publishes beside its passes, it waits until it has gathered the weights, and for
 the rest before its first optimizer step. Requests of step s go to the engines after a publish, of
 step s - ahead at the earliest, so no token is more than `ahead` versions old when it is trained on.
-As many steps are ahead as the trainer works through while one is generated. A group goes to the
-engine with the fewest requests, as soon as one has room, and stays there. An engine decodes a token
-of all its running sequences at a time, and reads prompts in between.
+All steps begin that may, where the trainer has to wait; else one, and none where the next one was
+complete as well, at `SPARE` steps in a row. A group goes to the engine with the fewest requests, as
+soon as one has room, and stays there. An engine decodes a token of all its running sequences at a
+time, and reads prompts in between.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pyrl_ext.plan.forecast.loop import Loop, Steady, Step, Trajectory
 
 SAME = 1e-9
 """Tokens: sequences that are no further apart end together."""
+SPARE = 4
+"""Steps in a row at which the next one is complete as well, after which one less is ahead."""
 
 
 @dataclass(eq=False)
@@ -143,11 +146,7 @@ class Simulation:
         self._number = count()
         self._asked = self._step = 0
         self._end = 1  # steps before this one are asked for
-        # by step: when it began, when its groups were there, and how many are not
-        self._begun, self._there = dict[int, float](), dict[int, float]()
-        self._lacks = dict[int, int]()
-        self._took_at = 0.0
-        self._trained_in: deque[float] = deque(maxlen=3)
+        self._spare = 0  # steps in a row at which the next one was complete as well
         self._began = self._published = 0.0
         self._training = self._draining = self._gathered = False
         self._since: float | None = None  # that it trains beside a publish
@@ -187,22 +186,20 @@ class Simulation:
         self._train_if_ready()
 
     def _look_ahead(self) -> None:
-        """The trainer turns to its samples: as many steps begin as it needs."""
-        needed = self.loop.ahead
-        if self._step:
-            self._trained_in.append(self.now - self._took_at)
-            each = partial(self._steps_for, max(min(self._trained_in), SAME))
-            known = range(self._step - self.loop.carry, self._asked)
-            needed = min(needed, max(1, *map(each, known), 1))
-        self._end = self._step + needed + 1
-        self._begun |= dict.fromkeys(range(self._asked, self._end), self.now)
+        """The trainer turns to its samples: as many steps begin as it may need."""
+        self._end = self._step + self.loop.ahead + 1
+        if not self._is_complete(self._step):
+            self._spare = 0
+            return
+        self._spare = self._spare + 1 if self._is_complete(self._step + 1) else 0
+        fewer = self._spare == SPARE
+        self._spare -= SPARE * fewer
+        self._end = min(self._end, self._asked + 1 - fewer)
 
-    def _steps_for(self, train: float, step: int) -> int:
-        """Steps of the trainer, `train` seconds each, that pass while this one is generated."""
-        began, end = self._begun[step], self._there.get(step)
-        if end is None:
-            return math.floor((self.now - began) / train) + 1  # it is not complete yet
-        return math.ceil((end - began) / train)
+    def _is_complete(self, step: int) -> bool:
+        """Whether the groups of the steps from this one to `step` are all there."""
+        done = sum(len(groups) for of, groups in self._complete.items() if of <= step)
+        return step < self._asked and done >= self.loop.keep * (step - self._step + 1)
 
     def _halt(self) -> None:
         if self.loop.pause == "finish":  # what runs goes on, what waits waits
@@ -255,7 +252,6 @@ class Simulation:
         left = [each for each in self._complete[step] if id(each) not in taken]
         self._complete = {**self._complete, last: [], step: left}
         self._taken = [request for each in groups for request in each]
-        self._took_at = self.now
         self._drop(last)  # what it carried, or has just trained on
         if resumed:
             self._at(self.loop.train, partial(self._trained, self.now))
@@ -282,9 +278,6 @@ class Simulation:
             left = sum(map(len, self._groups.values()))
             carried = max(0, left - self.loop.keep * (step - self._step))
         self._groups[step], self._complete[step] = {}, []
-        self._lacks[step] = min(self.loop.keep, len(asked) - carried)
-        if not self._lacks[step]:
-            self._there[step] = self._begun[step]
         for number, group in enumerate(asked[: len(asked) - carried]):
             requests = [_Request(step, number, each, left=each.turns[0]) for each in group]
             self._groups[step][number] = requests
@@ -332,9 +325,6 @@ class Simulation:
         if all(each.ended < math.inf for each in group):
             complete = self._complete[request.step]
             complete.append(group)
-            self._lacks[request.step] -= 1
-            if not self._lacks[request.step]:
-                self._there[request.step] = self.now
             if len(complete) == self.loop.keep and not self.loop.carry:
                 self._drop(request.step)
             self._train_if_ready()
@@ -368,10 +358,10 @@ class Simulation:
 
 def simulate(loop: Loop, measured: int = 6) -> Steady:
     """The mean of `measured` steps, after as many as the run takes to settle."""
-    run = Simulation(loop)
-    run.run(loop.ahead + 2)
+    run, settles = Simulation(loop), loop.ahead + 2 + SPARE * max(0, loop.ahead - 1)
+    run.run(settles)
     before, busy = run.now, _sums(run)
-    run.run(loop.ahead + 2 + measured)
+    run.run(settles + measured)
     seconds, steps = run.now - before, run.steps[-measured:]
     worked, ran, queued, readied = (
         (after - was) / seconds for after, was in zip(_sums(run), busy, strict=True)
