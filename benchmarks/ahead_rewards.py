@@ -1,4 +1,4 @@
-"""``python -m benchmarks.ahead_rewards FOLDER``: whether samples of older weights teach the demo.
+"""``python -m benchmarks.ahead_rewards FOLDER [KEY=VALUE ...]``: what older samples teach.
 
 The demo over two servers, with rollout.ahead 0, 1 and 2 and three seeds each, 200 steps; with ahead
 the policy term has the truncated weights of `objective.tis_cap`. Runs that FOLDER has are not run
@@ -36,7 +36,7 @@ def curve_of(run: Path) -> Curve:
     return {int(row["step"]): row["eval_reward"] for row in rows if "eval_reward" in row}
 
 
-def run_all(folder: Path) -> dict[int, list[Curve]]:
+def run_all(folder: Path, given: Sequence[str] = ()) -> dict[int, list[Curve]]:
     """ahead -> the curve of each seed; those that are missing are trained first."""
     wanted = {(a, s): folder / f"ahead-{a}-seed-{s}" for a in AHEAD for s in SEEDS}
     missing = {key: run for key, run in wanted.items() if STEPS not in curve_of(run)}
@@ -45,7 +45,7 @@ def run_all(folder: Path) -> dict[int, list[Curve]]:
         with served(folder, COMMON, CONFIG) as servers:
             for (ahead, seed), run in missing.items():
                 more = [CORRECTION] if ahead else []
-                keys = (*COMMON, *more, servers, f"rollout.ahead={ahead}", f"seed={seed}")
+                keys = (*COMMON, *given, *more, servers, f"rollout.ahead={ahead}", f"seed={seed}")
                 train_in(run, *keys, config=CONFIG)
                 print(f"{run.name}: {curve_of(run)[STEPS]:.3f}", flush=True)
     return {a: [curve_of(wanted[a, seed]) for seed in SEEDS] for a in AHEAD}
@@ -95,9 +95,10 @@ def draw(curves: Mapping[int, Sequence[Curve]], png: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("benchmarks.ahead_rewards", description=__doc__)
     parser.add_argument("folder", type=Path, help="of the runs")
+    parser.add_argument("keys", nargs="*", help="further keys of all runs, section.key=value")
     parser.add_argument("--png", type=Path, help="file for the picture")
-    options = parser.parse_args(arguments)
-    curves = run_all(options.folder)
+    options = parser.parse_intermixed_args(arguments)
+    curves = run_all(options.folder, options.keys)
     show(curves)
     if options.png is not None:
         draw(curves, options.png)
