@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from pyrl_ext.dist.user_code import exit_in
 from pyrl_ext.pack.index import sampled_tokens
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.forecast.ahead import SPARE
+from pyrl_ext.plan.forecast.look_ahead import LookAhead
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, join_on_ranks, part_of
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.groups import Counts, Groups, Score
@@ -57,9 +58,8 @@ class Ahead:
     A step begins to generate right after a publish, at the earliest after that of version step -
     lookahead, so its tokens are at most so many versions old: it is the capacity rule
     ``(ahead + version + 1) groups - accepted - running`` in whole steps. Older samples teach less,
-    so no more steps are ahead than the trainer needs: all that may, where it has to wait for the
-    one it takes; and one less, where at `SPARE` steps in a row the next one was complete as well.
-    Engines bound how many requests run at once.
+    so no more steps are ahead than the trainer needs (`LookAhead`). Engines bound how many requests
+    run at once.
 
     With ``rollout.oversample`` the groups that are not among the first complete ones go on, and
     the next step takes those that are complete by then before its own; a group is carried once. One
@@ -95,7 +95,7 @@ class Ahead:
         self.lookahead = plan.rollout.ahead - spare
         self._jobs: dict[int, _Job] = {}
         self._first = self._next = 0  # step that was not taken, and that has not begun
-        self._spare = 0  # steps in a row at which the next one was complete as well
+        self._look = LookAhead()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
@@ -157,15 +157,10 @@ class Ahead:
 
     def _end(self, step: int) -> int:
         """The steps before this one begin now."""
-        most = min(step + self.lookahead + 1, self.plan.steps)
+        complete = partial(self._is_complete, now=step)
         with self._changed:
-            there, next_there = (self._is_complete(number, step) for number in (step, step + 1))
-        self._spare = self._spare + 1 if there and next_there else 0
-        if not there:
-            return most
-        fewer = self._spare == SPARE
-        self._spare -= SPARE * fewer
-        return min(most, self._next + 1 - fewer)
+            end = self._look.end(step, self._next, self.lookahead, complete)
+        return min(end, self.plan.steps)
 
     def _is_complete(self, step: int, now: int) -> bool:
         """Whether the groups of the steps from ``now`` to ``step`` are all there."""

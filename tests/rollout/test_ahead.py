@@ -17,7 +17,7 @@ from pyrl_ext.dist.user_code import UserExit
 from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.forecast.ahead import SPARE
+from pyrl_ext.plan.forecast.look_ahead import SPARE
 from pyrl_ext.rollout.ahead import Ahead
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest
 from pyrl_ext.rollout.recorded_file import load_samples, save_samples

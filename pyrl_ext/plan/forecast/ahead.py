@@ -21,12 +21,11 @@ from functools import partial
 from itertools import count
 from operator import itemgetter
 
+from pyrl_ext.plan.forecast.look_ahead import SPARE, LookAhead
 from pyrl_ext.plan.forecast.loop import Loop, Steady, Step, Trajectory
 
 SAME = 1e-9
 """Tokens: sequences that are no further apart end together."""
-SPARE = 4
-"""Steps in a row at which the next one is complete as well, after which one less is ahead."""
 
 
 @dataclass(eq=False)
@@ -146,7 +145,7 @@ class Simulation:
         self._number = count()
         self._asked = self._step = 0
         self._end = 1  # steps before this one are asked for
-        self._spare = 0  # steps in a row at which the next one was complete as well
+        self._look = LookAhead()
         self._began = self._published = 0.0
         self._training = self._draining = self._gathered = False
         self._since: float | None = None  # that it trains beside a publish
@@ -187,14 +186,8 @@ class Simulation:
 
     def _look_ahead(self) -> None:
         """The trainer turns to its samples: as many steps begin as it may need."""
-        self._end = self._step + self.loop.ahead + 1
-        if not self._is_complete(self._step):
-            self._spare = 0
-            return
-        self._spare = self._spare + 1 if self._is_complete(self._step + 1) else 0
-        fewer = self._spare == SPARE
-        self._spare -= SPARE * fewer
-        self._end = min(self._end, self._asked + 1 - fewer)
+        now = self._step, self._asked, self.loop.ahead
+        self._end = self._look.end(*now, self._is_complete)
 
     def _is_complete(self, step: int) -> bool:
         """Whether the groups of the steps from this one to `step` are all there."""
