@@ -61,14 +61,23 @@ def at_end(curve: Curve) -> float:
     return statistics.mean(curve[step] for step in sorted(curve)[-LAST:])
 
 
+def mean_of(seeds: Sequence[Curve]) -> Curve:
+    """The mean of several curves."""
+    steps = sorted(set.intersection(*(set(curve) for curve in seeds)))
+    return {step: statistics.mean(curve[step] for curve in seeds) for step in steps}
+
+
 def show(curves: Mapping[int, Sequence[Curve]]) -> None:
     """Print the table."""
-    heads = " | ".join(f"steps to {level}, seed {' '.join(map(str, SEEDS))}" for level in LEVELS)
+    which = f"seed {' '.join(map(str, SEEDS))}; their mean"
+    heads = " | ".join(f"steps to {level}, {which}" for level in LEVELS)
     print(f"| ahead | {heads} | mean of the last {LAST} | of the seeds |")
     print("| ---: " * (len(LEVELS) + 3) + "|")
     for ahead, seeds in curves.items():
-        steps = [[reached(curve, level) for curve in seeds] for level in LEVELS]
-        cells = [", ".join("-" if s is None else str(s) for s in each) for each in steps]
+        each = (*seeds, mean_of(seeds))
+        steps = [[reached(curve, level) for curve in each] for level in LEVELS]
+        named = [["-" if step is None else str(step) for step in row] for row in steps]
+        cells = ["; ".join((", ".join(row[:-1]), row[-1])) for row in named]
         ends = [at_end(curve) for curve in seeds]
         last = ", ".join(f"{end:.2f}" for end in ends)
         print(f"| {ahead} | {' | '.join(cells)} | {last} | {statistics.mean(ends):.3f} |")
@@ -81,9 +90,7 @@ def draw(curves: Mapping[int, Sequence[Curve]], png: Path) -> None:
     for (ahead, seeds), colour in zip(curves.items(), COLOURS, strict=True):
         for curve in seeds:
             axes.plot(*zip(*sorted(curve.items())), color=colour, lw=0.8, alpha=0.45)
-        steps = sorted(set.intersection(*(set(curve) for curve in seeds)))
-        means = [statistics.mean(curve[step] for curve in seeds) for step in steps]
-        axes.plot(steps, means, color=colour, lw=2.2, label=f"ahead {ahead}")
+        axes.plot(*zip(*mean_of(seeds).items()), color=colour, lw=2.2, label=f"ahead {ahead}")
     axes.set(xlabel="step", ylabel="held-out reward", ylim=(0, 1))
     axes.set_title("thin: each of three seeds; thick: their mean", loc="left", fontsize=9)
     axes.grid(alpha=0.3, lw=0.5)

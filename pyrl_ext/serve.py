@@ -161,6 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"serve: {error}, expected run {plan.run} to be a folder for logs", file=sys.stderr)
+        return 1
     return 0
 
 

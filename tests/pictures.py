@@ -108,7 +108,10 @@ PICTURES = (
     Picture(
         "benchmarks/ahead.png",
         partial(measured_rows, "## What older samples teach", "docs/asynchronous.md"),
-        ("python -m benchmarks.ahead_rewards runs/ahead --png benchmarks/ahead.png",),
+        (
+            "python -m benchmarks.ahead_rewards runs/ahead optimizer.clip_grad=0.1 "
+            "--png benchmarks/ahead.png",
+        ),
     ),
     Picture(
         "benchmarks/lora.png",

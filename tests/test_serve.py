@@ -85,6 +85,19 @@ def test_commands_are_those_of_the_host(tmp_path: Path):
         commands_of(plan, (), "mars")
 
 
+def test_serve_needs_engines_apart(capsys: pytest.CaptureFixture[str]):
+    assert serve.main([str(CONFIG), "--host", "localhost"]) == 2
+    assert "Set rollout.servers=[http://localhost:8000]" in capsys.readouterr().err
+
+
+def test_serve_says_where_it_cannot_write_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "file"
+    file.write_text("")
+    servers = f"rollout.servers=[http://127.0.0.1:{free_port()}]"
+    assert serve.main([str(CONFIG), servers, f"run={file}"]) == 1
+    assert f"expected run {file} to be a folder for logs" in capsys.readouterr().err
+
+
 def test_command_of_vllm_has_keys_in_files_and_the_guard(tmp_path: Path):
     keys = f"rollout.keys={key_folder(tmp_path)}"
     plan = tiny_plan("rollout.servers=[http://127.0.0.1:8100]", keys, "rollout.engine=vllm")

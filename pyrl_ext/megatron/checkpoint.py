@@ -129,10 +129,11 @@ def _on_all_ranks(stage: Callable[[Path], None], writing: Path, topo: Topology) 
         return
     if topo.is_main:
         shutil.rmtree(writing, ignore_errors=True)
+    folder = writing.with_suffix("")
+    goes_on = f"; {how_to_resume(folder.parent)}" if _number(folder) >= 0 else ""
     raise OSError(
-        f"checkpoint: {writing.with_suffix('')} could not be written ({'; '.join(failed)}); the "
-        "unfinished folder is deleted, older checkpoints are untouched. Make room for it; "
-        f"{how_to_resume(writing.parent)}"
+        f"{folder} could not be written ({'; '.join(failed)}); the unfinished folder is deleted, "
+        f"what was there before is untouched. Make room for it{goes_on}"
     ) from problem
 
 
@@ -262,7 +263,7 @@ def _instead(folder: Path) -> str:
             f"The checkpoint before it, {older[-1]}, can be used: move {folder} away and start the "
             "same command again"
         )
-    return "There is no checkpoint before it; resume=never starts the run over"
+    return "There is no checkpoint before it; a run starts over with resume=never"
 
 
 def layout(topo: Topology) -> str:

@@ -44,9 +44,9 @@ class WandbSink:
             )
         except wandb.Error as error:
             raise RuntimeError(
-                f"log.wandb: {project}, but wandb did not start ({error}), expected an account and "
-                "a way to its server. Run `wandb login`; or set WANDB_MODE=offline, and later "
-                f"`wandb sync` what is in {folder / 'wandb'}"
+                f"log.wandb: {project}, but wandb did not start ({error}), expected a project's "
+                "name, an account and a way to its server. Run `wandb login`; or set "
+                f"WANDB_MODE=offline, and later `wandb sync` what is in {folder / 'wandb'}"
             ) from error
         self._alarming = set[str]()
 

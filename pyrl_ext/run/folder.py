@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -124,10 +125,9 @@ class RunFolder:
     def _set_aside(self) -> None:
         """Move the files of an earlier run to ``before-<n>/``. Communicates: a barrier."""
         if self.topo.is_main:
-            recorded = self.plan.rollout.record
             names = [
                 *("plan.json", "metrics.jsonl", "checkpoints", "tensorboard", "report.png"),
-                *("error.txt", "trace", "wandb", *([recorded] if recorded else [])),
+                *("report.html", "report.csv", "error.txt", "trace", "wandb", *self._recorded()),
             ]
             held = [self.path / name for name in names if (self.path / name).exists()]
             if held:
@@ -139,6 +139,14 @@ class RunFolder:
                     each.rename(before / each.name)
                 print(f"resume=never: the earlier run moved to {before}", flush=True)
         dist.barrier()
+
+    def _recorded(self) -> set[str]:
+        """The folders of recorded samples: this run's, and that of the earlier one."""
+        folders = {self.plan.rollout.record}
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a plan that nothing reads
+            saved = json.loads((self.path / "plan.json").read_bytes())
+            folders.add(saved["rollout"]["record"])
+        return {folder for folder in folders if folder}
 
     def write(self, row: Row) -> None:
         """One step's metrics to every sink."""

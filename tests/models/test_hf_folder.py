@@ -298,7 +298,7 @@ def test_export_on_two_ranks_writes_the_same(two, run, models):
 def test_save_checkpoint_hf_on_a_full_disk_fails_every_rank_and_leaves_nothing(two, models):
     for result in two:
         assert "full could not be written (rank 0: " in result["full"]
-        assert "rank 1" not in result["full"]
+        assert "rank 1" not in result["full"] and "resume" not in result["full"]
     assert not list(models.glob("full*"))
 
 

@@ -89,6 +89,16 @@ def test_step_time_prices_one_send_to_all_engines():
         assert slower > 1.4 if keys else slower == pytest.approx(1)
 
 
+def test_an_engine_takes_weights_through_one_adapter_however_many_send():
+    many = ["parallel.dp=32", "parallel.ep=32", "rollout.senders=32"]
+    plan = compile_plan(GLM47, [*HOSTS, *many])
+    costs = {cost.name: cost for cost in time_of(plan).costs if cost.phase == "publish"}
+    sent, whole = costs["send weights"], 2 * parameters(plan.sizes).total
+    assert sent.amount / TCP < whole / GPUS["H200"].network
+    beside = costs["gather weights"].seconds if "gather weights" in costs else 0.0
+    assert sent.seconds + beside == pytest.approx(whole / GPUS["H200"].network)
+
+
 def test_step_time_relays_to_no_engine_behind_the_only_one():
     one = ["rollout.servers=[http://a:8000]", *HOSTS[1:]]
     (sent,) = (c for c in time_of(compile_plan(GLM47, one)).costs if c.name == "send weights")

@@ -1,5 +1,6 @@
 """The run folder: which checkpoint a run resumes from, and when it refuses to start over."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -54,9 +55,16 @@ def test_check_refuses_to_start_over_unless_resume_is_never(three, copy, capsys)
     error = capsys.readouterr().err
     assert "holds metrics of 3 steps but no whole checkpoint" in error and "resume=never" in error
     assert (copy / "metrics.jsonl").read_bytes() == before
+    plan = json.loads((copy / "plan.json").read_bytes())  # of a run that recorded its samples
+    (copy / "plan.json").write_text(json.dumps(plan | {"rollout": {"record": "samples"}}))
+    for name in ("report.html", "report.csv", "samples"):
+        (copy / name).mkdir()
     assert run(copy, "steps=1", "resume=never", "optimizer.lr=0.5") == 0  # also of another plan
     assert f"the earlier run moved to {copy}/before-1" in capsys.readouterr().out
     assert (copy / "before-1/metrics.jsonl").read_bytes() == before
+    moved = {"report.html", "report.csv", "samples"}
+    assert moved <= {path.name for path in (copy / "before-1").iterdir()}
+    assert not moved & {path.name for path in copy.iterdir()}
     assert [row["step"] for row in numbers(copy)] == [0] and checkpoints(copy) == ["step-1"]
     assert run(copy, "steps=1", "resume=never") == 0
     assert checkpoints(copy / "before-2") == ["step-1"]

@@ -56,7 +56,7 @@ def problems(plan: Any, facts: Facts) -> dict[str, str]:
 
 
 def test_doctor_finds_nothing_in_the_way_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main([str(CONFIG), f"run={tmp_path}/run", "--json"]) == 0
+    assert main([str(CONFIG), "--json", f"run={tmp_path}/run"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == [] and report["facts"]["packages"]["torch"]
     assert {c["name"]: c["problem"] for c in report["checks"]} == {
@@ -204,6 +204,20 @@ def test_checks_want_room_for_the_checkpoints_that_are_kept(here: Facts, tmp_pat
     for step in range(199):
         (tmp_path / f"run/checkpoints/step-{step}").mkdir(parents=True)
     assert "TiB" not in problems(plan, here).get("disk", "")  # at most one more
+
+
+def test_checks_say_what_the_trainer_refuses(here: Facts, tmp_path: Path):
+    plan = compile_plan(CONFIG.with_name("tiny_vl.yaml"), ["modules={}", f"run={tmp_path}/run"])
+    (reason,) = plan.unsupported
+    assert problems(plan, here)["plan"] == f"the trainer refuses it: {reason}"
+
+
+@pytest.mark.parametrize("told", ["abc", "0", "99999"])
+def test_ports_refuses_what_is_no_port(monkeypatch: pytest.MonkeyPatch, told: str):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("MASTER_PORT", told)
+    ((_, _, problem),) = ports(tiny_plan("parallel.dp=2"))
+    assert problem == f"MASTER_PORT is {told!r}, expected a port, 1 to 65535. Unset it"
 
 
 def test_ports_names_who_holds_them(monkeypatch: pytest.MonkeyPatch):

@@ -26,6 +26,7 @@ from pyrl_ext.ops.rms_norm.native import rows_of
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.tools.prebuild import kernels as prebuild
+from pyrl_ext.tools.prebuild import main as prebuild_command
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan
@@ -143,6 +144,13 @@ def test_build_needs_the_name_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(ValueError, match=r"hardware\.gpu: null, expected the GPU to compile"):
         prebuild.build(compile_plan(CONFIGS / "tiny.yaml"), tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_main_refuses_a_file_to_write_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert prebuild_command([str(CONFIGS / "glm47.yaml"), "--into", str(file)]) == 2
+    assert "expected --into a folder to write to" in capsys.readouterr().err
 
 
 class Called(TorchDispatchMode):

@@ -25,8 +25,8 @@ def engine_costs(plan: Plan, gpu: Gpu, gathering: float) -> Iterator[Spent]:
     engines = plan.num_engines
     relayed = engines > 1 and plan.rollout.relays(whole)
     sent, rate = whole / senders * (1 if relayed else engines), min(TCP, gpu.network)
-    # an engine takes from all of them at once
-    seconds = max(sent / rate, whole / (gpu.network * plan.rollout.tp))
+    # an engine takes from all of them at once, by the one adapter that its address has
+    seconds = max(sent / rate, whole / gpu.network)
     ring, _ = reached("ring", gpu.network, "byte")
     why = (
         f"from {'one rank' if senders == 1 else f'each of {senders} ranks'} to "

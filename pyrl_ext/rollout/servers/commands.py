@@ -58,11 +58,16 @@ def commands_of(plan: Plan, overrides: Sequence[str], host: str | None) -> list[
     Raises: ValueError for a host without engines, or an open address without keys.
     """
     names = [urlsplit(address).hostname or "" for address in plan.addresses]
+    if not names:
+        raise ValueError(
+            "serve: no rollout.servers and no rollout.launch, expected one of them: engines apart. "
+            "Set rollout.servers=[http://localhost:8000], for the trainer too"
+        )
     chosen = [n for n, name in enumerate(names) if name == host or (not host and is_here(name))]
     if not chosen:
         raise ValueError(
             f"serve: no engine on {host or 'this machine'}, expected one of "
-            f"{', '.join(dict.fromkeys(names)) or 'rollout.launch.hosts'}. Name it with --host"
+            f"{', '.join(dict.fromkeys(names))}. Name it with --host"
         )
     guard.Keys.of(keys_folder(plan), names[chosen[0]])
     make = _vllm if plan.rollout.engine == "vllm" else _embedded

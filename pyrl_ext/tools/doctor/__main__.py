@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     What is imported here may be missing on a machine that needs a doctor: the rest comes later.
     """
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     facts = facts_of_host()
     report: dict[str, Any] = {"facts": facts, "features": features(facts), "checks": ()}
     lacking = [f for f in report["features"] if f.required and f.missing]

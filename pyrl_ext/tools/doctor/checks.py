@@ -42,6 +42,8 @@ def checks(plan: Plan, facts: Facts, features: tuple[Feature, ...]) -> tuple[Che
 
 
 def _checks(plan: Plan, facts: Facts, features: tuple[Feature, ...]) -> Iterator[Check]:
+    for reason in plan.unsupported:
+        yield Check("plan", "refused", f"the trainer refuses it: {reason}")
     there = {feature.name: feature for feature in features}
     for name, why in _needed(plan):
         missing = "; ".join(there[name].missing)

@@ -28,10 +28,12 @@ def ports(plan: Plan) -> Iterator[tuple[str, str, str | None]]:
 
 
 def _rendezvous() -> tuple[str, str, str | None]:
-    told = os.environ.get("MASTER_PORT")
+    name, told = "rendezvous port", os.environ.get("MASTER_PORT")
+    if told and not (told.isascii() and told.isdigit() and 0 < int(told) < 2**16):
+        return name, told, f"MASTER_PORT is {told!r}, expected a port, 1 to 65535. Unset it"
     port = int(told or RENDEZVOUS)
     held = holder("", port)
-    name, found = "rendezvous port", f"{port} is {f'held by {held}' if held else 'free'}"
+    found = f"{port} is {f'held by {held}' if held else 'free'}"
     if held and not told:
         return name, f"{found}; torchrun needs --standalone, or another port", None
     return name, found, f"{found}, expected a free one. Change MASTER_PORT" if held else None

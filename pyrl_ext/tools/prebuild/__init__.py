@@ -12,7 +12,8 @@ from pyrl_ext.plan.command import plan_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: built; 2: the plan does not hold, or its kernels cannot be built here."""
+    """Exit code 0: built; 2: the plan does not hold, or its kernels cannot be built here
+    or written there."""
     parser = plan_parser("pyrl_ext.tools.prebuild", __doc__)
     parser.add_argument("--into", required=True, type=Path, metavar="FOLDER")
     options = parser.parse_intermixed_args(arguments)
@@ -23,5 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build(plan, options.into)
     except ValueError as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"prebuild: {error}, expected --into a folder to write to", file=sys.stderr)
         return 2
     return 0
