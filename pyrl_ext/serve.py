@@ -112,10 +112,18 @@ def say(text: str) -> None:
 
 
 def watch(commands: Sequence[Command], logs: Path) -> None:
-    """Keep the engines running until SIGTERM or SIGINT, which raise SystemExit here."""
+    """Keep the engines running until SIGTERM or SIGINT, which raise SystemExit here.
+
+    Raises: RuntimeError when another engine has an address, or as `Watched.look`.
+    """
     engines: list[Watched] = []
     try:
         for command in commands:
+            if healthy(command.address):  # or the other would be taken for this one
+                raise RuntimeError(
+                    f"serve: {command.address} answers already, expected no engine there. End the "
+                    "one that has the port, or name another"
+                )
             log = logs / f"engine-{urlsplit(command.address).port}.log"
             engines.append(Watched(command, log))
             say(f"{command.address} is started; log in {log}")

@@ -90,6 +90,15 @@ def test_serve_needs_engines_apart(capsys: pytest.CaptureFixture[str]):
     assert "Set rollout.servers=[http://localhost:8000]" in capsys.readouterr().err
 
 
+def test_serve_starts_no_engine_where_another_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with HttpEngine() as other:
+        assert serve.main([str(CONFIG), f"rollout.servers=[{other.address}]", f"run={tmp_path}"])
+    assert f"{other.address} answers already, expected no engine" in capsys.readouterr().err
+    assert not [*tmp_path.glob("engine-*.log")]
+
+
 def test_serve_says_where_it_cannot_write_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "file"
     file.write_text("")

@@ -246,9 +246,14 @@ class Ahead:
         return self.carries or self._jobs[step].over
 
     def _candidates(self, step: int, counts: Counts) -> list[tuple[_Job, list[Sample]]]:
-        """Complete groups of this and earlier steps without those that are too old, which go."""
+        """Complete groups of this and earlier steps without those that are too old, which go.
+
+        Raises: what a thread raised.
+        """
         oldest, found = self._oldest(step), list[tuple[_Job, list[Sample]]]()
         for job in (self._jobs[number] for number in sorted(self._jobs) if number <= step):
+            if job.error is not None:
+                raise job.error
             for group in [*job.done]:
                 versions = [v for v in map(oldest_trained, group) if v is not None]
                 if oldest is None or min(versions, default=oldest) >= oldest:
@@ -260,12 +265,8 @@ class Ahead:
         return found
 
     def _need_more(self, step: int, found: int, counts: Counts) -> None:
-        """Raise what a thread raised, or that no more groups will come."""
-        jobs = [job for number, job in self._jobs.items() if number <= step]
-        for job in jobs:
-            if job.error is not None:
-                raise job.error
-        if all(job.over for job in jobs):
+        """Raise that no more groups will come."""
+        if all(job.over for number, job in self._jobs.items() if number <= step):
             keep = self._jobs[step].request.keep
             raise RuntimeError(
                 f"rollout.ahead: {found} of {keep} groups of step {step} are left, and "

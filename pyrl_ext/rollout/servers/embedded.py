@@ -85,7 +85,12 @@ class Server:
         """Answers one request; a client that goes away aborts it."""
         request = Request.from_json(await _body(http))
         loop = asyncio.get_running_loop()
-        job = await self.worker.call(self.worker.add, request, loop)
+        adding = loop.create_task(self.worker.call(self.worker.add, request, loop))
+        try:
+            job = await asyncio.shield(adding)
+        except asyncio.CancelledError:  # it may be added yet
+            adding.add_done_callback(self._gone)
+            raise
         self.jobs.add(job)
         try:
             if request.stream:
@@ -96,6 +101,10 @@ class Server:
             self.jobs.discard(job)
             if job.answer is None:
                 self.worker.post(self.worker.abort, [job])
+
+    def _gone(self, adding: asyncio.Task[Job]) -> None:
+        if not adding.cancelled() and adding.exception() is None:
+            self.worker.post(self.worker.abort, [adding.result()])
 
     async def _stream(self, http: web.Request, job: Job) -> web.StreamResponse:
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -166,6 +166,9 @@ class ServersEngine(Engine):
     def close(self) -> None:
         """Closes all connections; the servers go on."""
         if self._thread.is_alive():
+            with self._lock:
+                for stream in self._streams:
+                    stream.fail(RuntimeError("ServersEngine: closed, expected no open streams"))
             self.run(self.router.close())
             self.updates.close()
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -264,6 +267,10 @@ class ServersEngine(Engine):
         logprobs[start:] = torch.tensor(parts.logprobs)
         routes = self._routes(stream, turn, parts, len(tokens))
         spans = tuple((start + b, start + e, v) for b, e, v in parts.versions)
+        # new weights may have come between the request and its first token
+        known = parts.request.routes_from
+        old = known and newest(stream.before[turn.prompt.id, turn.index]) < spans[0][2]
+        masked = known if old else 0
         return Sample(
             prompt_id=turn.prompt.id,
             index=turn.index,
@@ -273,7 +280,8 @@ class ServersEngine(Engine):
             rollout_logprobs=logprobs,
             routes=routes,
             layer_ids=self.model.layer_ids,
-            route_mask=places < (0 if routes is None else len(tokens) - 1),
+            route_mask=(places >= masked) & (places < (0 if routes is None else len(tokens) - 1)),
+            masked=masked,
             weight_version=spans[0][2],
             finish_reason=str(parts.finish_reason),
             turn=turn.number,

@@ -163,10 +163,12 @@ def _transfer(
 ) -> list[Taker]:
     """The bytes to all servers; returns those that have verified everything."""
     run = partial(_result, loop)
-    addresses, *_ = gather_objects([part.server.address for part in parts], group)
-    first = 0 if group is None else group.rank()  # each sender's bytes begin at another server
+    mine, rank = weights.here(), 0 if group is None else group.rank()
+    known = gather_objects(([part.server.address for part in parts], bool(mine)), group)
+    addresses, _ = known[0]
+    first = sum(sends for _, sends in known[:rank])  # each sender's bytes begin at another server
     transfer = Transfer(
-        *(loop, addresses, weights.version, weights.here(), timeout),
+        *(loop, addresses, weights.version, mine, timeout),
         bucket_bytes=weights.bucket_bytes,
         device=weights.device,
         relay=first % len(addresses) if relayed and addresses else None,

@@ -19,6 +19,7 @@ from typing import Any
 from pyrl_ext.rollout.servers import wire
 
 MEET = 10.0  # longest time for the proofs of a secret [s]
+ADMIT = 5.0  # the same, while others wait [s]
 NUMBER, PORT = 4, 2  # of an engine, and of its relay [bytes]
 HELLO = NUMBER + PORT + 2 * wire.PROOF  # both, a nonce and its proof [bytes]
 
@@ -104,7 +105,7 @@ class Relay:
         while True:
             self._door.settimeout(max(end - time.monotonic(), 0.001))
             connection, _ = self._door.accept()
-            connection.settimeout(MEET)
+            connection.settimeout(ADMIT)
             with suppress(OSError, wire.WireError):
                 if _admits(connection, way.next_secret):
                     return connection
@@ -118,7 +119,7 @@ def meet(connection: socket.socket, secret: str, engine: int, port: int = 0) -> 
         engine: number of this one
         port: of its relay; 0: it has none
     """
-    read, size = reader(connection), len(wire.MAGIC) + wire.PROOF
+    read, size = reader(connection, MEET), len(wire.MAGIC) + wire.PROOF
     hello = bytearray(size)
     read(memoryview(hello))
     wire.need(hello.startswith(wire.MAGIC), "another protocol", f"{wire.MAGIC!r}")
@@ -155,18 +156,21 @@ def _admits(connection: socket.socket, secret: str) -> bool:
     ours = secrets.token_bytes(wire.PROOF)
     connection.sendall(wire.MAGIC + ours)
     hello = bytearray(HELLO)
-    reader(connection)(memoryview(hello))
+    reader(connection, ADMIT)(memoryview(hello))
     if (answer := answer_to(bytes(hello), secret, ours)) is not None:
         connection.sendall(answer)
     return answer is not None
 
 
-def reader(connection: socket.socket) -> wire.Read:
-    """Reads from a connection."""
+def reader(connection: socket.socket, limit: float | None = None) -> wire.Read:
+    """Reads from a connection, all of it within ``limit`` [s]; None: as its timeout says."""
+    end = None if limit is None else time.monotonic() + limit
 
     def read(view: memoryview) -> None:
         got = 0
         while got < len(view):
+            if end is not None:
+                connection.settimeout(max(end - time.monotonic(), 0.001))
             count = connection.recv_into(view[got:])
             wire.need(count > 0, f"an end after {got} of {len(view)} bytes", "all of them")
             got += count

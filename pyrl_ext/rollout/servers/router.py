@@ -70,6 +70,7 @@ class Router:
 
     Attributes:
         version: of the weights that servers have; requests wait until there are any
+        newest: of those that some may have already, while they are published
         traffic: see `Traffic`
     """
 
@@ -79,6 +80,7 @@ class Router:
         self.lanes = [Lane(server) for server in servers]
         self.limit, self.least, self.check, self.name = limit, least, check, name
         self.version: int | None = None
+        self.newest: int | None = None
         self.traffic = Traffic()
         self._held, self._publishes = True, 0
         self._broken: Exception | None = None
@@ -116,8 +118,8 @@ class Router:
                         self._need_publish(lane.server, asked)
             except ServerFailed as error:
                 self.take_out(lane, str(error), error.keeps)
-                # where weights were replaced, nobody knows which tokens are of which
-                if error.keeps and self.version == version:
+                # where weights are replaced, nobody knows which tokens are of which
+                if error.keeps and self.newest == version:
                     parts.keep(part, version)
                 self.traffic.resent += 1
             finally:
@@ -139,8 +141,9 @@ class Router:
             self.check(asked, answer)
         except ProtocolError as error:
             raise ServerFailed(f"{where}: {error}") from error
-        now = self.version or 0
-        if wrong := [v for _, _, v in answer.versions if not version <= v <= now]:
+        # a server that has new weights goes on, while others still take them
+        newest = self.newest or 0
+        if wrong := [v for _, _, v in answer.versions if not version <= v <= newest]:
             raise ServerFailed(f"{where}: weights of version {wrong[0]}, expected {version}")
 
     async def _placed(self, group: Hashable) -> Lane:
@@ -254,12 +257,15 @@ class Router:
             f"{self.least}; those that are not used:{''.join(lines)}"
         )
 
-    def hold(self) -> dict[str, str]:
+    def hold(self, version: int) -> dict[str, str]:
         """Give no server a request until `release`; those under way may be silent.
+
+        Args:
+            version: of the weights that are published
 
         Returns: address -> reason of the servers that this rank took out.
         """
-        self._held = True
+        self._held, self.newest = True, version
         for lane in self.lanes:
             lane.server.paused = True
         return {
@@ -282,7 +288,8 @@ class Router:
             elif lane.used or server.address in tried:
                 self.take_out(lane, tried.get(server.address) or "the first rank does not use it")
             server.paused = False
-        self.version, self._held = version, version is None
+        self.version = self.newest = version
+        self._held = version is None
         if sum(lane.used for lane in self.lanes) < self.least:
             self.stop(RuntimeError(self.too_few()))
         self._pump()

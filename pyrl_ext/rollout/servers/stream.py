@@ -59,6 +59,9 @@ class Stream:
             result = await self.router.answer((id(self), prompt), request)
         except Exception as error:
             result = error
+        self._put(number, result)
+
+    def _put(self, number: int, result: Parts | Exception) -> None:
         if not self._closed:
             self._done.append((number, result))
             os.eventfd_write(self._file, 1)
@@ -84,6 +87,10 @@ class Stream:
                 raise result
             found.append((self.left.pop(number), result))
         return found
+
+    def fail(self, error: Exception) -> None:
+        """Have `taken` raise an error."""
+        self.loop.call_soon_threadsafe(self._put, -1, error)
 
     def close(self) -> None:
         """Give up what still runs; servers see its connections close."""

@@ -34,6 +34,7 @@ class Taker:
     """
 
     fetching: asyncio.Task[dict[str, Any]] | None = None
+    _counted = 0.0  # until when time is taken off
 
     def __init__(
         self,
@@ -133,9 +134,14 @@ class Taker:
             self._took(step, begin)
 
     def _took(self, step: str, begin: float) -> None:
-        taken = time.monotonic() - begin
-        self.left -= taken
-        self.seconds[step] = max(self.seconds.get(step, 0.0), taken)
+        self._spent(begin)
+        self.seconds[step] = max(self.seconds.get(step, 0.0), time.monotonic() - begin)
+
+    def _spent(self, begin: float) -> None:
+        """Take the time since then off, once for calls that run side by side."""
+        now = time.monotonic()
+        self.left -= now - max(begin, self._counted)
+        self._counted = now
 
     def fetch(self, transfer: Transfer, info: UpdateInfo) -> None:
         """Ask the server to fetch the weights; it answers once it has verified everything."""
@@ -155,7 +161,7 @@ class Taker:
         Args:
             reason: why a rank could not send it its part; None: all could
         """
-        address, fetching = self.server.address, self.fetching
+        address, fetching, begin = self.server.address, self.fetching, time.monotonic()
         assert fetching is not None
         if reason is not None:
             why = reason if address in reason else f"{address}: it {reason}"
@@ -170,6 +176,8 @@ class Taker:
             await asyncio.wait_for(fetching, self.left)
         except TimeoutError:
             raise ServerFailed(f"{address}: no answer after the last tensor") from None
+        finally:
+            self._spent(begin)
 
 
 async def each_of(parts: Sequence[Taker], step: Any) -> list[Taker]:

@@ -65,7 +65,7 @@ class Updates:
         self.wait()
         self._unproved = True
         if self._keep is None:
-            held = self._run(self._hold())
+            held = self._run(self._hold(version))
             self._publish(named, version, only, held, self.group)
             return
         error = None
@@ -74,7 +74,7 @@ class Updates:
         except Exception as caught:  # every rank has to know, or the others wait forever
             error = caught
         agree("ServersEngine.load_weights", error, version, "weights", self.group)
-        held = self._run(self._hold())
+        held = self._run(self._hold(version))
         given = named, version, only, held, self._beside
         self._publishing = self._thread.submit(self._publish_beside, *given)
 
@@ -173,8 +173,8 @@ class Updates:
         """The result of a coroutine in the thread of the servers."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.publish.loop).result()
 
-    async def _hold(self) -> dict[str, str]:
-        return self.router.hold()
+    async def _hold(self, version: int) -> dict[str, str]:
+        return self.router.hold(version)
 
     async def _stop(self, error: BaseException) -> None:
         self.router.stop(error if isinstance(error, Exception) else RuntimeError(f"{error!r}"))

@@ -17,6 +17,7 @@ from pyrl_ext.rollout.servers.protocol import Request
 from pyrl_ext.samples import Prompt, Sampling, Turn
 
 IDLE_LANES = 4  # that keep their caches
+MOST_LANES = 16  # each has a cache of all rows
 
 
 class Refused(RuntimeError):
@@ -134,6 +135,11 @@ class Worker(threading.Thread):
             greedy=greedy,
         )
         if sampling not in self.lanes:
+            if sum(bool(lane.jobs) for lane in self.lanes.values()) >= MOST_LANES:
+                raise ValueError(
+                    f"generate: requests that draw in {MOST_LANES} ways already, expected one of "
+                    "their temperatures, top_p, top_k and stops. Send it when one has ended"
+                )
             idle = [key for key, lane in self.lanes.items() if not lane.jobs]
             for key in idle[: max(len(idle) - IDLE_LANES + 1, 0)]:
                 del self.lanes[key]

@@ -90,6 +90,24 @@ class Waiting(Versions):
         return super().__call__(servers, named, version)
 
 
+class OneByOne(Versions):
+    """It keeps what runs; servers get the version one after the other."""
+
+    def __call__(
+        self, servers: Sequence[Server], named: Iterable[Any], version: int, *_: Any
+    ) -> Mapping[str, str]:
+        async def give() -> None:
+            for each in servers:
+                await each.control("/pause?mode=keep")
+            for each in servers:
+                await each.control("/finish_weight_update", {"weight_version": str(version)})
+                await each.control("/resume")
+                await asyncio.sleep(0.3)  # requests end on those that have it
+
+        asyncio.run_coroutine_threadsafe(give(), self.loop).result()
+        return self.failing
+
+
 @contextmanager
 def over(engines: Sequence[HttpEngine], **options: Any) -> Iterator[ServersEngine]:
     """An engine over the servers, with weights of version 1."""
@@ -268,6 +286,71 @@ def test_engine_gives_up_what_a_closed_stream_asked_for(engines: list[HttpEngine
         assert metrics["servers/prompts_aborted"] >= 1
         samples += engine.generate(PROMPTS, SAMPLING)
         assert len(in_order(samples, PROMPTS)) == 25
+
+
+def test_engine_takes_answers_of_servers_that_have_new_weights_before_others(
+    engines: list[HttpEngine],
+):
+    for each in engines:
+        each.seconds = 0.01
+    servers = [Server(each.address, silence=5.0) for each in engines]
+    sampling = Sampling(30, samples_per_prompt=2, seed=5)
+    with closing(ServersEngine(servers, MODEL, cast(Publisher, OneByOne()))) as engine:
+        engine.load_weights([], 1)
+        with ThreadPoolExecutor(1) as pool:
+            came = pool.submit(engine.generate, PROMPTS, sampling)
+            while sum(each.generated for each in engines) < 200:
+                time.sleep(0.005)
+            engine.load_weights([], 2)
+            samples = came.result()
+        metrics = engine.metrics()
+    assert {version for sample in samples for *_, version in spans_of(sample)} == {1, 2}
+    assert metrics["servers/used"] == 2 and metrics["servers/resent"] == 0
+
+
+def test_engine_gives_no_routes_of_earlier_weights_to_a_turn_of_new_ones(
+    engines: list[HttpEngine],
+):
+    """The turn is asked for while the new weights are on their way."""
+    publish = Waiting()
+    publish.goes_on.set()
+    servers = [Server(each.address, silence=5.0) for each in engines]
+    with closing(ServersEngine(servers, MODEL, cast(Publisher, publish))) as engine:
+        engine.load_weights([], 1)
+        publish.begun.clear()
+        publish.goes_on.clear()
+        loader = threading.Thread(target=engine.load_weights, args=([], 2))
+
+        def script(sample: Sample) -> list[int] | None:
+            if sample.turn == 1:
+                return None
+            loader.start()
+            assert publish.begun.wait(DEADLINE)
+            threading.Timer(0.2, publish.goes_on.set).start()
+            return [*sample.tokens.tolist(), 20, 21]
+
+        feed = ScriptedFeed([Turn(PROMPTS[0], 0, 0, 6)], script)
+        turns = [*by_turn(answers(engine, feed, Sampling(10, seed=5))).values()]
+        loader.join()
+    first, second = turns
+    old = len(first.tokens) - 1
+    assert [first.weight_version, second.weight_version] == [1, 2]
+    assert (
+        second.route_mask.nonzero().flatten().tolist() == [*range(old, len(second.tokens) - 1)]
+        and second.masked == old
+    )
+
+
+def test_engine_ends_open_streams_when_it_closes(engines: list[HttpEngine]):
+    for each in engines:
+        each.seconds = 0.2
+    with over(engines) as engine, ThreadPoolExecutor(1) as pool:
+        came = pool.submit(engine.generate, PROMPTS, Sampling(1000, seed=5))
+        while not any(each.running for each in engines):
+            time.sleep(0.005)
+        engine.close()
+        with pytest.raises(RuntimeError, match="closed, expected no open streams"):
+            came.result(DEADLINE)
 
 
 def test_engine_tells_nothing_without_weights(engines: list[HttpEngine]):

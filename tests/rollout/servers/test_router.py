@@ -247,7 +247,7 @@ def test_router_goes_on_after_an_abort_with_the_new_weights(engines: list[HttpEn
         task = asyncio.ensure_future(all_of(router, requests))
         while sum(each.generated for each in engines) < 100:
             await asyncio.sleep(0.005)
-        assert router.hold() == {}
+        assert router.hold(2) == {}
         late = asyncio.ensure_future(router.answer(99, request_of(99)))
         for lane in router.lanes:
             await lane.server.control("/pause?mode=abort")
@@ -284,7 +284,7 @@ def test_router_drops_tokens_of_unknown_weights(engines: list[HttpEngine]):
         task = asyncio.ensure_future(all_of(router, requests))
         while sum(each.generated for each in engines) < 50:
             await asyncio.sleep(0.005)
-        router.hold()
+        router.hold(2)
         for engine in engines:
             engine.version = 2
         router.release(2, dict.fromkeys((e.address for e in engines), None))
@@ -305,7 +305,7 @@ def test_router_takes_a_server_back_that_has_the_weights(engines: list[HttpEngin
         await all_of(router, GROUPS)
         engines[1].status = None
         for publish in (2, 3):  # not in the first: it was not seen again yet
-            reasons = router.hold()
+            reasons = router.hold(publish)
             found = await router.ready(10)
             assert len(found) == publish and len(reasons) == 1
             used = {lane.server.address for lane in found}

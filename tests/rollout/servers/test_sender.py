@@ -168,6 +168,27 @@ def test_relay_lets_only_the_next_engine_in():
                 read(memoryview(bytearray(1)))
 
 
+def test_relay_waits_for_a_stranger_no_longer_than_for_a_whole_proof(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("pyrl_ext.rollout.servers.relay.ADMIT", 0.3)
+    with closing(Relay("127.0.0.1")) as relay, ExitStack() as stack:
+        relay.begin(Way(next_secret="s", silence=DEADLINE))
+        stranger = stack.enter_context(socket.create_connection(("127.0.0.1", relay.port)))
+        left = threading.Event()
+
+        def drip() -> None:  # 70 bytes, each well within the time
+            with suppress(OSError):
+                while not left.wait(0.1):
+                    stranger.send(b"x")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        _from_before(Way("127.0.0.1", relay.port, "s"), 0, stack, [])  # raises unless let in
+        left.set()
+        dripping.join()
+
+
 @pytest.mark.parametrize(
     "change", [{"more": 1}, {"host": 1}, {"port": True}, {"host": "h"}, {"silence": -1}]
 )
