@@ -63,13 +63,19 @@ def summary(run: Run) -> dict[str, float]:
 def phase_seconds(run: Run) -> dict[str, float]:
     """Seconds of each phase over the whole run.
 
-    ``other`` is the rest of time/step. Checkpoints are not part of time/step.
+    ``other`` is the rest of time/step. Checkpoints are not part of time/step. A number that is not
+    finite counts as missing.
     """
-    seconds = {name: float(run.series(name)[1].sum()) for name in PHASES}
+    seconds = {name: _total(run, name) for name in PHASES}
     seconds = {name: total for name, total in seconds.items() if total > 0}
-    steps = float(run.series("time/step")[1].sum())
+    steps = _total(run, "time/step")
     inside = sum(total for name, total in seconds.items() if name != "time/checkpoint")
     return seconds | {"other": max(0.0, steps - inside)}
+
+
+def _total(run: Run, name: str) -> float:
+    values = run.series(name)[1]
+    return float(values.sum(where=np.isfinite(values)))
 
 
 def summary_table(runs: Sequence[Run]) -> Table:
@@ -101,9 +107,9 @@ def time_table(runs: Sequence[Run]) -> Table:
         ]
         ratios = [_ratio(t.get(name), times[0].get(name)) for t in times]
         table.add_row(name, whose, *_interleave(cells, ratios))
-    replay = [float(run.series("time/replay")[1].sum()) for run in runs]
+    replay = [_total(run, "time/replay") for run in runs]
     if any(replay):
-        steps = [float(run.series("time/step")[1].sum()) for run in runs]
+        steps = [_total(run, "time/step") for run in runs]
         cells = [f"{r:,.2f} s {r / (s or 1):6.2%}" for r, s in zip(replay, steps, strict=True)]
         ratios = [_ratio(r, replay[0]) for r in replay]
         table.add_section()

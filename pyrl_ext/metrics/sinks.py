@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pyrl_ext.dist.disk import replacing
 
 Row = Mapping[str, float]
+MOST_STEPS = 2**53  # the page's numbers have no larger integers
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,8 @@ def read_rows(path: str | Path) -> list[dict[str, float]]:
     """The rows of a metrics.jsonl, NaN and infinities restored, without a torn last line.
 
     Raises:
-        ValueError: a complete line is not a JSON object of numbers with a step; names the line.
+        ValueError: a complete line is not a JSON object of numbers with a step after that of the
+            line before, as `JsonlSink` writes them; names the line.
         OSError: it is not a file that can be read.
     """
     return _parse(Path(path))[0]
@@ -144,7 +146,7 @@ def _encode(row: Row) -> str:
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
-def _decode(line: str) -> dict[str, float]:
+def _decode(line: str, last_step: float) -> dict[str, float]:
     row = json.loads(line)
     if not isinstance(row, dict) or "step" not in row:
         raise ValueError("no object with a step")
@@ -157,6 +159,11 @@ def _decode(line: str) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} is {value!r:.80}, not a number")
         float(value)  # integers of more than 308 digits have no float
+    step = row["step"]
+    if not 0 <= step < MOST_STEPS or step != int(step):
+        raise ValueError(f"step is {step}, no whole number from 0 to 2**53")
+    if step <= last_step:
+        raise ValueError(f"step {step} after {last_step}")
     return row
 
 
@@ -172,10 +179,10 @@ def _parse(path: Path) -> tuple[list[dict[str, float]], str | None]:
     rows = []
     for number, line in enumerate(lines[:-1], 1):
         try:
-            rows.append(_decode(line))
+            rows.append(_decode(line, rows[-1]["step"] if rows else -1.0))
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{path}:{number}: {error}, expected a JSON object of numbers with a step"
+                f"{path}:{number}: {error}, expected a JSON object of numbers with a rising step"
             ) from error
     return rows, lines[-1] or None
 

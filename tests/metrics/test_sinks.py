@@ -156,12 +156,18 @@ def test_progress_sink_draws_a_bar_in_a_terminal(monkeypatch):
         ('{"step": 1, "nonfinite": [1]}', r"nonfinite is \[1\]"),
         ('{"step": 1, "nonfinite": {"loss": "big"}}', "could not convert"),
         ('{"step": 1' + "0" * 400 + "}", "too large"),
+        ('{"step": 1e999}', "step is inf, no whole number from 0"),
+        ('{"step": 1, "nonfinite": {"step": "nan"}}', "step is nan, no whole number from 0"),
+        ('{"step": 1180591620717411303424}', "step is 1180591620717411303424, no whole number"),
+        ('{"step": 1.5}', "step is 1.5, no whole number"),
+        ('{"step": 2}', "step 2 after 2"),
+        ('{"step": 1}', "step 1 after 2"),
         ("[" * 100_000, "recursion"),
     ],
 )
 def test_read_rows_names_a_line_that_is_no_row_of_numbers(tmp_path, line, reason):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\n' + line + "\n")
+    path.write_text('{"step": 2}\n' + line + "\n")
     with pytest.raises(ValueError, match=f"metrics.jsonl:2: .*{reason}.*, expected a JSON object"):
         read_rows(path)
 

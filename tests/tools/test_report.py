@@ -28,7 +28,7 @@ from pyrl_ext.tools.report.alarms import alarms
 from pyrl_ext.tools.report.curves import POINTS, columns, curves, thinned
 from pyrl_ext.tools.report.events import events
 from pyrl_ext.tools.report.page import report_page
-from pyrl_ext.tools.report.phases import phases
+from pyrl_ext.tools.report.phases import memory, phases
 from pyrl_ext.tools.report.recorded import recorded, visible
 from pyrl_ext.tools.report.state import Folder, folders
 from pyrl_ext.tools.report.watch import Server
@@ -104,6 +104,23 @@ def test_curves_over_decades_have_a_logarithmic_axis_but_rewards_do_not(tmp_path
         row.pop("eval_reward", None)
     charts = curves([columns(folder.run)]).charts
     assert [charts[name]["log"] for name in ("loss", "reward", "tokens_per_s")] == [1, 0, 0]
+
+
+def test_page_shows_the_finite_numbers_beside_those_that_are_not(tmp_path: Path):
+    path = write_history(tmp_path, 4, **{"memory/peak": 2**20, "servers/used": 2})
+    sink = JsonlSink(path / "metrics.jsonl")
+    for step, value in enumerate((math.inf, math.nan), 4):
+        names = ("memory/peak", "time/step", "time/update", "servers/used", "reward")
+        row = {"step": step, "grad_norm": 1.7976931348623157e308}  # five digits of it are inf
+        sink.write(row | dict.fromkeys(names, value))
+    sink.close()
+    folder = Folder(path)
+    held = memory([folder])
+    assert held is not None and [bar.text for bar in held.bars] == ["1 MiB"]
+    assert (folder.seconds, folder.last("reward")) == (4.0, 0.75)
+    assert not [event for event in events(0, folder) if event.what.startswith("engine")]
+    words = words_of(page_of(path))
+    assert "reward 0.75" in words and "memory/peak inf" in words
 
 
 def test_alarms_name_the_steps_outside_the_band(tmp_path: Path):

@@ -127,7 +127,8 @@ def thinned(steps: np.ndarray, values: np.ndarray, points: int = POINTS) -> dict
 
 
 def _digits(values: np.ndarray) -> list[float | None]:
-    return [float(f"{v:.5g}") if np.isfinite(v) else None for v in values.tolist()]
+    found = [float(f"{value:.5g}") for value in values.tolist()]  # the largest may round to inf
+    return [value if np.isfinite(value) else None for value in found]
 
 
 def _chart(name: str) -> dict[str, Any]:

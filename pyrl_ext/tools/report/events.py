@@ -55,6 +55,7 @@ def _engines(run: int, folder: Folder) -> Iterator[Event]:
     if "servers/used" not in folder.columns:
         return
     steps, used = folder.columns["servers/used"]
+    steps, used = steps[np.isfinite(used)], used[np.isfinite(used)]
     changes = np.flatnonzero(np.diff(used)) + 1
     for at in changes[-20:].tolist():
         kind = "engine lost" if used[at] < used[at - 1] else "engine joined"

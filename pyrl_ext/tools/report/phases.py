@@ -63,9 +63,10 @@ def memory(folders: Sequence[Folder]) -> Phase | None:
     """The most memory of a rank in any step, beside the plan's; None: no run has measured it."""
     name, found = "memory/peak", list[tuple[int, bool, float]]()
     for run, folder in enumerate(folders):
-        if name not in folder.columns:
+        values = folder.values(name)
+        if not len(values):
             continue
-        found.append((run, False, float(folder.values(name).max())))
+        found.append((run, False, float(values.max())))
         if folder.plan is not None:
             on_cpu = folder.plan.device == "cpu"  # one memory for all
             stages = stage_memory(folder.plan)

@@ -71,9 +71,10 @@ class Folder:
         return aim(self.run)
 
     def values(self, name: str) -> np.ndarray:
-        """The values of a metric; empty where the run has none."""
+        """The finite values of a metric; empty where the run has none."""
         none = np.empty(0)
-        return self.columns.get(name, (none, none))[1]
+        values = self.columns.get(name, (none, none))[1]
+        return values[np.isfinite(values)]
 
     def last(self, name: str) -> float | None:
         """The newest value of a metric."""
@@ -105,7 +106,7 @@ class Folder:
     @property
     def seconds(self) -> float:
         """Seconds in steps and checkpoints so far."""
-        return float(sum(np.nansum(self.values(n)) for n in ("time/step", "time/checkpoint")))
+        return float(sum(self.values(n).sum() for n in ("time/step", "time/checkpoint")))
 
     @property
     def left(self) -> str:
@@ -113,7 +114,7 @@ class Folder:
         recent = self.values("time/step")[-20:]
         if self.total is None or self.total <= self.step or not len(recent):
             return ""
-        return duration(float(np.nanmedian(recent)) * (self.total - self.step))
+        return duration(float(np.median(recent)) * (self.total - self.step))
 
     @property
     def state(self) -> State:
