@@ -7,10 +7,14 @@ import json
 import math
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
+from html import unescape
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -235,6 +239,60 @@ def test_server_renews_the_page_as_the_run_grows(tmp_path: Path):
             thread.join()
 
 
+def test_server_renews_the_page_of_a_run_that_was_killed_or_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither changes a file of the run."""
+    path = write_history(tmp_path / "a", 3)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        (path / "lock").write_text(f"pid {process.pid} on {socket.gethostname()}\n")
+        with Server([str(path)]) as server:
+            stamp, page = server.stamp(), server.newest()
+            assert (server.stamp(), server.newest()) == (stamp, page)
+            assert f"pid {process.pid}" in page and "killed" not in page
+            now = time.time() + 7200
+            monkeypatch.setattr(time, "time", lambda: now)
+            assert server.stamp() != stamp and "last step 2 h ago" in server.newest()
+            stamp = server.stamp()
+            process.kill()
+            process.wait(DEADLINE)
+            assert server.stamp() != stamp and "killed" in server.newest()
+
+
+def test_server_says_nothing_of_a_browser_that_hangs_up(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    server = Server([str(write_history(tmp_path / "a", 3))])
+    server.daemon_threads = False  # closing waits for them
+    with server.lock, socket.create_connection(("127.0.0.1", server.server_port)) as browser:
+        browser.sendall(f"GET / HTTP/1.1\r\nHost: localhost:{server.server_port}\r\n\r\n".encode())
+        server.handle_request()
+        browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        browser.close()  # as a reset: the answer finds nobody
+    server.server_close()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "resume", "words"),
+    [
+        ("step-2/counters.json", "auto", "the same command resumes it"),
+        ("step-2/common.pt", "auto", "the same command is refused, since no checkpoint is whole"),
+        ("step-2/counters.json", "never", "the same command starts over (resume=never)"),
+    ],
+)
+def test_state_says_what_the_same_command_does(
+    tmp_path: Path, checkpoint: str, resume: str, words: str
+):
+    path = write_history(tmp_path / "a", 3)
+    (path / "plan.json").write_text(tiny_plan(*QUICK, "steps=5", f"resume={resume}").to_json())
+    file = path / "checkpoints" / checkpoint
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    state = Folder(path).state
+    assert state.word == "stopped" and words in state.detail
+
+
 def test_watch_says_where_it_is_and_ends_with_ctrl_c(tmp_path: Path):
     path = write_history(tmp_path / "a", 3)
     command = [sys.executable, "-m", "pyrl_ext.tools.report", str(path), "--watch"]
@@ -291,6 +349,44 @@ def test_page_lets_no_other_script_run(tmp_path: Path):
     copy.write_text(page.replace("</body>", "<script>document.title='hurt'</script></body>"))
     left = browser.look(copy, tmp_path / "page.png")
     assert "<title>a</title>" in left and "<path" in left
+
+
+WITHOUT_SERVER = """<script>
+  // The run's stamp is "1", then "2"; its page is refused until the stamp was asked for BAD times.
+  var asked = 0, later = setTimeout;
+  setTimeout = function (what, wait, value) { later(what, 1, value); };
+  fetch = function (where) {
+    var ok = where === "stamp" || asked > BAD;
+    if (where === "stamp") asked++;
+    var text = where === "stamp" ? String(Math.min(asked, 2)) : document.documentElement.outerHTML;
+    var read = Promise.resolve(ok ? text : "cut");
+    return Promise.resolve({ok: ok, text: function () { return read; }});
+  };
+</script>"""
+
+
+@needs_browser
+@pytest.mark.parametrize(("bad", "said"), [("1e9", "cut"), ("5", "live")])
+def test_watched_page_says_what_is_wrong_until_an_answer_is_good(
+    tmp_path: Path, bad: str, said: str
+):
+    page = report_page([Folder(write_history(tmp_path / "a", 3))], live=True)
+    page = re.sub(r"<meta http-equiv.*?>", "", page, count=1)  # lets the script in
+    copy = tmp_path / "page.html"
+    copy.write_text(page.replace("</main>", "</main>" + WITHOUT_SERVER.replace("BAD", bad)))
+    left = browser.look(copy, tmp_path / "page.png")
+    assert re.findall(r'<span id="live"[^>]*>(.*?)</span>', left) == [said]
+
+
+@needs_browser
+def test_page_escapes_the_name_of_a_metric(tmp_path: Path):
+    name = "it's' onclick='<b>"
+    page = report_page([Folder(write_history(tmp_path / "a", 3, 4, **{name: 1.0}))])
+    copy = tmp_path / "page.html"
+    copy.write_text(page.replace("<details ", "<details open "))
+    left = browser.look(copy, tmp_path / "page.png")
+    (label,) = re.findall(r'aria-label="(it.*?) by step"', left)
+    assert unescape(label) == name
 
 
 # Sections ----------------------------------------------------------------------------------------

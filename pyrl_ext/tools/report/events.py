@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -36,13 +35,7 @@ def events(run: int, folder: Folder) -> list[Event]:
 
 
 def _files(run: int, folder: Folder) -> Iterator[Event]:
-    checkpoints = folder.path / "checkpoints"
-    numbers = {
-        int(path.name.removeprefix("step-")): (path / "counters.json").is_file()
-        for path in checkpoints.glob("step-*")
-        if re.fullmatch(r"step-\d+", path.name)
-    }
-    for step, whole in numbers.items():
+    for step, whole in folder.checkpoints.items():
         yield Event(run, step, "checkpoint", "whole" if whole else "without counters: not finished")
     if (folder.path / "error.txt").is_file():
         yield Event(run, None, "error", last_line(folder.path / "error.txt"))

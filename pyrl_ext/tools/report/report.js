@@ -37,7 +37,7 @@
     return chart.curves.filter(function (curve) { return !hidden.has(curve.run); });
   }
   function escape(text) {
-    return String(text).replace(/[&<>"]/g, function (c) { return "&#" + c.charCodeAt(0) + ";"; });
+    return String(text).replace(/[&<>"']/g, function (c) { return "&#" + c.charCodeAt(0) + ";"; });
   }
   function extent(lists) {
     var low = Infinity, high = -Infinity;
@@ -221,22 +221,20 @@
     begin();
   }
   function follow(seen) {
-    var live = document.getElementById("live");
+    function say(text) { document.getElementById("live").textContent = text; }
     fetch("stamp").then(function (answer) { return answer.text(); }).then(function (stamp) {
-      if (stamp === seen || seen === null) return stamp;
+      if (stamp === seen || seen === null) { say("live"); return stamp; }
       return fetch("/").then(function (answer) {
         return answer.text().then(function (text) {
-          if (answer.ok) { renew(text); return stamp; }
-          document.getElementById("live").textContent = text;
-          return seen;
+          if (answer.ok) renew(text);
+          say(answer.ok ? "live" : text);
+          return answer.ok ? stamp : seen;
         });
       });
     }).then(function (stamp) {
-      document.getElementById("live").textContent = "live";
       setTimeout(follow, 3000, stamp);
     }).catch(function () {
-      live = document.getElementById("live");
-      live.textContent = "the server ended; this is the last state";
+      say("the server ended; this is the last state");
     });
   }
   var COLOURS = 8, timer;

@@ -119,25 +119,49 @@ class Folder:
     @property
     def state(self) -> State:
         """Whether the run goes on, by its lock, its error and its steps."""
-        since = self._since(self.path / "metrics.jsonl")
-        lock, error = self.path / "lock", self.path / "error.txt"
-        owner = lock.read_text("utf-8", "replace").strip() if lock.is_file() else ""
-        running = re.fullmatch(r"pid (\d+) on (.*)", owner)
-        if running and running[2] != socket.gethostname():
+        since, (owner, there) = duration(age(self.path)), holder(self.path)
+        if there is None:
             return State("plain", "runs", f"says {owner}; last step {since} ago")
-        if running and os.path.exists(f"/proc/{running[1]}"):
+        if there:
             return State("good", "runs", f"{owner}; last step {since} ago")
-        metrics = (self.path / "metrics.jsonl").stat()
+        error, metrics = self.path / "error.txt", (self.path / "metrics.jsonl").stat()
         if error.is_file() and error.stat().st_mtime >= metrics.st_mtime:  # else it went on since
             return State("bad", "failed", last_line(error))
         if self.total is not None and self.step >= self.total:
             return State("good", "done", f"ended {since} ago")
-        if running:
+        if owner:
             return State("bad", "killed", f"{owner} is no more; last step {since} ago")
-        return State("plain", "stopped", f"last step {since} ago; the same command resumes it")
+        then = "the same command resumes it"
+        if self.plan is not None and self.plan.resume == "never":
+            then = "the same command starts over (resume=never)"
+        elif not any(self.checkpoints.values()):
+            then = "the same command is refused, since no checkpoint is whole: add resume=never"
+        return State("plain", "stopped", f"last step {since} ago; {then}")
 
-    def _since(self, file: Path) -> str:
-        return duration(max(0.0, time.time() - file.stat().st_mtime))
+    @property
+    def checkpoints(self) -> dict[int, bool]:
+        """The step of each checkpoint, and whether it is whole."""
+        return {
+            int(path.name.removeprefix("step-")): (path / "counters.json").is_file()
+            for path in (self.path / "checkpoints").glob("step-*")
+            if re.fullmatch(r"step-\d+", path.name)
+        }
+
+
+def holder(run: Path) -> tuple[str, bool | None]:
+    """The process that holds the lock of a run folder, "" where none does, and whether it is there;
+    None: that is not known, since it is on another host."""
+    lock = run / "lock"
+    owner = lock.read_text("utf-8", "replace").strip() if lock.is_file() else ""
+    found = re.fullmatch(r"pid (\d+) on (.*)", owner)
+    if found is None:
+        return "", False
+    return owner, os.path.exists(f"/proc/{found[1]}") if found[2] == socket.gethostname() else None
+
+
+def age(run: Path) -> float:
+    """Seconds since the last step of a run folder."""
+    return max(0.0, time.time() - (run / "metrics.jsonl").stat().st_mtime)
 
 
 def last_line(error: Path) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from pyrl_ext.tools.report.page import report_page
-from pyrl_ext.tools.report.state import folders
+from pyrl_ext.tools.report.state import Folder, age, folders, holder
 
 HOST = "127.0.0.1"
 READ = ("metrics.jsonl", "plan.json", "lock", "error.txt", "checkpoints")
@@ -26,6 +28,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, runs: Sequence[str]):
         self.runs, self.lock = list(runs), threading.Lock()
+        self.read, self.folders = "", list[Folder]()
         self.seen, self.page = "", ""
         self.newest()
         super().__init__((HOST, 0), Handler)
@@ -36,7 +39,16 @@ class Server(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}"
 
     def stamp(self) -> str:
-        """Text that changes when a run folder does."""
+        """Text that changes when a run folder does, or what the clock says of a run: a hang or a
+        kill changes no file."""
+        parts = [self.files()]
+        for run in map(Path, self.runs):
+            with suppress(OSError):  # what is gone is part of `files`
+                parts.append(f"{holder(run)[1]} {age(run) // 60:.2g}")
+        return " ".join(parts)
+
+    def files(self) -> str:
+        """Text that changes when a file does that the page follows."""
         parts = []
         for run in self.runs:
             for path in (Path(run) / name for name in READ):
@@ -48,12 +60,19 @@ class Server(ThreadingHTTPServer):
         return " ".join(parts)
 
     def newest(self) -> str:
-        """The page, rendered again if a folder changed. Raises: OSError, ValueError."""
+        """The page, rendered again if `stamp` changed. Raises: OSError, ValueError."""
         with self.lock:
-            if (stamp := self.stamp()) != self.seen:
-                self.page = report_page(folders(self.runs), live=True)
-                self.seen = stamp
+            stamp, files = self.stamp(), self.files()
+            if files != self.read:  # most of the time goes here, so the clock alone reads nothing
+                self.folders, self.read = folders(self.runs), files
+            if stamp != self.seen:
+                self.page, self.seen = report_page(self.folders, live=True), stamp
             return self.page
+
+    def handle_error(self, request: Any, client_address: object) -> None:
+        """Print what went wrong, but not that a browser hung up."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -73,9 +92,10 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, self.pages.stamp(), "plain")
         elif self.path == "/":
             try:
-                self._answer(200, self.pages.newest(), "html")
+                answer = 200, self.pages.newest(), "html"
             except (OSError, ValueError) as error:  # a folder that changed while the server runs
-                self._answer(500, str(error), "plain")
+                answer = 500, str(error), "plain"
+            self._answer(*answer)
         else:
             self._answer(404, "expected / or /stamp", "plain")
 
