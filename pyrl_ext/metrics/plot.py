@@ -144,6 +144,8 @@ def _head(axes: Axes, title: str, runs: Sequence[Run], keys: list[tuple[str, dic
     place = {"loc": "lower left", "bbox_to_anchor": (-0.008, 1.0), "borderaxespad": 0.1}
     legend = axes.legend(handles=handles, ncols=columns, columnspacing=1.5, **place)
     legend.set_in_layout(False)  # the title's padding makes room for it
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # the name of a run may hold $
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pyrl_ext.metrics.glossary import GLOSSARY, lookup
 from pyrl_ext.metrics.history import Run, aim
@@ -120,7 +121,7 @@ def time_table(runs: Sequence[Run]) -> Table:
 def _table(title: str, headings: list[str], runs: Sequence[Run]) -> Table:
     table = Table(*headings, title=title, title_justify="left", title_style="bold")
     for place, run in enumerate(runs):
-        table.add_column(run.name, justify="right")
+        table.add_column(Text(run.name), justify="right")  # brackets are no markup
         if place:
             table.add_column("ratio", justify="right", style="dim")
     return table
@@ -154,4 +155,4 @@ def print_report(runs: Sequence[Run], png: str | Path, console: Console | None =
     console.print(summary_table(runs))
     console.print(time_table(runs))
     plot(runs, png)
-    console.print(f"Curves: {png}", highlight=False, soft_wrap=True)
+    console.print(Text(f"Curves: {png}"), soft_wrap=True)

@@ -92,6 +92,40 @@ def test_report_compares_runs_by_ratio(tmp_path, capsys, monkeypatch):
     assert row_of(lines, "time/update") == "time/update model 2.50 s 25.0% 2.50 s 25.0% 1x"
 
 
+def test_report_shows_names_as_they_are_and_tells_equal_ones_apart(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    names = ("A/tiny", "B/x/tiny", "C/x/tiny", "exp[seed=1]", "[bold]:x: $\\frac$")
+    for name in names:
+        write_run(tmp_path / name, 2)
+    lines = shown([tmp_path / name for name in names], tmp_path, capsys)
+    heads = [cell.strip() for cell in next(x for x in lines if "figure" in x).split("┃")]
+    assert [head for head in heads if head not in ("", "figure", "ratio")] == list(names)
+    (tmp_path / "[/x]").mkdir(parents=True)
+    picture = tmp_path / "[/x]/[red].png"
+    assert main([str(tmp_path / names[0]), "--png", str(picture)]) == 0
+    assert capsys.readouterr().out.endswith(f"Curves: {picture}\n") and picture.exists()
+
+
+def test_report_refuses_a_picture_before_it_prints(tmp_path, capsys):
+    write_run(tmp_path / "a", 2)
+    for name in ("a", "pic", "pic.pdf", "none/pic.png", "d.png"):
+        (tmp_path / "d.png").mkdir(exist_ok=True)
+        assert main([str(tmp_path / "a"), "--png", str(tmp_path / name)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and f"--png {tmp_path / name}: no name for a picture, expected" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "d.png"]
+
+
+@pytest.mark.parametrize("option", ["--html", "--csv"])
+def test_report_says_that_runs_go_before_an_option(tmp_path, capsys, option):
+    write_run(tmp_path / "a", 2)
+    with pytest.raises(SystemExit, match="2"):
+        main([option, str(tmp_path / "a")])
+    assert "no RUN, expected a run folder. Name it before --html or" in capsys.readouterr().err
+    assert main([option, str(tmp_path / "a"), str(tmp_path / "a")]) == 2
+    assert f"runs go before {option}" in capsys.readouterr().err
+
+
 def test_report_shows_numbers_that_are_not_finite(tmp_path, capsys):
     write_run(tmp_path / "a", 10, factor=math.nan)
     lines = shown([tmp_path / "a"], tmp_path, capsys)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pyrl_ext.metrics.history import load_run
 from pyrl_ext.plan.command import called
 from pyrl_ext.tools.report.page import report_page
 from pyrl_ext.tools.report.state import folders
@@ -20,7 +19,13 @@ from pyrl_ext.tools.report.table import csv_text
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: shown; 2: a run folder cannot be read, or a file cannot be written."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if not options.runs:
+        parser.error(
+            "no RUN, expected a run folder. Name it before --html or --csv, which take the word "
+            "behind them for a PATH"
+        )
     try:
         if options.watch:
             from pyrl_ext.tools.report.watch import watch
@@ -35,12 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             from pyrl_ext.metrics.report import print_report  # brings matplotlib
 
-            png = options.png or Path(options.runs[0]) / "report.png"
-            print_report([load_run(folder) for folder in options.runs], png)
+            png = Path(options.png or Path(options.runs[0]) / "report.png")
+            _check_picture(png)
+            print_report([folder.run for folder in folders(options.runs)], png)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def _check_picture(path: Path) -> None:
+    """Raises: ValueError for a name under which matplotlib would write another file, or none."""
+    if path.suffix != ".png" or path.is_dir() or not path.parent.is_dir():
+        raise ValueError(
+            f"--png {path}: no name for a picture, expected a file that ends in .png, in a folder "
+            "that exists. Say for example --png report.png"
+        )
 
 
 def _write(option: str, path: Path, text: str) -> None:
@@ -48,14 +63,19 @@ def _write(option: str, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
         raise OSError(
-            f"{option} {path}: {error.strerror}, expected a file that can be written"
+            f"{option} {path}: {error.strerror}, expected a file that can be written; runs go "
+            f"before {option}"
         ) from error
     print(f"Written: {path}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=called("pyrl_ext.tools.report"), description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder with metrics.jsonl")
+    parser = argparse.ArgumentParser(
+        prog=called("pyrl_ext.tools.report"),
+        usage="%(prog)s RUN [RUN ...] [--png PNG | --html [PATH] | --csv [PATH] | --watch]",
+        description=__doc__,
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder with metrics.jsonl")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--png", help="picture to write [RUN/report.png of the first run]")
     words = "write the page instead [RUN/report.html of the first run]"

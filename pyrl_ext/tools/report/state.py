@@ -171,11 +171,14 @@ def last_line(error: Path) -> str:
 
 
 def folders(paths: list[str]) -> list[Folder]:
-    """The folders with distinct names: those of their parents are added where they are equal."""
+    """The folders with distinct names: those of parents are added where they are equal."""
     full = [Path(path).resolve() for path in paths]
-    plain = [path.name for path in full]
-    names = [
-        name if plain.count(name) == 1 else f"{path.parent.name}/{name}"
-        for path, name in zip(full, plain, strict=True)
-    ]
-    return [Folder(path, name) for path, name in zip(paths, names, strict=True)]
+    return [Folder(path, _name(own, full)) for path, own in zip(paths, full, strict=True)]
+
+
+def _name(own: Path, among: list[Path]) -> str:
+    """The shortest end of ``own`` that no other path has."""
+    for size in range(1, len(own.parts)):
+        if len({path for path in among if path.parts[-size:] == own.parts[-size:]}) == 1:
+            return "/".join(own.parts[-size:])
+    return str(own)
