@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -44,13 +45,19 @@ def save_scores(
 
 
 def load_scores(folder: Path, step: int) -> Scores:
-    """The log-probs of a step from all ranks; empty where they were not recorded."""
+    """The log-probs of a step from all ranks; empty where they were not recorded.
+
+    Raises: ValueError naming a file that is damaged.
+    """
     parts: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
     for file in sorted((folder / FOLDER).glob(f"step-{step:06d}-rank-*.safetensors")):
-        held = load_file(file)
-        for place, (prompt, index, turn) in enumerate(held["ids"].tolist()):
-            at = held["samples"] == place
-            part = held["tokens"][at], held["logprobs"][at]
-            parts.setdefault((prompt, index, turn), []).append(part)
+        try:
+            held = load_file(file)
+            for place, (prompt, index, turn) in enumerate(held["ids"].tolist()):
+                at = held["samples"] == place
+                part = held["tokens"][at], held["logprobs"][at]
+                parts.setdefault((prompt, index, turn), []).append(part)
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: {error!r}, expected what save_scores wrote") from error
     joined = {key: zip(*each, strict=True) for key, each in parts.items()}
     return {key: (torch.cat(tokens), torch.cat(scores)) for key, (tokens, scores) in joined.items()}

@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from markupsafe import escape
+from safetensors.torch import save, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -457,6 +458,19 @@ def test_recorded_samples_are_escaped_and_routes_counted(tmp_path: Path):
     gaps = [each.apart for each in compared.samples[0].pieces if each.kind == "sampled"]
     assert gaps and gaps == pytest.approx([0.5] * len(gaps), abs=1e-6)
     assert all(each.apart is None for each in compared.samples[1].pieces)
+    file = path / "kept/scores/step-000002-rank-0.safetensors"
+    broken = {
+        "SafetensorError": file.read_bytes()[:-9],
+        "IndexError": save(scores | {"samples": torch.zeros(1, dtype=torch.int32)}),
+        "KeyError": save({"ids": scores["ids"]}),
+        "and scores of others": save(scores | {"tokens": places + 1}),
+    }
+    for why, content in broken.items():
+        file.write_bytes(content)
+        left = recorded(Folder(path))
+        assert not left.compared and left.samples == found.samples
+        assert why in left.note and (str(file) in left.note or "others" in why)
+        assert escape(left.note.strip()) in page_of(path)
     (path / "kept/step-000002.safetensors").write_bytes(b"no")
     assert "the file is cut" in recorded(Folder(path)).why
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from pyrl_ext.rollout.recorded_scores import Scores
     from pyrl_ext.samples import Sample
 
+Gaps = dict[int, float]
+"""Token of a sample -> the trainer's log-prob less the engine's."""
+
 SHOWN = 2
 """Samples of the best reward, and as many of the worst."""
 
@@ -121,11 +124,16 @@ def recorded(folder: Folder) -> Recorded:
         decode = load_tokenizer(plan.tokenizer_path or "").decode
     except DataError as error:  # a hub's, which is not on this machine
         note = f"Ids instead of text: {error}"
-    scores = load_scores(folder.path / plan.rollout.record, step)
-    shown = [_shown(sample, decode, scores) for sample in chosen]
+    gaps: list[Gaps] = [{} for _ in chosen]
+    try:
+        scores = load_scores(folder.path / plan.rollout.record, step)
+        gaps = [_gaps(sample, scores) for sample in chosen]
+    except ValueError as error:
+        note += f" The trainer's log-probs are left out: {error}"
+    shown = [_shown(s, decode, apart) for s, apart in zip(chosen, gaps, strict=True)]
     load = expert_load(samples, plan.sizes.num_experts) if samples[0].routes is not None else []
     tokens = sum(int(s.route_mask.sum()) for s in samples)
-    return Recorded(step, shown, samples[0].layer_ids, load, tokens, bool(scores), note=note)
+    return Recorded(step, shown, samples[0].layer_ids, load, tokens, any(gaps), note=note)
 
 
 def _ids(ids: list[int]) -> str:
@@ -141,15 +149,26 @@ def expert_load(samples: Sequence[Sample], experts: int) -> list[list[float]]:
     return [[round(float(c) / even, 3) for c in each] for each in counts]
 
 
-def _shown(sample: Sample, decode: Any, scores: Scores) -> Shown:
+def _gaps(sample: Sample, scores: Scores) -> Gaps:
+    key, size = (sample.prompt_id, sample.index, sample.turn), sample.tokens.numel()
+    if key not in scores:
+        return {}
+    tokens, logprobs = scores[key]
+    places = tokens.tolist()
+    if not all(0 <= place < size for place in places):
+        raise ValueError(f"{_title(sample)} has {size} tokens, and scores of others")
+    differences = logprobs - sample.rollout_logprobs[tokens]
+    return dict(zip(places, differences.tolist(), strict=True))
+
+
+def _title(sample: Sample) -> str:
+    return f"prompt {sample.prompt_id}, sample {sample.index}"
+
+
+def _shown(sample: Sample, decode: Any, gaps: Gaps) -> Shown:
     size, prompt = sample.tokens.numel(), sample.prompt_len
     begin = max(0, prompt - TOKENS // 4)  # the task is at the end of a long prompt
     end = min(size, begin + TOKENS)
-    title = f"prompt {sample.prompt_id}, sample {sample.index}"
-    own, gaps = scores.get((sample.prompt_id, sample.index, sample.turn)), {}
-    if own is not None:
-        differences = own[1] - sample.rollout_logprobs[own[0]]
-        gaps = dict(zip(own[0].tolist(), differences.tolist(), strict=True))
     pieces, at = [], begin
     while at < end:
         stop = at + 1
@@ -159,7 +178,7 @@ def _shown(sample: Sample, decode: Any, scores: Scores) -> Shown:
             text = decode(sample.tokens[at:stop].tolist())
         pieces.append(_piece(sample, at, visible(text), gaps.get(at)))
         at = stop
-    return Shown(title, sample.reward, pieces, size - (end - begin))
+    return Shown(_title(sample), sample.reward, pieces, size - (end - begin))
 
 
 def _piece(sample: Sample, at: int, text: str, apart: float | None) -> Piece:
