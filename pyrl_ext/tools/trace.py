@@ -12,6 +12,7 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from rich.table import Table
 from pyrl_ext.dist.disk import replacing
 from pyrl_ext.plan.command import called
 
+NAME = re.compile(r"step-(\d+)-rank-(\d+)\.json\.gz")  # as `run.profile` names them
 PHASE = "pyrl: "  # what the names of this package's spans begin with
 Seconds = dict[str, dict[int, float]]  # phase -> rank -> seconds
 
@@ -51,10 +53,9 @@ def steps_in(run: Path, step: int | None) -> dict[int, dict[int, Path]]:
     Raises: FileNotFoundError where there is none.
     """
     found: dict[int, dict[int, Path]] = defaultdict(dict)
-    for file in sorted((run / "trace").glob("step-*-rank-*.json.gz")):
-        number, rank = map(int, re.findall(r"\d+", file.name))
-        if step in (None, number):
-            found[number][rank] = file
+    for file in sorted((run / "trace").glob("step-*")):
+        if (name := NAME.fullmatch(file.name)) and step in (None, int(name[1])):
+            found[int(name[1])][int(name[2])] = file
     if not found:
         which = "a step" if step is None else f"step {step}"
         raise FileNotFoundError(
@@ -78,10 +79,13 @@ def merge(files: Mapping[int, Path], into: Path) -> Seconds:
         shown = track(files.items(), into.name, console=Console(stderr=True), transient=True)
         for place, (rank, file) in enumerate(shown):
             trace = read(file)
-            _check_ranks(trace["pyrl"]["ranks"], files)
-            for name, took in write_events(trace, out, first=place == 0):
-                of_rank = seconds.setdefault(name, {})
-                of_rank[rank] = of_rank.get(rank, 0.0) + took
+            try:
+                _check_ranks(trace["pyrl"]["ranks"], files)
+                for name, took in write_events(trace, out, first=place == 0):
+                    of_rank = seconds.setdefault(name, {})
+                    of_rank[rank] = of_rank.get(rank, 0.0) + took
+            except (AttributeError, LookupError, TypeError) as error:
+                raise _no_trace(file, error) from error
         out.write("]}")
     return seconds
 
@@ -99,17 +103,18 @@ def _check_ranks(ranks: int, files: Mapping[int, Path]) -> None:
 
 
 def read(file: Path) -> Mapping[str, Any]:
-    """A rank's trace. Raises: ValueError for anything else."""
+    """A rank's file. Raises: ValueError where it is damaged."""
     try:
         with gzip.open(file, "rt", encoding="utf-8", errors="replace") as text:
-            trace = json.load(text)
-        known = trace["pyrl"]
-        assert known.keys() >= {"rank", "ranks", "barrier"}
-    except (OSError, EOFError, ValueError, TypeError, KeyError, AssertionError) as error:
-        raise ValueError(
-            f"{file}: {error!r}, expected a trace of this package. Remove the file and trace again"
-        ) from error
-    return trace
+            return json.load(text)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise _no_trace(file, error) from error
+
+
+def _no_trace(file: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{file}: {error!r}, expected a trace of this package. Remove the file and trace again"
+    )
 
 
 def write_events(

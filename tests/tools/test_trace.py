@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,27 @@ def test_trace_refuses_what_is_not_whole(tmp_path: Path, capsys: pytest.CaptureF
     assert "has files of ranks [0, 1, 2] for a step, expected those of 2 ranks" in problem()
     (tmp_path / "trace/step-000003-rank-00002.json.gz").unlink()
     file = tmp_path / "trace/step-000003-rank-00000.json.gz"
-    for text in (b"no gzip", gzip.compress(b"{"), gzip.compress(b'{"traceEvents": []}')):
-        file.write_bytes(text)
-        assert f"{file}: " in problem()
+    whole = file.read_bytes()
+    known = b'"pyrl": {"rank": 0, "ranks": 2, "barrier": 0}'
+    texts = [
+        *(b"{", b"[]", b"null", b'{"traceEvents": []}', b'{"pyrl": null}', b"{%s}" % known),
+        *(b'{%s, "traceEvents": %s}' % (known, held) for held in (b"1", b"[1]", b'[{"ph": "X"}]')),
+    ]
+    noise = whole[:20] + bytes(range(256)) + whole[20:]
+    for content in (b"no gzip", whole[:-9], noise, *map(gzip.compress, texts)):
+        file.write_bytes(content)
+        said = problem().strip()
+        assert re.fullmatch(rf"{file}: .+, expected a trace of this package\. Remove .*", said)
     assert not (tmp_path / "trace/step-000003.json.gz").exists()
+
+
+def test_trace_leaves_out_files_of_other_names(tmp_path: Path):
+    for rank in (0, 1):
+        write(tmp_path, rank, 0, {})
+    for name in ("step-000003-rank-00000 (1).json.gz", "step-3-rank-a.json.gz"):
+        (tmp_path / "trace" / name).write_bytes(b"a browser's copy")
+    assert main([str(tmp_path)]) == 0
+    assert len(merged(tmp_path, 3)) == 4
 
 
 def on_rank(group: Any, folder: Path) -> None:
