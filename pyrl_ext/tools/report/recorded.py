@@ -155,8 +155,8 @@ def _gaps(sample: Sample, scores: Scores) -> Gaps:
         return {}
     tokens, logprobs = scores[key]
     places = tokens.tolist()
-    if not all(0 <= place < size for place in places):
-        raise ValueError(f"{_title(sample)} has {size} tokens, and scores of others")
+    if beyond := [place for place in places if not 0 <= place < size]:
+        raise ValueError(f"{_title(sample)}: a score of token {beyond[0]}, expected one of {size}")
     differences = logprobs - sample.rollout_logprobs[tokens]
     return dict(zip(places, differences.tolist(), strict=True))
 
