@@ -23,6 +23,7 @@ from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.servers.identity import Identity
 from pyrl_ext.rollout.servers.protocol import GENERATE, Answer, Request
+from pyrl_ext.rollout.servers.worker import MOST_LANES, Worker
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.engines import CONFIGS, GLM, checkpoint, engine_of, prompts_of, random_model
 from tests.helpers.servers import Gate, served
@@ -240,6 +241,38 @@ async def test_generate_aborts_for_a_client_that_goes_away():
         assert not client.server.worker.busy
         assert client.server.worker.counts["answers"] == 3
         assert client.server.worker.counts["generation"] == 2 * 3 + len(last.token_ids)
+
+
+@asynchronous
+async def test_generate_aborts_what_is_added_after_its_client_went_away():
+    engine = engine_of(MODEL, GLM)
+    gate = Gate(engine)
+    one, two = prompts_of([4, 5], GLM["vocab_size"])
+    endless = replace(SAMPLING, stop_ids=())
+    async with served(engine, 200) as client:
+        first = asyncio.create_task(client.generate(request_of(one, 0, endless)))
+        await gate.allow(2)  # what comes now is added behind the forward
+        second = asyncio.create_task(client.generate(request_of(two, 0, endless, max_tokens=150)))
+        await client.blocked(1)
+        second.cancel()
+        await asyncio.sleep(0.2)
+        gate.open()
+        tokens = len((await first).token_ids)
+        while client.server.worker.busy:
+            await asyncio.sleep(0.001)
+        assert client.server.worker.counts["generation"] < tokens + 150
+
+
+def test_worker_bounds_the_caches_of_requests_that_draw_in_other_ways():
+    worker, loop = Worker(engine_of(MODEL, GLM), 200), asyncio.new_event_loop()
+    (prompt,) = prompts_of([4], GLM["vocab_size"])
+    ways = [replace(SAMPLING, temperature=1 + n / 10) for n in range(MOST_LANES + 1)]
+    for n, sampling in enumerate(ways[:-1]):
+        worker.add(request_of(prompt, n, sampling), loop)
+    with pytest.raises(ValueError, match=f"draw in {MOST_LANES} ways already, expected one"):
+        worker.add(request_of(prompt, 99, ways[-1]), loop)
+    worker.add(request_of(prompt, 99, ways[0]), loop)
+    loop.close()
 
 
 @asynchronous

@@ -19,14 +19,16 @@ from pyrl_ext.rollout.engine import ScoreCanaries
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.servers import protocol
 from pyrl_ext.rollout.servers.canary import prove
-from pyrl_ext.rollout.servers.client import ServerFailed
+from pyrl_ext.rollout.servers.client import Server, ServerFailed
 from pyrl_ext.rollout.servers.embedded import Server as EmbeddedServer
 from pyrl_ext.rollout.servers.identity import Identity
 from pyrl_ext.rollout.servers.protocol import Partial, Request
 from pyrl_ext.rollout.servers.publisher import Publisher, identity_of, shapes_of
+from pyrl_ext.rollout.servers.taker import Taker
 from pyrl_ext.samples import Sample
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
+from tests.helpers.http_engine import HttpEngine
 from tests.helpers.publishing import CANARY, REQUEST, Trainer
 from tests.helpers.servers import Client, running
 from tests.helpers.stale import NoCache, NoSuchExpert, StaleKeys, StaleRoutes, server_of
@@ -243,6 +245,23 @@ def test_publish_leaves_a_server_that_fails_paused_with_its_old_weights():
         both.clients[1].server.staged.wanted["lm_head.weight"] = (128, 64)
         assert both.publish(SECOND, 3).failed == {}  # it joins again
         assert digests(both.engine(1)) == digests(both.engine(0)) and not both.paused(1)
+
+
+def test_Taker_takes_time_off_once_for_calls_side_by_side():
+    async def ask(engine: HttpEngine) -> Taker:
+        part = Taker(Server(engine.address), 1, 0.5, {}, {})
+        slow = (part._call("slow", "/slow") for _ in range(2))
+        assert all(
+            isinstance(end, ServerFailed)
+            for end in await asyncio.gather(*slow, return_exceptions=True)
+        )
+        await part.server.close()
+        return part
+
+    with HttpEngine() as engine:
+        part = asyncio.run(ask(engine))
+    longest = part.seconds["slow"]
+    assert longest <= 0.5 - part.left < 1.5 * longest
 
 
 def test_publish_lets_servers_pass_weights_on():

@@ -179,7 +179,7 @@ def test_relay_waits_for_a_stranger_no_longer_than_for_a_whole_proof(
 
         def drip() -> None:  # 70 bytes, each well within the time
             with suppress(OSError):
-                while not left.wait(0.1):
+                while not left.wait(0.2):
                     stranger.send(b"x")
 
         dripping = threading.Thread(target=drip)
