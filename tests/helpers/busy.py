@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -38,12 +37,13 @@ class BusyEngine(Engine):
         error: BaseException | None = None,
         held: bool = False,
     ):
-        self.let_go, self.named = threading.Condition(), -1 if held else sys.maxsize
+        self.let_go, self.named, self.held = threading.Condition(), set[int](), held
         self.wrong, self.error = wrong, error
         self.random, self.longest, self.fails = random.Random(seed), longest, fails
         self.version, self.lock = -1, threading.Lock()
         self.begun: dict[int, int] = {}  # prompt id -> version
         self.threads: set[str] = set()
+        self.given: list[Sample] = []
 
     @property
     def capabilities(self) -> Capabilities:
@@ -51,7 +51,7 @@ class BusyEngine(Engine):
 
     def let(self, step: int) -> None:
         with self.let_go:
-            self.named = max(step, self.named)
+            self.named.add(step)
             self.let_go.notify_all()
 
     def load_weights(self, named: Any, version: int, only: Any = None) -> None:
@@ -68,12 +68,14 @@ class BusyEngine(Engine):
             self.begun |= {p.id: self.version for p in prompts}
         first = self.version
         with self.let_go:
-            self.let_go.wait_for(lambda: (sampling.step or 0) <= self.named)
+            self.let_go.wait_for(lambda: not self.held or sampling.step in self.named)
         for prompt, index, wait in jobs:
             time.sleep(wait)
             if prompt == self.fails:
                 raise self.error or ValueError(f"no paper for prompt {prompt}")
-            yield of_versions(random_sample(prompt, index, 8), first, self.version)
+            sample = of_versions(random_sample(prompt, index, 8), first, self.version)
+            self.given.append(sample)
+            yield sample
 
     def disproved(self) -> bool:
         if self.version != self.wrong:

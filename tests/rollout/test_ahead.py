@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pyrl_ext.dist.agree import gather_objects
 from pyrl_ext.dist.user_code import UserExit
 from pyrl_ext.metrics.glossary import check_names
 from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.pack.index import sampled_tokens
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.look_ahead import SPARE
 from pyrl_ext.rollout.ahead import Ahead
@@ -84,6 +86,35 @@ def groups_of(rollout: Rollout) -> list[int]:
     return [*dict.fromkeys(rollout.index.groups.tolist())]
 
 
+def finish(*steps: int) -> None:
+    """Wait until all groups of ``steps`` are complete; without any, those of all begun steps."""
+    names = [f"rollout of step {step}" for step in steps]
+    for thread in threading.enumerate():
+        if thread.name in names or (not steps and thread.name.startswith("rollout of step")):
+            thread.join()
+
+
+class LossyEngine(BusyEngine):
+    """The weights of version 2 do not reach it; ``cut``: no sample follows the first KEEP groups
+    of a step."""
+
+    cut = False
+
+    def load_weights(self, named: Any, version: int, only: Any = None) -> None:
+        if version != 2:
+            super().load_weights(named, version, only)
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Generator[Sample, None, None]:
+        sizes = Counter[int]()
+        for sample in super().stream(prompts, sampling):
+            sizes[sample.prompt_id] += 1
+            yield sample
+            if self.cut and [*sizes.values()].count(SIZE) == KEEP:
+                return
+
+
 @pytest.mark.parametrize("slower", ["engines", "trainer"])
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_Ahead_begins_a_step_as_late_as_the_trainer_allows(ahead: int, slower: str):
@@ -93,9 +124,8 @@ def test_Ahead_begins_a_step_as_late_as_the_trainer_allows(ahead: int, slower: s
     run = Run(plan_of(ahead, steps=steps), BusyEngine(ahead, held=slower == "engines"))
 
     def train() -> None:
-        for thread in threading.enumerate() if slower == "trainer" else ():
-            if thread.name.startswith("rollout of step"):
-                thread.join()
+        if slower == "trainer":
+            finish()
 
     first = 2  # as after a resume
     found = run.steps(first, train)
@@ -112,6 +142,60 @@ def test_Ahead_begins_a_step_as_late_as_the_trainer_allows(ahead: int, slower: s
     assert all(0 <= metrics["age/max"] <= ahead for _, metrics in found)
     assert found[-1][1]["age/max"] == (ahead if slower == "engines" else 1)
     assert run.scored == {"MainThread"} and "MainThread" not in run.engine.threads
+
+
+def test_Ahead_stays_as_far_ahead_while_the_next_step_lacks_groups():
+    """It has all groups of the step, at every other one none of the next, but those after it."""
+    ahead, steps = 3, 4 * SPARE
+    run = Run(plan_of(ahead, steps=steps), BusyEngine(0, held=True))
+
+    def train() -> None:
+        there = [run.step, run.step + 2][: 2 - run.step % 2] if run.step else []
+        for step in there:
+            run.engine.let(step)
+        finish(*there)
+
+    run.steps(before=train)
+    begun = {p: max(0, p // KEEP - ahead) for p in range(KEEP * steps)}
+    assert run.engine.begun == begun
+
+
+@pytest.mark.parametrize(("too_old", "begun"), [("drop", [7, 4]), ("train", [7, 4, 4])])
+def test_Ahead_asks_for_the_groups_that_a_step_lacks(too_old: str, begun: list[int]):
+    """Beside the three of seven that are left of the step before; of ``drop`` in one step less."""
+    run = Run(plan_of(2, 1.75, too_old=too_old), BusyEngine(0))
+    run.engine.load_weights((), 0)
+    run.ahead.take(0)
+    run.ahead.close()
+    asked = Counter(prompt // run.plan.prompts_asked for prompt in run.engine.begun)
+    assert asked == dict(enumerate(begun))
+
+
+@pytest.mark.parametrize(("held", "ready"), [(True, 0.75), (False, 1.0)])
+def test_Ahead_counts_the_groups_that_are_there_at_once(held: bool, ready: float):
+    """The three that are carried, and those of the step up to the ones that it needs."""
+    run = Run(plan_of(2, 1.75, too_old="train"), BusyEngine(0, held=held))
+
+    def train() -> None:
+        finish(*([run.step - 1] if held else []))
+
+    metrics = [metrics for _, metrics in run.steps(before=train)]
+    assert [each["rollout/carried_groups"] for each in metrics] == [0] + [3] * (STEPS - 1)
+    assert [each["rollout/ready"] for each in metrics[1:]] == [ready] * (STEPS - 1)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_Ahead_trains_on_every_token_or_counts_it_as_given_up(cut: bool):
+    """Of groups that are too old, that are not complete, and that no step is left for."""
+    run = Run(plan_of(2, 1.75, too_old="drop"), LossyEngine(0))
+    run.engine.cut = cut
+    found = run.steps(before=finish)
+    trained = sum(sampled_tokens(s) for rollout, _ in found for s in rollout.samples)
+    given_up = [metrics["rollout/aborted_tokens"] for _, metrics in found]
+    assert trained + sum(given_up) == sum(map(sampled_tokens, run.engine.given))
+    too_old = [metrics["rollout/too_old_groups"] for _, metrics in found]
+    assert too_old == [0] * STEPS if cut else [0, 0, 0, 0, 3, 0, 0]
+    assert bool(given_up[1]) == cut and given_up[-1] > 0
 
 
 @pytest.mark.parametrize("too_old", ["drop", "train"])
@@ -156,6 +240,37 @@ def test_Ahead_begins_again_what_a_wrong_server_took_part_in(oversample: float):
     assert run.engine.wrong is None
     assert len({*trained}) == len(trained) == KEEP * (STEPS - 2)
     assert {*trained} <= {*run.engine.begun}
+
+
+def test_Ahead_begins_again_what_ended_on_a_wrong_server():
+    """Its first tokens are of proved weights, its last ones are not."""
+    run = Run(plan_of(1), BusyEngine(0, wrong=2, held=True))
+    found = [{v for s in each.samples for *_, v in spans_of(s)} for each, _ in run.steps(first=1)]
+    assert found[:3] == [{1}, {2}, {2, 3}]
+
+
+@pytest.mark.parametrize("oversample", [1.0, 1.75])
+def test_again_leaves_the_step_that_was_taken(oversample: float):
+    run = Run(plan_of(2, oversample, too_old="train"), BusyEngine(0))
+    run.engine.load_weights((), 0)
+    taken = groups_of(run.ahead.take(0)[0])
+    run.engine.begun.clear()
+    run.ahead.again()
+    trained = [group for rollout, _ in run.steps(first=1) for group in groups_of(rollout)]
+    assert min(run.engine.begun) == run.plan.prompts_asked
+    assert not {*taken} & {*trained}
+
+
+def test_again_ends_the_threads_of_what_it_gives_up():
+    """Each stops at its first sample."""
+    run = Run(plan_of(2), BusyEngine(0, held=True))
+    run.step = 0
+    run.engine.load_weights((), 0)
+    run.ahead.take(0)
+    run.ahead.again()
+    run.steps(first=1)
+    given_up = 2
+    assert len(run.engine.given) == STEPS * KEEP * SIZE + given_up
 
 
 def test_Ahead_keeps_recorded_routes_where_asked():
