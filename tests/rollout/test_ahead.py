@@ -146,16 +146,15 @@ def test_Ahead_begins_a_step_as_late_as_the_trainer_allows(ahead: int, slower: s
 
 
 def test_Ahead_stays_as_far_ahead_while_the_next_step_lacks_groups():
-    """It has all groups of the step, at every other one none of the next, but those after it."""
+    """All groups of the step are there; at every other one none of the next, but those after."""
     ahead, steps = 3, 4 * SPARE
     run = Run(plan_of(ahead, steps=steps), BusyEngine(0, held=True))
 
     def train() -> None:
-        there = [run.step, run.step + 2][: 2 - run.step % 2] if run.step else []
+        there = [run.step] if run.step % 2 else [run.step, run.step + 2]
         for step in there:
             run.engine.let(step)
-        if there:
-            run.finish(*there)
+        run.finish(*there)
 
     run.steps(before=train)
     assert run.begun == {step: max(0, step - ahead) for step in range(steps)}
@@ -188,7 +187,7 @@ def test_Ahead_counts_the_groups_that_are_there_at_once(held: bool, ready: float
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_Ahead_trains_on_every_token_or_counts_it_as_given_up(cut: bool):
-    """Of groups that are too old, that are not complete, and that no step is left for."""
+    """It gives up groups that are too old, incomplete ones, and what the last step leaves."""
     engine = LossyEngine(0)
     engine.cut = cut
     run = Run(plan_of(2, 1.75, too_old="drop"), engine)
@@ -245,8 +244,8 @@ def test_Ahead_begins_again_what_a_wrong_server_took_part_in(oversample: float):
     assert {*trained} <= {*run.engine.begun}
 
 
-def test_Ahead_begins_again_what_ended_on_a_wrong_server():
-    """Its first tokens are of proved weights, its last ones are not."""
+def test_Ahead_begins_again_what_a_wrong_server_ended():
+    """Samples whose first tokens are of proved weights, and the last ones are not."""
     run = Run(plan_of(1), BusyEngine(0, wrong=2, held=True))
     found = [{v for s in each.samples for *_, v in spans_of(s)} for each, _ in run.steps(first=1)]
     assert found[:2] == [{1}, {2}]
