@@ -287,6 +287,25 @@ def test_Ahead_raises_what_its_threads_raise():
         run.steps()
 
 
+class FailsBehind(BusyEngine):
+    """The first step fails behind the groups that it needs."""
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Generator[Sample, None, None]:
+        sizes = Counter[int]()
+        for sample in super().stream(prompts, sampling):
+            yield sample
+            sizes[sample.prompt_id] += 1
+            if sampling.step == 0 and [*sizes.values()].count(SIZE) == KEEP:
+                raise ValueError("no paper behind them")
+
+
+def test_Ahead_raises_what_a_thread_raises_behind_the_groups_of_its_step():
+    with pytest.raises(ValueError, match="no paper behind them"):
+        Run(plan_of(2, 1.75), FailsBehind(0)).steps()
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
 def test_Ahead_names_what_tried_to_end_the_process(error: BaseException):
     run = Run(plan_of(2), BusyEngine(0, fails=5, error=error))
