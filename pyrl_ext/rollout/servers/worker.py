@@ -135,12 +135,12 @@ class Worker(threading.Thread):
             greedy=greedy,
         )
         if sampling not in self.lanes:
-            if sum(bool(lane.jobs) for lane in self.lanes.values()) >= MOST_LANES:
+            idle = [key for key, lane in self.lanes.items() if not lane.jobs]
+            if len(self.lanes) - len(idle) >= MOST_LANES:
                 raise ValueError(
                     f"generate: requests that draw in {MOST_LANES} ways already, expected one of "
                     "their temperatures, top_p, top_k and stops. Send it when one has ended"
                 )
-            idle = [key for key, lane in self.lanes.items() if not lane.jobs]
             for key in idle[: max(len(idle) - IDLE_LANES + 1, 0)]:
                 del self.lanes[key]
             self.lanes[sampling] = Lane(self.engine, sampling, self.max_tokens, self.counts)

@@ -38,10 +38,10 @@ class Server(ThreadingHTTPServer):
         """The address for a browser."""
         return f"http://{HOST}:{self.server_port}"
 
-    def stamp(self) -> str:
+    def stamp(self, files: str = "") -> str:
         """Text that changes when a run folder does, or what the clock says of a run: a hang or a
-        kill changes no file."""
-        parts = [self.files()]
+        kill changes no file. ``files`` is what `files` said just now, if it was asked."""
+        parts = [files or self.files()]
         for run in map(Path, self.runs):
             with suppress(OSError):  # what is gone is part of `files`
                 parts.append(f"{holder(run)[1]} {age(run) // 60:.2g}")
@@ -62,7 +62,7 @@ class Server(ThreadingHTTPServer):
     def newest(self) -> str:
         """The page, rendered again if `stamp` changed. Raises: OSError, ValueError."""
         with self.lock:
-            stamp, files = self.stamp(), self.files()
+            stamp = self.stamp(files := self.files())
             if files != self.read:  # most of the time goes here, so the clock alone reads nothing
                 self.folders, self.read = folders(self.runs), files
             if stamp != self.seen:
