@@ -331,7 +331,8 @@ def wanted(
 
 
 def dies(rank: int, world_size: int, port: int, folder: Path, hosts: list[int]) -> None:
-    """Rank 2 is killed when it has sent a part, or when the others read its rows."""
+    """Rank 2 is killed when it has sent a part and the others wait for rows, or when they read its
+    rows."""
     os.dup2(os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY), 2)
     heartbeat.INTERVAL = 0.25
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
@@ -344,7 +345,14 @@ def dies(rank: int, world_size: int, port: int, folder: Path, hosts: list[int]) 
 
     def send(*arguments: Any, **named: Any) -> Any:
         sent.append(named["tag"])
-        return kill() if max(sent) else isend(*arguments, **named)
+        if max(sent):
+            store.wait([f"waits/{other}" for other in (0, 1, 3)])
+            kill()
+        return isend(*arguments, **named)
+
+    def waiting() -> Any:
+        store.set(f"waits/{rank}", "")
+        return clock("time/exchange")
 
     with heartbeat.heartbeats(topo) as beats:
         clock, beats.step = Clock(on_phase=beats.enter), 5
@@ -352,7 +360,6 @@ def dies(rank: int, world_size: int, port: int, folder: Path, hosts: list[int]) 
         if rank == 2:
             dist.isend, dist.barrier = send, kill
         with clock("time/exchange"):
-            waiting = partial(clock, "time/exchange")
             shard, _ = shard_batch(batch, index, schedules, plan, topo, waiting)
         with clock("time/old_logprobs"):
             _ = shard.columns
