@@ -64,7 +64,7 @@ def save_samples(path: str | Path, samples: Sequence[Sample], step: int | None =
     for sample, entry in zip(samples, entries, strict=True):
         if sample.components:
             entry["components"] = dict(sample.components)
-        if sample.version_spans:
+        if sample.version_spans or sample.masked:
             entry |= {"version_spans": sample.version_spans, "masked": sample.masked}
     index: dict[str, Any] = {"layer_ids": first.layer_ids, "samples": entries}
     if pictures := _add_images(path, samples, entries):
@@ -74,7 +74,8 @@ def save_samples(path: str | Path, samples: Sequence[Sample], step: int | None =
         tensors["patches"] = torch.cat([each.patches for each in pictures])
     form = _WITH_IMAGES if pictures else FORMAT
     form = form if first.kept_ids is None else _WITH_KEPT
-    if any(s.version_spans or step not in (None, s.weight_version) for s in samples):
+    older = (s.version_spans or s.masked or step not in (None, s.weight_version) for s in samples)
+    if any(older):
         form, index["step"] = _WITH_VERSIONS, step
     metadata = {"format": form, "index": json.dumps(index), "header_crc32": "0" * 8}
     with replacing(Path(path)) as partial:

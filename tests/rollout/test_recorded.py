@@ -257,6 +257,8 @@ def test_RecordedEngine_finds_older_samples_by_the_step_that_trained_on_them(tmp
     recorder = Recorder(tmp_path, one_rank(tiny_plan()))
     now, older = random_samples(version=0), random_samples(version=1)
     older[1] = of_two_versions(older[1])
+    older[2].route_mask[:1] = False  # a turn of one version, in a context of older ones
+    older[2] = dataclasses.replace(older[2], masked=1)
     for step, samples in enumerate((now, now, older, older)):
         recorder.save(step, samples)
     engine, prompts = RecordedEngine(tmp_path), prompts_of(now)

@@ -10,7 +10,7 @@ import torch
 from pyrl_ext.rollout.process.server import pack, unpack
 from pyrl_ext.rollout.turns.check import check_trajectory
 from pyrl_ext.rollout.turns.trajectory import samples_of
-from pyrl_ext.rollout.versions import newest, spans_of
+from pyrl_ext.rollout.versions import newest, spans_of, with_newest_routes
 from pyrl_ext.samples import Sample
 from tests.helpers.engines import assert_same, random_sample
 
@@ -36,6 +36,22 @@ def test_merged_turns_keep_the_version_of_every_token():
     assert sample.version_spans == spans_of(sample) == expected
     assert sample.weight_version == 4 and newest(sample) == 7
     assert sample.versions.tolist() == [4] * 11 + [6] + [4] + [7] * 4  # observed: the oldest
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_masked_rows_are_counted_once(merge: bool):
+    """The second turn's weights are newer than the routes of its context, the first turn's."""
+    known, turns = 6, list[Sample]()
+    for turn, masked in zip(turns_of((4, 4), (5, 5)), (0, known), strict=True):
+        rows = torch.arange(turn.tokens.numel())
+        given = (rows >= masked) & (rows < len(rows) - 1)
+        routes = torch.zeros(len(rows), 1, 1, dtype=torch.uint8)
+        fields = {"routes": routes, "layer_ids": (1,), "route_mask": given, "masked": masked}
+        turns.append(replace(turn, **fields).check())
+    samples, _ = samples_of(turns, merge=merge, routes="first")
+    assert [sample.masked for sample in samples] == ([0] if merge else [0, known])
+    last = with_newest_routes(samples[-1])  # it leaves out all rows before the newest version's
+    assert last.masked == int((~last.route_mask[:-1]).sum()) == (known + merge)
 
 
 def test_turns_of_one_version_have_no_spans_of_it():

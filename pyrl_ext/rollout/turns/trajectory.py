@@ -49,13 +49,12 @@ def _merged(turns: list[Sample], number: int, policy: str) -> tuple[Sample, int]
     first, whole = turns[0], turns[-1]
     loss_mask = torch.zeros_like(whole.loss_mask)
     logprobs = torch.zeros_like(whole.rollout_logprobs)
-    spans: list[tuple[int, int]] = []
-    for turn in turns:
-        begin, end = turn.prompt_len, turn.tokens.numel()
+    spans = tuple((turn.prompt_len, turn.tokens.numel()) for turn in turns)
+    for turn, (begin, end) in zip(turns, spans, strict=True):
         loss_mask[begin:end] = turn.loss_mask[begin:]
         logprobs[begin:end] = turn.rollout_logprobs[begin:]
-        spans.append((begin, end))
     routes, route_mask, changed = _routes(turns, policy)
+    context = max(turn.masked for turn in turns)  # rows at the front, which turns before may know
     kept_counts, kept_ids = _kept(turns)
     merged = replace(
         whole,
@@ -69,8 +68,9 @@ def _merged(turns: list[Sample], number: int, policy: str) -> tuple[Sample, int]
         images=first.images,
         weight_version=first.weight_version,
         version_spans=joined_spans(turns),
+        masked=int((~route_mask[:context]).sum()),
         turn=number,
-        spans=tuple(spans),
+        spans=spans,
     )
     return merged, changed
 
