@@ -267,8 +267,10 @@ def test_RecordedEngine_finds_older_samples_by_the_step_that_trained_on_them(tmp
         assert_same(engine.generate(prompts, asked), samples)
     with safe_open(tmp_path / "step-000000.safetensors", framework="pt") as file:
         assert file.metadata()["format"] == "pyrl_ext rollout 2"
-    with safe_open(tmp_path / "step-000001.safetensors", framework="pt") as file:
-        assert file.metadata()["format"] == "pyrl_ext rollout 5"
+    save_samples(tmp_path / "masked.safetensors", older[2:], older[2].weight_version)
+    for name in ("step-000001", "masked"):
+        with safe_open(tmp_path / f"{name}.safetensors", framework="pt") as file:
+            assert file.metadata()["format"] == "pyrl_ext rollout 5"
 
 
 def test_RecordedEngine_refuses_other_prompts_and_groups(tmp_path: Path):

@@ -54,7 +54,6 @@ def _merged(turns: list[Sample], number: int, policy: str) -> tuple[Sample, int]
         loss_mask[begin:end] = turn.loss_mask[begin:]
         logprobs[begin:end] = turn.rollout_logprobs[begin:]
     routes, route_mask, changed = _routes(turns, policy)
-    context = max(turn.masked for turn in turns)  # rows at the front, which turns before may know
     kept_counts, kept_ids = _kept(turns)
     merged = replace(
         whole,
@@ -68,7 +67,7 @@ def _merged(turns: list[Sample], number: int, policy: str) -> tuple[Sample, int]
         images=first.images,
         weight_version=first.weight_version,
         version_spans=joined_spans(turns),
-        masked=int((~route_mask[:context]).sum()),
+        masked=int((~route_mask[: first.masked]).sum()),  # turns know the context of later ones
         turn=number,
         spans=spans,
     )
