@@ -1,9 +1,9 @@
 """``python -m benchmarks.ahead_rewards FOLDER [KEY=VALUE ...]``: what older samples teach.
 
 The demo over two servers, with rollout.ahead 0, 1 and 2 and three seeds each, 200 steps; with ahead
-the policy term has the truncated weights of `objective.tis_cap`. Runs that FOLDER has are not run
-again. Prints when the held-out reward first reached a level and what it is at the end, and draws
-its curves (``--png``). Nine runs take 25 minutes on two quiet cores.
+the ratio compares with the engine's log-probs (`objective.anchor: rollout`). Runs that FOLDER has
+are not run again. Prints when the held-out reward first reached a level and what it is at the end,
+and draws its curves (``--png``). Nine runs take 20 minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 AHEAD, SEEDS, STEPS, EVERY = (0, 1, 2), (0, 1, 2), 200, 10
 LEVELS, LAST = (0.8, 0.9), 5  # held-out reward; evaluations at the end
 COMMON = ("threads=1", f"steps={STEPS}", f"evaluate.every={EVERY}", "log.progress=false")
-CORRECTION = "objective.tis_cap=2"
+CORRECTION = "objective.anchor=rollout"
 COLOURS = ("#0072B2", "#D55E00", "#009E73")
 
 Curve = Mapping[int, float]  # step -> held-out reward

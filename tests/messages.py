@@ -65,7 +65,7 @@ SECTIONS = {
         *("rollout/adapters.py", "rollout/hf/adapters.py", "rollout/hf/destinations.py"),
         *("rollout/process/sender.py", "rollout/servers/canary.py", "rollout/servers/taker.py"),
         *("rollout/servers/sender.py", "rollout/servers/staged.py", "rollout/servers/wire.py"),
-        "rollout/servers/relay.py",
+        *("rollout/servers/relay.py", "rollout/servers/broadcast.py"),
         *("rollout/servers/vllm_weights.py", "rollout/vllm/adapters.py", "rollout/vllm/loading.py"),
         "weights/",
     ),

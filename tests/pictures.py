@@ -110,6 +110,7 @@ PICTURES = (
         partial(measured_rows, "## What older samples teach", "docs/asynchronous.md"),
         (
             "python -m benchmarks.ahead_rewards runs/ahead optimizer.clip_grad=0.1 "
+            "objective.clip_high=0.4 "
             "--png benchmarks/ahead.png",
         ),
     ),

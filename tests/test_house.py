@@ -93,7 +93,7 @@ MAX_CODE = {
     "encoders": 1200,
     "objectives": 680,
     "serve": 1200,
-    "servers": 3370,
+    "servers": 3660,
     "turns": 900,
     "recorded": 425,
     "report": 750,

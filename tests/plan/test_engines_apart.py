@@ -12,7 +12,7 @@ from pyrl_ext.plan.forecast.ahead import simulate
 from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.engine_memory import engine_memory
 from pyrl_ext.plan.forecast.engines_apart import loop_of, steady_states
-from pyrl_ext.plan.forecast.hardware import GPUS, TCP
+from pyrl_ext.plan.forecast.hardware import BROADCAST, GPUS, TCP
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.rollout_time import Decoder
 from pyrl_ext.plan.forecast.splits import AHEADS, NEARLY, suggest_splits
@@ -87,6 +87,17 @@ def test_step_time_prices_one_send_to_all_engines():
         more = compile_plan(GLM47, ["rollout.launch.hosts=[a, b, c]", *HOSTS[1:], *keys])
         slower = time_of(more).seconds("publish") / time_of(plan).seconds("publish")
         assert slower > 1.4 if keys else slower == pytest.approx(1)
+
+
+def test_step_time_prices_one_broadcast_whatever_the_number_of_engines():
+    for hosts in ("[a, b]", "[a, b, c]"):
+        keys = [f"rollout.launch.hosts={hosts}", *HOSTS[1:], "rollout.transport=broadcast"]
+        plan = compile_plan(GLM47, keys)
+        costs = {cost.name: cost for cost in time_of(plan).costs if cost.phase == "publish"}
+        sent, whole = costs["send weights"], 2 * parameters(plan.sizes).total
+        assert sent.amount == whole and "at once by NCCL" in sent.why
+        beside = costs["gather weights"].seconds if "gather weights" in costs else 0.0
+        assert sent.seconds + beside == pytest.approx(whole / BROADCAST)
 
 
 def test_an_engine_takes_weights_through_one_adapter_however_many_send():

@@ -32,6 +32,9 @@ class Gpu:
 
 # Assumed: the rate at which one process writes to TCP sockets, to all receivers together [byte/s].
 TCP = 2.5e9
+# Assumed: the rate of a broadcast by NCCL to engines apart, piece by piece through host memory at
+# both ends [byte/s].
+BROADCAST = 10e9
 
 
 # Source: NVIDIA's data sheets of the SXM parts; memory as nvidia-smi reports it. Network: one

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pyrl_ext.plan.forecast.compute_time import Spent
 from pyrl_ext.plan.forecast.counts import layers, parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
-from pyrl_ext.plan.forecast.hardware import TCP, Gpu
+from pyrl_ext.plan.forecast.hardware import BROADCAST, TCP, Gpu
 from pyrl_ext.plan.forecast.lora import published_numbers
 from pyrl_ext.plan.forecast.parts import reached
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, duration
@@ -23,16 +23,22 @@ def engine_costs(plan: Plan, gpu: Gpu, gathering: float) -> Iterator[Spent]:
     total, senders = published_numbers(plan) + encoder_parameters(plan), plan.rollout.senders
     whole = total * DTYPE_BYTES[plan.model.dtype]
     engines = plan.num_engines
-    relayed = engines > 1 and plan.rollout.relays(whole)
-    sent, rate = whole / senders * (1 if relayed else engines), min(TCP, gpu.network)
-    # an engine takes from all of them at once, by the one adapter that its address has
-    seconds = max(sent / rate, whole / gpu.network)
-    ring, _ = reached("ring", gpu.network, "byte")
+    at_once = min(BROADCAST, gpu.network)
+    if plan.rollout.transport == "broadcast":
+        sent, seconds = whole, whole / at_once
+        how = f"at once by NCCL, beside gathering; {at_once / 1e9:g} GB/s, assumed"
+    else:
+        relayed = engines > 1 and plan.rollout.relays(whole)
+        sent, rate = whole / senders * (1 if relayed else engines), min(TCP, gpu.network)
+        # an engine takes from all of them at once, by the one adapter that its address has
+        seconds = max(sent / rate, whole / gpu.network)
+        how = (
+            f"{'one after the other, ' * relayed}by TCP, beside gathering; {rate / 1e9:g} GB/s"
+            f" of one process, assumed (NCCL would broadcast them in {duration(whole / at_once)})"
+        )
     why = (
         f"from {'one rank' if senders == 1 else f'each of {senders} ranks'} to "
-        f"{'one engine' if engines == 1 else f'{engines} engines'}, "
-        f"{'one after the other, ' * relayed}by TCP, beside gathering; {rate / 1e9:g} GB/s"
-        f" of one process, assumed (NCCL would broadcast them in {duration(whole / ring)})"
+        f"{'one engine' if engines == 1 else f'{engines} engines'}, {how}"
     )
     yield Spent("send weights", sent, "byte", max(0.0, seconds - gathering), why)
     taken = total * DTYPE_BYTES[plan.rollout_dtype] / plan.rollout.tp

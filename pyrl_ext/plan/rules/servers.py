@@ -19,7 +19,7 @@ APART = (
 )
 AHEAD = ("second_span_routes", "too_old", "publish_beside")
 # Of an engine that shares the trainer's GPUs, or that the trainer starts -> what is expected
-BESIDE = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none", "transport": "auto"}
+BESIDE = {"gpus": "null", "sleep": "it left out", "offload_trainer": "none"}
 
 
 @rule("rollout")
@@ -43,6 +43,12 @@ def engines_apart_share_nothing_with_the_trainer(plan: Plan) -> Found:
                 f"{show(getattr(rollout, name))} with engines apart, expected {rule_}; they share "
                 "no GPU with the trainer, and take weights over the network",
             )
+    if rollout.transport not in ("auto", "broadcast"):
+        yield (
+            "transport",
+            f"{rollout.transport} with engines apart, expected auto (TCP) or broadcast; they share "
+            "no memory with the trainer",
+        )
 
 
 @rule("rollout")
@@ -118,6 +124,25 @@ def each_sender_is_another_rank(plan: Plan) -> Found:
     asked, ranks = plan.rollout.senders, plan.parallel.world_size
     if plan.engines_apart and asked > ranks:
         return f"{asked}, expected at most {ranks}, the number of ranks; each sends a part"
+
+
+@rule("rollout")
+def one_rank_broadcasts_to_engines_apart(plan: Plan) -> Found:
+    rollout = plan.rollout
+    if not plan.engines_apart or rollout.transport != "broadcast":
+        return
+    if rollout.senders > 1:
+        yield (
+            "senders",
+            f"{rollout.senders} with rollout.transport broadcast, expected 1; groups of several "
+            "ranks with the same engines could wait for each other without end",
+        )
+    if changed(rollout, "relay_bytes"):
+        yield (
+            "relay_bytes",
+            f"{show(rollout.relay_bytes)} with rollout.transport broadcast, expected it left out; "
+            "no engine passes weights on",
+        )
 
 
 @rule("rollout.tp")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.dist.shared_memory import SharedBlock, map_file
+from pyrl_ext.dist.side_groups import gloo_group, listening, store_of
 
 Kind = Literal["shm", "ipc", "broadcast"]
 
@@ -128,14 +128,9 @@ class Broadcast(Channel):
     def __init__(self, device: torch.device, size: int, rank: int = 0, port: int = 0) -> None:
         super().__init__()
         self.device, self.size, self.rank = device, size, rank
-        listening = {}
-        if rank == 0:  # without this socket the store listens on every address of the host
-            door = socket.create_server((LOOPBACK, 0))
-            port = door.getsockname()[1]
-            listening["master_listen_fd"] = door.detach()
-        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            LOOPBACK, port, size, rank == 0, PATIENCE, False, **listening
-        )
+        door = listening(LOOPBACK) if rank == 0 else None
+        port = door.getsockname()[1] if door else port
+        self._store = store_of(LOOPBACK, port, size, PATIENCE, door)
         self.port = self._store.port
         self._joined: Any = None  # torch's stubs lack what we call of its process groups
         self._sending: dist.Work | None = None
@@ -167,10 +162,7 @@ class Broadcast(Channel):
             if self.device.type == "cuda":
                 self._joined = dist.ProcessGroupNCCL(*where, dist.ProcessGroupNCCL.Options())
             else:
-                options: Any = dist.ProcessGroupGloo._Options()
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-                options._timeout = PATIENCE
-                self._joined = dist.ProcessGroupGloo(*where, options)
+                self._joined = gloo_group(*where, LOOPBACK, PATIENCE)
         return self._joined
 
     def close(self) -> None:

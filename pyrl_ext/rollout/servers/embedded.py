@@ -47,7 +47,7 @@ class Server:
     def __init__(self, engine: HFEngine, max_tokens: int, identity: dict[str, str] | None = None):
         self.engine, self.identity = engine, identity or {}
         self.worker = Worker(engine, max_tokens)
-        self.staged = StagedUpdate(engine.shapes())
+        self.staged = StagedUpdate(engine.shapes(), engine.device)
         self.jobs: set[Job] = set()
         self._updates = asyncio.Lock()
 

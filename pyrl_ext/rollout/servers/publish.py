@@ -15,13 +15,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from pyrl_ext.dist.agree import agree, gather_objects
 from pyrl_ext.dist.buckets import Named
+from pyrl_ext.rollout.servers.broadcast import BROKEN
 from pyrl_ext.rollout.servers.canary import Canary, Seen
 from pyrl_ext.rollout.servers.client import Server
 from pyrl_ext.rollout.servers.identity import Identity
@@ -29,6 +30,8 @@ from pyrl_ext.rollout.servers.sender import Place, Transfer
 from pyrl_ext.rollout.servers.staged import BEFORE, Door, UpdateInfo
 from pyrl_ext.rollout.servers.taker import ANSWER, Pause, Taker, each_of, reason_of
 from pyrl_ext.rollout.servers.wire import WireError
+
+Spread = Literal["each", "relay", "broadcast"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,9 @@ class Weights:
         base: version that servers need to have with ``only``; None: any
         bucket_bytes: of each of the two buffers that they pass through
         device: of the tensors
-        relayed: a sender's bytes go to one server, which passes them on to the next; ``named`` has
-            to give the tensors again for servers that miss them since one before them failed
+        spread: a sender's bytes go to each server; to one, which passes them on to the next
+            ("relay"); or to all at once ("broadcast"). Unless "each", ``named`` has to give the
+            tensors again, for servers that miss them since another one failed
     """
 
     named: Named
@@ -54,7 +58,7 @@ class Weights:
     base: int | None = None
     bucket_bytes: int = 2**30
     device: torch.device | str = "cpu"
-    relayed: bool = False
+    spread: Spread = "each"
 
     def here(self) -> Mapping[str, Sequence[int]]:
         """Shapes of the tensors that this rank has to send."""
@@ -73,7 +77,7 @@ class Published:
         seen: the same, of those that `wait` found right
         seconds: by step, the longest of any server
         bytes: that all ranks sent to servers together
-        again: servers that got the weights a second time, since one before them failed
+        again: servers that were sent the weights a second time, since another one failed
     """
 
     failed: dict[str, str] = field(default_factory=dict[str, str])
@@ -123,7 +127,7 @@ def publish(
 
     Raises: what ``weights.named`` raises; with a group RuntimeError on every rank, if it raised on
         one. All servers are then left paused.
-    Communicates: a few lines of every rank; every byte once to each server, or to the first one.
+    Communicates: a few lines of every rank; every byte once, to each server or as `Weights` says.
     """
     result = Published()
     run = partial(_result, loop)
@@ -132,14 +136,15 @@ def publish(
     ]
     ready = run(each_of(parts, lambda part: part.prepare(pause, identity, weights.base)))
     begin = time.monotonic()
-    left = _transfer(loop, ready, weights, timeout, group, result, weights.relayed)
-    if weights.relayed:
-        missed = [part for part in ready if BEFORE in result.failed.get(part.server.address, "")]
+    left = _transfer(loop, ready, weights, timeout, group, result, weights.spread)
+    if weights.spread != "each":
+        failed = {part: result.failed.get(part.server.address, "") for part in ready}
+        missed = [part for part, why in failed.items() if BEFORE in why or BROKEN in why]
         again, *_ = gather_objects(len(missed), group)
         if again:  # each from the senders themselves, so that no other server can fail it
             result.again = again
             missed = run(each_of(missed, Taker.again))
-            left += _transfer(loop, missed, weights, timeout, group, result, False)
+            left += _transfer(loop, missed, weights, timeout, group, result, "each")
     result.seconds["transfer"] = time.monotonic() - begin
     resumed = run(each_of(left, lambda part: part.complete(pause)))
     for part in resumed if canary is not None else ():
@@ -159,7 +164,7 @@ def _transfer(
     timeout: float,
     group: dist.ProcessGroup | None,
     result: Published,
-    relayed: bool,
+    spread: Spread,
 ) -> list[Taker]:
     """The bytes to all servers; returns those that have verified everything."""
     run = partial(_result, loop)
@@ -171,7 +176,8 @@ def _transfer(
         *(loop, addresses, weights.version, mine, timeout),
         bucket_bytes=weights.bucket_bytes,
         device=weights.device,
-        relay=first % len(addresses) if relayed and addresses else None,
+        relay=first % len(addresses) if spread == "relay" and addresses else None,
+        broadcast=spread == "broadcast",
     )
     try:
         doors = gather_objects(run(_opened(transfer)), group)

@@ -23,7 +23,7 @@ from pyrl_ext.rollout.servers.canary import Canary, prove
 from pyrl_ext.rollout.servers.client import Server
 from pyrl_ext.rollout.servers.identity import Identity
 from pyrl_ext.rollout.servers.model import Model
-from pyrl_ext.rollout.servers.publish import Published, Weights, publish
+from pyrl_ext.rollout.servers.publish import Published, Spread, Weights, publish
 
 
 class Publisher:
@@ -68,7 +68,7 @@ class Publisher:
             None if only is None else self._version,
             rollout.bucket_bytes,
             self.device,
-            self._relayed(only),
+            self._spread(only),
         )
         self._done.cancel()
         self._done = publish(
@@ -94,12 +94,15 @@ class Publisher:
         """See `identity_of`."""
         return identity_of(self.plan)
 
-    def _relayed(self, only: Collection[str] | None) -> bool:
-        """Whether servers pass on what a sender sends, the same on all ranks."""
+    def _spread(self, only: Collection[str] | None) -> Spread:
+        """How a sender's bytes get to several servers, the same on all ranks."""
+        if self.plan.rollout.transport == "broadcast":
+            return "broadcast"
         shapes = self.shapes
         names = shapes if only is None else shapes.keys() & set(only)
         each = dtype_of(self.plan.model.dtype).itemsize
-        return self.plan.rollout.relays(each * sum(math.prod(shapes[name]) for name in names))
+        sent = each * sum(math.prod(shapes[name]) for name in names)
+        return "relay" if self.plan.rollout.relays(sent) else "each"
 
     def prove(self, version: int, score: ScoreCanaries | None) -> Mapping[str, str]:
         """Compares what servers made of the canary with the trainer's forward; every rank calls it.

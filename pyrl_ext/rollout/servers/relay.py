@@ -20,6 +20,8 @@ from pyrl_ext.rollout.servers import wire
 
 MEET = 10.0  # longest time for the proofs of a secret [s]
 ADMIT = 5.0  # the same, while others wait [s]
+BACKENDS = ("gloo", "nccl")  # of a broadcast
+MAX_MEMBERS = 1024  # of its group
 NUMBER, PORT = 4, 2  # of an engine, and of its relay [bytes]
 HELLO = NUMBER + PORT + 2 * wire.PROOF  # both, a nonce and its proof [bytes]
 
@@ -29,10 +31,13 @@ class Way:
     """How the bytes of a sender come to an engine, and where they go on to.
 
     Args:
-        host, port: of the relay of the engine before; "": they come from the sender
-        secret: that this engine shares with that one
+        host, port: of the relay of the engine before, or of the store of a broadcast's group; "":
+            they come from the sender
+        secret: that this engine shares with that one, or that all of the group do
         next_secret: that it shares with the engine after it; "": there is none
-        silence: longest time without a byte of the engine before [seconds]
+        silence: longest time without a byte of the engine before, or of the group [seconds]
+        backend: of the group; "": there is none
+        rank, size: of this engine in the group, and of the group
     """
 
     host: str = ""
@@ -40,15 +45,28 @@ class Way:
     secret: str = ""
     next_secret: str = ""
     silence: float = MEET
+    backend: str = ""
+    rank: int = 0
+    size: int = 0
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Way:
         """Raises: WireError for fields of other kinds."""
         kinds = {"host": str, "port": int, "secret": str, "next_secret": str}
-        wire.need_kinds(fields, kinds | {"silence": (float, int)})
-        good = bool(fields["host"]) <= fields["port"] < 2**16 and 0 < fields["silence"] < 2**31
-        wire.need(good, f"port {fields['port']}, silence {fields['silence']}", "numbers in range")
-        return cls(**fields)
+        kinds |= {"backend": str, "rank": int, "size": int, "silence": (float, int)}
+        wire.need_kinds(fields, kinds)
+        way = cls(**fields)
+        good = bool(way.host) <= way.port < 2**16 and 0 < way.silence < 2**31
+        wire.need(good, f"port {way.port}, silence {way.silence}", "numbers in range")
+        if way.backend:
+            good = (
+                way.backend in BACKENDS
+                and bool(way.host)
+                and 0 < way.rank < way.size <= MAX_MEMBERS
+            )
+            found = f"rank {way.rank} of {way.size} in a group of {way.backend[:40]!r}"
+            wire.need(good, found, f"an engine's, of one of {BACKENDS}")
+        return way
 
 
 class Relay:

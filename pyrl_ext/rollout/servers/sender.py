@@ -1,7 +1,7 @@
 """Transfer: a rank's end of a publish: one stream of its buckets to all engines at once.
 
-Every engine gets all frames; the bytes of their tensors go to each of them, or to one, which passes
-them on to the next (`relay`).
+Every engine gets all frames; the bytes of their tensors go to each of them, to one, which passes
+them on to the next (`relay`), or to all at once (`broadcast`).
 
 The caller's thread gathers tensors into one buffer while the event loop, which runs in another
 thread, writes the other buffer to every engine. A buffer is free when each engine has taken it or
@@ -18,7 +18,6 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,50 +26,12 @@ from torch import Tensor
 
 from pyrl_ext.dist.buckets import Bucket, Named, buckets_of, read_to_the_end
 from pyrl_ext.rollout.servers import wire
+from pyrl_ext.rollout.servers.broadcast import ToAll
+from pyrl_ext.rollout.servers.receiver import Receiver
 from pyrl_ext.rollout.servers.relay import HELLO, MEET, Way, answer_to, numbers_of
 
 Place = tuple[str, int, str]  # host and port that wait for an engine, and its secret
 PATIENCE = 0.25  # share of the limit in which an engine that passes bytes on has to take some
-
-
-@dataclass
-class _Engine:
-    """One receiver.
-
-    Attributes:
-        host: this host's address towards it
-        left: time that it may still take [s]
-        at: the tensor that it is taking
-        relay: host and port from which the next engine may get the bytes
-        first: frame before all others: how they come to it
-        direct: they come from here
-    """
-
-    address: str
-    left: float
-    host: str = ""
-    secret: str = field(default_factory=lambda: secrets.token_hex(32))
-    at: str = "the first tensor"
-    error: str | None = None
-    relay: tuple[str, int] = "", 0
-    first: bytes = b""
-    direct: bool = True
-    met: asyncio.Event = field(default_factory=asyncio.Event)
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    socket: socket.socket | None = None
-
-    def show(self, way: Way) -> None:
-        self.first, self.direct = wire.way_frame(asdict(way)), not way.host
-        self.ready.set()
-
-    def fail(self, reason: str) -> None:
-        self.error = self.error or reason
-        self.met.set()
-        self.ready.set()
-        if self.socket is not None:
-            with suppress(OSError):  # not closed: a write may be waiting for it
-                self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class Transfer:
@@ -87,6 +48,7 @@ class Transfer:
         device: of the tensors; from a GPU they pass through one more buffer there
         relay: number of the engine that gets the bytes, which the others pass on one to the next;
             None: each gets them from here
+        broadcast: all get them at once
 
     Attributes:
         sent_bytes: to all engines together
@@ -103,13 +65,16 @@ class Transfer:
         bucket_bytes: int = 2**30,
         device: torch.device | str = "cpu",
         relay: int | None = None,
+        broadcast: bool = False,
     ):
         self.loop, self.version, self.limit = loop, version, limit
         self.bucket_bytes, self.device = bucket_bytes, torch.device(device)
         self.wanted = {name: tuple(shape) for name, shape in wanted.items()}
-        self._engines = [_Engine(address, limit) for address in engines]
+        self._engines = [Receiver(address, limit) for address in engines]
         self._relay = None if len(engines) < 2 else relay
-        self._patience = limit if self._relay is None else PATIENCE * limit
+        self._to_all = ToAll(self.device, limit) if broadcast else None
+        alone = self._relay is None and not broadcast
+        self._patience = limit if alone else PATIENCE * limit
         self.sent_bytes, self._sent = 0, dict[str, tuple[int, ...]]()
         self._doors: dict[str, socket.socket] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -190,6 +155,8 @@ class Transfer:
         """End what still runs; called in the loop's thread."""
         for task in self._tasks:
             task.cancel()
+        if self._to_all is not None:
+            self._to_all.close()
         for each in self._engines:
             if each.socket is not None:
                 each.socket.close()
@@ -231,10 +198,11 @@ class Transfer:
         self._sending = [self._sending[1], sending]
 
     def _start(self, frame: bytes, bucket: tuple[Bucket, Tensor] | None) -> list[Future[None]]:
-        return [
-            asyncio.run_coroutine_threadsafe(self._send(each, frame, bucket), self.loop)
-            for each in self._engines
-        ]
+        if self._to_all is not None:
+            sends = [self._send_to_all(self._to_all, frame, bucket)]
+        else:
+            sends = [self._send(each, frame, bucket) for each in self._engines]
+        return [asyncio.run_coroutine_threadsafe(each, self.loop) for each in sends]
 
     # the loop's thread ---------------------------------------------------------------------------
 
@@ -257,7 +225,7 @@ class Transfer:
         """Lets in who proves that it knows the secret of an engine."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        each: _Engine | None = None
+        each: Receiver | None = None
         try:
             async with asyncio.timeout(MEET):
                 ours = secrets.token_bytes(wire.PROOF)
@@ -283,19 +251,23 @@ class Transfer:
 
     async def _show_ways(self) -> None:
         """Tell every engine how the bytes come to it, once it is there, or all are."""
-        if self._relay is None:
+        if self._relay is None and self._to_all is None:
             await asyncio.gather(*(self._met(each, Way()) for each in self._engines))
             return
-        order = self._engines[self._relay :] + self._engines[: self._relay]
+        begin = self._relay or 0
+        order = self._engines[begin:] + self._engines[:begin]
         await asyncio.gather(*map(self._met, order))
         there = [each for each in order if not each.error]
+        if self._to_all is not None and there:
+            self._to_all.meet(there, self._patience)
+            return
         secret, before = "", ("", 0)
         for each in there:
             after = "" if each is there[-1] else secrets.token_hex(32)
             each.show(Way(*before, secret, after, self._patience))
             secret, before = after, each.relay
 
-    async def _met(self, each: _Engine, way: Way | None = None) -> None:
+    async def _met(self, each: Receiver, way: Way | None = None) -> None:
         try:
             await asyncio.wait_for(each.met.wait(), self._patience)
         except TimeoutError:
@@ -314,7 +286,7 @@ class Transfer:
         return data
 
     async def _send(
-        self, each: _Engine, frame: bytes, bucket: tuple[Bucket, Tensor] | None
+        self, each: Receiver, frame: bytes, bucket: tuple[Bucket, Tensor] | None
     ) -> None:
         """One frame to one engine; what goes wrong is the engine's failure, not an error here."""
         async with each.turn:
@@ -335,7 +307,19 @@ class Transfer:
                 each.fail(f"closed its connection at {each.at} ({error})")
             each.left -= time.monotonic() - begin
 
-    async def _send_tensors(self, each: _Engine, bucket: Bucket, buffer: Tensor) -> None:
+    async def _send_to_all(
+        self,
+        to_all: ToAll,
+        frame: bytes,
+        bucket: tuple[Bucket, Tensor] | None,
+    ) -> None:
+        """A frame to each engine, and its tensors to all of them at once."""
+        async with to_all.turn:
+            await asyncio.gather(*(self._send(each, frame, bucket) for each in self._engines))
+            if bucket is not None and await to_all.send(*bucket):
+                self.sent_bytes += bucket[0].bytes
+
+    async def _send_tensors(self, each: Receiver, bucket: Bucket, buffer: Tensor) -> None:
         assert each.socket is not None
         view = memoryview(buffer.numpy())[: bucket.bytes]
         for begin in range(0, bucket.bytes, wire.CHUNK):

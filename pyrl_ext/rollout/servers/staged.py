@@ -7,11 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pyrl_ext.rollout.servers import wire
+from pyrl_ext.rollout.servers.broadcast import Broadcast, gone
 from pyrl_ext.rollout.servers.relay import MEET, Relay, Way, meet, reader
 
 MAX_SENDERS = 1024
@@ -86,10 +89,12 @@ class StagedUpdate:
     what came. Whatever fails, the engine's weights are not touched.
 
     Args:
-        wanted: name -> shape of every tensor that the engine holds.
+        wanted: name -> shape of every tensor that the engine holds
+        device: of the engine; tensors come into host memory
     """
 
-    def __init__(self, wanted: Mapping[str, Sequence[int]]):
+    def __init__(self, wanted: Mapping[str, Sequence[int]], device: torch.device | str = "cpu"):
+        self.device = torch.device(device)
         self.wanted = {name: tuple(shape) for name, shape in wanted.items()}
         self._started = False
         self._came: tuple[UpdateInfo, dict[str, Tensor]] | None = None
@@ -115,7 +120,7 @@ class StagedUpdate:
         started, _ = self._started, self.drop()
         wire.need(started, "an update that was not started", "/start_weight_update first")
         known = UpdateInfo.from_json(info)
-        self._came = known, fetch(known, self._expected(known.only))
+        self._came = known, fetch(known, self._expected(known.only), self.device)
         return known
 
     def finish(self, version: int | None = None) -> tuple[UpdateInfo, dict[str, Tensor]]:
@@ -141,7 +146,9 @@ class StagedUpdate:
         return {name: shape for name, shape in self.wanted.items() if name in chosen}
 
 
-def fetch(info: UpdateInfo, wanted: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+def fetch(
+    info: UpdateInfo, wanted: Mapping[str, Sequence[int]], device: torch.device
+) -> dict[str, Tensor]:
     """All tensors of a transfer, verified, from all its senders at once.
 
     Raises: WireError naming the sender, also when it is not there, is another one, or stops.
@@ -151,7 +158,7 @@ def fetch(info: UpdateInfo, wanted: Mapping[str, Sequence[int]]) -> dict[str, Te
 
     def take(door: Door) -> None:
         try:
-            _take(door, info, incoming, connections, failed)
+            _take(door, info, incoming, device, connections, failed)
         except wire.WireError as error:
             failed.append(error)  # the first is the cause: the others end by it
             for each in connections:
@@ -169,6 +176,7 @@ def _take(
     door: Door,
     info: UpdateInfo,
     incoming: wire.Incoming,
+    device: torch.device,
     connections: list[socket.socket],
     failed: Sequence[wire.WireError],
 ) -> None:
@@ -184,7 +192,13 @@ def _take(
             read = payload = reader(connection)
             way = Way.from_json(wire.frame(read, wire.WAY)[1])
             relay.begin(way)
-            if way.host:
+            member: Broadcast | None = None
+            if way.backend:
+                left = partial(gone, connection)
+                member = Broadcast(way, device, lambda: "the sender left" if left() else None)
+                stack.enter_context(closing(member)).join()
+                payload = member.pass_on
+            elif way.host:
                 payload = _from_before(way, info.engine, stack, connections)
 
             def pass_on(view: memoryview) -> None:
@@ -192,6 +206,8 @@ def _take(
                 relay.pass_on(view)
 
             incoming.take(read, pass_on, names.append)
+            if member is not None:
+                member.leave()
     except (OSError, wire.WireError) as error:
         why = f"{error}" if isinstance(error, wire.WireError) else _lost(error, info.silence)
         where = f"rank {door.rank} of the trainer at {door.host}:{door.port}"

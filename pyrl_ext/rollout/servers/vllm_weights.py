@@ -56,7 +56,7 @@ class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loa
         super().__init__(config, vllm_config, device, model)
         self._destinations = Destinations.on_paper(vllm_config.model_config.model)
         parts, shape = self._destinations.parts, self._destinations.shape
-        self.staged = StagedUpdate({name: shape(name) for name in parts})
+        self.staged = StagedUpdate({name: shape(name) for name in parts}, device)
         self._taken: dict[str, Tensor] = {}
         self.reload_weights = self._reload
 

@@ -264,16 +264,18 @@ def test_Taker_takes_time_off_once_for_calls_side_by_side():
     assert longest <= 0.5 - part.left < 1.5 * longest
 
 
-def test_publish_lets_servers_pass_weights_on():
-    """One that fails among them costs only itself: those behind it get them a second time."""
+@pytest.mark.parametrize(("spread", "again"), [("relay", {1}), ("broadcast", {2, 3})])
+def test_publish_sends_every_byte_once(spread: str, again: set[int]):
+    """Servers pass them on, or all get them at once. One that fails among them costs only itself:
+    those that miss them are sent the weights a second time."""
     with bench(EmbeddedServer, EmbeddedServer, EmbeddedServer) as three:
-        done, size = three.publish(FIRST, 1, relayed=True), sum(w.nbytes for w in FIRST.values())
+        done, size = three.publish(FIRST, 1, spread=spread), sum(w.nbytes for w in FIRST.values())
         assert done.failed == {} and done.again == 0 and size < done.bytes < 1.2 * size
         expected = digests(three.engine(0))
         assert digests(three.engine(1)) == digests(three.engine(2)) == expected
         three.clients[1].server.staged.wanted.pop("lm_head.weight")
-        done, (first, bad, last) = three.publish(SECOND, 2, relayed=True), three.servers
-        assert done.failed.keys() == {bad.address} and done.again == 1
+        done, (first, bad, last) = three.publish(SECOND, 2, spread=spread), three.servers
+        assert done.failed.keys() == {bad.address} and done.again in again
         assert "'lm_head.weight', expected a tensor" in done.failed[bad.address]
         assert done.seen.keys() == {first.address, last.address}
         assert digests(three.engine(0)) == digests(three.engine(2)) != expected

@@ -6,7 +6,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -154,13 +155,28 @@ def test_publish_with_another_secret_reaches_nobody(two: Two):
     assert two.publish(FIRST, 3).failed == {}
 
 
-def test_publish_goes_on_without_a_server_that_is_killed_and_takes_it_back(two: Two):
+@dataclass
+class Again:
+    """Weights that can be given again; something happens before tensor 60 of the first time."""
+
+    happens: Callable[[], object]
+    given: bool = False
+
+    def __iter__(self) -> Named:
+        yield from SECOND.items() if self.given else until(SECOND, 60, self.happens)
+        self.given = True
+
+
+@pytest.mark.parametrize(("spread", "times"), [("each", 0), ("broadcast", 1)])
+def test_publish_goes_on_without_a_server_that_is_killed_and_takes_it_back(
+    two: Two, spread: str, times: int
+):
     good, bad = two.servers
     killed = two.processes[1]
-    done = two.publish(until(SECOND, 60, killed.end), 4)
+    done = two.publish(Again(killed.end), 4, spread=spread)
     assert done.failed.keys() == {bad.address} and done.seen.keys() == {good.address}
-    assert two.version(good) == "4"
-    done = two.publish(SECOND, 5)  # while it is gone
+    assert two.version(good) == "4" and times <= done.again <= 2 * times
+    done = two.publish(SECOND, 5, spread=spread)  # while it is gone
     assert done.failed.keys() == {bad.address}
     log = two.folder / "again.log"
     two.processes[1] = ServerProcess(log, port=int(bad.address.rpartition(":")[2]))
@@ -168,6 +184,19 @@ def test_publish_goes_on_without_a_server_that_is_killed_and_takes_it_back(two: 
     bad.failure = None
     with pytest.raises(ServerFailed, match="no complete weights"):
         two.generate(bad)
-    assert two.publish(FIRST, 6).failed == {}
+    assert two.publish(FIRST, 6, spread=spread).failed == {}
     assert two.digests(good) == two.digests(bad)
     assert two.generate(bad, replace(REQUEST, salt="6")).versions == ((0, 4, 6),)
+
+
+def test_broadcast_that_a_server_stalls_reaches_the_others_by_tcp(two: Two):
+    """Which one stalled shows there, by its own time."""
+    good, bad = two.servers
+    number = two.processes[1].process.pid
+    assert number is not None
+    stall = Again(partial(os.kill, number, signal.SIGSTOP))
+    done = two.publish(stall, 7, spread="broadcast", timeout=4.0)
+    os.kill(number, signal.SIGCONT)
+    assert done.failed.keys() == {bad.address} and done.seen.keys() == {good.address}
+    assert two.version(good) == "7" and done.again == 2
+    assert two.publish(FIRST, 8, spread="broadcast").failed == {}

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.rollout.servers import wire
+from pyrl_ext.rollout.servers.broadcast import BROKEN, Broadcast
 from pyrl_ext.rollout.servers.relay import Relay, Way, meet
 from pyrl_ext.rollout.servers.sender import Transfer
 from pyrl_ext.rollout.servers.staged import BEFORE, Door, StagedUpdate, UpdateInfo, _from_before
 from tests.helpers.deadline import DEADLINE
 
 BUCKET = 1 << 20
+IN_GROUP = {"host": "h", "port": 1, "rank": 2, "size": 3}
 SHAPES = {f"layers.{i}.w": (200, 300 + i) for i in range(40)}
+FEWER = dict(list(SHAPES.items())[:20])
 
 
 def weights(seed: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -58,12 +61,12 @@ def transfer(
     limit: float = DEADLINE,
     wanted: dict[str, tuple[int, ...]] = SHAPES,
     only: tuple[str, ...] | None = None,
-    relay: int | None = None,
+    **how: Any,
 ) -> Iterator[tuple[Transfer, list[dict[str, Any]]]]:
     """It, and the info for each engine."""
     names = [engine_at(number) for number in range(engines)]
     part = {name: wanted[name] for name in only or wanted}
-    sending = Transfer(loop, names, 7, part, limit, bucket_bytes=BUCKET, relay=relay)
+    sending = Transfer(loop, names, 7, part, limit, bucket_bytes=BUCKET, **how)
     try:
         places = asyncio.run_coroutine_threadsafe(sending.open(), loop).result()
         doors = [(Door(0, *place),) for place in places]
@@ -73,8 +76,10 @@ def transfer(
         asyncio.run_coroutine_threadsafe(sending.close(), loop).result()
 
 
-def engine(info: dict[str, Any], wanted: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
-    staged = StagedUpdate(wanted)
+def engine(
+    info: dict[str, Any], wanted: dict[str, tuple[int, ...]] = SHAPES, device: str = "cpu"
+) -> dict[str, Tensor]:
+    staged = StagedUpdate(wanted, device)
     staged.start()
     staged.update(info)
     return staged.finish(7)[1]
@@ -120,10 +125,11 @@ def test_send_goes_on_without_an_engine_that_fails(loop: asyncio.AbstractEventLo
         stalled.close()
 
 
-@pytest.mark.parametrize("relay", [0, 2])
-def test_send_lets_engines_pass_the_bytes_on(loop: asyncio.AbstractEventLoop, relay: int):
+@pytest.mark.parametrize("how", [{"relay": 0}, {"relay": 2}, {"broadcast": True}])
+def test_send_sends_every_byte_once(loop: asyncio.AbstractEventLoop, how: dict[str, Any]):
+    """Engines pass them on, or the sender broadcasts them."""
     payload = sum(tensor.nbytes for _, tensor in weights())
-    with ThreadPoolExecutor(3) as pool, transfer(loop, 3, relay=relay) as (sending, infos):
+    with ThreadPoolExecutor(3) as pool, transfer(loop, 3, **how) as (sending, infos):
         came = [pool.submit(engine, info) for info in infos]
         sending.send(weights())
         assert all(same(each.result()) for each in came)
@@ -131,8 +137,11 @@ def test_send_lets_engines_pass_the_bytes_on(loop: asyncio.AbstractEventLoop, re
         assert payload < sending.sent_bytes < 1.1 * payload
 
 
-def test_send_passes_by_an_engine_that_is_not_there(loop: asyncio.AbstractEventLoop):
-    with ThreadPoolExecutor(2) as pool, transfer(loop, 3, relay=0) as (sending, infos):
+@pytest.mark.parametrize("how", [{"relay": 0}, {"broadcast": True}])
+def test_send_passes_by_an_engine_that_is_not_there(
+    loop: asyncio.AbstractEventLoop, how: dict[str, Any]
+):
+    with ThreadPoolExecutor(2) as pool, transfer(loop, 3, **how) as (sending, infos):
         loop.call_soon_threadsafe(sending.fail, 1, "it is gone")
         came = [pool.submit(engine, infos[i]) for i in (0, 2)]
         sending.send(weights())
@@ -151,6 +160,57 @@ def test_engine_names_the_one_before_that_left(loop: asyncio.AbstractEventLoop):
             with pytest.raises(wire.WireError, match=f"{BEFORE} at 127.0.0.1:.* rank 0 of the"):
                 each.result()
         gone.close()
+
+
+def test_broadcast_breaks_for_all_engines_at_once(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+):
+    """One leaves in the middle, one never joins; none has new weights, and all say so."""
+    with ThreadPoolExecutor(3) as pool, transfer(loop, 3, broadcast=True) as (sending, infos):
+        came = [pool.submit(engine, infos[i], (SHAPES, FEWER)[i == 1]) for i in range(3)]
+        sending.send(weights())
+        with pytest.raises(wire.WireError, match=r"'layers\.20\.w', expected a tensor"):
+            came[1].result()
+        for each in (came[0], came[2]):
+            with pytest.raises(wire.WireError, match=r"(an end|a broadcast) .*rank 0 of the"):
+                each.result()
+        assert len(sending.failed) == 3 and "missed layers." in sending.failed[engine_at(0)]
+        assert all(BROKEN in why for why in sending.failed.values())
+    monkeypatch.setattr("pyrl_ext.rollout.servers.broadcast.JOIN", 0.5)
+    with ThreadPoolExecutor(3) as pool, transfer(loop, 3, broadcast=True) as (sending, infos):
+        came = [pool.submit(engine, infos[i]) for i in (0, 2)]
+        absent = joined(infos[1])
+        sending.send(weights())
+        assert all(BROKEN in why and "first tensor" in why for why in sending.failed.values())
+        for each in came:
+            with pytest.raises(wire.WireError, match=BROKEN):
+                each.result()
+        absent.close()
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.device_count() < 2,
+    reason="NCCL refuses two members of a group on one GPU",
+)
+@pytest.mark.parametrize("wanted", [SHAPES, FEWER])
+def test_broadcast_by_nccl(loop: asyncio.AbstractEventLoop, wanted: dict[str, tuple[int, ...]]):
+    """An engine on another GPU has the weights; one that leaves in the middle ends the sender's."""
+    how = {"broadcast": True, "device": "cuda:0"}
+    with ThreadPoolExecutor(1) as pool, transfer(loop, 1, limit=20.0, **how) as (sending, infos):
+        came = pool.submit(engine, infos[0], wanted, "cuda:1")
+        sending.send(weights())
+        if wanted is SHAPES:
+            assert same(came.result()) and not sending.failed
+        else:
+            with pytest.raises(wire.WireError, match=r"'layers\.20\.w', expected a tensor"):
+                came.result()
+            assert BROKEN in sending.failed[engine_at(0)]
+
+
+def test_broadcast_by_nccl_needs_engines_on_gpus():
+    way = Way("127.0.0.1", 1, backend="nccl", rank=1, size=2)
+    with pytest.raises(wire.WireError, match="a broadcast by NCCL to cpu, expected an engine on"):
+        Broadcast(way, torch.device("cpu"), lambda: None)
 
 
 def test_relay_lets_only_the_next_engine_in():
@@ -190,9 +250,17 @@ def test_relay_waits_for_a_stranger_no_longer_than_for_a_whole_proof(
 
 
 @pytest.mark.parametrize(
-    "change", [{"more": 1}, {"host": 1}, {"port": True}, {"host": "h"}, {"silence": -1}]
+    "change",
+    [
+        *({"more": 1}, {"host": 1}, {"port": True}, {"host": "h"}, {"silence": -1}),
+        *({"backend": "gloo"}, {"backend": "mpi", **IN_GROUP}, {"backend": 1}),
+        *({"backend": "gloo", **IN_GROUP, "rank": rank} for rank in (0, 3, -1)),
+        {"backend": "gloo", **IN_GROUP, "host": ""},
+        {"backend": "gloo", **IN_GROUP, "size": 1025},
+    ],
 )
 def test_way_refuses_other_fields(change: dict[str, Any]):
+    assert Way.from_json(asdict(Way()) | {"backend": "gloo", **IN_GROUP}).size == 3
     with pytest.raises(wire.WireError, match="expected"):
         Way.from_json(asdict(Way()) | change)
 

@@ -34,7 +34,11 @@ LAYOUTS = {
 }
 SMALL = "rollout.bucket_bytes=20000"
 RELAYED, BESIDE = "rollout.relay_bytes=1", "rollout.ahead=1"
-PUBLISHED = {1: (), 2: (RELAYED,), 4: (RELAYED, BESIDE)}  # by number of senders
+BROADCAST = "rollout.transport=broadcast"
+PUBLISHED = (  # number of senders, further keys
+    *((1, ()), (1, (BROADCAST,)), (1, (BROADCAST, BESIDE))),
+    *((2, (RELAYED,)), (4, (RELAYED, BESIDE))),
+)
 
 
 @given(
@@ -82,7 +86,7 @@ def on_ranks(group: dist.ProcessGroup, folder: Path) -> list[dict[str, Any]]:
                 addresses[0].append(client.url)
         dist.broadcast_object_list(addresses)
         for name, layout in LAYOUTS.items():
-            for senders, how in PUBLISHED.items():
+            for senders, how in PUBLISHED:
                 overrides = (*layout, f"rollout.servers={addresses[0]}", SMALL, "replay=off", *how)
                 plan = tiny_plan(f"rollout.senders={senders}", f"run={folder}", *overrides)
                 for engine in held:  # nothing is left of the publish before
@@ -91,7 +95,7 @@ def on_ranks(group: dist.ProcessGroup, folder: Path) -> list[dict[str, Any]]:
                     )
                 row = published(plan, group)
                 row["digests"] = [engine.checksums(None) for engine in held]
-                found.append(row | {"layout": name, "senders": senders})
+                found.append(row | {"layout": name, "senders": senders, "how": how})
     return found
 
 
@@ -134,12 +138,13 @@ def test_publish_from_several_ranks_gives_servers_the_same_weights(tmp_path: Pat
         expected = expected or first["digests"][0]
         assert first["digests"] == [expected, expected], first["layout"]
         assert all(row["asked"] == expected for row in case)
-        relayed = RELAYED in PUBLISHED[first["senders"]]
+        relayed = RELAYED in first["how"]
         before = [sum(map(bool, sent[:rank])) for rank in range(4)]
         starts = [number % 2 if relayed else None for number in before]
         assert [row["first"] for row in case] == starts  # senders begin at one after the other
         assert sum(map(bool, sent)) == first["senders"]
         assert sum(map(len, sent)) == len(set().union(*sent)) >= len(expected)
         size = size or first["bytes"]
-        sends = size / 2 if relayed else size  # to one of both
+        once = relayed or BROADCAST in first["how"]
+        sends = size / 2 if once else size  # to one of both, or to both at once
         assert all(abs(row["bytes"] - sends) < size / 20 for row in case)  # heads of frames
