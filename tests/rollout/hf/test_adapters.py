@@ -37,7 +37,9 @@ def test_adapters_are_the_merged_weights(hf: dict[str, Any], experts: str):
     assert (adapted - base).abs().max() > 0.5
     zero = {n: x * 0 if ".lora_B." in n else x for n, x in factors_of(given).items()}
     engine.load_weights(zero.items(), 1, only=zero.keys())
-    assert torch.equal(logits(engine, TOKENS), base)  # B = 0 is the base, to the bit
+    # B = 0 is the base; an expert's product with its rows alone rounds otherwise with AVX-512
+    bound = 0.0 if experts == "none" else 2e-6
+    torch.testing.assert_close(logits(engine, TOKENS), base, rtol=0, atol=bound)
     assert engine.checksums(list(weights)) == plain.checksums(list(weights))
 
 
