@@ -31,7 +31,7 @@ from pyrl_ext.rollout.servers import protocol
 from pyrl_ext.rollout.servers.client import Keys, Server, ServerFailed
 from pyrl_ext.rollout.servers.guard import TABLE
 from pyrl_ext.rollout.servers.protocol import Answer, Partial, Request
-from pyrl_ext.rollout.servers.publish import Published, Weights, publish
+from pyrl_ext.rollout.servers.publish import Published, Spread, Weights, publish
 from pyrl_ext.rollout.servers.publisher import canary_of, identity_of, shapes_of
 from pyrl_ext.rollout.servers.taker import Taker
 from pyrl_ext.samples import Sampling
@@ -75,8 +75,9 @@ class Served:
     def generate(self, request: Request) -> Answer:
         return self.run(self.server.generate(request, Partial(request)))
 
-    def publish(self, version: int, **more: Any) -> Published:
-        weights = Weights(checkpoint(MODELS[version]).items(), version, shapes_of(self.plan))
+    def publish(self, version: int, spread: Spread = "each", **more: Any) -> Published:
+        tensors = checkpoint(MODELS[version])
+        weights = Weights(tensors.items(), version, shapes_of(self.plan), spread=spread)
         options = {"canary": self.canary, "identity": identity_of(self.plan)} | more
         done = publish(self.loop, [self.server], weights, pause="abort", timeout=300, **options)
         done.failed |= done.wait()
@@ -129,9 +130,10 @@ def check(answer: Answer, request: Request, version: int) -> None:
 
 
 def test_generate_equals_transformers_after_each_publish(served: Served):
-    for version in (1, 2):
-        done = served.publish(version)
-        assert done.seen.keys() == {served.address}
+    ways: tuple[tuple[int, Spread], ...] = ((1, "each"), (2, "broadcast"))
+    for version, spread in ways:
+        done = served.publish(version, spread)
+        assert done.seen.keys() == {served.address} and done.again == 0
         for size, begin in ((1, 0), (7, 3), (33, 0)):
             context = tuple(range(3, 3 + size))
             request = Request(f"r{size}", context, 4, routes_from=begin, salt=str(version))
