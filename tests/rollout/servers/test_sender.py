@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.rollout.servers import wire
-from pyrl_ext.rollout.servers.broadcast import BROKEN, Broadcast
+from pyrl_ext.rollout.servers.broadcast import BROKEN, Broadcast, ToAll
+from pyrl_ext.rollout.servers.receiver import Receiver
 from pyrl_ext.rollout.servers.relay import Relay, Way, meet
 from pyrl_ext.rollout.servers.sender import Transfer
 from pyrl_ext.rollout.servers.staged import BEFORE, Door, StagedUpdate, UpdateInfo, _from_before
@@ -25,6 +26,7 @@ from tests.helpers.deadline import DEADLINE
 BUCKET = 1 << 20
 IN_GROUP = {"host": "h", "port": 1, "rank": 2, "size": 3}
 SHAPES = {f"layers.{i}.w": (200, 300 + i) for i in range(40)}
+NOT_OURS = "192.0.2.1"  # of no host: for documentation
 FEWER = dict(list(SHAPES.items())[:20])
 
 
@@ -205,6 +207,27 @@ def test_broadcast_by_nccl(loop: asyncio.AbstractEventLoop, wanted: dict[str, tu
             with pytest.raises(wire.WireError, match=r"'layers\.20\.w', expected a tensor"):
                 came.result()
             assert BROKEN in sending.failed[engine_at(0)]
+
+
+def test_broadcast_has_a_limit_for_all_buckets(loop: asyncio.AbstractEventLoop):
+    with ThreadPoolExecutor(1) as pool, transfer(loop, 1, broadcast=True) as (sending, infos):
+        came = pool.submit(engine, infos[0])
+        assert sending._to_all is not None
+        sending._to_all._left = 0.0
+        sending.send(weights())
+        assert "it took too long" in sending.failed[engine_at(0)]
+        with pytest.raises(wire.WireError):
+            came.result()
+
+
+def test_broadcast_waits_where_engines_of_other_hosts_reach_it():
+    """A loopback address is of this host's engines alone."""
+    for hosts, failed in ((("127.0.0.1",), False), (("127.0.0.1", NOT_OURS), True)):
+        engines = [Receiver(engine_at(n), 1.0, host) for n, host in enumerate(hosts)]
+        to_all = ToAll(torch.device("cpu"), 1.0)
+        to_all.meet(engines, 1.0)
+        to_all.close()
+        assert all(failed == (BROKEN in (each.error or "")) for each in engines)
 
 
 def test_broadcast_by_nccl_needs_engines_on_gpus():
