@@ -120,12 +120,12 @@ class Broadcast:
 
     def _end(self, how: str) -> None:
         self._closed = True
-        (group, self._group), (door, self._door) = (self._group, None), (self._door, None)
+        held, self._group = [self._group], None
+        door, self._door = self._door, None
         if door is not None:
             door.close()
-        if group is not None:  # in a thread: both, and its destructor, may wait for a member
-            ending = threading.Thread(target=_end_group, args=([group], how), daemon=True)
-            ending.start()
+        if held[0] is not None:  # in a thread: its end and its destructor may wait for a member
+            threading.Thread(target=_end_group, args=(held, how), daemon=True).start()
 
     def _pass(self, piece: Tensor) -> None:
         if self._stream is None:

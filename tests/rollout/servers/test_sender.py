@@ -174,7 +174,7 @@ def test_broadcast_breaks_for_all_engines_at_once(
         with pytest.raises(wire.WireError, match=r"'layers\.20\.w', expected a tensor"):
             came[1].result()
         for each in (came[0], came[2]):
-            with pytest.raises(wire.WireError, match=r"(an end|a broadcast) .*rank 0 of the"):
+            with pytest.raises(wire.WireError, match=r"(an end|the broadcast) .*rank 0 of the"):
                 each.result()
         assert len(sending.failed) == 3 and "missed layers." in sending.failed[engine_at(0)]
         assert all(BROKEN in why for why in sending.failed.values())
