@@ -195,7 +195,7 @@ def test_broadcast_that_a_server_stalls_reaches_the_others_by_tcp(two: Two):
     number = two.processes[1].process.pid
     assert number is not None
     stall = Again(partial(os.kill, number, signal.SIGSTOP))
-    done = two.publish(stall, 7, spread="broadcast", timeout=4.0)
+    done = two.publish(stall, 7, spread="broadcast", timeout=8.0)
     os.kill(number, signal.SIGCONT)
     assert done.failed.keys() == {bad.address} and done.seen.keys() == {good.address}
     assert two.version(good) == "7" and done.again == 2
