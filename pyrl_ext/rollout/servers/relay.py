@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pyrl_ext.dist.side_groups import family_of
 from pyrl_ext.rollout.servers import wire
 
 MEET = 10.0  # longest time for the proofs of a secret [s]
@@ -80,8 +81,7 @@ class Relay:
     """
 
     def __init__(self, host: str):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._door = socket.socket(family)
+        self._door = socket.socket(family_of(host))
         self._door.bind((host, 0))
         self._door.listen(1)
         self.port: int = self._door.getsockname()[1]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.dist.buckets import Bucket, Named, buckets_of, read_to_the_end
+from pyrl_ext.dist.side_groups import family_of
 from pyrl_ext.rollout.servers import wire
 from pyrl_ext.rollout.servers.broadcast import ToAll
 from pyrl_ext.rollout.servers.receiver import Receiver
@@ -93,8 +94,7 @@ class Transfer:
             each.host = await asyncio.to_thread(address_towards, each.address)
             if each.host in self._doors:
                 continue
-            family = socket.AF_INET6 if ":" in each.host else socket.AF_INET
-            door = self._doors[each.host] = socket.socket(family)
+            door = self._doors[each.host] = socket.socket(family_of(each.host))
             door.setblocking(False)
             door.bind((each.host, 0))
             door.listen(len(self._engines))

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -194,8 +193,11 @@ def _take(
             relay.begin(way)
             member: Broadcast | None = None
             if way.backend:
-                left = partial(gone, connection)
-                member = Broadcast(way, device, lambda: "the sender left" if left() else None)
+
+                def lost() -> str | None:
+                    return "the sender left" if gone(connection) else None
+
+                member = Broadcast(way, device, lost)
                 stack.enter_context(closing(member)).join()
                 payload = member.pass_on
             elif way.host:
