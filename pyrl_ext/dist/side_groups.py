@@ -14,6 +14,15 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+def own_address(host: str | None, port: int | None) -> str:
+    """This host's address on the way to another; no packet is sent. Raises: OSError for no way."""
+    for family, kind, number, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind, number) as way:
+            way.connect(place)
+            return way.getsockname()[0]
+    raise OSError(f"no address of {host}")
+
+
 def listening(host: str) -> socket.socket:
     """A socket for the store of a group: without one it listens on every address of the host.
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrl_ext.dist.buckets import Bucket
-from pyrl_ext.dist.side_groups import family_of, gloo_group, listening, store_of
+from pyrl_ext.dist.side_groups import gloo_group, listening, own_address, store_of
 from pyrl_ext.rollout.servers.receiver import Receiver
 from pyrl_ext.rollout.servers.relay import Way
 from pyrl_ext.rollout.servers.wire import CHUNK, WireError, need
@@ -249,7 +249,8 @@ def _group(way: Way, door: socket.socket | None) -> Any:
     store = store_of(way.host, way.port, way.size, limit, door)
     known = dist.PrefixStore(way.secret, store)  # pyright: ignore[reportPrivateImportUsage]
     if way.backend == "gloo":
-        return gloo_group(known, way.rank, way.size, _own_address(way), limit)
+        own = own_address(way.host, way.port)
+        return gloo_group(known, way.rank, way.size, own, limit)
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout, options.config.blocking = limit, 0  # or to wait for others has no end
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", NCCL_JOIN)  # read at the first use
@@ -261,13 +262,6 @@ def _end_group(held: list[Any], how: str) -> None:
     group = held.pop()
     with suppress(RuntimeError):
         getattr(group, how)()
-
-
-def _own_address(way: Way) -> str:
-    """This host's, towards the store's."""
-    with socket.socket(family_of(way.host), socket.SOCK_DGRAM) as towards:
-        towards.connect((way.host, way.port))
-        return towards.getsockname()[0]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.dist.buckets import Bucket, Named, buckets_of, read_to_the_end
-from pyrl_ext.dist.side_groups import family_of
+from pyrl_ext.dist.side_groups import family_of, own_address
 from pyrl_ext.rollout.servers import wire
 from pyrl_ext.rollout.servers.broadcast import ToAll
 from pyrl_ext.rollout.servers.receiver import Receiver
@@ -331,10 +331,5 @@ def address_towards(address: str) -> str:
     """This host's address on the way to a server's; no packet is sent."""
     server = urlsplit(address)
     with suppress(OSError):
-        for family, kind, number, _, place in socket.getaddrinfo(
-            server.hostname, server.port, type=socket.SOCK_DGRAM
-        ):
-            with socket.socket(family, kind, number) as way:
-                way.connect(place)
-                return way.getsockname()[0]
+        return own_address(server.hostname, server.port)
     raise wire.WireError(f"publish: no way to {address}, expected a host that can be reached")
