@@ -211,6 +211,28 @@ def test_broadcast_by_nccl(loop: asyncio.AbstractEventLoop, wanted: dict[str, tu
             assert BROKEN in sending.failed[engine_at(0)]
 
 
+def test_broadcast_names_an_engine_that_left_before_it_joined(loop: asyncio.AbstractEventLoop):
+    """Nobody waits for it."""
+    with ThreadPoolExecutor(1) as pool, transfer(loop, 2, broadcast=True) as (sending, infos):
+        came = pool.submit(engine, infos[0])
+        joined(infos[1]).close()
+        sending.send(weights())
+        assert f"{engine_at(1)}: it left" in sending.failed[engine_at(0)]
+        with pytest.raises(wire.WireError):
+            came.result()
+
+
+def test_broadcast_sends_a_bucket_in_pieces(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+):
+    for room in ("wire", "broadcast"):
+        monkeypatch.setattr(f"pyrl_ext.rollout.servers.{room}.CHUNK", BUCKET // 16)
+    with ThreadPoolExecutor(2) as pool, transfer(loop, 2, broadcast=True) as (sending, infos):
+        came = [pool.submit(engine, info) for info in infos]
+        sending.send(weights())
+        assert all(same(each.result()) for each in came) and sending.failed == {}
+
+
 def test_broadcast_has_a_limit_for_all_buckets(loop: asyncio.AbstractEventLoop):
     with ThreadPoolExecutor(1) as pool, transfer(loop, 1, broadcast=True) as (sending, infos):
         came = pool.submit(engine, infos[0])
