@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,17 @@ def inspect_models_here() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda fn: fn()
+
+
+def remove_shared_memory() -> None:
+    """To be called once the engine is there, whose ranks have all mapped it then. vLLM 0.32 leaves
+    it, and where ranks ran before it has the same name in every run (`cpu_worker.py`: the end of
+    "env://"), so the next run of the host would fail (errno 17)."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    name = getattr(getattr(group.device_communicator, "dist_module", None), "group_name", "")
+    Path("/dev/shm", f"{name.strip('/')}_{group.rank_in_group}").unlink(missing_ok=True)
 
 
 def without_sampling_kernel() -> None:

@@ -50,6 +50,8 @@ def start(interpreted: bool, **arguments: Any) -> LLMEngine:
             **arguments,
         )
     )
+    if arguments.get("distributed_executor_backend") and cpu.installed():
+        cpu.remove_shared_memory()
     torch.set_rng_state(random)
     _keep_our_groups()
     return engine
