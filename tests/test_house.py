@@ -1,4 +1,4 @@
-"""The rooms of the package: who may import whom, who may touch what, and how long things get."""
+"""The rooms of the package: who may import whom, and who may touch what."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -22,88 +22,6 @@ ORDER: list[str] = [
     *("plan", "ops", "samples", "dist", "metrics", "loss", "pack", "replay", "data", "rollout"),
     *("megatron", "models", "weights", "trainer", "run", "serve", "train", "tools"),
 ]
-
-MAX_FUNCTION_LINES = 60
-MAX_FILE_LINES = 400
-# Lines of code (docstrings, comments and blank lines are free) of what a reader must know. The rest
-# is read one operator, engine or forecast at a time. A part that a model may lack, or one of
-# several that a run uses, has a limit to itself: its files count there alone, so it comes before
-# the rooms that it is spread over.
-QWEN35 = ("", "_text", "_moe", "_moe_text")
-CORE = {
-    "te": ("megatron/te", "megatron/te_attention", "plan/rules/te"),
-    "encoders": (
-        *("plan/model/towers", "plan/model/families/kimi_k25", "plan/model/families/qwen3_vl_moe"),
-        *("plan/rules/modules", "pack/images", "pack/encoder_work"),
-        *("megatron/vision", "megatron/features"),
-        *("models/towers", "models/kimi_k25", "models/qwen3_vl_moe"),
-        *("trainer/edges", "trainer/encoder", "rollout/vllm/images"),
-    ),
-    "objectives": (
-        *("plan/schema/objective", "plan/rules/objective", "loss/evaluate", "loss/policy_terms"),
-        *(
-            "loss/ratio",
-            "loss/kl",
-            "loss/corrections",
-            "loss/shaping",
-            "loss/reductions",
-            "loss/advantages",
-            *("rollout/dynamic", "pack/reward_parts"),
-            *("loss/kept_sets", "pack/kept_parts", "rollout/vllm/kept_sets"),
-        ),
-    ),
-    "serve": (
-        *("rollout/servers/embedded", "rollout/servers/lanes", "rollout/servers/worker"),
-        *("rollout/servers/guard", "rollout/servers/vllm", "serve"),
-    ),
-    "servers": (
-        *("rollout/servers", "rollout/ahead", "rollout/versions"),
-        *("trainer/ages", "trainer/canary"),
-        *("plan/schema/servers", "plan/rules/servers"),
-    ),
-    "turns": ("rollout/turns", "rollout/groups", "plan/schema/turns", "plan/rules/turns"),
-    "recorded": tuple(f"rollout/recorded{part}" for part in ("", "_file", "_scores")),
-    "report": ("tools/report",),
-    "trace": ("tools/trace", "run/profile", "plan/schema/log", "plan/rules/log"),
-    "lora": (
-        *("plan/schema/lora", "plan/rules/lora", "plan/model/lora"),
-        *("models/lora_table", "models/lora_live", "models/peft_folder", "megatron/lora"),
-        *("rollout/adapters", "rollout/hf/adapters", "rollout/vllm/adapters"),
-        *("rollout/adapters", "rollout/hf/adapters", "rollout/vllm/adapters"),
-    ),
-    "hybrid": (
-        *("plan/model/layer_kinds", "plan/model/families/qwen3_next", "plan/rules/state_layers"),
-        "plan/rules/state_packages",
-        *("plan/model/families/nemotron_h", "models/qwen3_next", "models/nemotron_h"),
-        *(f"{at}/qwen3_5{kind}" for at in ("models", "plan/model/families") for kind in QWEN35),
-        *("megatron/state_layers", "megatron/centred_norms", "megatron/gated_attention"),
-        *("megatron/mamba", "megatron/head_exchange", "models/state_starts"),
-    ),
-    "core": (
-        *("train", "samples", "pack", "loss", "replay", "trainer", "weights", "megatron", "models"),
-        *("rollout/engine", "rollout/build", "rollout/distribute", "rollout/rollouts"),
-    ),
-    "vllm": ("rollout/vllm",),
-    "plan core": (
-        *("plan/language", "plan/schema", "plan/plan", "plan/compile", "plan/rules", "plan/model"),
-    ),
-}
-MAX_CODE = {
-    "te": 450,
-    "encoders": 1200,
-    "objectives": 680,
-    "serve": 1200,
-    "servers": 3660,
-    "turns": 900,
-    "recorded": 425,
-    "report": 750,
-    "trace": 180,
-    "lora": 1500,
-    "hybrid": 870,
-    "core": 7500,
-    "plan core": 2520,
-    "vllm": 610,
-}
 
 # Modules that only files or folders whose name starts with one of these words may import.
 NAMED_AFTER = {
@@ -243,27 +161,6 @@ def test_house_is_free_to_import():
     assert new <= {"pyrl_ext", *sys.stdlib_module_names}, run.stdout + run.stderr
 
 
-def test_house_keeps_functions_and_files_short():
-    functions = sorted(function_lengths(), reverse=True)
-    files = sorted(((len(lines_of(f)), place(f)) for f in FILES), reverse=True)
-    total = sum(length for length, _ in files)
-    code = dict.fromkeys(CORE, 0)
-    for file in FILES:
-        if house := next((name for name, parts in CORE.items() if part_of(file, parts)), None):
-            code[house] += code_lines(file)
-    rooms = {room: sum(code_lines(f) for f in FILES if room_of(f) == room) for room in ORDER}
-    print(f"\nlines of code: {code}; by room: {rooms}; {total} lines in {len(files)} files")
-    for length, name in [*functions[:5], *files[:5]]:
-        print(f"{length:5d}  {name}")
-    long = [f for f in functions if f[0] > MAX_FUNCTION_LINES]
-    long += [f for f in files if f[0] > MAX_FILE_LINES]
-    assert not long, (
-        f"longer than a screen ({MAX_FUNCTION_LINES}) or a file ({MAX_FILE_LINES}): {long}"
-    )
-    over = {house: lines for house, lines in code.items() if lines > MAX_CODE[house]}
-    assert not over, f"{over} lines of code, expected at most {MAX_CODE}"
-
-
 # The walks of docs/walks.md: heading -> the most stations it may have
 MAX_STATIONS = {"routed experts": 9, "weight": 7, "key": 6}
 
@@ -327,20 +224,6 @@ def test_house_resolves_its_imports(code: str, expected: set[str]):
 # Reading the source ------------------------------------------------------------------------------
 
 
-@cache
-def code_lines(file: Path) -> int:
-    """Lines that hold code: neither blank nor only a comment or a docstring."""
-    texts = {
-        line
-        for node in ast.walk(tree_of(file))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        if isinstance(node.value.value, str)
-    }
-    held = (line.strip() for n, line in enumerate(lines_of(file), 1) if n not in texts)
-    return sum(1 for line in held if line and not line.startswith("#"))
-
-
 def lines_of(file: Path) -> list[str]:
     return file.read_text(encoding="utf-8").splitlines()
 
@@ -358,12 +241,6 @@ def place(file: Path, line: int | None = None) -> str:
 def room_of(file: Path) -> str:
     """First path part below pyrl_ext: `ops/gather/native.py` -> ops, `layout.py` -> layout."""
     return Path(file.relative_to(PACKAGE).parts[0]).stem
-
-
-def part_of(file: Path, parts: Sequence[str]) -> bool:
-    """Whether ``file`` is one of the modules ``parts``, or inside one."""
-    name = file.relative_to(PACKAGE).with_suffix("").as_posix()
-    return any(name == part or name.startswith(part + "/") for part in parts)
 
 
 def within(module: str, package: str) -> bool:
@@ -401,11 +278,3 @@ def attributes_of(file: Path) -> Iterator[tuple[int, str]]:
             inner = inner.value
         if isinstance(node, ast.Attribute) and isinstance(inner, ast.Name):
             yield node.lineno, ".".join([aliases.get(inner.id, inner.id), *reversed(parts)])
-
-
-def function_lengths() -> Iterator[tuple[int, str]]:
-    for file in FILES:
-        for node in ast.walk(tree_of(file)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                yield node.end_lineno - node.lineno + 1, f"{place(file, node.lineno)} {node.name}"
