@@ -16,7 +16,7 @@ FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_lo
             layout replay_probs swiglu rms_norm expert_rows gated_delta_rule
 
 .PHONY: help venv build browser demo demo-vl demo-turns demo-lora demo-async pictures test test-fast test-installed test-runs test-servers kills mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
-        replay-effect replay-effect-vllm gpu vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te test-wandb clean
+        replay-effect replay-effect-vllm gpu gpu8 vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te test-wandb clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -235,6 +235,9 @@ bench-quick:  ## the same a tenth as long: whether all of it runs, and computes 
 # with BIN=/usr/bin that Python runs it, and nothing is built: PYTHONPATH names what it lacks
 gpu: $(if $(filter command,$(origin BIN)),,build)  ## needs a GPU: everything that asks for one, in one report
 	PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(BIN)/python3 -m benchmarks.gpu $(GPU)
+
+gpu8: $(if $(filter command,$(origin BIN)),,build)  ## needs several GPUs: communicators, layouts over NCCL, vLLM, whole steps
+	PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(BIN)/python3 -m benchmarks.gpu.eight $(GPU)
 
 clean:  ## what was built, not the environment
 	rm -rf build dist pyrl_ext/_C*.so $(VENV)/.built

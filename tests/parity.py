@@ -357,15 +357,20 @@ def train_steps(plan: Plan, mtp_routes: bool) -> Outcome:
 def trained(policy: Policy) -> dict[str, torch.Tensor]:
     """The weights; or the factors of adapters, and the weights with them."""
     if policy.llm.adapters:
-        return lora.factors(policy.llm) | lora.merged(policy.llm)
-    return {name: tensor.clone() for name, tensor in policy.weights()}
+        return on_host((lora.factors(policy.llm) | lora.merged(policy.llm)).items())
+    return on_host(policy.weights())
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
     """The gradients of the weights, or of the factors of adapters."""
     if policy.llm.adapters:
-        return lora.gradients(policy.llm)
-    return {name: grad.clone() for name, grad in policy.gradients()}
+        return on_host(lora.gradients(policy.llm).items())
+    return on_host(policy.gradients())
+
+
+def on_host(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Copies of tensors in host memory, by name."""
+    return {name: tensor.clone().cpu() for name, tensor in named}
 
 
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -393,12 +398,12 @@ def deviations(got: Outcome, want: Outcome) -> dict[str, tuple[float, str]]:
     return {name: max(found) for name, found in worst.items()}
 
 
-def on_ranks(group, layouts: list[Layout], folder: Path) -> list[dict]:
+def on_ranks(group, layouts: list[Layout], folder: Path, device: str = "cpu") -> list[dict]:
     """Every layout on these ranks, one after the other; rows of the table from the first rank."""
     os.environ["WORLD_SIZE"] = str(group.size())
     rows = []
     for layout in layouts:
-        plan = compiled(layout.model, folder, layout.overrides)
+        plan = compiled(layout.model, folder, (*layout.overrides, f"device={device}"))
         got = train_steps(plan, MODELS[layout.model].mtp_routes)
         gc.collect()  # the policy's process groups, with their threads
         if group.rank():
@@ -418,10 +423,11 @@ def on_ranks(group, layouts: list[Layout], folder: Path) -> list[dict]:
     return rows
 
 
-def reference(group, models: list[str], folder: Path) -> None:
+def reference(group, models: list[str], folder: Path, device: str = "cpu") -> None:
     """The single process' outcome of each model, into ``folder``."""
     for model in models:
-        outcome = train_steps(compiled(model, folder), MODELS[model].mtp_routes)
+        plan = compiled(model, folder, (f"device={device}",))
+        outcome = train_steps(plan, MODELS[model].mtp_routes)
         torch.save(outcome, folder / f"{model}.pt")
 
 
@@ -443,17 +449,19 @@ def too_far(rows: list[dict]) -> list[str]:
     return [line(row) for row in rows if beyond(row)]
 
 
-def run(layouts: dict[int, list[Layout]], timeout: float = DEADLINE) -> list[dict]:
+def run(
+    layouts: dict[int, list[Layout]], timeout: float = DEADLINE, device: str = "cpu"
+) -> list[dict]:
     """Rows of the table: one spawn a world size."""
+    rows = list[dict]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models = sorted({layout.model for some in layouts.values() for layout in some})
-        run_ranks(reference, 1, models, folder, timeout=timeout)
-        return [
-            row
-            for size, some in layouts.items()
-            for row in run_ranks(on_ranks, size, some, folder, timeout=timeout)[0]
-        ]
+        run_ranks(reference, 1, models, folder, device, timeout=timeout, device=device)
+        for size, some in layouts.items():
+            found = run_ranks(on_ranks, size, some, folder, device, timeout=timeout, device=device)
+            rows += found[0]
+    return rows
 
 
 def markdown(rows: list[dict]) -> str:
@@ -508,19 +516,34 @@ def pairwise_cover(table: Mapping[int, Sequence[Layout]]) -> dict[int, list[Layo
     return {ranks: [layout for n, layout in chosen if n == ranks] for ranks in table}
 
 
+def with_titles(table: dict[int, list[Layout]], titles: Sequence[str]) -> dict[int, list[Layout]]:
+    """The layouts of ``table`` with exactly these titles.
+
+    Raises: ValueError for a title that no layout has.
+    """
+    known = {layout.title for some in table.values() for layout in some}
+    if missing := sorted(set(titles) - known):
+        raise ValueError(f"parity: no layout has the title {missing}, expected some of LAYOUTS")
+    return {ranks: [x for x in some if x.title in titles] for ranks, some in table.items()}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="world sizes")
     parser.add_argument("--pairs", action="store_true", help="only enough that all pairs meet")
     parser.add_argument("--only", default="", help="layouts whose title contains this")
+    parser.add_argument("--titles", nargs="+", help="layouts with exactly these titles")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: over NCCL")
     parser.add_argument("--write", type=Path, help="put the rows into this file, as a table")
     options = parser.parse_args(arguments)
     chosen = {n: [x for x in LAYOUTS[n] if options.only in x.title] for n in options.ranks}
+    if options.titles:
+        chosen = with_titles(chosen, options.titles)
     if options.pairs:
         chosen = pairwise_cover(chosen)
     cells = " ".join(f"{name:>9s}" for name in BOUNDS)
     print(f"{'layout':38s} {'model':13s} ranks {cells}  experts  seconds", flush=True)
-    rows = run({n: some for n, some in chosen.items() if some})
+    rows = run({n: some for n, some in chosen.items() if some}, device=options.device)
     if options.write:
         options.write.write_text(markdown(rows))
     bounds = " ".join(f"{bound:9.1e}" for bound in BOUNDS.values())

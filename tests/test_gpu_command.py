@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.cases import FAMILIES, cases_of, with_gpu_bars
-from benchmarks.gpu import parts, rates, report
+from benchmarks.gpu import eight, parts, rates, report
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.jobs import ROOT, Folder, Job, Result, Running
 from benchmarks.gpu.parts import PARTS, Part
@@ -128,7 +129,7 @@ def test_match_chooses_jobs_by_their_names(tmp_path: Path, capsys: pytest.Captur
 def test_only_refuses_parts_that_are_not_there(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["--only", "tests,speed"])
-    assert "--only: speed, expected some of tests, rates" in capsys.readouterr().err
+    assert "--only: speed, expected some of changed, step" in capsys.readouterr().err
 
 
 def test_Running_ends_the_processes_that_a_job_started(tmp_path: Path):
@@ -155,6 +156,9 @@ def test_read_leaves_out_a_line_that_was_cut_off(tmp_path: Path):
 def test_parts_ask_every_test_for_a_gpu_and_every_family():
     files = {each.name for each in PARTS["tests"].jobs()}
     assert {"tests/ops/test_gather_rows.py", "tests/trainer/test_prefetch.py"} <= files
+    changed = {each.name for each in PARTS["changed"].jobs()}
+    assert not files & changed and {*parts.CHANGED} <= changed
+    assert files | {*parts.CHANGED} == {*parts.gpu_test_files()}
     assert not any(name.startswith("tests/rollout/vllm/") for name in files)
     assert {each.name for each in PARTS["bench"].jobs()} == FAMILIES.keys() - {"layout"}
     tools = [each.name.split()[0] for each in PARTS["sanitizer"].jobs()]
@@ -183,6 +187,49 @@ def test_sanitizer_checks_the_kernels_of_csrc(tmp_path: Path, monkeypatch: pytes
     assert program == str(tool)
     assert chosen[0] == "--kernel-name"
     assert {"kns=gather_routes", "kns=sum_rows", "kns=expert_rows"} <= set(chosen)
+
+
+def test_parts_that_missed_a_bar_come_first():
+    first, second, *_ = PARTS["bench"].jobs()
+    assert {first.name, second.name} == {*parts.MISSED_BARS}
+
+
+@pytest.mark.parametrize("there", [0, 2, 8])
+def test_eight_runs_what_fits_the_gpus_that_are_there(there: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(eight, "gpus", lambda: there)
+    jobs = {(job.part, job.name): job for part in eight.PARTS.values() for job in part.jobs()}
+    needs = {("groups", "2 ranks"): 2, ("groups", "8 ranks"): 8, ("parity", "4 ranks"): 4}
+    needs |= {("modules", "tower on two ranks, pp 2"): 4, ("steps", "glm47, 47 layers"): 8}
+    for key, ranks in needs.items():
+        expected = "" if there >= ranks else f"it needs {ranks} GPUs, torch sees {there}"
+        assert jobs[key].absent == expected
+
+
+def test_eight_compares_layouts_that_exist():
+    from tests.parity import LAYOUTS, with_titles
+
+    for job in eight.parity():
+        ranks = int(job.command[job.command.index("--ranks") + 1])
+        titles = job.command[job.command.index("--titles") + 1 :]
+        (found,) = with_titles({ranks: LAYOUTS[ranks]}, titles).values()
+        assert sorted(layout.title for layout in found) == sorted(titles)
+
+
+def test_short_run_needs_all_of_its_steps(tmp_path: Path):
+    command = [sys.executable, "-m", "benchmarks.gpu.short_run", "--ranks", "1"]
+    config = "configs/tiny_qwen3.yaml"
+    more = ["steps=2", "rollout.max_new_tokens=2", "evaluate.every=0"]
+    for overrides, state in ((more, "ok"), ([*more, "rollout.max_mismatch=1e-30"], "failed")):
+        rows = tmp_path / state
+        subprocess.run(
+            [*command, config, *overrides],
+            cwd=ROOT,
+            env=os.environ | {"PYRL_GPU_ROWS": str(rows)},
+            capture_output=True,
+        )
+        found = {row["name"]: row for row in read(rows)}
+        assert found["run"]["state"] == state
+        assert ("time/update" in found) == (state == "ok")
 
 
 GPU_TESTS = """

@@ -31,10 +31,15 @@ class Stopped(Exception):
     """The command was asked to end."""
 
 
-def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PARTS) -> int:
-    """Exit code 0: all ran, and nothing failed or missed a bar; 1: something did, or waits."""
+def main(
+    arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PARTS, name: str = "gpu"
+) -> int:
+    """Run the jobs of ``parts``; results go to ``runs/<name>``, unless ``--into`` names a folder.
+
+    Returns: exit code 0: all ran, and nothing failed or missed a bar; 1: something did, or waits.
+    """
     given = _arguments(arguments, parts)
-    folder = Folder(given.into or Path("runs") / ("gpu-dry" if given.dry_run else "gpu"))
+    folder = Folder(given.into or Path("runs") / (f"{name}-dry" if given.dry_run else name))
     signal.signal(signal.SIGTERM, _stop)
     run = Run(folder, given.dry_run, given.minutes, parts)
     run.match = given.match
@@ -67,7 +72,7 @@ def _arguments(arguments: Sequence[str] | None, parts: Mapping[str, Part]) -> ar
     parser.add_argument("--dry-run", action="store_true", help="what needs no GPU")
     parser.add_argument("--resume", action="store_true", help="keep results that are there")
     parser.add_argument("--minutes", type=float, help="start no job that may take longer")
-    parser.add_argument("--into", type=Path, help="folder; runs/gpu, or runs/gpu-dry")
+    parser.add_argument("--into", type=Path, help="folder; runs/NAME, or runs/NAME-dry")
     parser.add_argument("--list", action="store_true", help="print the jobs alone")
     given = parser.parse_args(arguments)
     given.only = given.only.split(",")

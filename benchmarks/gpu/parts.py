@@ -19,6 +19,11 @@ SIGN, APART = "torch.cuda.is_available()", ("tests/rollout/vllm/",)
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FLAGS = ("--kernel-regex", "--kernel-name", "--filter")  # of newer and older sanitizers
 ON_HOST = ("layout",)  # families whose cases are about the host
+# tests of kernels that were changed after their last run on a GPU
+CHANGED = tuple(
+    f"tests/ops/test_{name}.py" for name in ("gather_fields", "rms_norm", "gather_routes")
+)
+MISSED_BARS = ("replay_probs", "token_logprob")  # families that were slower than their bar
 DRY_SECONDS = 900.0  # of a job without a GPU: only a hang takes as long, also on a loaded machine
 
 
@@ -55,9 +60,20 @@ def module(name: str, *options: str) -> tuple[str, ...]:
     return ("-m", f"benchmarks.gpu.{name}", *options)
 
 
+def changed() -> Iterator[Job]:
+    for file in CHANGED:
+        yield Job("changed", file, pytest(file), 240)
+    yield Job("changed", "100 steps of the demo in bfloat16", module("demo"), 420)
+
+
+def changed_dry() -> Iterator[Job]:
+    yield Job("changed", "collected", pytest("--collect-only", *CHANGED), DRY_SECONDS)
+
+
 def tests() -> Iterator[Job]:
     for file in gpu_test_files():
-        yield Job("tests", file, pytest(file), 240)
+        if file not in CHANGED:
+            yield Job("tests", file, pytest(file), 240)
 
 
 def tests_dry() -> Iterator[Job]:
@@ -104,7 +120,7 @@ def rates_dry() -> Iterator[Job]:
 
 
 def bench() -> Iterator[Job]:
-    for family in FAMILIES:
+    for family in sorted(FAMILIES, key=lambda family: family not in MISSED_BARS):
         if family not in ON_HOST:
             yield Job("bench", family, module("bench", family), 240)
 
@@ -120,10 +136,11 @@ def step() -> Iterator[Job]:
         absent = (
             "transformer_engine is not installed: make te" if backend == "te" and missing else ""
         )
-        for layers in (1, 4):
-            name = f"{layers} layer{'s' * (layers > 1)}, {backend}"
-            command = module("step", "--layers", str(layers), "--backend", backend)
-            yield Job("step", name, command, 180, absent)
+        for rows in (16384, 32768):
+            for layers in (1, 4):
+                name = f"{layers} layer{'s' * (layers > 1)}, {rows} rows, {backend}"
+                options = ("--layers", str(layers), "--backend", backend, "--rows", str(rows))
+                yield Job("step", name, module("step", *options), 180, absent)
 
 
 def step_dry() -> Iterator[Job]:
@@ -139,8 +156,10 @@ def graphs_dry() -> Iterator[Job]:
     yield Job("graphs", "plain calls, on the CPU", module("graphs", "--eager"), DRY_SECONDS)
 
 
-def demo() -> Iterator[Job]:
-    yield Job("demo", "first steps", module("demo"), 300)
+def vllm() -> Iterator[Job]:
+    absent = "" if find_spec("vllm") else "vllm is not installed: pip install '.[vllm]'"
+    command = ("-m", "pytest", "-q", "-rs", "tests/rollout/vllm/test_gpu.py")
+    yield Job("vllm", "routes, sleep, wake, weights by IPC", command, 600, absent)
 
 
 def kernels() -> Iterator[Job]:
@@ -151,13 +170,15 @@ def nothing() -> Iterator[Job]:
     yield from ()
 
 
+# in the order in which minutes on a GPU answer most: what changed since its last run comes first
 PARTS = {
-    "tests": Part("every test that needs a GPU", tests, tests_dry, lanes=6),
-    "rates": Part("rates that the plan assumes", rates, rates_dry),
+    "changed": Part("what has not run since it was changed", changed, changed_dry, lanes=2),
     "step": Part("a step of GLM-4.7-Flash's true widths, local and te", step, step_dry),
-    "bench": Part("benchmarks beside their floors, in one run", bench, bench_dry),
+    "vllm": Part("vLLM on this GPU", vllm, nothing),
+    "bench": Part("benchmarks next to their floors, in one run", bench, bench_dry),
+    "tests": Part("every other test that needs a GPU", tests, tests_dry, lanes=6),
+    "rates": Part("rates that the plan assumes", rates, rates_dry),
     "graphs": Part("CUDA graphs of the operators", graphs, graphs_dry),
-    "demo": Part("the demo in bfloat16 beside the CPU's", demo, nothing),
-    "sanitizer": Part("compute-sanitizer over the kernels' tests", sanitized, sanitized_dry, 6),
     "kernels": Part("kernels compiled for the GPU", kernels, kernels),
+    "sanitizer": Part("compute-sanitizer over the kernels' tests", sanitized, sanitized_dry, 6),
 }

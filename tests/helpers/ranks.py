@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from tests.helpers.deadline import DEADLINE
 
 PRELOAD: list[str] = []  # before anything else
+GPU_BACKENDS = "cpu:gloo,cuda:nccl"
 LOOP = ("pyrl_ext.train.loop", "pyrl_ext.rollout.hf.engine")  # the second brings transformers
 
 
@@ -36,6 +37,7 @@ def run_ranks(
     backend: str = "gloo",
     timeout: float = DEADLINE,
     preload: tuple[str, ...] = LOOP,
+    device: str = "cpu",
 ) -> list[Any]:
     """Call ``fn(group, *args)`` on ``world_size`` processes and return the results by rank.
 
@@ -43,11 +45,15 @@ def run_ranks(
     test with its own traceback, not with the broken connections it caused; so does a rank that a
     signal ended, or one still running after ``timeout`` [s]. No port is taken: the ranks meet in a
     file. They begin with the modules ``preload`` imported.
+
+    With ``device="cuda"`` every rank has a GPU, the one of its number, and the backends of a run:
+    NCCL for tensors on GPUs, gloo for those on the host.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")
         servers = [_server(preload, number) for number in range(min(2, world_size))]
-        task = (world_size, backend, folder, dict(os.environ), fn, args)
+        backend = GPU_BACKENDS if device == "cuda" else backend
+        task = (world_size, backend, folder, _environment(device), fn, args)
         processes = [
             context.Process(target=_rank_main, args=(rank, *task)) for rank in range(world_size)
         ]
@@ -129,10 +135,20 @@ def _wait(processes: list[Any], folder: Path, deadline: float) -> None:
         time.sleep(0.02)
 
 
+def _environment(device: str) -> dict[str, str]:
+    """Environment of the ranks; like their server, ranks on the CPU see no GPU."""
+    environment = dict(os.environ)
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
 def _rank_main(rank, world_size, backend, folder, environment, fn, args):
     os.environ.clear()  # a fork has that of the first call
-    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")  # as its server, see `_servers`
+    os.environ.update(environment, LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
+    if backend == GPU_BACKENDS:
+        torch.cuda.set_device(rank)
     gc.freeze()  # what was imported is here to stay, and costs a second of each full collection
     poison_empty()
     store = f"file://{folder}/store"
