@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops.on_gpu import on_gpu
+
 MOST, LEAST = 1 << 30, 1 << 20  # bytes of a piece of host memory
 
 
@@ -40,18 +42,18 @@ class OffloadedStorage:
             storages[storage.data_ptr()] = storage
         storages.pop(0, None)  # empty, or offloaded already
         leaving = [(storage, storage.nbytes()) for storage in storages.values()]
-        on_gpu = any(storage.device.type == "cuda" for storage, _ in leaving)
+        leaves_gpu = any(on_gpu(storage) for storage, _ in leaving)
         if keep:
             sizes = piece_sizes(sum(size for _, size in leaving))
-            host = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in sizes]
+            host = [torch.empty(size, dtype=torch.uint8, pin_memory=leaves_gpu) for size in sizes]
             for there, here in _overlaps(leaving, host):
                 here.copy_(there, non_blocking=True)
             self._host.append((leaving, host))
-        if on_gpu:
+        if leaves_gpu:
             torch.cuda.synchronize()
         for storage, _ in leaving:
             storage.resize_(0)
-        if on_gpu:
+        if leaves_gpu:
             torch.cuda.empty_cache()  # an engine cannot use what torch's allocator caches
         self._offloaded += leaving
         return sum(size for _, size in leaving)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pyrl_ext.dist.groups import GroupMaker, adopt, disown, make_groups
 from pyrl_ext.dist.shared_memory import host_key
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.cp_sizes import cp_group, cp_sizes
 from pyrl_ext.plan.model.ranks import Grid
@@ -211,7 +212,7 @@ def start(plan: Plan, timeout: timedelta = timedelta(minutes=30)) -> Iterator[To
         ValueError when torchrun's environment holds no numbers.
     """
     device = device_of(plan.device)
-    if device.type == "cuda":
+    if on_gpu(device):
         torch.cuda.set_device(device)
     ours = not dist.is_initialized()
     if ours:

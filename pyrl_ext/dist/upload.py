@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.ops.to_device import to_device
 
 
@@ -26,7 +27,7 @@ class Upload:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._stream = _stream_of(device) if device.type == "cuda" else None
+        self._stream = _stream_of(device) if on_gpu(device) else None
         self._in_flight: list[Tensor] = []
 
     def __call__(self, host: Tensor) -> Tensor:

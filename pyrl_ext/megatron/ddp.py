@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pyrl_ext.megatron.quiet import quiet
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.plan import Plan
 
 
@@ -58,7 +59,7 @@ class _IntoMainGrad:
     def wgrad_gemm_accum_fp32(rows: Tensor, grad: Tensor, main_grad: Tensor) -> None:
         if rows.dtype == main_grad.dtype:
             main_grad.addmm_(grad.t(), rows)
-        elif rows.is_cuda:
+        elif on_gpu(rows):
             torch.addmm(main_grad, grad.t(), rows, out_dtype=main_grad.dtype, out=main_grad)
         else:
             main_grad.add_(grad.t().mm(rows))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyrl_ext.dist.topology import Place
 from pyrl_ext.ops import Inverse, expand_runs, gather_rows, invert_rows
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.microbatch import Microbatch
@@ -256,7 +257,7 @@ class PackedAttention(MegatronModule):
         if chunks is None and group is not None:
             key, value = (gather_over(group, x) for x in (key, value))
         chunks = chunks or packed_seq_params.over_ranks
-        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        if on_gpu(query) and query.dtype in (torch.float16, torch.bfloat16):
             return self._varlen(query, key, value, chunks)
         return self._by_shape(query, key, value, chunks)
 

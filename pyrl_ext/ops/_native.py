@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops.on_gpu import on_gpu
+
 
 class Outdated:
     """Takes the place of an extension that was built from other sources: every use raises."""
@@ -92,7 +94,7 @@ def refuse_device(tensor: Tensor, function: str) -> str | None:
     if tensor.device.type not in ("cpu", "cuda"):
         return f"the input is on {tensor.device}, expected cpu or cuda"
     if not hasattr(C, f"{function}_{tensor.device.type}"):
-        if tensor.is_cuda and not hasattr(C, "gather_rows_cuda"):
+        if on_gpu(tensor) and not hasattr(C, "gather_rows_cuda"):
             return "pyrl_ext._C was built without CUDA"
         return f"there is no {tensor.device.type} kernel"
     return None

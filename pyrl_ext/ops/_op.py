@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from pyrl_ext.ops.on_gpu import on_gpu
+
 # Globals: autograd computes gradients on a GPU in another thread, with an empty context.
 _named: str | None = None
 _on_gpu = "auto"
@@ -83,8 +85,8 @@ def _wanted(args: tuple[Any, ...]) -> str:
     if _on_gpu == "auto":
         return _on_gpu
     tensors = (x for arg in args for x in (arg if isinstance(arg, list) else [arg]))
-    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in tensors)
-    return _on_gpu if on_gpu else "auto"
+    any_on_gpu = any(isinstance(x, torch.Tensor) and on_gpu(x) for x in tensors)
+    return _on_gpu if any_on_gpu else "auto"
 
 
 def serve_gpu_from(name: str) -> None:

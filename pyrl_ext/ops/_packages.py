@@ -6,12 +6,14 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops.on_gpu import on_gpu
+
 
 def refuse_package(module: str, name: str, tensor: Tensor) -> str | None:
     """Why the package ``module`` cannot take the argument ``name``, or None."""
     if find_spec(module) is None:
         return f"{module} is not installed, expected it; pip install '.[hybrid]'"
-    if not tensor.is_cuda:
+    if not on_gpu(tensor):
         return f"{name} is on {tensor.device}, expected cuda"
     if tensor.dtype != torch.bfloat16:
         return f"{name} is {tensor.dtype}, expected torch.bfloat16"

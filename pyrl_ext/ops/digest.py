@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.ops.splitmix64 import GOLDEN, splitmix64
 
 WORDS = 1 << 19  # integers of a chunk: enough to fill a GPU, few enough for a CPU's caches
@@ -83,7 +84,7 @@ def digest_on_device(tensor: Tensor) -> Tensor:
 
 def _at_once(device: torch.device) -> int:
     """Chunks that are launched together; a chunk at a time stays in a CPU's caches."""
-    return 4 if device.type == "cuda" else 1
+    return 4 if on_gpu(device) else 1
 
 
 def _parts(tensor: Tensor, most: int, at_once: int) -> Iterator[tuple[Tensor, int]]:
@@ -113,7 +114,7 @@ def _signed(number: int) -> int:
 
 def _times(words: Tensor, factors: Tensor) -> Tensor:
     """Their int64 products: in one launch on a GPU; a CPU is faster in two steps."""
-    return words * factors if words.is_cuda else words.to(torch.int64).mul_(factors)
+    return words * factors if on_gpu(words) else words.to(torch.int64).mul_(factors)
 
 
 def _factors(device: torch.device, width: int, chunks: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pyrl_ext.data.source import Source, image_reader
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.adapters import applied_lora
 from pyrl_ext.rollout.engine import Engine
@@ -48,7 +49,7 @@ def build_engine(
         readers=plan.rollout.tp,
         device=device,
         log=Path(plan.run) / f"engine-{number}.log",
-        environment=_devices(plan, number) if device.type == "cuda" else None,
+        environment=_devices(plan, number) if on_gpu(device) else None,
     )
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pyrl_ext.ops.on_gpu import on_gpu
+
 
 def peak_memory(device: torch.device) -> dict[str, float]:
     """``memory/peak`` of the rank that held most; the same on every rank.
@@ -22,7 +24,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
+    if on_gpu(device):
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak

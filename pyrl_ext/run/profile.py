@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from pyrl_ext.dist.disk import replacing
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.plan import Plan
 
 
@@ -29,8 +30,8 @@ def profiled(plan: Plan, device: torch.device, step: int) -> Iterator[None]:
     if step not in plan.log.profile:
         yield
         return
-    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as profiler:
+    of_gpu = [ProfilerActivity.CUDA] if on_gpu(device) else []
+    with profile(activities=[ProfilerActivity.CPU, *of_gpu]) as profiler:
         dist.barrier()
         rank = dist.get_rank()
         known = {"step": step, "rank": rank, "ranks": dist.get_world_size()}

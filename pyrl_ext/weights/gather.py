@@ -28,6 +28,7 @@ from pyrl_ext.dist.topology import Topology
 from pyrl_ext.models.weight import Size, Weight, pieces_of
 from pyrl_ext.models.weight_table import tensor_split
 from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import Grid
 
@@ -350,7 +351,7 @@ class GatheredWeights(BucketStream):
             for name, (start, length) in sharded.segments.items():
                 group: dist.ProcessGroup = getattr(topo.groups, name)
                 if length and group.size() > 1 and _has(group, near):
-                    gather = _gather_at_once if buffer.is_cuda else _gather_in_turn
+                    gather = _gather_at_once if on_gpu(buffer) else _gather_in_turn
                     segments = buffer[start : start + length * group.size()]
                     gather(segments.view(group.size(), length), group)
         if topo.pp_size > 1 and (to is None or to != near) and _has(topo.groups.pp, to):

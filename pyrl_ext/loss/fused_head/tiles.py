@@ -13,6 +13,7 @@ from pyrl_ext.loss.fused_head.chunking import CallPlan
 from pyrl_ext.loss.statistics import shard_columns
 from pyrl_ext.ops import token_logprob_grad, token_logprob_grad_, token_logprob_stats
 from pyrl_ext.ops.dtypes import accum_dtype
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.ops.token_logprob.reference import merge_parts
 
 CachedLogits = list[tuple[Tensor, Tensor | float]]  # (logits - offset, offset [c]) of every tile
@@ -41,7 +42,7 @@ def _products(dtype: torch.dtype) -> Generator[None]:
 def operand(x: Tensor) -> Tensor:
     """``x`` in the dtype that products take: a CPU has no half-precision product with a float32
     result."""
-    return x if x.is_cuda else x.to(accum_dtype(x.dtype))
+    return x if on_gpu(x) else x.to(accum_dtype(x.dtype))
 
 
 def by_onednn(x: Tensor) -> bool:
@@ -84,7 +85,7 @@ class Head:
         self.weight, self.call = weight, call
         self.first, self.width = shard_columns(columns, call.valid_vocab, call.group)
         tokens = max((chunk.part.stop - chunk.part.start for chunk in call.chunks), default=1)
-        self.tile = columns if weight.is_cuda else max(256, CPU_TILE // max(tokens, 1))
+        self.tile = columns if on_gpu(weight) else max(256, CPU_TILE // max(tokens, 1))
 
     def _tiles(self) -> Iterator[tuple[int, int, Tensor]]:
         """(first row, number of valid rows, rows) of each tile of the head."""

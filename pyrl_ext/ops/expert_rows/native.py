@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, refuse_device, threads
+from pyrl_ext.ops.on_gpu import on_gpu
 
 from .reference import new_outputs
 
@@ -29,7 +30,7 @@ def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor,
     routing_map, probs = routing_map.contiguous(), probs.contiguous()
     out = new_outputs(probs, top_k)
     args = arguments(routing_map, probs, top_k, out)
-    if not probs.is_cuda:
+    if not on_gpu(probs):
         C.expert_rows_cpu(args=args, threads=threads())
         return out
     size = C.expert_rows_scratch(*probs.shape)
@@ -46,7 +47,7 @@ def expert_rows_grad(
     grad = grad.contiguous()
     out = grad.new_empty(tokens, experts)
     args = grad_arguments(grad, order, places, out)
-    if grad.is_cuda:
+    if on_gpu(grad):
         with torch.cuda.device(grad.device):
             C.expert_rows_grad_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
     else:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._op import Op
+from pyrl_ext.ops.on_gpu import on_gpu
 
 from . import native, reference, triton
 from .flat import flat_layout
@@ -94,7 +95,7 @@ def gather_fields(
             f"gather_fields: {len(fields)} fields, {len(fills)} fills, expected one fill a field, "
             "and a field"
         )
-    if pin and rows.is_cuda:
+    if pin and on_gpu(rows):
         raise ValueError(f"gather_fields: pin with rows on {rows.device}, expected them on cpu")
     for f, field in enumerate(fields):
         _check(f, field, fields[0], rows)

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+from pyrl_ext.ops.on_gpu import on_gpu
 
 
 def refuse(routes: Tensor, rows: Tensor, layers: Tensor, num_experts: int) -> str | None:
     reason = refuse_device(rows, "gather_routes")
-    if reason or not rows.is_cuda:
+    if reason or not on_gpu(rows):
         return reason
     if (tuple_bytes := routes.shape[2] * routes.element_size()) > 1 << 14:
         return f"the experts of a token and layer take {tuple_bytes} bytes, expected at most 16384"
@@ -48,7 +49,7 @@ def gather_routes(
     routes = routes if rows_apart(routes) else routes.contiguous()
     out = routes.new_empty((len(layers), len(rows), routes.shape[2]))
     args = arguments(routes, rows, layers, num_experts, out)
-    if rows.is_cuda:
+    if on_gpu(rows):
         with torch.cuda.device(rows.device):
             C.gather_routes_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
     else:

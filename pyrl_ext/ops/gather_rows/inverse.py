@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._op import Op
+from pyrl_ext.ops.on_gpu import on_gpu
 
 from . import native, reference
 
@@ -59,7 +60,7 @@ def _fake(rows: Tensor, num_src: int) -> tuple[Tensor, Tensor]:
 
 
 def _refuse_host(rows: Tensor, num_src: int) -> str | None:
-    return None if rows.is_cuda else f"rows is on {rows.device}, expected cuda"
+    return None if on_gpu(rows) else f"rows is on {rows.device}, expected cuda"
 
 
 op = Op("invert_rows(Tensor rows, SymInt num_src) -> (Tensor, Tensor)", fake=_fake)

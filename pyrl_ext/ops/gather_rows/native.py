@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, refuse_device, threads
+from pyrl_ext.ops.on_gpu import on_gpu
 
 from .reference import out_of_range
 
@@ -38,7 +39,7 @@ def rows_of(tensor: Tensor) -> Tensor:
 def launch(function: str, fields: list[Any], num_src: int, rows: Tensor) -> None:
     """Gather ``rows`` (contiguous) of every ``C.Field`` on the device of ``rows``."""
     call = dict(fields=fields, rows=rows.data_ptr(), num_out=rows.shape[0])
-    if rows.is_cuda:
+    if on_gpu(rows):
         with torch.cuda.device(rows.device):
             C.gather_rows_cuda(**call, stream=torch.cuda.current_stream().cuda_stream)
         return

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.ops.rotary.native import heads_of
 
 
@@ -53,7 +54,7 @@ def arguments(key: Tensor, value: Tensor, both: Tensor, shared: Tensor, back: bo
 
 
 def _run(args: Any, tensor: Tensor) -> None:
-    if tensor.is_cuda:
+    if on_gpu(tensor):
         with torch.cuda.device(tensor.device):
             C.latent_keys_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
     else:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+from pyrl_ext.ops.on_gpu import on_gpu
 
 MAX_TOPK, MAX_EXPERTS = 32, 1 << 16
 
@@ -70,7 +71,7 @@ def arguments(
 
 
 def _run(args: Any, scores: Tensor) -> None:
-    if scores.is_cuda:
+    if on_gpu(scores):
         with torch.cuda.device(scores.device):
             C.replay_probs_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
     else:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+from pyrl_ext.ops.on_gpu import on_gpu
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -11,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def refuse(x: Tensor, *_: Any) -> str | None:
     if x.dtype not in DTYPES:
         return f"x is {x.dtype}, expected one of {list(DTYPES)}"
-    return None if x.is_cuda else refuse_device(x, "rms_norm")
+    return None if on_gpu(x) else refuse_device(x, "rms_norm")
 
 
 def refuse_grad(grad: Tensor, x: Tensor, *_: Any) -> str | None:
@@ -19,7 +20,7 @@ def refuse_grad(grad: Tensor, x: Tensor, *_: Any) -> str | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, isa: str = "auto") -> tuple[Tensor, Tensor]:
-    if x.is_cuda:
+    if on_gpu(x):
         out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
         return out, scale.view(x.shape[:-1])
     rows, weight = rows_of(x), weight.contiguous()
@@ -36,7 +37,7 @@ def rms_norm_grad(
     residual_grad: Tensor | None,
     isa: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    if x.is_cuda:
+    if on_gpu(x):
         out, weight_grad = torch.ops.aten._fused_rms_norm_backward(
             grad, x, weight.shape, scale[..., None], weight, [True, True]
         )

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+from pyrl_ext.ops.on_gpu import on_gpu
 
 
 def refuse(query: Tensor, *_: Any) -> str | None:
@@ -24,7 +25,7 @@ def rotary(
     turns = turns.contiguous()
     outputs = tuple(x.new_empty(x.shape) for x in inputs)
     args = arguments(inputs, turns, last, source, result, back, outputs)
-    if query.is_cuda:
+    if on_gpu(query):
         with torch.cuda.device(query.device):
             C.rotary_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
     else:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
 from pyrl_ext.ops.gather_rows.native import rows_of
+from pyrl_ext.ops.on_gpu import on_gpu
 
 from .reference import wrong_entries
 
@@ -18,7 +19,7 @@ def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor, isa: str 
     src, starts, order = rows_of(src), starts.contiguous(), order.contiguous()
     out = src.new_empty(starts.shape[0] - 1, *src.shape[1:])
     args = arguments(src, starts, order, out)
-    if src.is_cuda:
+    if on_gpu(src):
         with torch.cuda.device(src.device):
             C.sum_rows_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
     elif (bad := C.sum_rows_cpu(args=args, isa=isa, threads=threads())) >= 0:

@@ -1,10 +1,12 @@
 import torch
 from torch import Tensor
 
+from pyrl_ext.ops.on_gpu import on_gpu
+
 
 def sum_rows(src: Tensor, rows: Tensor, starts: Tensor, order: Tensor) -> Tensor:
     """Add the first row of every sum, then the second, and so on. Syncs on cuda (how many)."""
-    if not src.is_cuda and (bad := _wrong(starts, order, len(src)).nonzero()).numel():
+    if not on_gpu(src) and (bad := _wrong(starts, order, len(src)).nonzero()).numel():
         raise wrong_entries(int(bad[0]), starts, order, len(src))
     wide = torch.promote_types(src.dtype, torch.float32)
     out = src.new_zeros((len(starts) - 1, *src.shape[1:]), dtype=wide)

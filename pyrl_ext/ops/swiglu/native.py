@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+from pyrl_ext.ops.on_gpu import on_gpu
 
 from .reference import weight_grad_like
 
@@ -60,7 +61,7 @@ def arguments(
 
 
 def _run(args: Any, gate_up: Tensor, isa: str) -> None:
-    if gate_up.is_cuda:
+    if on_gpu(gate_up):
         with torch.cuda.device(gate_up.device):
             C.swiglu_cuda(args=args, stream=torch.cuda.current_stream().cuda_stream)
     else:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops._native import C, dtype_of, refuse_device, threads
+from pyrl_ext.ops.on_gpu import on_gpu
 
 from . import reference
 
@@ -68,7 +69,7 @@ def stats(
     """``isa``: instruction set on a CPU."""
     shard = Shard(logits, targets, scale, keep_mask)
     out = scale.new_empty(4, logits.shape[0])
-    if logits.is_cuda:
+    if on_gpu(logits):
         _stats_cuda(shard, first, width, C.StatsOut(stats=out.data_ptr()))
     else:
         C.token_logprob_stats_cpu(
@@ -90,7 +91,7 @@ def _stats_cuda(shard: Shard, first: int, width: int, out: Any) -> None:
 def rows(
     logits: Tensor, targets: Tensor, scale: Tensor, width: int, keep_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not logits.is_cuda:
+    if not on_gpu(logits):
         found = stats(logits, targets, scale, 0, width, keep_mask)
         return reference.combine(found[None], targets, scale, width)
     shard, (out, addresses) = Shard(logits, targets, scale, keep_mask), new_rows(scale)
@@ -102,7 +103,7 @@ def combine(
     stats: Tensor, targets: Tensor, scale: Tensor, valid_vocab: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """On a CPU torch's operations on [R, T]: no loop of ours would be faster."""
-    if not stats.is_cuda:
+    if not on_gpu(stats):
         return reference.combine(stats, targets, scale, valid_vocab)
     stats, targets, scale = stats.contiguous(), targets.contiguous(), scale.contiguous()
     out, addresses = new_rows(scale)
@@ -149,10 +150,10 @@ def grad(
 ) -> Tensor:
     shard = Shard(logits, targets, scale, keep_mask)
     if out is None:
-        out = torch.empty_like(shard.logits, dtype=dtype if logits.is_cuda else None)
+        out = torch.empty_like(shard.logits, dtype=dtype if on_gpu(logits) else None)
     rows = [r.contiguous() for r in (max, log_sum, entropy, grad_logprob, grad_entropy)]
     call = dict(shard=shard.columns(first, width), row=row_grad(rows), out=out.data_ptr())
-    if logits.is_cuda:
+    if on_gpu(logits):
         with torch.cuda.device(logits.device):
             stream = torch.cuda.current_stream().cuda_stream
             C.token_logprob_grad_cuda(**call, dtype=dtype_of(out), stream=stream)

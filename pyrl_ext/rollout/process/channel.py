@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyrl_ext.dist.shared_memory import SharedBlock, map_file
 from pyrl_ext.dist.side_groups import gloo_group, listening, store_of
+from pyrl_ext.ops.on_gpu import on_gpu
 
 Kind = Literal["shm", "ipc", "broadcast"]
 
@@ -159,7 +160,7 @@ class Broadcast(Channel):
         """Joined at the first use, by all of its processes at once."""
         if self._joined is None:
             where = (self._store, self.rank, self.size)
-            if self.device.type == "cuda":
+            if on_gpu(self.device):
                 self._joined = dist.ProcessGroupNCCL(*where, dist.ProcessGroupNCCL.Options())
             else:
                 self._joined = gloo_group(*where, LOOPBACK, PATIENCE)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pyrl_ext.dist.buckets import Bucket
 from pyrl_ext.dist.side_groups import gloo_group, listening, own_address, store_of
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.rollout.servers.receiver import Receiver
 from pyrl_ext.rollout.servers.relay import Way
 from pyrl_ext.rollout.servers.wire import CHUNK, WireError, need
@@ -60,7 +61,7 @@ class Broadcast:
     ):
         self._way, self._lost, self._door, self._stream = way, lost, door, None
         if way.backend == "nccl":
-            need(device.type == "cuda", f"a broadcast by NCCL to {device}", "an engine on a GPU")
+            need(on_gpu(device), f"a broadcast by NCCL to {device}", "an engine on a GPU")
             with _as_wire_error():
                 self._stream = torch.cuda.Stream(device)
                 with torch.cuda.stream(self._stream):  # of another's memory more may be under way
@@ -182,7 +183,7 @@ class ToAll:
         self._engines = engines
         hosts = [each.host for each in engines]
         host = next((each for each in hosts if not ip_address(each).is_loopback), hosts[0])
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        backend = "nccl" if on_gpu(self._device) else "gloo"
         try:
             door = listening(host)
             port, secret, size = door.getsockname()[1], secrets.token_hex(32), len(engines) + 1

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.topology import Topology
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.hardware import gpu_of, group_rate
 from pyrl_ext.plan.forecast.parts import reached
@@ -175,7 +176,7 @@ def _all_reduce(group: dist.ProcessGroup, device: torch.device) -> float:
         dist.barrier(group)
         begin = time.perf_counter()
         dist.all_reduce(part, group=group)
-        if device.type == "cuda":
+        if on_gpu(device):
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])

@@ -37,6 +37,7 @@ from pyrl_ext.dist.clock import Clock
 from pyrl_ext.dist.hub import fetch
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.optimizer import state_tensors
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.pack.shard import BatchShard, layout_of
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
@@ -245,7 +246,7 @@ def measure(plan: Plan, topo: Topology) -> tuple[Measured, StageMemory]:
     bench, found = Bench(plan, topo), Measured(Load.most(plan))
     counts_time = topo.device.type == "cpu"
     bench.run(0, Clock())
-    clock = Clock(torch.cuda.synchronize if topo.device.type == "cuda" else None)
+    clock = Clock(torch.cuda.synchronize if on_gpu(topo.device) else None)
     saved = Saved(x for tensors in tensors_of(bench.policy).values() for x in tensors)
 
     @contextmanager
@@ -288,7 +289,7 @@ def _peak(bench: Bench, phases: dict[str, int], name: str) -> Iterator[None]:
         phases[name] = max(phases.get(name, 0), size)
 
     gc.collect()  # graphs of earlier phases that hold themselves in a circle
-    if bench.topo.device.type == "cuda":
+    if on_gpu(bench.topo.device):
         torch.cuda.reset_peak_memory_stats()
         yield
         note(torch.cuda.max_memory_allocated())
