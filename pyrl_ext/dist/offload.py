@@ -42,19 +42,22 @@ class OffloadedStorage:
             storages[storage.data_ptr()] = storage
         storages.pop(0, None)  # empty, or offloaded already
         leaving = [(storage, storage.nbytes()) for storage in storages.values()]
-        leaves_gpu = any(on_gpu(storage) for storage, _ in leaving)
+        gpu = next((storage.device for storage, _ in leaving if on_gpu(storage)), None)
         if keep:
             sizes = piece_sizes(sum(size for _, size in leaving))
-            host = [torch.empty(size, dtype=torch.uint8, pin_memory=leaves_gpu) for size in sizes]
+            host = [
+                torch.empty(size, dtype=torch.uint8, pin_memory=gpu is not None) for size in sizes
+            ]
             for there, here in _overlaps(leaving, host):
                 here.copy_(there, non_blocking=True)
             self._host.append((leaving, host))
-        if leaves_gpu:
-            torch.cuda.synchronize()
+        if gpu is not None:
+            torch.get_device_module(gpu).synchronize(gpu)
         for storage, _ in leaving:
             storage.resize_(0)
-        if leaves_gpu:
-            torch.cuda.empty_cache()  # an engine cannot use what torch's allocator caches
+        if gpu is not None:
+            # an engine cannot use what torch's allocator caches
+            torch.get_device_module(gpu).empty_cache()
         self._offloaded += leaving
         return sum(size for _, size in leaving)
 

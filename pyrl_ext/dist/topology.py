@@ -213,7 +213,7 @@ def start(plan: Plan, timeout: timedelta = timedelta(minutes=30)) -> Iterator[To
     """
     device = device_of(plan.device)
     if on_gpu(device):
-        torch.cuda.set_device(device)
+        torch.get_device_module(device).set_device(device)
     ours = not dist.is_initialized()
     if ours:
         _start_processes(device, plan.world_size, timeout)

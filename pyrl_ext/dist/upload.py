@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,10 @@ from pyrl_ext.ops.to_device import to_device
 
 
 @cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
+def _stream_of(device: torch.device) -> Any:
     """One stream a device: torch's allocator keeps freed memory for the stream that it was
     allocated on, and with a new stream a pass would keep the copies of many passes."""
-    return torch.cuda.Stream(device)
+    return torch.get_device_module(device).Stream(device)
 
 
 class Upload:
@@ -34,7 +35,7 @@ class Upload:
         """``host``, pinned already or not, on the device; use it only after `arrive`."""
         if self._stream is None:
             return host
-        with torch.cuda.stream(self._stream):
+        with torch.get_device_module(self.device).stream(self._stream):
             there = to_device(host, self.device)
         self._in_flight.append(there)
         return there
@@ -43,7 +44,7 @@ class Upload:
         """Make the current stream wait for all uploads; the host does not wait."""
         if self._stream is None:
             return
-        current = torch.cuda.current_stream(self.device)
+        current = torch.get_device_module(self.device).current_stream(self.device)
         current.wait_stream(self._stream)
         for tensor in self._in_flight:
             tensor.record_stream(current)
