@@ -104,8 +104,9 @@ def part_of(
     group: dist.ProcessGroup | None = None,
     engine_of_rank: Sequence[int | None] | None = None,
 ) -> tuple[RolloutRequest, bool, str]:
-    """The part that the engine of this rank gets, whether this rank owns its samples (one rank of
-    each engine does), and what to call it; see `generate_on_ranks`."""
+    """The part that the engine of this rank gets, whether this rank owns its samples (the first
+    rank of each engine does: vLLM gives routes to no other one), and what to call it; see
+    `generate_on_ranks`."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     held = list(range(ranks) if engine_of_rank is None else engine_of_rank)
     engines, number = len({*held} - {None}), held[rank]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyrl_ext import train
 from pyrl_ext.data.images import Scale
+from pyrl_ext.dist.agree import gather_objects
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.vllm.engine import VLLMEngine
@@ -25,10 +26,15 @@ WITH_VLLM = (*LOOP, "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
 
 
 def train_on_rank(group: Any, config: Path, *overrides: str) -> int:
-    """Exit code of a run on this rank; vLLM reads what torchrun sets."""
+    """Exit code of a run on this rank."""
+    join_vllm(group)
+    return train.main([str(config), *overrides])
+
+
+def join_vllm(group: Any) -> None:
+    """Sets the variables in which vLLM looks for the ranks that run already."""
     rank = str(group.rank())
     os.environ |= {"WORLD_SIZE": str(group.size()), "RANK": rank, "LOCAL_RANK": rank}
-    return train.main([str(config), *overrides])
 
 
 def random_weights(hf: HFEngine, seed: int) -> list[tuple[str, Tensor]]:
@@ -125,6 +131,32 @@ class Pair:
             assert same.all(), f"{int((~same).sum())} routes differ"
             routed += int(has.sum())
         return worst, routed
+
+
+def check_routes_of_ranks(group: Any, model: str) -> None:
+    """All ranks of ``group`` hold one vLLM, which reports routes itself: the first rank gets those
+    of transformers, the others get the same samples without routes."""
+    join_vllm(group)
+    pair = Pair(CONFIGS / model, True, tensor_parallel_size=group.size(), block_size=32)
+    sampling = Sampling(max_new_tokens=5, samples_per_prompt=2)
+    for cached in (False, True):  # the second time prompts are in the prefix cache
+        samples = pair.vllm.generate(prompts(5, 70), sampling)
+        tokens = gather_objects([sample.tokens.tolist() for sample in samples], group)
+        assert all(each == tokens[0] for each in tokens)
+        if group.rank() == 0:
+            worst, routed = pair.check(samples, sampling)
+            assert worst < 1e-5 and routed > 150, (cached, worst, routed)
+            continue
+        assert all(sample.routes is None for sample in samples)
+        assert not any(sample.route_mask.any() for sample in samples)
+    left = pair.vllm.stream(prompts(5, 70), sampling)
+    next(left)
+    left.close()
+    pair.load(1)
+    samples = pair.vllm.generate(prompts(5, 70), sampling)
+    if group.rank() == 0:
+        assert pair.check(samples, sampling)[0] < 1e-5
+    pair.vllm.close()
 
 
 def check_sets(pair: Pair, samples: list[Sample], sampling: Sampling) -> int:

@@ -28,6 +28,7 @@ from pyrl_ext.rollout.engine import (
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.adapters import lora_arguments, request_of
+from pyrl_ext.rollout.vllm.first_rank import reports_routes
 from pyrl_ext.rollout.vllm.images import PromptImages, Scale
 from pyrl_ext.rollout.vllm.kept_sets import returned_sets, sample_fields
 from pyrl_ext.rollout.vllm.requests import Requests
@@ -51,7 +52,8 @@ class VLLMEngine(Engine):
         num_experts: experts per layer; 0: the model has no routers
         layer_ids: 0-based global ids of the layers that have a router
         dtype: of weights and activations, "float32" or "bfloat16"
-        tp: ranks that hold one engine together; all make the same calls
+        tp: ranks that hold one engine together; all make the same calls and get the same samples,
+            those that vLLM reports routes for with their routes on the first of these ranks alone
         ranks: that hold engines, the first of torch's; None: all
         max_tokens: longest sample, prompt and response
         max_num_seqs: samples that run at once
@@ -125,6 +127,7 @@ class VLLMEngine(Engine):
         arguments |= cpu.arguments(cache_bytes) if self.on_cpu else device
         with world_of(ranks):
             self._engine = start(self.on_cpu and own, **(arguments | (options or {})))
+        self._reports = reports_routes(self._engine)
         if lora is not None:
             self._watch_adapters(lora)
         if not own:
@@ -335,7 +338,7 @@ class VLLMEngine(Engine):
             asked = name, len(tokens)
             routes, routed = self._engine.collective_rpc("take_routes", args=asked)[0]
         else:
-            routes, routed = self._reported(output.routed_experts, len(tokens))
+            routes, routed = self._reported(output.routed_experts, turn, len(tokens))
         return Sample(
             prompt_id=prompt.id,
             index=turn.index,
@@ -344,7 +347,7 @@ class VLLMEngine(Engine):
             loss_mask=mask,
             rollout_logprobs=logprobs,
             routes=routes,
-            layer_ids=self.layer_ids,
+            layer_ids=() if routes is None else self.layer_ids,
             route_mask=routed,
             weight_version=self.version or 0,
             finish_reason=output.finish_reason,
@@ -358,12 +361,20 @@ class VLLMEngine(Engine):
             return returned_sets(output)
         return self._engine.collective_rpc("take_sets", args=(name,))[0] if self._kept else []
 
-    def _reported(self, ids: np.ndarray | None, tokens: int) -> tuple[Tensor | None, Tensor]:
+    def _reported(
+        self, ids: np.ndarray | None, turn: Turn, tokens: int
+    ) -> tuple[Tensor | None, Tensor]:
         """Routes [T, L, K] of the layers that have a router, as vLLM reports them, and the mask [T]
-        of the tokens that have a route: not the last one, which is no input."""
+        of the tokens that have a route: not the last one, which is no input. None on ranks that
+        vLLM reports none to."""
         routed = torch.zeros(tokens, dtype=torch.bool)
-        if not self.layer_ids or ids is None:
+        if not self._reports:
             return None, routed
+        if ids is None:
+            raise RuntimeError(
+                f"VLLMEngine.stream(prompt {turn.prompt.id}, sample {turn.index}): vLLM returned "
+                f"no routes, expected those of {len(self.layer_ids)} layers"
+            )
         given = torch.from_numpy(ids.astype(np.int32))[: tokens - 1, list(self.layer_ids)]
         routes = torch.zeros(tokens, *given.shape[1:], dtype=route_dtype(self.num_experts))
         routes[: len(given)], routed[: len(given)] = given, True

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.rollout.vllm import cpu
+from pyrl_ext.rollout.vllm.first_rank import ask_first_rank_for_routes
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -50,6 +51,7 @@ def start(interpreted: bool, **arguments: Any) -> LLMEngine:
             **arguments,
         )
     )
+    ask_first_rank_for_routes(engine)
     if arguments.get("distributed_executor_backend") and cpu.installed():
         cpu.remove_shared_memory()
     torch.set_rng_state(random)

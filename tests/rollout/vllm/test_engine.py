@@ -525,6 +525,27 @@ def test_generate_has_the_routes_of_transformers_by_vllms_own_way():
     assert done.stdout.count("worst") == 2 * len(MODELS)
 
 
+ROUTES_OF_RANKS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tests.helpers.ranks import run_ranks
+from tests.helpers.vllm_pair import check_routes_of_ranks
+
+if __name__ == "__main__":
+    run_ranks(check_routes_of_ranks, 2, sys.argv[2])  # without vLLM: see cpu.prepare
+"""
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_generate_of_two_ranks_has_routes_by_vllms_own_way(model: str):
+    """Each rank has a scheduler; vLLM gives routes to the first rank of the tensor parallel group
+    alone."""
+    command = [sys.executable, "-c", ROUTES_OF_RANKS, str(Path(__file__).parents[3]), model]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_train_equals_with_an_engine_a_rank_and_one_for_two_ranks(tmp_path: Path):
     short = ("steps=2", "evaluate.every=0", "log.progress=false", "rollout.engine=vllm")
     config, rows = CONFIGS / "tiny.yaml", list[list[dict[str, Any]]]()
