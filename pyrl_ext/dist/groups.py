@@ -65,7 +65,7 @@ class GroupMaker:
             return None
         name = f"pyrl-{self.number}-{role}-{'-'.join(map(str, ranks))}"
         if name not in self._made:
-            with _named(name):
+            with group_name(name):
                 self._made[name] = dist.new_group(
                     list(ranks),
                     timeout=self.timeout,
@@ -83,7 +83,7 @@ class GroupMaker:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def group_name(name: str) -> Iterator[None]:
     """Give the process group made in this block a name; torch has no argument for it."""
     torch_names: Any = dist.distributed_c10d
     theirs = torch_names._process_group_name

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from pyrl_ext.dist.groups import group_name
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.first_rank import ask_first_rank_for_routes
 
@@ -66,11 +68,30 @@ def world_of(ranks: int | None) -> Iterator[None]:
     size, make = dist.get_world_size, dist.new_group
     if ranks is not None and dist.is_initialized():
         dist.get_world_size = lambda group=None: ranks if group is None else size(group)
-        dist.new_group = partial(make, use_local_synchronization=True)
+        dist.new_group = partial(_new_group, make)
     try:
         yield
     finally:
         dist.get_world_size, dist.new_group = size, make
+
+
+_MADE = Counter[tuple[int, ...]]()
+"""By ranks, the number of vLLM's groups that were made of them in this process."""
+
+
+def _new_group(make: Callable[..., Any], ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    """``make(ranks, ...)``, by its members alone.
+
+    Its name counts the groups of these ranks, which all its members made. torch's own name would
+    count all groups of a process (see `GroupMaker`), of which the ranks of the first stage of a
+    pipeline, or of groups of dynamic context parallelism, have more than others: they would wait
+    for each other under different names until the timeout.
+    """
+    members = tuple(ranks)
+    _MADE[members] += 1
+    name = f"pyrl-vllm-{_MADE[members]}-{'-'.join(map(str, members))}"
+    with group_name(name):
+        return make(list(members), *args, use_local_synchronization=True, **kwargs)
 
 
 def _keep_our_groups() -> None:

@@ -163,13 +163,16 @@ def test_answer_shares_a_prefix_with_the_same_picture_only():
     pair.vllm.close()
 
 
-def test_train_on_pictures_sees_what_vllm_saw(tmp_path: Path):
-    """The encoder on a rank without an engine, for which vLLM's groups do not wait; old log-probs
-    and routes are the trainer's own, step by step."""
+@pytest.mark.parametrize("pp", [1, 2])
+def test_train_on_pictures_sees_what_vllm_saw(pp: int, tmp_path: Path):
+    """The encoder on a rank without an engine, for which vLLM's groups do not wait; the first stage
+    of a pipeline, whose rank is in one group more than the others. Old log-probs and routes are the
+    trainer's own, step by step."""
     config = write_run(tmp_path)
     config.write_text(config.read_text().replace("hf,", "vllm,"))
-    found = run_ranks(train_on_rank, 2, config, "evaluate.every=0", preload=WITH_VLLM)
-    assert found == [0, 0]
+    run = ("evaluate.every=0", f"parallel.pp={pp}")
+    found = run_ranks(train_on_rank, 1 + pp, config, *run, preload=WITH_VLLM)
+    assert found == [0] * (1 + pp)
     rows = read_rows(tmp_path / "run/metrics.jsonl")
     assert len(rows) == 2
     for row in rows:

@@ -1,0 +1,48 @@
+"""vLLM's process groups among those of the trainer's ranks; needs no vLLM."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from pyrl_ext.rollout.vllm.start import world_of
+from tests.helpers.ranks import run_ranks
+
+ENGINES = [0, 1]  # of three ranks; the last one has no engine
+
+
+def sum_over(group: dist.ProcessGroup) -> float:
+    mine = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(mine, group=group)
+    return float(mine)
+
+
+def groups_of_engines(world: dist.ProcessGroup) -> list[float]:
+    """The sum over each group that vLLM would make twice, for two engines one after the other.
+
+    Before, the first rank is in one group more than the others, as ranks of the first stage of a
+    pipeline and those of groups of dynamic context parallelism are.
+    """
+    if world.rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    found: list[float] = []
+    if world.rank() not in ENGINES:
+        return found
+    for _ in range(2):
+        with world_of(len(ENGINES)):
+            assert dist.get_world_size() == len(ENGINES)
+            together = [dist.new_group(ENGINES, backend="gloo") for _ in range(2)]
+            alone = [dist.new_group([rank], backend="gloo") for rank in ENGINES]
+        found += [sum_over(group) for group in together]
+        found.append(sum_over(alone[world.rank()]))
+        assert alone[1 - world.rank()] is None
+        assert dist.get_world_size() == world.size()
+    return found
+
+
+def test_world_of_makes_groups_of_ranks_that_are_in_unequally_many():
+    both = 3.0
+    first, second, encoder = run_ranks(groups_of_engines, 3)
+    assert first == [both, both, 1.0] * 2
+    assert second == [both, both, 2.0] * 2
+    assert encoder == []
