@@ -14,6 +14,7 @@ from pyrl_ext.dist.agree import agree, gather_bytes, gather_objects
 from pyrl_ext.pack.index import BatchIndex, sampled_tokens
 from pyrl_ext.rollout.engine import Engine, in_order
 from pyrl_ext.rollout.groups import Ask, Counts, Event, Groups, Score, need_share, sampled
+from pyrl_ext.rollout.in_step import for_each_in_step
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
 
@@ -66,8 +67,10 @@ def generate_on_ranks(
     engine_of_rank: Sequence[int | None] | None = None,
     show: Callable[[str], None] | None = None,
     depths: int = 0,
+    holders: dist.ProcessGroup | None = None,
 ) -> Rollout:
-    """Every engine generates and scores its share; ranks share numbers, not samples.
+    """Every engine generates its share, which its first rank scores; ranks share numbers, not
+    samples.
 
     Engine e takes prompts e, e + engines, ..., so each gets whole groups, long and short.
     Each engine keeps its own quota: the first groups to complete in its stream. The speed of other
@@ -76,25 +79,29 @@ def generate_on_ranks(
     Args:
         engine: of this rank; all engines hold the same weights
         request: the same on every rank
-        score: adds the rewards to a group as soon as it is complete
+        score: adds the rewards to a group as soon as it is complete; called on one rank of each
+            engine
         group: None = this process alone
         engine_of_rank: number of the engine that each rank holds (or holds a part of); None for a
             rank without an engine, which gets no prompts. None: rank r holds engine r
         show: called with a line of progress whenever a sample of this rank's engine is finished
         depths: MTP layers whose loss tokens the index counts
+        holders: the ranks that hold the engine of this rank together; None: this rank alone
 
     Raises:
         RuntimeError: on every rank if one rank failed, naming it and its error, if ranks got
-            different prompts or sampling, or if too few trajectories are left
+            different prompts or sampling, if the ranks of an engine got different samples, or if
+            too few trajectories are left
 
     Communicates:
         group, all-gather of a line of text, and then of about 60 bytes a sample; with an
-        environment also of about 20 numbers
+        environment also of about 20 numbers. holders, two numbers a sample, over the CPU
     """
     part, owns, label = part_of(request, group, engine_of_rank)
+    score = score if owns else _unscored
 
     def complete() -> tuple[list[Sample], Counts]:
-        return _complete_groups(engine, part, score, show, label)
+        return _complete_groups(engine, part, score, show, label, holders)
 
     return join_on_ranks(complete, request, group, owns, depths, request.ask is not sampled)
 
@@ -160,24 +167,33 @@ def _digest(request: RolloutRequest) -> int:
     return zlib.crc32(repr((known, request.sampling, request.keep)).encode())
 
 
+def _unscored(_group: list[Sample]) -> list[Sample]:
+    """Keeps no sample of a group: another rank of the engine scores and owns them."""
+    return []
+
+
 def _complete_groups(
     engine: Engine,
     request: RolloutRequest,
     score: Score | None,
     show: Callable[[str], None] | None,
     label: str,
+    holders: dist.ProcessGroup | None,
 ) -> tuple[list[Sample], Counts]:
     """The first groups to complete, and counts; ``discarded`` are the response tokens of all
-    other samples."""
+    other samples. Nothing if another one of ``holders`` failed, which says so itself."""
     size, counts, start = request.sampling.samples_per_prompt, Counts(), time.monotonic()
     groups = Groups(size, request.keep, score)
+
+    def take(event: Event) -> bool:
+        groups.add(event)
+        if show is not None:
+            show(f"{label}: {groups.progress(time.monotonic() - start)}")
+        return groups.complete == request.keep
+
     with closing(request.events(engine, counts)) as events:
-        for event in events:
-            groups.add(event)
-            if show is not None:
-                show(f"{label}: {groups.progress(time.monotonic() - start)}")
-            if groups.complete == request.keep:
-                break
+        if not for_each_in_step(events, take, holders):
+            return [], Counts()
     if groups.complete != request.keep:
         raise RuntimeError(
             f"generate_on_ranks: the engine returned {groups.complete} groups of {groups.size} "

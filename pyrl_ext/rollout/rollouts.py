@@ -43,6 +43,7 @@ class Rollouts:
         beside = None
         if plan.rollout.publishes_beside and topo.world is not None:
             beside = topo.make_group("publish", range(topo.world_size))
+        self.holders = _holders(plan, topo)
         self.engine: Engine = build_engine(plan, topo.device, topo.rank, topo.world, beside)
         if plan.replay.enabled and not self.engine.capabilities.routes:
             raise ValueError(
@@ -136,7 +137,9 @@ class Rollouts:
         with nullcontext() if self.environments is None else self.environments.guard():
             depths = self.plan.num_mtp_layers
             while True:
-                rollout = generate_on_ranks(self.engine, request, scorer, *ranks, show, depths)
+                rollout = generate_on_ranks(
+                    self.engine, request, scorer, *ranks, show, depths, self.holders
+                )
                 if not self.disproved():
                     return rollout
 
@@ -168,3 +171,14 @@ class Rollouts:
     def _scorer(self, prompts: Sequence[Prompt]) -> Score:
         score = list if self.environments else self.source.scorer(list(prompts))
         return partial(without_overlong, score) if self.plan.objective.overlong_filter else score
+
+
+def _holders(plan: Plan, topo: Topology) -> dist.ProcessGroup | None:
+    """The ranks that hold the engine of this rank together; None: this rank alone.
+
+    Communicates: with the other ones, at the first call.
+    """
+    held = plan.engine_of_rank
+    number = held[topo.rank]
+    ranks = [rank for rank, engine in enumerate(held) if engine == number]
+    return None if number is None or len(ranks) == 1 else topo.make_group("engine", ranks)

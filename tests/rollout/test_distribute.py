@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from pyrl_ext.data.rewards import score
 from pyrl_ext.dist.agree import gather_objects
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.engine import Capabilities, Engine
 from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import assert_same, random_sample
 from tests.helpers.ranks import run_ranks
 
@@ -200,3 +204,94 @@ def own_quotas(group: dist.ProcessGroup) -> None:
 
 def test_generate_on_ranks_shares_prompts_and_errors():
     run_ranks(over_ranks, 3)
+
+
+class Collective(Seeded):
+    """An engine that several ranks hold: each of its samples is a sum over them, as in tensor
+    parallel layers. It may fail on this rank, after so many samples."""
+
+    def __init__(self, holders: Any, samples: int | None = None, step: int = 5):
+        super().__init__(step=step)
+        self.holders, self.samples = holders, samples
+
+    def stream(self, prompts: Any, sampling: Sampling) -> Generator[Sample, None, None]:
+        with closing(super().stream(prompts, sampling)) as samples:
+            for sample in samples:
+                present = torch.ones(1)
+                dist.all_reduce(present, group=self.holders)
+                assert int(present) == self.holders.size()
+                if self.given - 1 == self.samples:
+                    raise ValueError("out of ink")
+                yield sample
+
+
+ENGINES = (0, 0, 1, 1)  # by rank
+
+
+class Held:
+    """Rollouts of seven prompts over two engines, each of which two ranks hold."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank = group, group.rank()
+        first = self.rank // 2 * 2
+        self.holders: Any = dist.new_group([first, first + 1], use_local_synchronization=True)
+
+    def generate(self, engine: Engine, judge: Any) -> Rollout:
+        request = asked(range(7), 5)
+        return generate_on_ranks(engine, request, judge, self.group, ENGINES, holders=self.holders)
+
+    def fails(self, message: str, engine: Seeded | None = None, judge: Any = scored) -> None:
+        """On every rank, after which no stream is open."""
+        engine = engine or Collective(self.holders)
+        with pytest.raises(RuntimeError, match=message):
+            self.generate(engine, judge)
+        assert engine.open == 0
+
+
+def sleeps(_prompt: Prompt, _text: str, _tokens: list[int]) -> float:
+    time.sleep(DEADLINE)
+    return 0.0
+
+
+def judge_sleeps(samples: list[Sample]) -> list[Sample]:
+    """A reward that is over its time limit."""
+    prompts = [Prompt(i, (1,)) for i in range(7)]
+    return score(samples, prompts, sleeps, str, (), timeout=0.2)
+
+
+def failures_of_one_holder(group: dist.ProcessGroup) -> list[int]:
+    """Prompts of the groups that this rank scored, in a rollout in which nothing fails."""
+    held, judged = Held(group), list[int]()
+
+    def judge(samples: list[Sample]) -> list[Sample]:
+        judged.append(samples[0].prompt_id)
+        return scored(samples)
+
+    got = held.generate(Collective(held.holders), judge)
+    kept = sorted({*got.index.groups.tolist()})
+    assert_same(whole(got, group), expected(*kept))
+    assert {*got.index.owners.tolist()} == {0, 2}
+    for rank in range(4):
+        failing = judge_fails if rank == held.rank else scored
+        late = judge_sleeps if rank == held.rank else scored
+        if rank in (1, 3):  # the first rank of the engine scores
+            again = held.generate(Collective(held.holders), failing)
+            assert_same(whole(again, group), expected(*kept))
+        else:
+            failed = f"1 of 4 ranks failed.*\n  rank {rank}: "
+            held.fails(f"{failed}ZeroDivisionError", judge=failing)
+            held.fails(rf"{failed}.* no result after 0\.2 s", judge=late)
+        broken = Collective(held.holders, samples=3 if rank == held.rank else None)
+        held.fails(f"1 of 4 ranks failed.*\n  rank {rank}: ValueError: out of ink", broken)
+    message = r"2 of 4 ranks failed.*\n  rank 2: .*ranks \[2, 3\] of one engine got samples of"
+    held.fails(message, Collective(held.holders, step=3 if held.rank == 3 else 5))
+    return judged
+
+
+def test_generate_on_ranks_leaves_an_engine_of_two_ranks_together():
+    """A reward or an engine that fails on one of them ends the rollout on all ranks; one rank of
+    each engine scores."""
+    judged = run_ranks(failures_of_one_holder, 4)
+    assert judged[1] == judged[3] == []
+    assert len(judged[0]) == 3 and len(judged[2]) == 2
+    assert len({*judged[0], *judged[2]}) == 5
