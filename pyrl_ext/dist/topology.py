@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyrl_ext.dist.allocator import set_allocator
 from pyrl_ext.dist.groups import GroupMaker, adopt, disown, make_groups
 from pyrl_ext.dist.shared_memory import host_key
 from pyrl_ext.ops.on_gpu import on_gpu
@@ -212,6 +213,7 @@ def start(plan: Plan, timeout: timedelta = timedelta(minutes=30)) -> Iterator[To
         ValueError when torchrun's environment holds no numbers.
     """
     device = device_of(plan.device)
+    set_allocator(plan)
     if on_gpu(device):
         torch.get_device_module(device).set_device(device)
     ours = not dist.is_initialized()
