@@ -71,8 +71,22 @@ class Rollouts:
         if self.plan.shares_gpus:
             _ = self.engine.capabilities  # waits until it has started
             if self.plan.engine_sleeps:
-                self.engine.sleep()
-            dist.barrier(self.group)
+                self.sleep()
+            else:
+                dist.barrier(self.group)
+
+    def sleep(self) -> int:
+        """Put the engine to sleep; returns the bytes that it freed.
+
+        An engine reads the free memory of its GPUs before and after, and vLLM asserts that it grew
+        (`gpu_worker.py`: "Memory usage increased after sleeping"). No trainer takes memory of these
+        GPUs meanwhile: that of this rank waits for the call, those of other ranks for the barrier.
+
+        Communicates: waits for all ranks, whose engines may use several GPUs.
+        """
+        freed = self.engine.sleep()
+        dist.barrier(self.group)
+        return freed
 
     def close(self) -> None:
         """End the engine."""

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from pyrl_ext.dist.buckets import BucketStream
 from pyrl_ext.dist.reduce import sum_over_ranks
+from pyrl_ext.dist.streams import need_stream, stream_of
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.inputs import LossFn
 from pyrl_ext.megatron import checkpoint
@@ -70,12 +71,14 @@ class Policy:
         module: the first.
         step: rollout steps finished.
         updates: optimizer steps finished.
+        stream: on which the modules were built, see `need_stream`.
     """
 
     def __init__(self, modules: Mapping[str, Module], edges: Edges | None = None):
         self.modules, self.edges = modules, edges or {}
         self.module = next(iter(modules.values()))
         self.step = self.updates = 0
+        self.stream = stream_of(self.topo.device)
 
     @property
     def llm(self) -> Module:
@@ -173,6 +176,7 @@ class Policy:
         Communicates: one all-reduce of the agreement counts. Syncs: reads them and the scores.
         """
         self.need("weights")
+        need_stream("Policy.scores", self.stream, stream_of(self.topo.device))
         replay_hooks = self.module.replay
 
         def reduce(micro: Microbatch, scored: tuple[Tensor, Tensor], _mtp: list[Tensor]) -> tuple:
@@ -229,6 +233,7 @@ class Policy:
         Raises: FloatingPointError when the gradient is not finite.
         """
         self.need()
+        need_stream("Policy.step_optimizer", self.stream, stream_of(self.topo.device))
         modules = self.modules.values()
         lr, *_ = [module.set_lr(self.updates) for module in modules]
         applied, norm = step_all([(module.optimizer, module.topo) for module in modules])
@@ -253,6 +258,7 @@ class Policy:
         if not loss_tokens[0]:
             raise ValueError("Policy.update: the minibatch has no token under its loss mask")
         self.need("weights", "gradients")
+        need_stream("Policy.accumulate", self.stream, stream_of(self.topo.device))
         in_chunk = loss if self.plan.logprob.loss_in_chunk else None
 
         def reduce(micro: Microbatch, scored: tuple, mtp: list[Tensor]) -> tuple:

@@ -183,7 +183,8 @@ class RolloutStep(Step):
         cls, plan: Plan, topo: Topology, show: Callable[[str], None] | None = None
     ) -> RolloutStep:
         """Everything the plan names; bad prompts, rewards or losses fail before a model is built,
-        and the engine comes before the trainer, so that it starts on an empty GPU.
+        and the engine comes before the trainer, so that it starts on an empty GPU, and the trainer
+        on the stream that the engine leaves current (`need_stream`).
 
         Args:
             show: takes a line of text as samples come.
@@ -263,7 +264,7 @@ class RolloutStep(Step):
         if sleeps or self.plan.rollout.offload_trainer != "none":
             with phase("time/onload"):
                 if sleeps:
-                    metrics["memory/engine_slept"] = self.rollouts.engine.sleep()
+                    metrics["memory/engine_slept"] = self.rollouts.sleep()
                 self.policy.onload()
         return metrics
 

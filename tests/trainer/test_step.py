@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout import rollouts
 from pyrl_ext.rollout.distribute import Rollout
+from pyrl_ext.trainer import policy
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.sft import SftStep
 from pyrl_ext.trainer.step import RolloutStep
@@ -226,3 +228,63 @@ def test_RolloutStep_starts_the_engine_on_an_empty_device_and_puts_it_to_sleep(
         step.publish(0, Clock())  # the engine has its memory again
         assert live_bytes() > trainer + 2 * weights
         step.close()
+
+
+def test_RolloutStep_works_on_the_stream_that_its_engine_left_current(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A CPU has no streams, so the test says which one is current."""
+    plan, clock, current, build = tiny_plan(*QUICK), Clock(), [0], rollouts.build_engine
+
+    def built(*given: Any) -> Any:
+        current[0] = 7  # as vLLM does
+        return build(*given)
+
+    monkeypatch.setattr(rollouts, "build_engine", built)
+    monkeypatch.setattr(policy, "stream_of", lambda device: current[0])
+    with topology.start(plan) as topo:
+        step = RolloutStep.build(plan, topo)
+        step.publish(0, clock)
+        rollout = step.take(0, clock)
+        shard, _ = step.score(step.batch_of(rollout, clock), rollout.index, clock)
+        step.update(shard, clock)
+        current[0] = 8
+        for call in (
+            lambda: step.policy.scores(shard),
+            lambda: step.policy.accumulate(shard.minibatch(0), step.loss),
+            step.policy.step_optimizer,
+        ):
+            with pytest.raises(RuntimeError, match="stream 0x8 is current, expected 0x7, on which"):
+                call()
+        step.close()
+
+
+def onload_after_all_engines_sleep(group: dist.ProcessGroup) -> list[bool]:
+    """Whether the engines of both ranks slept when the trainer of this rank took memory."""
+    Plan.shares_gpus = True  # type: ignore[method-assign]
+    plan, clock, asleep = tiny_plan(*QUICK, "parallel.dp=2"), Clock(), list[bool]()
+    store: Any = dist.distributed_c10d._get_default_store()
+    with topology.start(plan) as topo:
+        step = RolloutStep.build(plan, topo)
+        step.publish(0, clock)
+        sleep, onload = step.engine.sleep, step.policy.onload
+
+        def falls_asleep() -> int:
+            time.sleep(0.5 * topo.is_main)  # the other rank is not to overtake it
+            freed = sleep()
+            store.set(f"asleep {topo.rank}", "")
+            return freed
+
+        def takes_memory() -> int:
+            asleep.extend(store.check([f"asleep {rank}"]) for rank in range(group.size()))
+            return onload()
+
+        step.engine.sleep = falls_asleep  # type: ignore[method-assign]
+        step.policy.onload = takes_memory  # type: ignore[method-assign]
+        step.onload(clock)
+        step.close()
+    return asleep
+
+
+def test_RolloutStep_takes_memory_when_the_engines_of_all_ranks_sleep():
+    assert run_ranks(onload_after_all_engines_sleep, 2) == [[True, True]] * 2
