@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +12,102 @@ from torch import Tensor
 from pyrl_ext.ops.on_gpu import on_gpu
 
 MOST, LEAST = 1 << 30, 1 << 20  # bytes of a piece of host memory
+GIB = 1 << 30
+
+
+def pinned(size: int) -> Tensor:
+    """``size`` bytes of pinned host memory, at 1.3 GB/s (measured with an H100)."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+class HostMemory:
+    """Pieces of pinned host memory that one part of the trainer is offloaded to.
+
+    They are pinned once, by a thread that `start` starts, and kept for the rest of the run.
+
+    Args:
+        name:     of the part, for messages.
+        allocate: returns so many bytes of pinned memory [uint8].
+        say:      takes a line of text; None: nothing is said.
+        patience: seconds that `pieces` waits for the thread before it says so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        allocate: Callable[[int], Tensor] = pinned,
+        say: Callable[[str], None] | None = None,
+        patience: float = 5.0,
+    ):
+        self.name, self.allocate, self.patience = name, allocate, patience
+        self.say = say or _silent
+        self._pieces: list[Tensor] = []
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._wanted = 0
+
+    def start(self, size: int, device: torch.device) -> None:
+        """Pin ``size`` bytes in the background, for offloading from ``device``."""
+        self._wanted = size
+        self._thread = threading.Thread(
+            target=self._in_background, args=(size, device), name=f"pin {self.name}", daemon=True
+        )
+        self._thread.start()
+
+    def pieces(self, size: int) -> list[Tensor]:
+        """Pieces of at least ``size`` bytes together, the same ones in every call.
+
+        Waits for the thread. Pins what is missing.
+
+        Raises: RuntimeError if memory could not be pinned.
+        """
+        self._finish()
+        missing = size - sum(map(len, self._pieces))
+        if missing > 0:
+            self._wanted = size
+            self._timed(missing, "")
+        return self._pieces
+
+    def _finish(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(self.patience)
+            if thread.is_alive():
+                done, all_of_it = sum(map(len, self._pieces)) / GIB, self._wanted / GIB
+                self.say(
+                    f"offload: waits until host memory for the {self.name} is pinned, "
+                    f"{done:.1f} of {all_of_it:.1f} GiB so far"
+                )
+                thread.join()
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+
+    def _in_background(self, size: int, device: torch.device) -> None:
+        if on_gpu(device):  # the current device is a thread's own, and the first GPU is another's
+            torch.get_device_module(device).set_device(device)
+        try:
+            self._timed(size, ", in the background")
+        except RuntimeError as error:  # `pieces` raises it
+            self._error = error
+
+    def _timed(self, size: int, how: str) -> None:
+        start = time.monotonic()
+        for each in piece_sizes(size):
+            self._pin(each)
+        seconds = time.monotonic() - start
+        text = f"pinned {size / GIB:.2f} GiB of host memory for the {self.name}"
+        self.say(f"offload: {text} in {seconds:.1f} s{how}")
+
+    def _pin(self, size: int) -> None:
+        try:
+            self._pieces.append(self.allocate(size))
+        except RuntimeError as error:
+            done, wanted = sum(map(len, self._pieces)) / GIB, self._wanted / GIB
+            raise RuntimeError(
+                f"offload: host memory for the {self.name}: {done:.2f} of {wanted:.2f} GiB could "
+                f"be pinned ({error}), expected all of it. Give the container more memory and "
+                "locked memory (ulimit -l), or offload less: rollout.offload_trainer"
+            ) from error
 
 
 class OffloadedStorage:
@@ -17,9 +115,13 @@ class OffloadedStorage:
 
     The tensors and their views stay valid objects but must not be used meanwhile. Holds only what
     is currently offloaded; true while that is anything.
+
+    Args:
+        host: where contents on a GPU wait; None: in memory that is pinned when they leave.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostMemory | None = None) -> None:
+        self._pinned = host or HostMemory("tensors")
         self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
         self._host: list[tuple[list[tuple[torch.UntypedStorage, int]], list[Tensor]]] = []
 
@@ -35,19 +137,12 @@ class OffloadedStorage:
 
         Returns: bytes freed; a storage that several tensors share counts once.
         Syncs: once, after all copies were launched.
+        Raises: RuntimeError if host memory cannot be pinned; the tensors are as before.
         """
-        storages = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage
-        storages.pop(0, None)  # empty, or offloaded already
-        leaving = [(storage, storage.nbytes()) for storage in storages.values()]
+        leaving = _storages(tensors)
         gpu = next((storage.device for storage, _ in leaving if on_gpu(storage)), None)
         if keep:
-            sizes = piece_sizes(sum(size for _, size in leaving))
-            host = [
-                torch.empty(size, dtype=torch.uint8, pin_memory=gpu is not None) for size in sizes
-            ]
+            host = self._memory(sum(size for _, size in leaving), gpu is not None)
             for there, here in _overlaps(leaving, host):
                 here.copy_(there, non_blocking=True)
             self._host.append((leaving, host))
@@ -60,6 +155,13 @@ class OffloadedStorage:
             torch.get_device_module(gpu).empty_cache()
         self._offloaded += leaving
         return sum(size for _, size in leaving)
+
+    def _memory(self, size: int, pin: bool) -> list[Tensor]:
+        """Pieces of host memory for ``size`` bytes, which nothing that is offloaded uses."""
+        if not pin:
+            return [torch.empty(each, dtype=torch.uint8) for each in piece_sizes(size)]
+        used = sum(size for leaving, _ in self._host for _, size in leaving)
+        return list(_behind(used, self._pinned.pieces(used + size)))
 
     def onload(self) -> int:
         """Allocate everything again and fill it, on the current stream.
@@ -77,6 +179,33 @@ class OffloadedStorage:
         allocated = sum(size for _, size in self._offloaded)
         self._offloaded, self._host = [], []
         return allocated
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of ``tensors``; one that several share counts once."""
+    return sum(size for _, size in _storages(tensors))
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
+    """Each storage with its bytes; none that is empty, or offloaded already."""
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+    storages.pop(0, None)
+    return [(storage, storage.nbytes()) for storage in storages.values()]
+
+
+def _silent(_: str) -> None:
+    """Says nothing."""
+
+
+def _behind(used: int, pieces: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The bytes of ``pieces`` behind the first ``used``."""
+    for piece in pieces:
+        if used < len(piece):
+            yield piece[used:]
+        used = max(0, used - len(piece))
 
 
 def piece_sizes(size: int) -> list[int]:

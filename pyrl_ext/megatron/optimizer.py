@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyrl_ext.dist.saved_tensors import Block, SavedTensors
 from pyrl_ext.dist.topology import Topology
+from pyrl_ext.megatron.ddp import buffers
 from pyrl_ext.megatron.quiet import quiet
 from pyrl_ext.megatron.te import use_kernels
 from pyrl_ext.ops.dtypes import dtype_of
@@ -143,6 +144,17 @@ def state_tensors(optimizer: Any) -> list[Tensor]:
         states = part.optimizer.state.values()
         tensors += _mains(part) + [t for s in states for t in s.values() if torch.is_tensor(t)]
     return tensors
+
+
+def state_bytes(plan: Plan, chunks: Sequence[Any]) -> int:
+    """Bytes of `state_tensors` after the first step, without weights in fp32, which it steps
+    themselves; of wrapped chunks whose optimizer need not be built yet."""
+    weight, held = dtype_of(plan.model.dtype).itemsize, 0
+    for buffer in buffers(chunks):
+        shares = buffer.data_parallel_group.size() if plan.optimizer.distributed else 1
+        held += (8 if weight == 4 else 12) * buffer.grad_data.numel() // shares
+        held += 4 * len(buffer.param_index_map)  # Adam counts the steps of each
+    return held
 
 
 # state for checkpoints ---------------------------------------------------------------------------

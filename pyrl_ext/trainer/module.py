@@ -13,20 +13,27 @@ from torch import Tensor
 
 from pyrl_ext.data.images import Scale
 from pyrl_ext.data.source import image_scale
-from pyrl_ext.dist.offload import OffloadedStorage
+from pyrl_ext.dist.offload import HostMemory, OffloadedStorage, storage_bytes
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.megatron.ddp import buffers, gather_shards, release, unwrap, wrap_ddp
 from pyrl_ext.megatron.model import build_chunks
-from pyrl_ext.megatron.optimizer import build_optimizer, set_lr, state_tensors, warmed_up
+from pyrl_ext.megatron.optimizer import (
+    build_optimizer,
+    set_lr,
+    state_bytes,
+    state_tensors,
+    warmed_up,
+)
 from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import TowerFamily, family, hf_folder, weight_table
 from pyrl_ext.models.lora_live import Adapters
 from pyrl_ext.models.lora_table import RandomFactors
 from pyrl_ext.models.peft_folder import PeftFolder
 from pyrl_ext.ops.digest import digest_on_device, read
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.forecast.phases import Offloadable
+from pyrl_ext.plan.forecast.phases import OFFLOADED, Offloadable
 from pyrl_ext.replay.router_hook import Replay
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from pyrl_ext.weights.modules import table_of
@@ -64,18 +71,29 @@ class Module:
         self.table = table_of(plan, name)
         self.replay = Replay(chunks, topo.device)
         self.optimizer: Any = None
+        say = _say if topo.is_main else None
+        of = "" if name == "llm" else f"{name} "
+        self._host = {part: HostMemory(of + part, say=say) for part in ("weights", "optimizer")}
         self._offloaded = {
-            part: OffloadedStorage() for part in ("weights", "gradients", "optimizer")
+            part: OffloadedStorage(self._host.get(part))
+            for part in ("weights", "gradients", "optimizer")
         }
 
     @classmethod
     def build(
-        cls, name: str, plan: Plan, topo: Topology, trainable: bool = True, initial: bool = True
+        cls,
+        name: str,
+        plan: Plan,
+        topo: Topology,
+        trainable: bool = True,
+        initial: bool = True,
+        offloads: bool = False,
     ) -> Module:
         """The plan's model, with an optimizer if it is ``trainable``.
 
         Args:
             initial: load or draw its initial weights; otherwise they are undefined until `load`.
+            offloads: pin host memory for the parts that the plan offloads, while weights load.
         """
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -111,6 +129,8 @@ class Module:
         if trainable:
             chunks = wrap_ddp(plan, chunks, topo.groups, overlap=not shares)
         module = cls(name, plan, topo, chunks, adapters)
+        if offloads and on_gpu(topo.device):
+            module._pin_host_memory(chunks if trainable else [])
         if trainable:
             weakref.finalize(module, release, chunks)
         if not tower:
@@ -289,6 +309,18 @@ class Module:
                 tensors = [t for t in tensors if t.untyped_storage().data_ptr() not in shared]
         return self._offloaded[part].offload(tensors, keep=part != "gradients")
 
+    def _pin_host_memory(self, trained: list[Any]) -> None:
+        """Start to pin host memory for the parts that the plan offloads, in the background.
+
+        Args:
+            trained: the chunks if they are trained; they have no optimizer yet.
+        """
+        tensors = [*self.named_parameters().values(), *self.factors().values()]
+        sizes = {"weights": storage_bytes(tensors), "optimizer": state_bytes(self.plan, trained)}
+        for part in OFFLOADED[self.plan.rollout.offload_trainer]:
+            if size := sizes.get(part):
+                self._host[part].start(size, self.topo.device)
+
     def onload(self) -> int:
         """Bring everything that was offloaded back onto the device.
 
@@ -321,3 +353,8 @@ class Module:
         whole = GatheredWeights(plan_buckets(self.plan, self.table), live, self.topo)
         digests = read({name: digest_on_device(tensor) for name, tensor in whole})
         return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def _say(line: str) -> None:
+    """Print ``line`` whole; threads that pin host memory say theirs at the same time."""
+    print(f"{line}\n", end="", flush=True)

@@ -95,16 +95,24 @@ class Policy:
 
     @classmethod
     def build(
-        cls, plan: Plan, topo: Topology, trainable: bool = True, initial: bool = True
+        cls,
+        plan: Plan,
+        topo: Topology,
+        trainable: bool = True,
+        initial: bool = True,
+        offloads: bool = False,
     ) -> Policy:
         """The plan's model with its initial weights; without ``trainable``, a frozen reference.
 
-        Without ``initial`` the weights are undefined until `load`.
+        Args:
+            initial: without, the weights are undefined until `load`.
+            offloads: see `Module.build`.
         """
-        modules = {topo.module: Module.build(topo.module, plan, topo, trainable, initial)}
+        options = trainable, initial, offloads
+        modules = {topo.module: Module.build(topo.module, plan, topo, *options)}
         for name, keys in plan.modules.items():
             if place := topo.beside.get(name):
-                modules[name] = Module.build(name, plan, place, trainable, initial)
+                modules[name] = Module.build(name, plan, place, *options)
             elif keys.ranks == "shared" and keys.train and trainable:
                 join_build_optimizer(topo)
         return cls(modules, build_edges(plan, topo, trainable))

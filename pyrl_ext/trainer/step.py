@@ -196,7 +196,7 @@ class RolloutStep(Step):
         rollouts = Rollouts(plan, topo, source, show)
         try:
             rollouts.make_room()
-            policy, reference = Policy.build(plan, topo), None
+            policy, reference = Policy.build(plan, topo, offloads=True), None
             rollouts.engine.score_canaries = partial(score_canaries, policy)
             if plan.objective.kl_coef and plan.lora is None:
                 reference = Policy.build(plan, topo, trainable=False)

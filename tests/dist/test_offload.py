@@ -1,6 +1,8 @@
 """Offloaded memory comes back with its contents, and nothing runs without it."""
 
 import os
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 
 from pyrl_ext.dist import offload, topology
 from pyrl_ext.dist.heartbeat import heartbeats
-from pyrl_ext.dist.offload import LEAST, MOST, OffloadedStorage, piece_sizes
+from pyrl_ext.dist.offload import LEAST, MOST, HostMemory, OffloadedStorage, piece_sizes
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.pack.schedule import plan_microbatches
@@ -19,6 +21,7 @@ from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.train.loop import train
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
+from tests.helpers.deadline import DEADLINE
 from tests.helpers.pictures import write_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import MEASURED
@@ -81,6 +84,68 @@ def test_offload_on_a_gpu_pins_no_more_than_it_moves():
     assert held <= tensor.nbytes + LEAST
     away.onload()
     assert torch.equal(tensor.cpu(), torch.arange(len(tensor), dtype=torch.int32))
+
+
+def piece_of(size: int) -> torch.Tensor:
+    """In place of pinned memory, which a CPU alone has not."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def test_host_memory_is_pinned_once_in_the_background_and_kept():
+    asked, said = list[int](), list[str]()
+
+    def allocate(size: int) -> torch.Tensor:
+        asked.append(size)
+        return piece_of(size)
+
+    memory = HostMemory("optimizer", allocate, said.append)
+    memory.start(3 * LEAST + 5, torch.device("cpu"))
+    first = memory.pieces(2 * LEAST)
+    assert asked == [2 * LEAST, LEAST, 5]
+    assert all(one is two for one, two in zip(memory.pieces(3 * LEAST + 5), first, strict=True))
+    (line,) = said
+    line = re.sub(r"\d+\.\d s", "0.1 s", line)
+    end = "for the optimizer in 0.1 s, in the background"
+    assert line == f"offload: pinned 0.00 GiB of host memory {end}"
+    assert sum(map(len, memory.pieces(4 * LEAST))) == sum(asked) == 4 * LEAST  # what is missing
+    assert len(said) == 2
+
+
+def test_offload_says_that_it_waits_for_host_memory():
+    goes_on, said = threading.Event(), list[str]()
+
+    def allocate(size: int) -> torch.Tensor:
+        assert goes_on.wait(DEADLINE)
+        return piece_of(size)
+
+    def say(line: str) -> None:
+        said.append(line)
+        goes_on.set()  # the thread may not finish before the wait was said
+
+    memory = HostMemory("weights", allocate, say, patience=0)
+    memory.start(LEAST, torch.device("cpu"))
+    assert sum(map(len, memory.pieces(LEAST))) == LEAST
+    assert said[0] == (
+        "offload: waits until host memory for the weights is pinned, 0.0 of 0.0 GiB so far"
+    )
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_offload_fails_where_host_memory_cannot_be_pinned(background: bool):
+    """With the thread's error, before anything is freed, and in every later call."""
+
+    def allocate(size: int) -> torch.Tensor:
+        if size < LEAST:
+            raise RuntimeError("CUDA error: out of memory")
+        return piece_of(size)
+
+    memory = HostMemory("optimizer", allocate)
+    if background:
+        memory.start(LEAST + 9, torch.device("cpu"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"memory for the optimizer: 0.00 of 0.00 GiB .*out"):
+            memory.pieces(LEAST + 9)
 
 
 def test_onload_fills_with_zeros_what_was_not_kept():

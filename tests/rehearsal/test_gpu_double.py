@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -12,15 +14,20 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.dist import topology
+from pyrl_ext.dist.offload import storage_bytes
 from pyrl_ext.dist.upload import Upload
 from pyrl_ext.loss.registry import build_loss
+from pyrl_ext.megatron.ddp import buffers
+from pyrl_ext.megatron.optimizer import state_bytes, state_tensors
 from pyrl_ext.ops import gather_rows
 from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.plan.forecast.memory import memory_of
+from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import gpu_double, passes
 from tests.helpers.gpu_double import AT_ONCE, EARLY, LATE
-from tests.helpers.gpu_double.memory import device
+from tests.helpers.gpu_double.memory import LEDGER, device
 from tests.helpers.gpu_double.seen import Seen, without_lines
 from tests.helpers.gpu_double.tensor import put, value
 from tests.helpers.gpu_double.whole import on_double
@@ -32,7 +39,7 @@ BF16 = "model.dtype=bfloat16"
 
 
 def alone(check: Callable[..., Any], *args: Any) -> Any:
-    """``check(*args)`` in a process of its own, since a device once registered stays."""
+    """``check(*args)`` in a new process, since a device once registered stays."""
     return run_ranks(_without_group, 1, check, args)[0]
 
 
@@ -123,7 +130,7 @@ def waits() -> dict[str, int]:
 
 def test_waits_are_counted_by_line():
     found = alone(waits)
-    assert len(found) == 11  # all on lines of their own
+    assert len(found) == 11  # each on another line
     assert all(key.startswith("tests/rehearsal/test_gpu_double.py:") for key in found), found
 
 
@@ -144,8 +151,8 @@ ONCE = {  # in the first update, when the optimizer makes what it keeps
 def trained(
     seen: Seen, topo: Any, plan: Any, number: int = 2, between: Any = None, loss: Any = None
 ) -> list[Any]:
-    """What a policy computes: scores, then ``number`` updates; and its weights at the end."""
-    batch, policy = random_batch(), Policy.build(plan, topo)
+    """A policy's waits, scores, metrics of ``number`` updates, and weights at the end."""
+    batch, policy = random_batch(), Policy.build(plan, topo, offloads=between is not None)
     limit = plan.batching.tokens_per_microbatch
     schedule = plan_microbatches(batch.seqlens, topo.dp_size, limit, plan.row_alignment)
     seen.waits.clear()
@@ -240,6 +247,109 @@ def policy_without_a_wait() -> None:
 
 def test_policy_without_a_wait_for_its_uploads_fails():
     alone(policy_without_a_wait)
+
+
+# offloading ---------------------------------------------------------------------------------------
+
+PARTS: tuple[Offloadable, ...] = ("optimizer", "gradients", "weights")
+
+
+def run_offloaded(order: str, between: Callable[[Policy], None]) -> list[Any]:
+    """`trained`, with ``between`` before each update."""
+    plan = tiny_plan(BF16)
+    rollout = plan.rollout.model_copy(update={"offload_trainer": "all"})
+    plan = plan.model_copy(update={"rollout": rollout})  # a rule refuses it on a CPU
+    with on_double(plan) as topo, gpu_double.rehearsed(order) as seen:
+        return trained(seen, topo, plan, between=between)
+
+
+def away_and_back(policy: Policy) -> None:
+    before = LEDGER.live
+    freed = sum(policy.offload(part) for part in PARTS)
+    assert LEDGER.live == before - freed
+    policy.onload()
+    assert LEDGER.live == before
+
+
+def offloaded_policy() -> None:
+    right = run_policy(AT_ONCE)
+    said = StringIO()
+    with redirect_stdout(said):
+        for order in (AT_ONCE, *EXTREMES):
+            assert equal(run_offloaded(order, away_and_back), right), order
+    lines = said.getvalue().splitlines()  # later updates pin no more than was planned
+    assert len(lines) == 2 * 3
+    assert all(line.endswith("in the background") for line in lines), lines
+    module = torch.get_device_module(device())
+
+    def onload_without_a_wait(policy: Policy) -> None:
+        for part in PARTS:
+            policy.offload(part)
+        with module.stream(module.Stream()):
+            policy.onload()
+
+    def free_without_a_wait(policy: Policy) -> None:
+        wait, module.synchronize = module.synchronize, lambda *_: None
+        try:
+            with module.stream(module.Stream()):
+                away_and_back(policy)
+        finally:
+            module.synchronize = wait
+
+    for planted in (onload_without_a_wait, free_without_a_wait):
+        try:
+            wrong = run_offloaded(LATE, planted)
+        except (RuntimeError, FloatingPointError):  # freed memory is read; NaN
+            continue
+        assert not equal(wrong, right), planted
+
+
+def test_policy_trains_the_same_offloaded_in_every_order_of_streams():
+    """Host memory is pinned in the background, and a missing wait at either end is found."""
+    alone(offloaded_policy)
+
+
+# bytes --------------------------------------------------------------------------------------------
+
+
+OF_ROUTERS = "Op.__call__", "_route.<locals>.route"
+"""Functions that allocate what megatron's token dispatchers keep of the last microbatch."""
+
+
+def bytes_of_a_step(*overrides: str) -> None:
+    """Live bytes after a step are those of the plan's exact items, of the last microbatch's routes,
+    and less than 1 % of small buffers."""
+    plan = tiny_plan(BF16, *overrides)
+    planned = {item.name: item for item in memory_of(plan, 0).items}
+    with on_double(plan) as topo, gpu_double.rehearsed():
+        before, batch = LEDGER.live, random_batch()
+        policy = Policy.build(plan, topo)
+        schedule = plan_microbatches(batch.seqlens, topo.dp_size, 4096, plan.row_alignment)
+        ready = batch.with_(old_logprobs=batch.rollout_logprobs)
+        with LEDGER.phase("update"):
+            passes.update(policy, ready, schedule, build_loss(plan.objective))
+        parts = {
+            "weights": [p for chunk in policy.llm.chunks for p in chunk.parameters()],
+            "gradients": [b.grad_data for b in buffers(policy.llm.chunks)],
+            "optimizer": state_tensors(policy.llm.optimizer),
+        }
+        sizes = {name: storage_bytes(tensors) for name, tensors in parts.items()}
+        for name, size in sizes.items():
+            assert planned[name].exact
+            assert size == pytest.approx(planned[name].bytes, rel=0.01), name  # padding
+        rest = LEDGER.live - before - sum(sizes.values())
+        routers = sum(n for at, n in LEDGER.by_place.items() if at.endswith(OF_ROUTERS))
+        assert 0 < routers <= rest < routers + 0.01 * sum(sizes.values())
+        planned_here = state_bytes(plan, policy.llm.chunks)  # which is pinned for offloading
+        assert sizes["optimizer"] <= planned_here < 1.01 * sizes["optimizer"]
+        assert LEDGER.most["update"] > LEDGER.live  # activations
+        kept = torch.zeros(1000, 1000, device="gpu")  # planted: the ledger sees what stays
+        assert LEDGER.live - before - sum(sizes.values()) == rest + kept.nbytes
+
+
+@pytest.mark.parametrize("overrides", [(), ("optimizer.distributed=true",)])
+def test_bytes_after_a_step_are_those_of_the_plan(overrides: tuple[str, ...]):
+    alone(bytes_of_a_step, *overrides)
 
 
 # streams and memory -------------------------------------------------------------------------------

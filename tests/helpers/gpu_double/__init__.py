@@ -11,7 +11,7 @@ Its tensors call themselves ``gpu:0`` and hold their values on the host. What it
 - copies that do not wait need pinned memory, which must not change before they have run;
 - bytes that are allocated.
 
-It is one for a process and stays there, so that tests run in a process of their own:
+A process has one, which stays, so tests that use it run in separate processes:
 
     def check(group):
         with gpu_double.rehearsed("late") as seen:

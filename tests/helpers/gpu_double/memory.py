@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -25,16 +28,36 @@ def device() -> torch.device:
 class Ledger:
     """Attributes:
 
-    live: bytes that are allocated.
-    most: the most that ever were.
+    by_place: bytes that are allocated, by the line that did.
+    most: name of a `phase` -> the most bytes that were allocated in it.
     """
 
     def __init__(self) -> None:
-        self.live = self.most = 0
+        self.by_place = Counter[str]()
+        self.most = dict[str, int]()
+        self._phases = list[str]()
+        self._live = 0
 
-    def add(self, size: int) -> None:
-        self.live += size
-        self.most = max(self.most, self.live)
+    @property
+    def live(self) -> int:
+        """Bytes that are allocated."""
+        return self._live
+
+    def add(self, size: int, at: str) -> None:
+        self._live += size
+        self.by_place[at] += size
+        for name in self._phases:
+            self.most[name] = max(self.most[name], self._live)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what is allocated in a block as that of phase ``name``."""
+        self.most[name] = self._live
+        self._phases.append(name)
+        try:
+            yield
+        finally:
+            self._phases.remove(name)
 
 
 LEDGER = Ledger()
@@ -49,11 +72,11 @@ class Block:
     """
 
     def __init__(self, host: torch.UntypedStorage, stream: Stream):
-        self.host, self.stream = host, stream
+        self.host, self.stream, self.at = host, stream, place()
         self.users: set[Stream] = set()
         host.block = weakref.ref(self)  # pyright: ignore[reportAttributeAccessIssue]
-        LEDGER.add(host.nbytes())
-        weakref.finalize(self, _free, host, stream, self.users)
+        LEDGER.add(host.nbytes(), self.at)
+        weakref.finalize(self, _free, host, stream, self.users, self.at).atexit = False
 
     @classmethod
     def of(cls, host: Tensor) -> Block:
@@ -77,7 +100,7 @@ class Block:
         self.stream.drain()
         if any(not user.query() for user in self.users):
             SEEN.report("memory is freed while a stream that recorded its use is not finished")
-        LEDGER.add(size - self.host.nbytes())
+        LEDGER.add(size - self.host.nbytes(), self.at)
         self.host.resize_(size)
         poison(self.host)
         return self
@@ -87,8 +110,8 @@ class Block:
         self.users.add(stream)
 
 
-def _free(host: torch.UntypedStorage, stream: Stream, users: set[Stream]) -> None:
-    LEDGER.add(-host.nbytes())
+def _free(host: torch.UntypedStorage, stream: Stream, users: set[Stream], at: str) -> None:
+    LEDGER.add(-host.nbytes(), at)
     until = {user: user.submitted for user in users}
 
     def reuse() -> None:

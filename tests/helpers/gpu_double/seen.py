@@ -1,4 +1,4 @@
-"""What a rehearsal has seen: waits of the host by line, and uses of host memory that are wrong."""
+"""Findings of a rehearsal: waits of the host by line, and wrong uses of host memory."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def drain_all() -> None:
 
 
 class DeviceModule:
-    """What ``torch.cuda`` is to a GPU: ``torch.get_device_module`` returns it."""
+    """The double's ``torch.cuda``; ``torch.get_device_module`` returns it."""
 
     Stream, Event = Stream, Event
     current_stream = staticmethod(current_stream)
@@ -136,7 +136,11 @@ class DeviceModule:
         """Nothing: what is freed is not kept."""
 
     def set_device(self, *_: Any) -> None:
-        """There is one."""
+        """Let this thread use the device; the main one does where it rehearses."""
+        from tests.helpers.gpu_double.tensor import Device
+
+        if threading.current_thread() is not threading.main_thread():
+            Device().__enter__()
 
     def is_initialized(self) -> bool:
         return True

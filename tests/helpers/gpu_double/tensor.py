@@ -201,7 +201,7 @@ def _upload(out: Tensor, source: Tensor, blocking: bool, stream: Stream) -> None
         SEEN.report(f"copy without waiting of {list(source.shape)} from memory that is not pinned")
     if blocking:
         SEEN.wait(aten.copy_.default)
-    # CUDA copies what is not pinned to memory of its own before it returns
+    # CUDA copies unpinned memory to a buffer before it returns
     read = memory.Source(source).read if pinned else source.clone().detach
 
     def work() -> None:
@@ -276,7 +276,8 @@ def _check_memory(op: Any, arguments: Any) -> None:
 
 
 def _kernel(op: Any) -> Callable[..., Any]:
-    return KERNELS[op] if op in KERNELS else op
+    kernel: Any = KERNELS.get(op, op)
+    return kernel
 
 
 def _is_view(op: Any) -> bool:
@@ -315,7 +316,7 @@ def _wrapped(result: Any) -> Any:
 
 
 def _outputs(op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-    """What ``op`` returns: arguments that it wrote to as they are, other tensors wrapped."""
+    """The results of ``op``: arguments that it wrote to as they are, other tensors wrapped."""
     if not op._schema.is_mutable:
         return _wrapped(result)
     names = [_alias(each) for each in op._schema.returns]
