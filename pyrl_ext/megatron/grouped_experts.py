@@ -161,23 +161,30 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """torch's own gradient of ``grouped_mm`` refuses incoming gradients that are not contiguous,
-    and no rows."""
+    """torch's own gradient of ``grouped_mm`` refuses incoming gradients that are not contiguous.
+
+    Without rows, as on an empty rank of dynamic context parallelism, ``grouped_mm`` is not called:
+    torch does not say what its CUDA kernels do then. The result is empty, the weight's gradient 0.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         frozen = not ctx.needs_input_grad[1]
         ctx.save_for_backward(None if frozen else rows, weight, ends)
+        if not len(rows):
+            return rows.new_empty(0, weight.shape[1])
         return F.grouped_mm(rows, weight.mT, offs=ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         rows, weight, ends = ctx.saved_tensors
+        of_rows, of_weight, _ = ctx.needs_input_grad
         if not len(grad):
-            return grad.new_zeros(0, weight.shape[2]), torch.zeros_like(weight), None
+            zeros = torch.zeros_like(weight) if of_weight else None
+            return grad.new_empty(0, weight.shape[2]), zeros, None
         grad = grad.contiguous()
-        rows_grad = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
-        weight_grad = _weight_grad(weight, grad, rows, ends) if ctx.needs_input_grad[1] else None
+        rows_grad = F.grouped_mm(grad, weight, offs=ends) if of_rows else None
+        weight_grad = _weight_grad(weight, grad, rows, ends) if of_weight else None
         return rows_grad, weight_grad, None
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases_experts import both_ways, build_pair, inputs
 from pyrl_ext.dist import topology
@@ -42,6 +43,48 @@ def test_grouped_linear_takes_the_gradient_of_a_sum(rows):
     want = torch.autograd.grad((x @ weight[1].T).sum(), (x, weight))
     for got, exact in zip(found, want, strict=True):
         torch.testing.assert_close(got, exact)
+
+
+class NoEmptyProducts(TorchDispatchMode):
+    """Raises at a grouped product without rows, and counts those with some."""
+
+    products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "grouped_mm" in func.name():
+            assert all(matrix.numel() for matrix in args[:2]), f"{func.name()} without rows"
+            self.products += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("gated", [True, False])
+def test_grouped_experts_call_no_product_without_rows(groups, gated, frozen):
+    """Nor its gradients, which are zeros of the weights' shapes, so that ranks with rows have one to
+    add theirs to."""
+    ours, _ = build_pair(groups, 4, 16, 8, gated=gated)
+    ours.requires_grad_(not frozen)
+    rows = torch.empty(0, 16, requires_grad=True)
+    probs = torch.empty(0, requires_grad=True)
+    with NoEmptyProducts() as called:
+        out, _ = ours(rows, torch.zeros(4, dtype=torch.int64), probs)
+        out.sum().backward()
+    assert called.products == 0
+    assert out.shape == (0, 16)
+    assert rows.grad is not None
+    assert probs.grad is not None
+    for weight in ours.parameters():
+        assert weight.grad is None if frozen else torch.equal(weight.grad, weight * 0)
+
+
+def test_NoEmptyProducts_sees_the_products_of_a_layer(groups):
+    """Two forward, and two for the gradient of the rows and two for the weights'."""
+    ours, _ = build_pair(groups, 4, 16, 8)
+    rows = torch.randn(4, 16, requires_grad=True)
+    with NoEmptyProducts() as called:
+        out, _ = ours(rows, torch.tensor([0, 1, 0, 3]), torch.ones(4))
+        out.sum().backward()
+    assert called.products == 6
 
 
 def test_grouped_experts_add_to_main_grad_what_they_return_without_one(groups):
