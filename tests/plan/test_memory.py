@@ -19,14 +19,21 @@ from pyrl_ext.plan.__main__ import main as plan_main
 from pyrl_ext.plan.forecast.activations import in_flight
 from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.fits import fits, seems_to_fit
+from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, START
+from pyrl_ext.plan.forecast.step_time import ERROR, step_time
 from pyrl_ext.plan.schema import Hardware
 from tests.helpers import passes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QWEN3, random_batch, tiny_plan
 
 REPOSITORY = Path(__file__).parents[2]
+SHIPPED = (
+    *(REPOSITORY / "configs").glob("*.yaml"),
+    *(REPOSITORY / "configs/examples").glob("*.yaml"),
+)
+ON_GPUS = [path for path in sorted(SHIPPED) if compile_plan(path).device == "cuda"]
 
 # One minibatch: what the graph of another leaves behind is freed whenever Python collects it
 SHORT = ("batching.prompts=2", "batching.minibatches=1", "data.max_prompt_tokens=16")
@@ -129,7 +136,8 @@ def test_stage_memory_of_a_shared_gpu_holds_the_engine():
     assert held_by().held("rollout", exact=True) == state + 600 * 10**9
     assert held_by().held("publish", exact=True) == state + 2 * total  # the cache sleeps
     assert held_by("rollout.tp=2").held("publish", exact=True) == state + total
-    assert held_by().held("update") == held_by("rollout.gpus=8").held("update")
+    apart = held_by("rollout.gpus=8")
+    assert held_by().held("update") == apart.held("update") - apart.bytes_of("send buffers")
     awake = held_by("rollout.sleep=false")
     assert awake.held("update") == held_by().held("update") + 600 * 10**9
     away = held_by("rollout.offload_trainer=all")
@@ -160,7 +168,19 @@ def test_stage_memory_of_a_publish_holds_the_experts_that_vllm_keeps():
     assert held_by(one, "rollout.engine=hf").bytes_of("publish") == gathered
     assert held_by(one).bytes_of("publish") == gathered + 2 * experts
     engines_apart = held_by(one, "rollout.gpus=8").bytes_of("publish")
-    assert engines_apart == gathered + 2 * bucket  # two buckets in flight, vLLM's experts elsewhere
+    assert engines_apart == gathered  # vLLM's experts are elsewhere
+
+
+def test_stage_memory_holds_the_two_buffers_of_a_sender_in_every_phase():
+    """A bucket of GLM-4.7-Flash is at least a layer's experts: 64 of width 1,536, in bfloat16."""
+    bucket = 2 * 64 * 3 * 2048 * 1536
+    (on_cpu,) = stage_memory(tiny_plan("rollout.transport=shm", "rollout.bucket_bytes=1048576"))
+    of_each = ((held_by("rollout.gpus=8"), bucket, False), (on_cpu, 1_048_576, True))
+    for stage, size, host in of_each:
+        (buffers,) = [item for item in stage.items if item.name == "send buffers"]
+        assert buffers.bytes == 2 * size
+        assert buffers.host == host and buffers.phases == MEMORY_PHASES
+    assert not held_by().bytes_of("send buffers")
 
 
 def test_stage_memory_moves_an_offloaded_optimizer_to_the_host():
@@ -198,10 +218,27 @@ def test_fits_names_what_is_sure_not_to_fit():
 
 
 def test_seems_to_fit_notes_what_may_not_fit():
-    plan = compile_plan(GLM47, ["hardware.gpu=H100", "rollout.gpus=8"])
+    plan = compile_plan(GLM47, ["hardware.gpu=H100", "rollout.gpus=8", "model.recompute=none"])
     assert fits(plan) is None
     note = seems_to_fit(plan)
-    assert note and note.startswith("a rank needs about ") and "optimizer scratch" in note
+    assert note and note.startswith("a rank needs about ") and "activations" in note
+
+
+def test_stage_memory_of_an_update_has_no_copy_of_the_moments():
+    """torch's fused AdamW needs no memory of its own: GLM-4.7-Flash trains on 8 H100s."""
+    plan = compile_plan(GLM47, ["hardware.gpu=H100", "rollout.offload_trainer=all"])
+    (stage,) = stage_memory(plan)
+    assert not [item for item in stage.items if item.name == "optimizer scratch"]
+    assert fits(plan) is seems_to_fit(plan) is None
+
+
+@pytest.mark.parametrize("config", ON_GPUS, ids=lambda path: path.stem)
+def test_shipped_configs_fit_their_gpus_and_say_on_what_their_estimate_rests(config: Path):
+    plan = compile_plan(config)
+    assert memory_limit(plan) is not None
+    assert fits(plan) is seems_to_fit(plan) is None
+    time = step_time(plan)
+    assert time is not None and time.error == ERROR  # nothing was measured
 
 
 def test_fits_and_seems_to_fit_accept_anything_without_a_limit():

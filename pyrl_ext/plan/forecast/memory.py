@@ -121,29 +121,16 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
     for encoder in encoders(plan):
         if encoder.shared and stage == 0:
             yield from encoder_items(encoder, 0)
-    passes = [*_activations(plan, stage, load.rows), *_logits(plan, stage, load.rows)]
-    yield from passes
-    yield from _optimizer_scratch(plan, stage, passes)
+    yield from _activations(plan, stage, load.rows)
+    yield from _logits(plan, stage, load.rows)
     yield from _routes(plan, stage, load)
     if plan.has_rollouts:
         yield _publish(plan)
+        yield from _send_buffers(plan)
         if plan.rollout.publishes_beside:
             yield _copy_of_weights(plan)
         yield from _engine(plan, load)
     yield from _context(plan, stage)
-
-
-# Weights, gradients, optimizer ------------------------------------------------------------------
-
-
-def _optimizer_scratch(plan: Plan, stage: int, passes: list[Item]) -> Iterator[Item]:
-    """torch's AdamW computes the square roots of all second moments at once on a GPU. Activations
-    are freed by then."""
-    free = sum(item.bytes for item in passes if "update" in item.phases and not item.host)
-    more = 4 * optimizer_parameters(plan, trained_of_stage(plan, stage)) - free
-    if plan.device == "cuda" and plan.model.backend == "local" and more > 0:
-        why = "4 bytes for each parameter that the rank steps, less the freed activations"
-        yield Item("optimizer scratch", more, ("update",), why, exact=False)
 
 
 # Passes -----------------------------------------------------------------------------------------
@@ -246,8 +233,8 @@ def _routes(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
 
 
 def _publish(plan: Plan) -> Item:
-    """Weights are gathered a bucket at a time: an engine in this process copies its tensors from
-    the bucket, another one gets two buckets in turn."""
+    """Weights are gathered a bucket at a time. An engine in this process copies its tensors from
+    the bucket; for another one it is copied into a buffer that is sent (`_send_buffers`)."""
     largest, experts, bucket = gathered(plan)
     held = largest + largest // DTYPE_BYTES[plan.model.dtype]
     why = "the largest tensor and its check for nan"
@@ -257,10 +244,23 @@ def _publish(plan: Plan) -> Item:
         if plan.rollout.engine == "vllm" and not (plan.rollout.gpus or plan.engines_apart):
             held += experts
             why += ", one layer's experts (vLLM keeps them until it has all)"
-    if plan.transport in ("ipc", "broadcast", "servers"):
-        held += 2 * plan.rollout.bucket_bytes
-        why = f"{why}, and two buckets in flight"
+    if plan.transport == "servers":
+        held += max(bucket, plan.rollout.bucket_bytes)
+        why = f"{why}, and a bucket on its way to the host"
     return Item("publish", held, ("publish",), why, exact=False)
+
+
+def _send_buffers(plan: Plan) -> Iterator[Item]:
+    """The two buffers, filled in turn, that an engine in another process reads. They are kept from
+    one publish to the next: the engine has opened them (`rollout/process/sender.py`), and torch
+    keeps pinned memory. What `_copy_of_weights` counts is sent without them."""
+    if plan.transport == "inprocess" or plan.rollout.publishes_beside:
+        return
+    _, _, bucket = gathered(plan)
+    held = 2 * max(bucket, plan.rollout.bucket_bytes)
+    why = "two buckets on their way to the engine, kept from the first publish on"
+    host = plan.transport in ("shm", "servers")
+    yield Item("send buffers", held, MEMORY_PHASES, why, exact=False, host=host)
 
 
 def _copy_of_weights(plan: Plan) -> Item:
