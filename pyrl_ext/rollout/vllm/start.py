@@ -29,7 +29,11 @@ def unwritten(given: dict[str, Any]) -> dict[str, str]:
 
 
 def start(interpreted: bool, **arguments: Any) -> LLMEngine:
-    """vLLM's engine in this process, with random weights."""
+    """vLLM's engine in this process, with random weights.
+
+    On a GPU, vLLM makes a CUDA stream and leaves it current in this thread. The trainer, which is
+    built later, stays on it: see `need_stream`.
+    """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if cpu.installed():

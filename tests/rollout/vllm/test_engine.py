@@ -28,6 +28,7 @@ if find_spec("vllm") is None:
 
 from transformers import CONFIG_MAPPING
 
+from pyrl_ext.data import source
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.rollout import rollouts
@@ -562,6 +563,28 @@ def test_train_equals_with_an_engine_a_rank_and_one_for_two_ranks(tmp_path: Path
         for row in (a, b):
             assert row["mismatch/max"] < 1e-5 and row["route/agree_topk"] == 1.0
     assert set(memory.glob("-tp*")) == left  # or the next run on this host fails
+
+
+def train_with_a_reward_that_fails(group: dist.ProcessGroup, *run: Any) -> tuple[int, str]:
+    """On the first rank; exit code, and what was printed to stderr."""
+    said = io.StringIO()
+
+    def fails(*_: Any, **__: Any) -> list[Any]:
+        raise ZeroDivisionError("no reward")
+
+    if group.rank() == 0:
+        source.score = fails
+    with contextlib.redirect_stderr(said):
+        return train_on_rank(group, *run), said.getvalue()
+
+
+def test_train_ends_on_both_ranks_of_an_engine_when_a_reward_fails_on_one(tmp_path: Path):
+    run = (f"run={tmp_path}", "rollout.engine=vllm", "rollout.tp=2", "parallel.dp=2")
+    more = ("steps=2", "batching.prompts=4", "evaluate.every=0")
+    given = (CONFIGS / "tiny.yaml", *run, *more)
+    found = run_ranks(train_with_a_reward_that_fails, 2, *given, preload=WITH_VLLM)
+    assert [code for code, _ in found] == [1, 1]
+    assert "rank 0: ZeroDivisionError: no reward" in "".join(said for _, said in found)
 
 
 class Touched(Disturbed):
