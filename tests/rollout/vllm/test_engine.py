@@ -579,8 +579,9 @@ def train_with_a_reward_that_fails(group: dist.ProcessGroup, *run: Any) -> tuple
 
 
 def test_train_ends_on_both_ranks_of_an_engine_when_a_reward_fails_on_one(tmp_path: Path):
+    """While vLLM has further groups to generate, on both."""
     run = (f"run={tmp_path}", "rollout.engine=vllm", "rollout.tp=2", "parallel.dp=2")
-    more = ("steps=2", "batching.prompts=4", "evaluate.every=0")
+    more = ("steps=2", "batching.prompts=4", "evaluate.every=0", "rollout.max_num_seqs=8")
     given = (CONFIGS / "tiny.yaml", *run, *more)
     found = run_ranks(train_with_a_reward_that_fails, 2, *given, preload=WITH_VLLM)
     assert [code for code, _ in found] == [1, 1]
