@@ -28,6 +28,7 @@ from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import lora, passes
 from tests.helpers.deadline import DEADLINE
+from tests.helpers.nccl_rules import mark
 from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import Probe
 from tests.helpers.ranks import run_ranks
@@ -403,6 +404,7 @@ def on_ranks(group, layouts: list[Layout], folder: Path, device: str = "cpu") ->
     os.environ["WORLD_SIZE"] = str(group.size())
     rows = []
     for layout in layouts:
+        mark(layout.title)
         plan = compiled(layout.model, folder, (*layout.overrides, f"device={device}"))
         got = train_steps(plan, MODELS[layout.model].mtp_routes)
         gc.collect()  # the policy's process groups, with their threads

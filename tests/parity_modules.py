@@ -45,6 +45,7 @@ from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from tests import parity
 from tests.helpers import towers, vision
 from tests.helpers.deadline import DEADLINE
+from tests.helpers.nccl_rules import mark
 from tests.helpers.ranks import run_ranks
 from tests.helpers.towers import ImageBatch, InProcess
 
@@ -434,6 +435,7 @@ def on_ranks(group: Any, layouts: list[Layout], folder: Path) -> list[dict]:
     rows = []
     for layout in layouts:
         faulthandler.dump_traceback_later(STUCK, exit=True)
+        mark(layout.title)
         plan = layout.plan(folder)
         got = train_steps(plan, layout)
         faulthandler.cancel_dump_traceback_later()

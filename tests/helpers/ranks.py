@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.helpers.deadline import DEADLINE
+from tests.helpers.nccl_rules import Watch, install
 
 PRELOAD: list[str] = []  # before anything else
 GPU_BACKENDS = "cpu:gloo,cuda:nccl"
@@ -38,6 +39,7 @@ def run_ranks(
     timeout: float = DEADLINE,
     preload: tuple[str, ...] = LOOP,
     device: str = "cpu",
+    rules: bool | None = None,
 ) -> list[Any]:
     """Call ``fn(group, *args)`` on ``world_size`` processes and return the results by rank.
 
@@ -48,12 +50,17 @@ def run_ranks(
 
     With ``device="cuda"`` every rank has a GPU, the one of its number, and the backends of a run:
     NCCL for tensors on GPUs, gloo for those on the host.
+
+    With ``rules`` it fails, too, if the ranks do what NCCL does not forgive (`nccl_rules`); None:
+    as the environment says, PYRL_NCCL_RULES=1.
     """
+    rules = os.environ.get("PYRL_NCCL_RULES") == "1" if rules is None else rules
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")
         servers = [_server(preload, number) for number in range(min(2, world_size))]
         backend = GPU_BACKENDS if device == "cuda" else backend
-        task = (world_size, backend, folder, _environment(device), fn, args)
+        watch = Watch(Path(folder), world_size) if rules else None
+        task = (world_size, backend, folder, rules, _environment(device), fn, args)
         processes = [
             context.Process(target=_rank_main, args=(rank, *task)) for rank in range(world_size)
         ]
@@ -62,7 +69,7 @@ def run_ranks(
                 connect = servers[rank.bit_count() % 2].connect_to_new_process
                 with patch.object(forkserver, "connect_to_new_process", connect):
                     process.start()
-            _wait(processes, Path(folder), time.monotonic() + timeout)
+            in_circle = _wait(processes, Path(folder), time.monotonic() + timeout, watch)
             stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
             crashed = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode}
         finally:
@@ -71,6 +78,8 @@ def run_ranks(
                     process.kill()
                     process.join()
 
+        if in_circle:
+            raise AssertionError(f"{fn.__name__}: {in_circle}")
         failures = sorted(Path(folder).glob("*.failed"), key=lambda path: path.stat().st_mtime_ns)
         if failures and min(crashed.values(), default=0) >= 0:
             first = failures[0]
@@ -79,6 +88,8 @@ def run_ranks(
             raise AssertionError(f"{fn.__name__}: exit codes by rank {crashed}, no traceback")
         if stuck:
             raise TimeoutError(f"{fn.__name__}: ranks {stuck} still running after {timeout} s")
+        if watch is not None and (broken := watch.report()):
+            raise AssertionError(f"{fn.__name__}: {broken}")
         return [torch.load(f"{folder}/{r}.pt", weights_only=False) for r in range(world_size)]
 
 
@@ -125,14 +136,18 @@ def _server(preload: tuple[str, ...], number: int) -> ForkServer:
     return server
 
 
-def _wait(processes: list[Any], folder: Path, deadline: float) -> None:
-    """Return when all ranks ended, one failed (with a moment for its peers), or time is up."""
+def _wait(processes: list[Any], folder: Path, deadline: float, watch: Watch | None) -> str:
+    """Return when all ranks ended, one failed (with a moment for its peers), or time is up; and
+    when they wait for each other, with who waits for whom."""
     while time.monotonic() < deadline:
         if not any(process.is_alive() for process in processes):
-            return
+            return ""
+        if watch is not None and (in_circle := watch.stuck()):
+            return in_circle
         if any(process.exitcode for process in processes) or any(folder.glob("*.failed")):
             deadline = min(deadline, time.monotonic() + 2.0)
         time.sleep(0.02)
+    return ""
 
 
 def _environment(device: str) -> dict[str, str]:
@@ -143,17 +158,20 @@ def _environment(device: str) -> dict[str, str]:
     return environment
 
 
-def _rank_main(rank, world_size, backend, folder, environment, fn, args):
+def _rank_main(rank, world_size, backend, folder, rules, environment, fn, args):
     os.environ.clear()  # a fork has that of the first call
-    os.environ.update(environment, LOCAL_RANK=str(rank))
+    os.environ.update(environment)
     torch.set_num_threads(1)
     if backend == GPU_BACKENDS:
+        os.environ["LOCAL_RANK"] = str(rank)
         torch.cuda.set_device(rank)
     gc.freeze()  # what was imported is here to stay, and costs a second of each full collection
     poison_empty()
     store = f"file://{folder}/store"
     try:
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
+        if rules:
+            install(Path(folder))
         torch.save(fn(dist.group.WORLD, *args), f"{folder}/{rank}.pt")
     except BaseException:
         partial = Path(folder, f"{rank}.partial")
