@@ -7,8 +7,13 @@ rows one row earlier and on another stage, have edges for themselves. Who sends 
 follows from the batch (`pack/encoder_work.py`), so no shapes are exchanged, and nothing is sent
 where no row is wanted. Each rank gets the rows of its shard alone, and sends back their gradient.
 
-Sends never wait; only receives do. So modules of any depth and any schedule can be joined, if an
-encoder's schedule runs as far ahead as its readers do (`RunsAhead`, `ahead_of`).
+A rank waits where it receives; a launch of sends alone is waited for at the end of a pass. So
+modules of any depth and any schedule can be joined, if an encoder's schedule runs as far ahead as
+its readers do (`RunsAhead`, `ahead_of`). On a GPU a send ends when the other rank receives it, and
+what a rank launches later in the same group begins after that. Three things keep ranks from waiting
+for each other in a circle: each way of an edge has a group, whose communicator all its ranks make
+when the edge is built; all messages of a rank for one microbatch and way are one launch; and all
+ranks launch in the order of microbatches.
 
 Where an encoder shares the ranks of its reader's first stage, both ends are in one graph: `swap` is
 sender and receiver at once, and the reader's backward goes on through the encoder.
@@ -40,6 +45,37 @@ from pyrl_ext.plan import Plan
 # (microbatch, replica of the encoder, seat of the reading rank) -> the rows that move
 Routes = Callable[[int, int, Any], Route]
 
+# (the other rank, rows [n, width]) of every message of one launch
+Messages = list[tuple[int, Tensor]]
+
+# (rank, number of rows) of each sender of a microbatch
+Senders = Sequence[tuple[int, int]]
+
+
+class Arriving(NamedTuple):
+    """The rows of one microbatch that other ranks send to a reading rank.
+
+    Args:
+        dest: [n] int64, rows of its shard, on the host.
+        values: [n, width], in the order of ``dest``.
+        senders: global rank and number of rows of each; their rows follow each other.
+    """
+
+    dest: Tensor
+    values: Tensor
+    senders: Senders
+
+
+class Sending(NamedTuple):
+    """A launch of sends alone, with the rows, which stay in memory until it is complete."""
+
+    works: list[Any]
+    messages: Messages
+
+    @property
+    def is_complete(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
 
 @dataclass(eq=False)
 class Edge:
@@ -67,70 +103,102 @@ class Edge:
     device: torch.device
     trained: bool = True
     sent: dict[str, int] = field(default_factory=lambda: {"there": 0, "back": 0}, init=False)
-    _pending: list[tuple[Any, Tensor]] = field(default_factory=list, init=False)
+    _pending: list[Sending] = field(default_factory=list[Sending], init=False)
 
     def take(self, routes: Routes, microbatch: int) -> list[tuple[Tensor, Tensor]]:
-        """On a reading rank: (rows of its shard [n] int64, their values [n, width]) of each replica
-        that has some; the values are leaves of autograd.
+        """On a reading rank: (rows of its shard [n] int64, their values [n, width]) of all senders,
+        in one piece; [] if there are none. The values are a leaf of autograd, whose gradient goes
+        back as soon as it is complete.
 
         Communicates: receives the values.
         """
-        taken: list[tuple[Tensor, Tensor]] = []
-        for rank, dest, values in self.receive(routes, microbatch):
-            if self.trained and torch.is_grad_enabled():
-                values.requires_grad_()
-                values.register_post_accumulate_grad_hook(partial(self._send_leaf, rank))
-            taken.append((to_device(dest, self.device), values))
-        return taken
+        arriving = self.arriving(routes, microbatch)
+        self.exchange("there", [], _by_sender(arriving.values, arriving.senders))
+        if not arriving.senders:
+            return []
+        if self.trained and torch.is_grad_enabled():
+            arriving.values.requires_grad_()
+            send_back = partial(self._send_leaf, arriving.senders)
+            arriving.values.register_post_accumulate_grad_hook(send_back)
+        return [(to_device(arriving.dest, self.device), arriving.values)]
 
-    def _send_leaf(self, rank: int, leaf: Tensor) -> None:
+    def _send_leaf(self, senders: Senders, leaf: Tensor) -> None:
         assert leaf.grad is not None
-        self.send_back(leaf.grad, rank)
+        self.exchange("back", _by_sender(leaf.grad, senders), [])
         leaf.grad = None
 
-    def receive(self, routes: Routes, microbatch: int) -> list[tuple[int, Tensor, Tensor]]:
-        """On a reading rank: (sender, rows of its shard [n], their values [n, width]) of every
-        other rank that sends some."""
-        me, arriving = dist.get_rank(), list[tuple[int, Tensor, Tensor, Any]]()
+    def arriving(self, routes: Routes, microbatch: int) -> Arriving:
+        """On a reading rank: what every other rank sends; the values have yet to be received."""
+        me = dist.get_rank()
+        senders = list[tuple[int, int]]()
+        parts = [torch.empty(0, dtype=torch.int64)]
         for replica, rank in enumerate(self.sources):
             if rank != me and len(dest := routes(microbatch, replica, self.readers[me]).dest):
-                values = self._empty(len(dest))
-                arriving.append((rank, dest, values, dist.irecv(values, rank, group=self.there)))
-        for *_, receiving in arriving:
-            receiving.wait()
-        return [(rank, dest, values) for rank, dest, values, _ in arriving]
+                senders.append((rank, len(dest)))
+                parts.append(dest)
+        dest = torch.cat(parts)
+        return Arriving(dest, self._empty(len(dest)), senders)
 
-    def send_back(self, grad: Tensor, rank: int) -> None:
-        """On a reading rank: the gradient of the values that ``rank`` sent."""
-        self._send("back", grad, rank)
-
-    def send(self, routes: Routes, microbatch: int, replica: int, output: Tensor) -> None:
-        """On a sending rank: its rows to every other rank that reads some."""
+    def leaving(self, routes: Routes, microbatch: int, replica: int, output: Tensor) -> Messages:
+        """On a sending rank: its rows for every other rank that reads some."""
+        messages: Messages = []
         for rank, route in self._reached(routes, microbatch, replica):
             source = to_device(route.source, self.device)
             rows = output[:, : self.width].index_select(0, source)
-            self._send("there", rows.to(self.dtype), rank)
+            messages.append((rank, rows.to(self.dtype)))
+        return messages
+
+    def send(self, routes: Routes, microbatch: int, replica: int, output: Tensor) -> None:
+        """On a sending rank: its rows to every other rank that reads some."""
+        self.exchange("there", self.leaving(routes, microbatch, replica, output), [])
 
     def gradients(
-        self, routes: Routes, microbatch: int, replica: int
+        self, routes: Routes, microbatch: int, replica: int, sends: Messages
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """On a sending rank: (rows of the output, their gradients) of every other rank that reads
         some.
 
+        Args:
+            sends: gradients that this rank, a reader as well, owes other ranks.
+
         Communicates: receives as many numbers as `send` sent.
         """
-        arriving: list[tuple[Tensor, Tensor, Any]] = []
-        for rank, route in self._reached(routes, microbatch, replica):
-            grad = self._empty(len(route.source))
-            arriving.append((route.source, grad, dist.irecv(grad, rank, group=self.back)))
-        for source, grad, receiving in arriving:
-            receiving.wait()
-            yield to_device(source, self.device), grad
+        reached = list(self._reached(routes, microbatch, replica))
+        grads = [(rank, self._empty(len(route.source))) for rank, route in reached]
+        self.exchange("back", sends, grads)
+        for (_, route), (_, grad) in zip(reached, grads, strict=True):
+            yield to_device(route.source, self.device), grad
+
+    def exchange(self, way: str, sends: Messages, receives: Messages) -> None:
+        """All messages of this rank for one microbatch and way, in one launch.
+
+        Args:
+            way: ``there`` or ``back``.
+            receives: memory to receive into.
+
+        Communicates: returns once ``receives`` have arrived; on a GPU its stream waits for them.
+            Without any, the sends are on their way.
+        """
+        # NCCL tells when sends are complete, gloo not before they are waited for
+        self._pending = [sending for sending in self._pending if not sending.is_complete]
+        group = self.there if way == "there" else self.back
+        ops = [dist.P2POp(dist.isend, rows, rank, group) for rank, rows in sends]
+        ops += [dist.P2POp(dist.irecv, rows, rank, group) for rank, rows in receives]
+        if not ops:
+            return
+        self.sent[way] += sum(rows.nbytes for _, rows in sends)
+        works = dist.batch_isend_irecv(ops)
+        if not receives:
+            self._pending.append(Sending(works, sends))
+            return
+        for work in works:  # NCCL has one for the whole launch, gloo one a message
+            work.wait()
 
     def finish(self) -> None:
         """Wait, at the end of a pass, until all that was sent has arrived."""
-        for sending, _ in self._pending:
-            sending.wait()
+        for sending in self._pending:
+            for work in sending.works:
+                work.wait()
         self._pending.clear()
 
     def _reached(
@@ -144,11 +212,11 @@ class Edge:
     def _empty(self, rows: int) -> Tensor:
         return torch.empty(rows, self.width, dtype=self.dtype, device=self.device)
 
-    def _send(self, way: str, rows: Tensor, to: int) -> None:
-        rows = rows.contiguous()
-        self.sent[way] += rows.nbytes
-        group = self.there if way == "there" else self.back
-        self._pending.append((dist.isend(rows, to, group=group), rows))  # alive until it arrived
+
+def _by_sender(rows: Tensor, senders: Senders) -> Messages:
+    """The parts of ``rows`` [n, width] that belong to each sender."""
+    parts = rows.contiguous().split([count for _, count in senders])
+    return [(rank, part) for (rank, _), part in zip(senders, parts, strict=True)]
 
 
 Edges = Mapping[tuple[str, int], Edge]
@@ -158,7 +226,7 @@ Edges = Mapping[tuple[str, int], Edge]
 def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
     """The edges of this rank; without ``trainable`` of a frozen policy.
 
-    Communicates: with the other ranks of each edge, to make its groups.
+    Communicates: with the other ranks of each edge, to make its groups and their communicators.
     """
     found, tower = dict[tuple[str, int], Edge](), plan.sizes.vision
     depths = range(1 + (plan.num_mtp_layers if trainable else 0))
@@ -170,6 +238,8 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
             ranks, deep = [*dict.fromkeys([*readers, *sources])], tower.deepstack if tower else ()
             roles = (f"{grid.name} {depth} {way}" for way in ("there", "back"))
             there, back = (topo.make_group(role, ranks) for role in roles)
+            for group in (there, back):
+                connect(group, topo.device)
             found[grid.name, depth] = Edge(
                 *(sources, readers, there, back),
                 width=plan.sizes.hidden_size * (1 if depth else 1 + len(deep)),
@@ -180,6 +250,18 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
                 and not (depth and plan.objective.mtp_detach),
             )
     return found
+
+
+def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Make the communicator of a group; None, of which this rank is not a member: nothing.
+
+    Otherwise NCCL makes it at the group's first use, inside the schedules of the modules, where the
+    ranks would wait for each other in different orders.
+
+    Communicates: an all-reduce of one number.
+    """
+    if group is not None and group.size() > 1:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _readers(plan: Plan, depth: int) -> dict[int, Seat]:
@@ -239,7 +321,7 @@ class _Give(torch.autograd.Function):
         total = _wide_zeros(ctx.like, ctx.rows)
         if tp_group.rank() == 0:
             for edge, routes in ctx.outlets:
-                for source, grad in edge.gradients(routes, *at) if edge.trained else ():
+                for source, grad in edge.gradients(routes, *at, []) if edge.trained else ():
                     total[:, : edge.width].index_add_(0, source, grad.to(total.dtype))
         if tp_group.size() > 1:
             dist.broadcast(total, dist.get_global_rank(tp_group, 0), group=tp_group)
@@ -264,46 +346,52 @@ def swap(
     Args:
         output: [F, width], the rows that this rank encoded; None: none.
 
-    Returns: as `Edge.take`, in one piece, whose gradient reaches the ``output`` of every rank.
-    Communicates: `Edge.send`, `Edge.receive`; in backward the gradients, as many numbers.
+    Returns: as `Edge.take`; the gradient reaches the ``output`` of every rank.
+    Communicates: `Edge.exchange`; in backward the gradients, as many numbers.
     """
+    sends: Messages = []
     if output is not None:
-        edge.send(routes, microbatch, replica, output.detach())
+        sends = edge.leaving(routes, microbatch, replica, output.detach())
         output = output if edge.trained else output.detach()
-    parts = edge.receive(routes, microbatch)
-    if output is None and not parts:
+    arriving = edge.arriving(routes, microbatch)
+    edge.exchange("there", sends, _by_sender(arriving.values, arriving.senders))
+    if output is None and not arriving.senders:
         return []
     if output is None:  # a graph all the same, which sends the gradients back
         output = torch.empty(0, edge.width, dtype=edge.dtype, device=edge.device)
         output.requires_grad_(edge.trained)
     own = routes(microbatch, replica, edge.readers[dist.get_rank()])
-    rows = torch.cat([own.dest, *(dest for _, dest, _ in parts)])
-    values: Any = _Swap.apply(output, edge, routes, (microbatch, replica), own, parts)
+    rows = torch.cat([own.dest, arriving.dest])
+    values: Any = _Swap.apply(output, edge, routes, (microbatch, replica), own, arriving)
     return [(to_device(rows, edge.device), values)]
 
 
 class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, edge: Edge, routes: Routes, at: Any, own: Route, parts: Any
+        ctx: Any,
+        output: Tensor,
+        edge: Edge,
+        routes: Routes,
+        at: Any,
+        own: Route,
+        arriving: Arriving,
     ) -> Tensor:
         ctx.edge, ctx.routes, ctx.at = edge, routes, at
         ctx.like, ctx.rows = output.new_empty(0, output.shape[1]), len(output)
         ctx.source = to_device(own.source, edge.device)
-        ctx.others = [(rank, len(values)) for rank, _, values in parts]
+        ctx.senders = arriving.senders
         mine = output[:, : edge.width].index_select(0, ctx.source).to(edge.dtype)
-        return torch.cat([mine, *(values for *_, values in parts)])
+        return torch.cat([mine, arriving.values])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        sizes = [len(ctx.source), *(count for _, count in ctx.others)]
-        mine, *parts = grads[0].split(sizes)
-        for (rank, _), part in zip(ctx.others, parts, strict=True):
-            ctx.edge.send_back(part, rank)
+        mine = grads[0][: len(ctx.source)]
+        sends = _by_sender(grads[0][len(ctx.source) :], ctx.senders)
         total = _wide_zeros(ctx.like, ctx.rows)
         read = total[:, : ctx.edge.width]
         read.index_add_(0, ctx.source, mine.to(total.dtype))
-        for source, part in ctx.edge.gradients(ctx.routes, *ctx.at):
+        for source, part in ctx.edge.gradients(ctx.routes, *ctx.at, sends):
             read.index_add_(0, source, part.to(total.dtype))
         return total.to(ctx.like.dtype), None, None, None, None, None
 

@@ -1,6 +1,8 @@
 """Edges: rows and gradients of encoders and readers on different ranks are those of one process,
 and exactly the bytes of the rows move."""
 
+import weakref
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -12,8 +14,9 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pyrl_ext.pack.encoder_work import EncoderWork, meeting
+from pyrl_ext.pack.encoder_work import EncoderWork, Route, meeting
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.pack.shard import Lengths, Seat, layout_of
@@ -21,7 +24,8 @@ from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
 from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
-from pyrl_ext.trainer.edges import Edge, Outlet, build_edges, give
+from pyrl_ext.trainer.edges import Edge, Outlet, build_edges, connect, give
+from tests.helpers.nccl_rules import communicators
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import one_rank
 from tests.helpers.vision import kimi_plan
@@ -156,10 +160,13 @@ class Rank:
         sources = [r for r, (n, s) in enumerate(places) if n == source and s[1] == 0]
         readers = {r: s for r, (n, s) in enumerate(places) if n == reader}
         ranks = sorted({*sources, *readers})
-        there: Any = dist.new_group(ranks)
-        back: Any = dist.new_group(ranks)
-        case, device = self.case, torch.device("cpu")
-        return Edge(*(sources, readers, there, back), case.width, case.dtype, device, case.trained)
+        case, device, groups = self.case, torch.device("cpu"), list[Any]()
+        for way in ("there", "back"):
+            group = dist.new_group(ranks, group_desc=f"{source} {reader} {way}")
+            groups.append(group if dist.get_rank() in ranks else None)
+            connect(groups[-1], device)
+        there, back = groups
+        return Edge(sources, readers, there, back, case.width, case.dtype, device, case.trained)
 
     def _routes(self, source: str, reader: str) -> Any:
         mine = work_of(self.case, source)
@@ -173,8 +180,9 @@ class Rank:
 
         return between
 
-    def run(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """This rank's gradient of its weights, and what it sent."""
+    def run(self) -> tuple[dict[str, Tensor], dict[str, int], dict[str, int]]:
+        """This rank's gradient of its weights, the bytes that it sent, and launches by group."""
+        before = communicators()
         held = {n: w.detach().to(self.case.dtype) for n, w in weights(self.case).items()}
         for weight in held.values():
             weight.requires_grad_()
@@ -183,11 +191,15 @@ class Rank:
             if loss is not None and loss.requires_grad:
                 loss.backward()
         for edge in self.edges.values():
-            sendings = [sending for sending, _ in edge._pending]
+            works = [work for sending in edge._pending for work in sending.works]
             edge.finish()
-            assert all(each.is_completed() for each in sendings) and not edge._pending
+            assert all(work.is_completed() for work in works) and not edge._pending
         sent = {way: sum(e.sent[way] for e in self.edges.values()) for way in ("there", "back")}
-        return {n: w.grad for n, w in held.items() if w.grad is not None}, sent
+        launches = communicators() - before
+        by_way = Counter[str]()
+        for name, count in launches.items():
+            by_way[name.partition(" [")[0]] += count
+        return {n: w.grad for n, w in held.items() if w.grad is not None}, sent, by_way
 
     def _forward(self, m: int, held: dict[str, Tensor]) -> Tensor | None:
         case, name, seat = self.case, self.name, self.seat
@@ -232,7 +244,7 @@ def on_rank(group) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    return run_ranks(on_rank, WORLD)
+    return run_ranks(on_rank, WORLD, rules=True)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -241,7 +253,7 @@ def test_give_and_take_make_the_gradients_of_one_process(results, name):
     found: dict[str, Tensor] = {}
     places = [(module, seat) for module, seats in case.grids.items() for seat in seats]
     for rank, (module, seat) in enumerate(places):
-        grads, _ = results[rank][name]
+        grads, *_ = results[rank][name]
         if module.startswith("reader") or not case.trained:
             assert not grads
         elif seat[1] == 0:
@@ -262,8 +274,57 @@ def test_edges_move_the_bytes_of_the_rows_and_no_more(results, name):
     assert sent == [len(case.joined) * bytes_once, len(case.joined) * bytes_once * case.trained]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_microbatch_is_one_launch_a_way(results, name):
+    """Of all messages of a rank: on a GPU launches of a group run one after the other."""
+    launches = [number for each in results for number in each[name][2].values()]
+    assert 0 < max(launches) <= len(schedule_of(CASES[name]))
+
+
+@pytest.fixture
+def world():
+    """16 ranks, of which this process is the first; what they communicate goes nowhere."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Handle:
+    """Of a launch, as NCCL's: it tells when the launch is complete, which gloo's does not."""
+
+    def __init__(self):
+        self.complete = False
+
+    def is_completed(self) -> bool:
+        return self.complete
+
+    def wait(self) -> None:
+        self.complete = True
+
+
+def test_sent_rows_are_released_once_they_have_arrived(world, monkeypatch):
+    handles, rows = list[Handle](), list[Any]()
+
+    def launch(ops: list[Any]) -> list[Handle]:
+        handles.append(Handle())
+        rows.append(weakref.ref(ops[0].tensor))
+        return handles[-1:]
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", launch)
+    readers = {1: Seat(), 2: Seat(1)}
+    edge = Edge([0], readers, world, world, H, torch.float32, torch.device("cpu"))
+    every = Route(torch.arange(4), torch.arange(4))
+    for microbatch in range(3):
+        edge.send(lambda *_: every, microbatch, 0, torch.ones(4, H))
+        handles[0].complete = microbatch > 0
+    assert [each() is None for each in rows] == [True, False, False]
+    edge.finish()
+    assert [each() is None for each in rows] == [True, True, True]
+    assert all(handle.complete for handle in handles)
+
+
 @pytest.mark.parametrize("train", [True, False])
-def test_build_edges_joins_last_stages_to_the_seats_of_the_first(tmp_path, train):
+def test_build_edges_joins_last_stages_to_the_seats_of_the_first(tmp_path, world, train):
     """As a rank with both ends sees it, in bf16 and with padding for fp8."""
     sizes = ("parallel.dp=2", "parallel.cp=2", "parallel.tp=2", "parallel.ep=2", "parallel.etp=1")
     plan = kimi_plan(tmp_path, *sizes, "model.dtype=bfloat16")
@@ -272,11 +333,12 @@ def test_build_edges_joins_last_stages_to_the_seats_of_the_first(tmp_path, train
         train=train, patches_per_microbatch=64, parallel=ModuleParallel(dp=2, pp=2, tp=2)
     )
     plan = plan.model_copy(update={"modules": {"vision": keys}, "model": model})
-    asked: list[tuple[str, Any]] = []
+    asked, made = list[tuple[str, Any]](), list[Any]()
 
     def make_group(role: str, ranks: Any) -> Any:
         asked.append((role, [*ranks]))
-        return role
+        made.append(dist.new_group(ranks))
+        return made[-1]
 
     topo = replace(one_rank(plan), make_group=make_group)
     edge = build_edges(plan, topo, trainable=True)["vision", 0]
@@ -294,7 +356,7 @@ def test_build_edges_joins_last_stages_to_the_seats_of_the_first(tmp_path, train
     assert sorted((seat, rank) for rank, seat in edge.readers.items()) == sorted(wanted)
     ranks = [*range(8), *edge.sources]
     assert asked == [("vision 0 there", ranks), ("vision 0 back", ranks)]
-    assert (edge.there, edge.back) == ("vision 0 there", "vision 0 back")
+    assert [edge.there, edge.back] == made
     assert (edge.width, edge.dtype, edge.trained) == (
         plan.sizes.hidden_size,
         torch.bfloat16,
