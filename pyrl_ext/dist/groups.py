@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.plan.model.ranks import Grid
+from pyrl_ext.plan.groups import Group
+from pyrl_ext.plan.model.ranks import GROUPS, MORE_GROUPS, Grid
 
 # megatron-core 0.19.2 has other names for these: it divides data-parallel ranks further for ways of
 # splitting weights and optimizers that are not used here
@@ -44,7 +45,7 @@ class GroupMaker:
     such a group, under which the store keeps its addresses, from its ranks and from how many groups
     this process is in. Ranks need not be in equally many, and a name that comes twice leads to the
     addresses of a group that is gone: the ranks would wait for each other until the timeout. So
-    here a group is named after the run's topology, its role and its ranks, and is made once.
+    here a group is named after the run's topology, its first role and its ranks, and is made once.
 
     Args:
         number: of this topology among those that the processes of this world build.
@@ -54,25 +55,62 @@ class GroupMaker:
     def __init__(self, number: int, timeout: timedelta):
         self.number, self.timeout = number, timeout
         self._made: dict[str, Any] = {}
+        self._listed: dict[str, Group] = {}
+
+    def make_listed(self, groups: Sequence[Group]) -> None:
+        """Make the groups that the plan has for this rank (`groups_of`), in their order.
+
+        Communicates: with the other members of each group.
+        """
+        for group in groups:
+            self._new(group.roles[0], group.ranks, ", ".join(group.roles))
+            self._listed |= dict.fromkeys(group.roles, group)
+
+    def of(self, role: str) -> Any:
+        """The group of a role of the plan's list; None if this rank has no part in it."""
+        group = self._listed.get(role)
+        return None if group is None else self._new(group.roles[0], group.ranks, role)
 
     def make(self, role: str, ranks: Sequence[int]) -> Any:
         """The group of ``ranks`` for ``role``; None on a rank that is not among them.
 
-        Communicates: at the first call with the other members, who call it as well, in one order of
-        roles.
+        Raises: ValueError if the plan's list has other ranks for the role.
+        Communicates: if the plan's list does not have it, at the first call with the other members,
+        who call it as well, in one order of roles.
         """
         if dist.get_rank() not in ranks:
             return None
-        name = f"pyrl-{self.number}-{role}-{'-'.join(map(str, ranks))}"
-        if name not in self._made:
-            with group_name(name):
-                self._made[name] = dist.new_group(
-                    list(ranks),
-                    timeout=self.timeout,
-                    use_local_synchronization=True,
-                    group_desc=role,
-                )
-        return self._made[name]
+        members, listed = tuple(sorted(ranks)), self._listed.get(role)
+        if listed is None:
+            return self._new(role, members, role)
+        if listed.ranks != members:
+            raise ValueError(
+                f"GroupMaker.make: {role!r} of ranks {list(members)}, expected those of the plan's "
+                f"list, {list(listed.ranks)} (plan/groups.py), of which memory is forecast"
+            )
+        return self.of(role)
+
+    def connect(self, device: torch.device) -> None:
+        """Let NCCL make the communicators of the plan's list, all in one order.
+
+        Otherwise it makes each at its first use, where two ranks may come to two groups in opposite
+        orders and wait for each other, and after an engine has measured the memory that is free.
+
+        Communicates: an all-reduce of one number in each group, and one number to each of its
+        pairs. Syncs: the device.
+        """
+        number = torch.zeros(1, device=device)
+        for listed in dict.fromkeys(self._listed.values()):
+            group = self.of(listed.roles[0])
+            if listed.on_device and len(listed.ranks) > 1:
+                dist.all_reduce(number, group=group)
+            for low, high in listed.pairs:
+                if dist.get_rank() == low:
+                    dist.send(number, high, group=group)
+                else:
+                    dist.recv(number, low, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def destroy(self) -> None:
         """Destroy the groups: each holds sockets and threads, three over gloo."""
@@ -80,6 +118,18 @@ class GroupMaker:
             for group in self._made.values():
                 dist.destroy_process_group(group)
         self._made.clear()
+
+    def _new(self, role: str, ranks: Sequence[int], description: str) -> Any:
+        name = f"pyrl-{self.number}-{role}-{'-'.join(map(str, ranks))}"
+        if name not in self._made:
+            with group_name(name):
+                self._made[name] = dist.new_group(
+                    list(ranks),
+                    timeout=self.timeout,
+                    use_local_synchronization=True,
+                    group_desc=description,
+                )
+        return self._made[name]
 
 
 @contextmanager
@@ -113,21 +163,15 @@ def import_megatron() -> None:
         library.compile = compiler
 
 
-def make_groups(maker: GroupMaker, grid: Grid, embedding: Sequence[int]) -> Any:
-    """This rank's groups on ``grid`` as megatron's ``ProcessGroupCollection``; each kind its own,
-    also where its ranks are those of another kind or of another module.
-
-    Args:
-        embedding: ranks of its pipeline that share an embedding.
-
-    Communicates: with the other ranks of each group.
-    """
+def make_groups(maker: GroupMaker, grid: Grid) -> Any:
+    """This rank's groups on ``grid`` as megatron's ``ProcessGroupCollection``; kinds of the same
+    ranks have the same group."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    kinds = grid.groups_of(dist.get_rank())
-    groups = {name: maker.make(f"{grid.name} {name}", ranks) for name, ranks in kinds.items()}
+    kinds = (*GROUPS, *MORE_GROUPS, "embd")
+    groups = {kind: maker.of(f"{grid.name} {kind}") for kind in kinds}
     groups |= {other: groups[name] for other, name in SAME_AS.items()}
-    return ProcessGroupCollection(**groups, embd=maker.make(f"{grid.name} embd", embedding))
+    return ProcessGroupCollection(**groups)
 
 
 def adopt(groups: Any, vpp_size: int | None, fp8: bool) -> None:

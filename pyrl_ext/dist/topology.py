@@ -20,7 +20,7 @@ from pyrl_ext.dist.groups import GroupMaker, adopt, disown, make_groups
 from pyrl_ext.dist.shared_memory import host_key
 from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.model.cp_sizes import cp_group, cp_sizes
+from pyrl_ext.plan.groups import dynamic_cp_groups, groups_of
 from pyrl_ext.plan.model.ranks import Grid
 
 # said once per import of megatron-core; the plan's backend decides, not what happens to be there
@@ -201,14 +201,19 @@ def _start_processes(device: torch.device, world_size: int, timeout: timedelta) 
 
 
 @contextmanager
-def start(plan: Plan, timeout: timedelta = timedelta(minutes=30)) -> Iterator[Topology]:
-    """Join the other processes and build megatron's groups; destroy them when the block ends.
+def start(
+    plan: Plan, timeout: timedelta = timedelta(minutes=30), connect: bool | None = None
+) -> Iterator[Topology]:
+    """Join the other processes and make the plan's groups; destroy them when the block ends.
 
     Args:
-        plan: ``plan.device``, ``plan.parallel`` and ``plan.world_size`` are read.
+        plan: its groups are made (`groups_of`).
         timeout: how long a collective may wait for a rank before it fails.
+        connect: whether every group is used once, so that its communicator is made now and no later
+            (`GroupMaker.connect`); None: on GPUs.
 
-    Communicates: the rendezvous, over torchrun's environment when there is more than one process.
+    Communicates: the rendezvous, over torchrun's environment when there is more than one process,
+        and with the other members of each group.
     Raises: RuntimeError when the number of processes is not the plan's, or there is no such device;
         ValueError when torchrun's environment holds no numbers.
     """
@@ -224,6 +229,9 @@ def start(plan: Plan, timeout: timedelta = timedelta(minutes=30)) -> Iterator[To
     hosts, number = _meet()
     maker = GroupMaker(number, timeout)
     try:
+        maker.make_listed(groups_of(plan, dist.get_rank()))
+        if device.type == "cuda" if connect is None else connect:
+            maker.connect(device)
         yield _topology(plan, device, hosts, maker)
         if not ours:
             dist.barrier()  # nobody closes a group that another still reads from
@@ -232,17 +240,6 @@ def start(plan: Plan, timeout: timedelta = timedelta(minutes=30)) -> Iterator[To
         maker.destroy()
         if ours:
             dist.destroy_process_group()
-
-
-def _embedding_ranks(plan: Plan, pp_ranks: list[int]) -> list[int]:
-    """Ranks of a pipeline that hold the same embedding, whose gradients are summed.
-
-    The first stage, the stage with MTP layers, and the last if its output is tied. (megatron's
-    default is the first and the last: it would add the gradients of an embedding and an output.)
-    """
-    tied = plan.sizes.tie_word_embeddings
-    holders = (any(s.embedding or s.mtp or (s.loss and tied) for s in c) for c in plan.stages)
-    return [rank for rank, holds in zip(pp_ranks, holders, strict=True) if holds]
 
 
 def _topology(
@@ -267,9 +264,7 @@ def _place_in(
     """This rank's place in one module."""
     rank = dist.get_rank()
     sizes, at = grid.parallel, grid.place(rank)
-    pipeline = list(grid.group(rank, "pp"))
-    embedding = _embedding_ranks(plan, pipeline) if grid.name == "llm" else []
-    groups = make_groups(maker, grid, embedding)
+    groups = make_groups(maker, grid)
     return Topology(
         device=device,
         grid=grid,
@@ -295,19 +290,12 @@ def _place_in(
 
 
 def _cp_groups(grid: Grid, groups: Any, maker: GroupMaker) -> dict[int, dist.ProcessGroup | None]:
-    """This rank's context-parallel group of each of the `cp_sizes` that a microbatch may take.
-
-    A group of c ranks holds neighbours in the grid of data- and context-parallel ranks, from a
-    multiple of c on. Ranks behind the last multiple are in no group of c.
-    """
-    smallest, dynamic = grid.parallel.cp, grid.parallel.dynamic_cp
+    """This rank's context-parallel group of each size that a microbatch may take; None of size
+    1."""
+    smallest = grid.parallel.cp
     found = {smallest: groups.cp if smallest > 1 else None}
-    neighbours = grid.group(dist.get_rank(), "dp cp")
-    at, count = neighbours.index(dist.get_rank()), len(neighbours)
-    for size in cp_sizes(count, smallest, dynamic or smallest)[1:]:
-        members = cp_group(at, count, size)
-        if len(members) == size:
-            found[size] = maker.make(f"{grid.name} cp {size}", [neighbours[i] for i in members])
+    for size in dynamic_cp_groups(grid, dist.get_rank()):
+        found[size] = maker.of(f"{grid.name} cp {size}")
     return found
 
 

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_a
 
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.groups import GLOBALS, GroupMaker, compile_late
+from pyrl_ext.plan.groups import groups_of
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
@@ -59,7 +60,8 @@ def build_topology(number: int, *overrides: str) -> Any:
         in_edge = topo.make_group("edge", [0, 3]) is not None if number % 2 else False
         later = topo.make_group("all", range(4))
         dist.all_reduce(torch.ones(1), group=later)
-        different = len({id(g) for g in vars(topo.groups).values() if g is not None})
+        held = [*vars(topo.groups).values(), *topo.cp_groups.values()]
+        different = len({id(group) for group in held if group is not None})
         mine = topo.grid.groups_of(topo.rank)
         for name, kind in (("TENSOR_MODEL", "tp"), ("DATA", "dp"), ("PIPELINE_MODEL", "pp")):
             assert getattr(parallel_state, f"_{name}_PARALLEL_GROUP") is getattr(topo.groups, kind)
@@ -67,7 +69,8 @@ def build_topology(number: int, *overrides: str) -> Any:
             same = getattr(topo.groups, kind)
             assert all(getattr(topo.groups, other) is same for other in others)
         assert later._get_backend(topo.device).options._timeout == TIMEOUT
-        return mine, summed(topo), traffic.new_groups, different, in_edge
+        listed = groups_of(tiny_plan(*overrides), topo.rank)
+        return mine, listed, summed(topo), traffic.new_groups, different, in_edge
 
 
 def build_topologies(world: dist.ProcessGroup) -> list[Any]:
@@ -85,18 +88,37 @@ def build_topologies(world: dist.ProcessGroup) -> list[Any]:
 
 def test_start_makes_each_ranks_groups_alone_and_destroys_them():
     for rank, results in enumerate(run_ranks(build_topologies, 4)):
-        for mine, found, made, different, in_edge in results:
+        for mine, listed, found, made, different, in_edge in results:
             for name, ranks in mine.items():
                 assert found[name] == (list(ranks), sum(ranks)), (rank, name)
             assert not in_edge or rank in (0, 3)
-            # dense and expert kinds, one for embeddings, which are not tied, on first stages
-            embedded = rank == mine["pp"][0]
-            assert ("embd" in found) == embedded
-            assert different == len(mine) + embedded
-            sizes = sorted(len(ranks) for ranks in mine.values())
-            dynamic = [len(found[n][0]) for n in found if n.startswith("cp ") and n != "cp 1"]
+            # the embedding is not tied to the output: first stages alone hold it
+            assert ("embd" in found) == (rank == mine["pp"][0])
+            assert different == len(listed) == len({group.ranks for group in listed})
+            sizes = [len(group.ranks) for group in listed]
             edges = [2] * in_edge + [4]
-            assert sorted(made) == sorted([*sizes, *[1] * embedded, *dynamic, *edges])
+            assert made == [*sizes, *edges]
+
+
+def connect_groups(world: dist.ProcessGroup) -> list[tuple[str, str, int]]:
+    """Name, group and ranks of each collective that connects the groups of a plan with stages of
+    several chunks, whose neighbours send to each other without batches."""
+    os.environ["WORLD_SIZE"] = str(world.size())
+    plan = tiny_plan("parallel.pp=2", "parallel.vpp=2", "parallel.dp=2")
+    with counted() as traffic, topology.start(plan, connect=True):
+        return [(call.name, call.group, call.ranks) for call in traffic.calls if call.group]
+
+
+def test_start_uses_every_group_of_several_ranks_once_in_the_order_of_the_list():
+    plan = tiny_plan("parallel.pp=2", "parallel.vpp=2", "parallel.dp=2")
+    for rank, calls in enumerate(run_ranks(connect_groups, 4)):
+        listed = [g for g in groups_of(plan, rank) if g.on_device and len(g.ranks) > 1]
+        used = [call for call in calls if call[0] == "allreduce"]
+        assert used == [("allreduce", ", ".join(g.roles), len(g.ranks)) for g in listed]
+        (pipeline,) = [g for g in listed if "llm pp" in g.roles]
+        assert pipeline.pairs == (pipeline.ranks,)
+        sends = [call for call in calls if call[0] == "send"]
+        assert len(sends) == (rank == pipeline.ranks[0])
 
 
 def build_without(world: dist.ProcessGroup, config: Path, plain: Path) -> dict[str, str]:
@@ -171,6 +193,14 @@ def test_start_refuses_a_second_topology_beside_the_first():
 def test_GroupMaker_makes_none_for_a_rank_outside(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     assert GroupMaker(1, timedelta(seconds=1)).make("edge", (0, 1)) is None
+
+
+def test_GroupMaker_rejects_other_ranks_than_the_list_has():
+    with (
+        topology.start(tiny_plan()) as topo,
+        pytest.raises(ValueError, match=r"'llm dp_cp' of ranks \[0, 1\], expected .*list, \[0\]"),
+    ):
+        topo.make_group("llm dp_cp", [1, 0])
 
 
 # compilation -------------------------------------------------------------------------------------

@@ -166,10 +166,10 @@ def test_stage_memory_counts_what_a_publish_takes_on_every_rank():
 
 
 def test_stage_memory_counts_communicators_between_modules():
-    plan = plan_of()  # language model: dp, its copies, pp, ep; vision: dp
+    plan = plan_of()  # language model: a stage, a pipeline, all, and 3 of vLLM; vision: all
     held = [stage.bytes_of("CUDA and NCCL") - (1 << 30) for stage in stage_memory(plan)]
     # an edge has two; the first rank of each module sends its tensors, all others receive them
-    assert held == [n << 28 for n in (4 + 2 + 2, 4 + 1, 1 + 2 + 2)]
+    assert held == [n << 28 for n in (6 + 2 + 2, 6 + 1, 1 + 2 + 2)]
 
 
 def test_step_time_has_what_the_language_model_waits():

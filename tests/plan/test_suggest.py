@@ -97,11 +97,11 @@ def test_suggest_keeps_overrides_on_other_gpus():
 
 
 def test_suggest_proposes_nothing_that_the_trainer_refuses(capsys: pytest.CaptureFixture[str]):
-    """Eight H100 are too few with all that runs; the optimizer's state on the host would do."""
-    assert main([str(GLM47), "parallel.tp=2", "--suggest", "8xH100"]) == 2
+    """Four H100 are too few with all that runs; the optimizer's state on the host would do."""
+    assert main([str(GLM47), "parallel.tp=2", "--suggest", "4xH100"]) == 2
     told = " ".join(capsys.readouterr().out.split())
     assert "GiB on a GPU, expected at most 75.67 GiB" in told and "optimizer.offload" not in told
-    given = _Given(draft_of(load(GLM47, ["optimizer.offload=1.0"])), frozenset(), 8, "H100")
+    given = _Given(draft_of(load(GLM47, ["optimizer.offload=1.0"])), frozenset(), 4, "H100")
     plan = given.plan(given.savings()[-1])
     assert plan.rollout.offload_trainer == "all" and plan.optimizer.offload == 1  # as given
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from pyrl_ext.plan.forecast.encoder import Encoder
-from pyrl_ext.plan.forecast.items import CONTEXT_BYTES, PASSES, Item, communicators, state_items
+from pyrl_ext.plan.forecast.items import PASSES, Item, context, state_items
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
-from pyrl_ext.plan.forecast.publishing import crossing, gathered
+from pyrl_ext.plan.forecast.publishing import gathered
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 
 
@@ -34,13 +34,9 @@ def encoder_items(encoder: Encoder, stage: int) -> Iterator[Item]:
         why = f"{share:,} of {encoder.step_patches:,.0f} patches (estimate) x {width} bytes"
         phases = MEMORY_PHASES[1:]  # images come with the samples
         yield Item("patches of the batch", share * width, phases, why, exact=False, host=True)
-    sizes = encoder.parallel
-    groups = sum(size > 1 for size in (sizes.dp, sizes.tp, sizes.pp))
-    groups += 2 * (1 + plan.num_mtp_layers)  # of its edges
     if plan.has_rollouts and not encoder.shared:
         largest, _, bucket = gathered(plan)
         why = "a bucket, as every rank receives all tensors, and the largest of them; no engine"
         yield Item("publish", bucket + largest, ("publish",), why, exact=False)
-        groups += crossing(plan, encoder.name, stage)
-    if plan.device == "cuda" and not (of and sizes.dp == 1):
-        yield communicators(0 if encoder.shared else CONTEXT_BYTES, groups, of)
+    if not encoder.shared:  # else the language model's rank counts them
+        yield from context(plan, plan.grids[encoder.name].rank_of(pp=stage))

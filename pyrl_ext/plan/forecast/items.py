@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, OFFLOADED, START
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, GIB
+from pyrl_ext.plan.groups import communicators, foreign
 from pyrl_ext.plan.plan import Plan
 
 PASSES = ("logprobs", "update")
@@ -74,10 +75,19 @@ def state_items(plan: Plan, count: int, trained: int, stepped: int, of: str = ""
         yield Item(f"reference{of}", weight * count, MEMORY_PHASES, why)
 
 
-def communicators(context: int, groups: int, of: str = "") -> Item:
-    """NCCL's buffers, and CUDA's `context` [bytes]."""
-    why = f"0.25 GiB for each of {groups} NCCL communicators"
-    why = f"assumed: {'1 GiB, and ' if context else ''}{why}"
-    held = context + groups * COMMUNICATOR_BYTES
-    name = f"NCCL{of}" if of else "CUDA and NCCL"
-    return Item(name, held, (START, *MEMORY_PHASES), why, exact=False)
+def context(plan: Plan, rank: int) -> Iterator[Item]:
+    """What CUDA and NCCL hold on `rank`, and the communicators of an engine that suspends them."""
+    if plan.device != "cuda":
+        return
+    theirs = foreign(plan, rank)
+    suspended = sum(each.suspended for each in theirs)
+    number = communicators(plan, rank) + len(theirs) - suspended
+    why = f"assumed: 1 GiB, and 0.25 GiB for each of {number} NCCL communicators"
+    if len(theirs) > suspended:
+        why += f", {len(theirs) - suspended} of them the engine's or to it"
+    held = CONTEXT_BYTES + number * COMMUNICATOR_BYTES
+    yield Item("CUDA and NCCL", held, (START, *MEMORY_PHASES), why, exact=False)
+    if suspended:
+        why = f"assumed: 0.25 GiB for each of {suspended} NCCL communicators of the engine"
+        held, awake = suspended * COMMUNICATOR_BYTES, (START, *MEMORY_PHASES[:2])
+        yield Item("NCCL of the engine", held, awake, f"{why}, suspended in its sleep", exact=False)

@@ -17,17 +17,16 @@ from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters, encoder_stages, encoders
 from pyrl_ext.plan.forecast.encoder_memory import encoder_items
 from pyrl_ext.plan.forecast.hardware import memory_limit
-from pyrl_ext.plan.forecast.items import CONTEXT_BYTES, PASSES, Item, communicators, state_items
+from pyrl_ext.plan.forecast.items import PASSES, Item, context, state_items
 from pyrl_ext.plan.forecast.lora import factor_numbers, published_numbers
 from pyrl_ext.plan.forecast.parameters import (
-    copies,
     held_on_rank,
     optimizer_parameters,
     rank_parameters,
     trained_of_stage,
 )
 from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, START, WITHOUT_ROLLOUTS
-from pyrl_ext.plan.forecast.publishing import crossing, gathered, uses_buckets
+from pyrl_ext.plan.forecast.publishing import gathered, uses_buckets
 from pyrl_ext.plan.forecast.state_layers import state_bytes, state_scratch
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.model.layer_kinds import LayerKind
@@ -130,7 +129,7 @@ def _items(plan: Plan, stage: int, load: Load) -> Iterator[Item]:
         if plan.rollout.publishes_beside:
             yield _copy_of_weights(plan)
         yield from _engine(plan, load)
-    yield from _context(plan, stage)
+    yield from context(plan, plan.grids["llm"].rank_of(pp=stage))
 
 
 # Passes -----------------------------------------------------------------------------------------
@@ -318,15 +317,3 @@ def _embedded_cache(plan: Plan, load: Load) -> Item:
     state += tokens * (12 + plan.sizes.route_bytes_per_token) + 12 * slots * plan.sizes.vocab_size
     why = f"{slots} sequences, {tokens:,} tokens x {each:,} bytes, and their logits"
     return Item("engine cache", tokens * each + state, ("rollout",), why, exact=False)
-
-
-def _context(plan: Plan, stage: int) -> Iterator[Item]:
-    if plan.device != "cuda":
-        return
-    parallel, (dense_copies, expert_copies) = plan.parallel, copies(plan)
-    sizes = (parallel.tp, parallel.cp, parallel.dp, dense_copies, parallel.pp)
-    groups = sum(n > 1 for n in (*sizes, parallel.ep, parallel.etp_size, expert_copies))
-    own = [encoder for encoder in encoders(plan) if not encoder.shared]
-    ahead = plan.num_mtp_layers * any(chunk.mtp for chunk in plan.stages[stage])
-    groups += 2 * len(own) * ((stage == 0) + ahead)  # of an edge, one a direction
-    yield communicators(CONTEXT_BYTES, groups + crossing(plan, "llm", stage) * plan.has_rollouts)

@@ -64,10 +64,3 @@ def uses_buckets(plan: Plan) -> bool:
     sizes = plan.parallel
     split = max(sizes.tp, sizes.pp, sizes.ep, sizes.etp_size) > 1
     return split or len(plan.grids["llm"].ranks) < plan.world_size
-
-
-def crossing(plan: Plan, module: str, stage: int) -> int:
-    """Groups in which the fullest rank of a stage sends its module's tensors to ranks outside, or
-    receives those of others."""
-    apart = [name for name, grid in plan.grids.items() if len(grid.ranks) < plan.world_size]
-    return len(apart) - (module in apart and stage > 0)  # a module's first rank sends

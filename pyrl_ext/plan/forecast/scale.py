@@ -8,7 +8,7 @@ the counts with ranks that run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -24,7 +24,7 @@ from pyrl_ext.plan.forecast.parameters import (
 )
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import Sample, step_samples
-from pyrl_ext.plan.model.cp_sizes import cp_sizes
+from pyrl_ext.plan.groups import groups_of
 from pyrl_ext.plan.plan import Plan
 
 WORLDS = (8, 64, 512, 4096)
@@ -283,30 +283,8 @@ class World:
 
     @cached_property
     def groups(self) -> list[int]:
-        """Ranks of every group that a rank is in, each made by its members alone: the kinds of the
-        grid, one of the ranks of its pipeline that share an embedding, and the larger ones of
-        dynamic context parallelism."""
-        plan, tied = self.plan, self.plan.sizes.tie_word_embeddings
-        embedded = sum(
-            any(c.embedding or c.mtp or (c.loss and tied) for c in stage) for stage in plan.stages
-        )
-        kinds = [len(ranks) for ranks in plan.grids["llm"].groups_of(0).values()]
-        cp = plan.parallel.cp
-        larger = cp_sizes(self.grid, cp, plan.parallel.dynamic_cp or cp)[1:]
-        return [*kinds, embedded, *larger, *self._groups_between_modules]
-
-    @property
-    def _groups_between_modules(self) -> Iterator[int]:
-        """Those of the first rank: an edge from each encoder, with a group each way, and what takes
-        a module's weights outward."""
-        grids = self.plan.grids.values()
-        readers = self.grid * self.plan.parallel.tp
-        for encoder in (grid for grid in grids if grid.name != "llm"):
-            own = self.plan.modules[encoder.name].ranks == "own"
-            yield from [readers + encoder.parallel.dp * own] * 2
-        for grid in grids:
-            if outside := self.ranks - len(grid.ranks):
-                yield 1 + outside
+        """Ranks of every group that the first rank is in, each made by its members alone."""
+        return [len(group.ranks) for group in groups_of(self.plan, 0)]
 
     @property
     def group_entries(self) -> float:
@@ -364,7 +342,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     (STORE, "by all ranks", "request", lambda w: 2 * w.ranks if w.ranks > 1 else 0,
      "two a rank: its heartbeat, and what it reads; one process answers tens of thousands"),
     (START, "groups that it makes", "call", lambda w: len(w.groups),
-     "of each kind the one that it is in: groups are made by their members alone"),
+     "those that it is in, one for all kinds of the same ranks: members make them alone"),
     (START, "to the store", "request", lambda w: w.start_requests,
      "the address of every rank in its groups"),
     (START, "by all ranks", "request", lambda w: w.ranks * w.start_requests,

@@ -1,0 +1,243 @@
+"""The list of process groups that a rank is in: the run makes them, and the forecast counts them.
+
+NCCL gives each group whose tensors are on GPUs a communicator, with buffers on every member, at its
+first use. So groups of the same ranks are one group, unless two threads or two kinds of messages
+use them at the same time (`Role.own`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pyrl_ext.plan.model.cp_sizes import cp_group, cp_sizes
+from pyrl_ext.plan.model.ranks import Grid
+from pyrl_ext.plan.plan import Plan
+
+# Groups that nothing but numbers on the host crosses, or that megatron-core asks for and never uses
+# with the layers and losses that a plan may have.
+HOST_ONLY = ("dp", "tp_cp")
+# Norms of gradients are summed in one of these: with a distributed optimizer in the first.
+WITH_DISTRIBUTED, WITHOUT_DISTRIBUTED = ("intra_dist_opt",), ("mp", "tp_ep_pp")
+# Gradients are reduced in these, with optimizer.overlap_grad_reduce during a backward pass.
+REDUCED = ("dp_cp", "expt_dp")
+
+
+class Role(NamedTuple):
+    """What a group is for."""
+
+    name: str
+    """Module and kind, such as ``llm dp_cp``."""
+    ranks: tuple[int, ...]
+    """Rising."""
+    on_device: bool = True
+    """True if it carries tensors on the device."""
+    own: bool = False
+    """True if no other role may use its group, although the ranks are the same."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """Of this rank and others, to which it sends without a batch: each has a communicator, too."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group of some ranks for one or several roles.
+
+    Args:
+        ranks: rising.
+        roles: names of what it is for, in the order of the list.
+        on_device: True if it carries tensors on the device.
+        pairs: as for `Role`.
+    """
+
+    ranks: tuple[int, ...]
+    roles: tuple[str, ...]
+    on_device: bool
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def communicators(self) -> int:
+        """Number of NCCL communicators with buffers. That of a rank alone has none: NCCL copies."""
+        return (self.on_device and len(self.ranks) > 1) + len(self.pairs)
+
+
+class Foreign(NamedTuple):
+    """A communicator that vLLM makes in the trainer's process, or that weights are sent through."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Of the trainer."""
+    suspended: bool = False
+    """True if its memory is free while the engine sleeps."""
+
+
+def groups_of(plan: Plan, rank: int) -> tuple[Group, ...]:
+    """The groups that `rank` is in, in the order in which all ranks make them and first use them.
+
+    Two ranks that share two groups have them in the same order: it is that of the roles, which is
+    the same on all ranks, and a rank is in one group at most for each role.
+    """
+    merged: dict[tuple[tuple[int, ...], str], list[Role]] = {}
+    for role in roles_of(plan, rank):
+        alone = role.own and len(role.ranks) > 1
+        merged.setdefault((role.ranks, role.name if alone else ""), []).append(role)
+    return tuple(
+        Group(
+            ranks,
+            tuple(role.name for role in roles),
+            any(role.on_device for role in roles),
+            tuple(pair for role in roles for pair in role.pairs),
+        )
+        for (ranks, _), roles in merged.items()
+    )
+
+
+def roles_of(plan: Plan, rank: int) -> Iterator[Role]:
+    """The roles that `rank` has a part in, in order."""
+    for grid in plan.grids.values():
+        if rank in grid.ranks:
+            yield from _roles_in(plan, grid, rank)
+    for role in _roles_between(plan):
+        if rank in role.ranks:
+            yield role
+
+
+def communicators(plan: Plan, rank: int) -> int:
+    """Number of NCCL communicators of `groups_of`."""
+    return sum(group.communicators for group in groups_of(plan, rank))
+
+
+def foreign(plan: Plan, rank: int) -> tuple[Foreign, ...]:
+    """Communicators of `rank` beside those of `groups_of`, on GPUs."""
+    if plan.device != "cuda" or not plan.has_rollouts:
+        return ()
+    rollout, inside = plan.rollout, plan.transport == "inprocess"
+    if rollout.transport == "broadcast" or plan.transport == "broadcast":
+        sends = rank < rollout.senders if plan.engines_apart else plan.engine_of_rank[rank]
+        return () if sends in (None, False) else (Foreign("sender", (rank,)),)
+    if (
+        rollout.engine != "vllm"
+        or not inside
+        or rollout.tp == 1
+        or rank not in plan.grids["llm"].ranks
+    ):
+        return ()
+    first = rank // rollout.tp * rollout.tp
+    ranks, options = tuple(range(first, first + rollout.tp)), rollout.engine_options
+    suspended = plan.engine_sleeps and options.get("enable_nccl_comm_suspend") is True
+    found = [Foreign("vllm tp", ranks), Foreign("vllm tp PyNccl", ranks, suspended)]
+    if plan.sizes.num_experts:
+        found.append(Foreign("vllm ep PyNccl", ranks, suspended))
+    if options.get("enable_expert_parallel"):
+        found.append(Foreign("vllm ep", ranks))
+    return tuple(found)
+
+
+# inside a module ---------------------------------------------------------------------------------
+
+
+def _roles_in(plan: Plan, grid: Grid, rank: int) -> Iterator[Role]:
+    """Every kind of group of a module's grid, the sizes of dynamic context parallelism, and the
+    stages that hold the same embedding."""
+    unused = {*HOST_ONLY, *_unused_norms(plan)}
+    for kind, ranks in grid.groups_of(rank).items():
+        pairs = tuple[tuple[int, int], ...]()
+        if kind == "pp" and grid.parallel.vpp is not None:
+            pairs = neighbours(ranks, rank)  # megatron sends in batches but in this schedule
+        elif kind == "cp":
+            pairs = _ring(plan, ranks, rank)
+        own = kind in REDUCED and plan.optimizer.overlap_grad_reduce
+        yield Role(f"{grid.name} {kind}", ranks, kind not in unused, own, pairs)
+    for size, ranks in dynamic_cp_groups(grid, rank).items():
+        yield Role(f"{grid.name} cp {size}", ranks, pairs=_ring(plan, ranks, rank))
+    embedding = embedding_ranks(plan, grid, rank)
+    if rank in embedding:
+        yield Role(f"{grid.name} embd", embedding)
+
+
+def _unused_norms(plan: Plan) -> tuple[str, ...]:
+    return WITHOUT_DISTRIBUTED if plan.optimizer.distributed else WITH_DISTRIBUTED
+
+
+def dynamic_cp_groups(grid: Grid, rank: int) -> dict[int, tuple[int, ...]]:
+    """Size -> the context-parallel group of `rank` of each of the `cp_sizes` that a microbatch may
+    take, without the smallest, which is the grid's.
+
+    A group of c ranks holds neighbours in the grid of data- and context-parallel ranks, from a
+    multiple of c on. Ranks behind the last multiple are in no group of c.
+    """
+    smallest, dynamic = grid.parallel.cp, grid.parallel.dynamic_cp
+    ranks, found = grid.group(rank, "dp cp"), dict[int, tuple[int, ...]]()
+    at, count = ranks.index(rank), len(ranks)
+    for size in cp_sizes(count, smallest, dynamic or smallest)[1:]:
+        members = cp_group(at, count, size)
+        if len(members) == size:
+            found[size] = tuple(ranks[i] for i in members)
+    return found
+
+
+def embedding_ranks(plan: Plan, grid: Grid, rank: int) -> tuple[int, ...]:
+    """Ranks of the pipeline of `rank` that hold the same embedding, whose gradients are summed.
+
+    The first stage, the stage with MTP layers, and the last if its output is tied. (megatron's
+    default is the first and the last: it would add the gradients of an embedding and an output.)
+    """
+    if grid.name != "llm":
+        return ()
+    tied = plan.sizes.tie_word_embeddings
+    holders = (any(s.embedding or s.mtp or (s.loss and tied) for s in c) for c in plan.stages)
+    pipeline = grid.group(rank, "pp")
+    return tuple(each for each, holds in zip(pipeline, holders, strict=True) if holds)
+
+
+def _ring(plan: Plan, ranks: Sequence[int], rank: int) -> tuple[tuple[int, int], ...]:
+    """Transformer Engine hands keys and values round a ring, not in batches if it has 3 or more."""
+    around = plan.model.te_attention == "p2p" and len(ranks) > 2
+    return neighbours(ranks, rank) if around else ()
+
+
+def neighbours(ranks: Sequence[int], rank: int) -> tuple[tuple[int, int], ...]:
+    """The pairs that `rank` is in if `ranks` form a ring, rising; none for a rank alone."""
+    at = ranks.index(rank)
+    others = {ranks[at - 1], ranks[(at + 1) % len(ranks)]} - {rank}
+    return tuple(sorted((min(rank, other), max(rank, other)) for other in others))
+
+
+# between modules ---------------------------------------------------------------------------------
+
+
+def _roles_between(plan: Plan) -> Iterator[Role]:
+    """Weights on their way to engines of other ranks, edges of encoders, and a thread's numbers."""
+    everyone = tuple(range(plan.world_size))
+    if len(plan.grids) > 1:
+        for grid in plan.grids.values() if plan.has_rollouts else ():
+            others = (rank for rank in everyone if rank not in grid.ranks)
+            ranks = (grid.first, *others)
+            if len(ranks) > 1:
+                yield Role(f"{grid.name} outward", tuple(sorted(ranks)))
+        yield from _edges(plan)
+    if plan.has_rollouts and plan.rollout.publishes_beside and plan.world_size > 1:
+        yield Role("publish", everyone, on_device=False, own=True)  # of a thread
+
+
+def _edges(plan: Plan) -> Iterator[Role]:
+    """One group a direction of each edge (`trainer/edges.py`), so that neither waits for the
+    other."""
+    for grid in plan.grids.values():
+        if grid.name == "llm":
+            continue
+        last = grid.parallel.pp - 1
+        sources = [grid.rank_of(dp=d, pp=last) for d in range(grid.parallel.dp)]
+        for depth in range(1 + plan.num_mtp_layers):
+            ranks = tuple(sorted({*sources, *reading_ranks(plan, depth)}))
+            for way in ("there", "back"):
+                yield Role(f"{grid.name} {depth} {way}", ranks, own=True)
+
+
+def reading_ranks(plan: Plan, depth: int) -> tuple[int, ...]:
+    """Ranks of the language model that embed what an encoder sends: those of the first stage, or
+    of the stage with the MTP layer of `depth`."""
+    llm, stage = plan.grids["llm"], 0
+    if depth:
+        stage = next(i for i, chunks in enumerate(plan.stages) if any(c.mtp for c in chunks))
+    return llm.group(llm.rank_of(pp=stage), "dp cp tp")
