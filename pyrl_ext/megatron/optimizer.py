@@ -125,9 +125,8 @@ def _norm_over_modules(held: Sequence[tuple[Any, Topology]]) -> float:
             optimizer.prepare_grads()
             norm = float(optimizer.get_grad_norm())
             square += norm**2 if topo.rank == topo.first else 0.0
-    topo = held[0][1]
-    total = torch.tensor(square, dtype=torch.float64, device=topo.device)
-    dist.all_reduce(total, group=topo.world)
+    total = torch.tensor(square, dtype=torch.float64)
+    dist.all_reduce(total, group=held[0][1].world)
     return math.sqrt(float(total))
 
 

@@ -249,6 +249,7 @@ class Replay:
         total = torch.zeros(size, dtype=torch.float64, device=self.device)
         for hook in self._all():
             total[hook.layer_id] = hook.counts
+        total = total.cpu()
         dist.all_reduce(total)
         tables: list[list[list[float]]] = [total.sum(2).tolist(), total.sum(0).T.tolist()]
         return [

@@ -21,9 +21,8 @@ class Interrupt:
 
     SAME = 2.0
 
-    def __init__(self, device: torch.device):
+    def __init__(self) -> None:
         self.asked_at: float | None = None
-        self._flag = torch.zeros((), device=device)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -47,8 +46,8 @@ class Interrupt:
     def agreed(self) -> bool:
         """Whether any rank was asked to stop; the same answer on every rank.
 
-        Communicates: one number over the world. Syncs: reads it.
+        Communicates: one number over the world, between hosts.
         """
-        self._flag.fill_(float(self.asked_at is not None))
-        dist.all_reduce(self._flag, dist.ReduceOp.MAX)
-        return bool(self._flag.item())
+        asked = torch.tensor(float(self.asked_at is not None))
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        return bool(asked.item())

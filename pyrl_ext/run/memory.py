@@ -16,9 +16,9 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
     On a GPU the peak begins anew; on a CPU it is the process's since it started.
 
-    Communicates: one number over the world. Syncs: reads it.
+    Communicates: one number over the world, between hosts.
     """
-    peak = torch.tensor(float(_peak(device)), dtype=torch.float64, device=device)
+    peak = torch.tensor(float(_peak(device)), dtype=torch.float64)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return {"memory/peak": peak.item()}
 

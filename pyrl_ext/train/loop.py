@@ -37,7 +37,7 @@ def train(plan: Plan, topo: Topology, heartbeat: Heartbeat) -> bool:
     clock = Clock(on_phase=heartbeat.enter)
     with (
         closing(build_step(plan, topo, run.note)) as step,
-        Interrupt(topo.device).handled() as interrupt,
+        Interrupt().handled() as interrupt,
     ):
         policy = step.policy
         if topo.is_main and policy.llm.optimizer is not None:

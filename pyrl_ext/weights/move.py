@@ -51,7 +51,8 @@ class MoveSeen:
 
         Communicates: an all-reduce of two numbers over all ranks. Syncs: reads them.
         """
+        sums = self.sums.cpu()
         if self.topo.world_size > 1:
-            dist.all_reduce(self.sums, group=self.topo.world)  # type: ignore
-        seen, moved = float(self.sums[0]), float(self.sums[1])
+            dist.all_reduce(sums, group=self.topo.world)  # type: ignore
+        seen, moved = sums.tolist()
         return {"publish/move_seen": seen / moved} if moved else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ COLLECTIVES = {
     **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), 1),
 }  # an older torch has some of them, a newer one the others
 
+NOT_CALLERS = (__file__, "/torch/", "/contextlib.py", "/typing_extensions.py")
+
 
 class Call(NamedTuple):
     """One collective of one rank."""
@@ -35,6 +38,8 @@ class Call(NamedTuple):
     """Size of its input on this rank."""
     dtypes: frozenset[torch.dtype]
     """Types of its tensors."""
+    caller: str
+    """The function outside torch that asked for it."""
 
     @property
     def received(self) -> float:
@@ -107,11 +112,19 @@ def _collective(traffic: Traffic, name: str, place: int, call: Callable[..., Any
         tensors = list(tensors_in(arguments[place : place + 1]))
         size = sum(tensor.nbytes for tensor in tensors)
         dtypes = frozenset(tensor.dtype for tensor in tensors)
-        call_made = Call(traffic.phase, name, group.group_desc, group.size(), size, dtypes)
-        traffic.calls.append(call_made)
+        where = group.group_desc, group.size()
+        traffic.calls.append(Call(traffic.phase, name, *where, size, dtypes, _caller()))
         return call(group, *arguments, **named)
 
     return wrapped
+
+
+def _caller() -> str:
+    """The name of the innermost function that is neither torch's nor this file's."""
+    frame: Any = sys._getframe(1)
+    while any(name in frame.f_code.co_filename for name in NOT_CALLERS):
+        frame = frame.f_back
+    return frame.f_code.co_qualname
 
 
 def sockets() -> int:

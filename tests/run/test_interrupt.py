@@ -13,8 +13,8 @@ from tests.helpers.tiny import tiny_plan
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_handled_stops_after_the_step_then_at_once(number, monkeypatch, capsys):
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-    with topology.start(tiny_plan()) as topo:
-        interrupt = Interrupt(topo.device)
+    with topology.start(tiny_plan()):
+        interrupt = Interrupt()
         with interrupt.handled():
             assert not interrupt.agreed()
             os.kill(os.getpid(), number)

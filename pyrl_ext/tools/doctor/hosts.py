@@ -159,11 +159,11 @@ def _timings(plan: Plan, topo: Topology) -> Iterator[Timing]:
     for name in GROUPS:
         group = getattr(topo.groups, name)
         ranks = dist.get_process_group_ranks(group)
-        sizes = torch.tensor([len(ranks)], device=topo.device)
+        sizes = torch.tensor([len(ranks)])
         dist.all_reduce(sizes, dist.ReduceOp.MAX)
         if sizes.item() == 1:
             continue
-        seconds = _slowest(_all_reduce(group, topo.device) if len(ranks) > 1 else 0.0, topo)
+        seconds = _slowest(_all_reduce(group, topo.device) if len(ranks) > 1 else 0.0)
         across = len({topo.hosts[rank] for rank in ranks}) > 1
         sent = 2 * (len(ranks) - 1) / len(ranks) * BYTES[topo.device.type]
         yield Timing(name, len(ranks), across, seconds, sent / seconds, _assumed(plan, ranks))
@@ -182,8 +182,8 @@ def _all_reduce(group: dist.ProcessGroup, device: torch.device) -> float:
     return statistics.median(times[1:])
 
 
-def _slowest(seconds: float, topo: Topology) -> float:
-    found = torch.tensor([seconds], dtype=torch.float64, device=topo.device)
+def _slowest(seconds: float) -> float:
+    found = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
