@@ -88,9 +88,17 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class RowMoELayer(MoELayer):
-    """megatron's layer, which builds a dispatcher by name, with ours in its place."""
+    """megatron's layer, which builds a dispatcher by name, with ours in its place.
+
+    Raises: ValueError if the dispatcher is to compute the shared experts, which ours does not.
+    """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        if config.moe_shared_expert_overlap:
+            raise ValueError(
+                "RowMoELayer: moe_shared_expert_overlap is True, expected False; RowDispatcher "
+                "does not compute shared experts, so that their output would be missing"
+            )
         super().__init__(config, *args, **kwargs)
         self.token_dispatcher = RowDispatcher(
             self.num_local_experts,

@@ -96,7 +96,7 @@ def megatron_config(config: Path, *overrides: str) -> Any:
 def test_transformer_config_takes_passed_on_fields_and_keeps_the_rest():
     names = {field.name for field in fields(MLATransformerConfig)} - CALLABLES
     plain = megatron_config(TINY)
-    passed = {"moe_router_dtype": "fp64", "deterministic_mode": True, "moe_z_loss_coeff": 0.25}
+    passed = {"moe_router_dtype": "fp64", "deterministic_mode": True, "batch_p2p_sync": True}
     config = megatron_config(TINY, *(f"model.megatron.{k}={show(v)}" for k, v in passed.items()))
     changed = {n: v for n in names if (v := getattr(config, n)) != getattr(plain, n)}
     assert changed == passed
@@ -114,10 +114,8 @@ def test_megatron_fields_refuse_what_the_trainer_sets():
             given |= set(family(hf["model_type"]).config(read_sizes(hf)))
     assert {"calculate_per_token_loss", "moe_router_topk", "moe_router_dtype"} <= given
     assert given <= field_names()
-    assert given & {*megatron_fields()["free"]} == {
-        *("moe_router_dtype", "gradient_accumulation_fusion", "batch_p2p_sync"),
-        *("bias_activation_fusion", "bias_dropout_fusion"),
-    }
+    free = {"moe_router_dtype", "batch_p2p_sync", "bias_dropout_fusion"}
+    assert given & {*megatron_fields()["free"]} == free
 
 
 # Plans that hold, against megatron-core's own asserts --------------------------------------------
