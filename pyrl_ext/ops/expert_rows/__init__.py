@@ -96,7 +96,8 @@ def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> ExpertRows:
     """``rows, places, weights[m] = t, t * E + e, probs[t, e]`` of the m-th (e, t) in the map.
 
     Args:
-        routing_map: [T, E] bool, ``top_k`` True in a row.
+        routing_map: [T, E] bool, exactly ``top_k`` True in a row. The caller guarantees it: routers
+            choose distinct experts, and a batch refuses samples whose routes repeat one.
         probs: [T, E] float32, bfloat16, float16 or float64.
         top_k: K.
 
@@ -106,7 +107,9 @@ def expert_rows(routing_map: Tensor, probs: Tensor, top_k: int) -> ExpertRows:
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; on CPU also where a token has
             more or fewer experts than ``top_k``. On a GPU that is not checked, since that would
-            wait for the device.
+            wait for the device: with fewer, some of ``rows`` stay undefined, and gathering by them
+            reads outside of the tokens. They are not set to 0 either: a fault of the device is
+            better than numbers of another token.
     """
     if routing_map.ndim != 2 or probs.shape != routing_map.shape:
         raise ValueError(
