@@ -32,7 +32,7 @@ from tests.helpers.gpu_double.seen import Seen, without_lines
 from tests.helpers.gpu_double.tensor import put, value
 from tests.helpers.gpu_double.whole import on_double
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import random_batch, tiny_plan
+from tests.helpers.tiny import LAYERS, random_batch, tiny_plan
 
 EXTREMES = (LATE, EARLY)
 BF16 = "model.dtype=bfloat16"
@@ -247,6 +247,25 @@ def policy_without_a_wait() -> None:
 
 def test_policy_without_a_wait_for_its_uploads_fails():
     alone(policy_without_a_wait)
+
+
+def experts_over_ranks(group: Any) -> list[Any]:
+    """`run_policy` with experts over two ranks, in every order; and what differs."""
+    os.environ["WORLD_SIZE"] = str(group.size())
+    gpu_double.install()
+    layout = "parallel.dp=2", "parallel.ep=2", SMALL
+    found = {order: run_policy(order, *layout, number=1) for order in (AT_ONCE, *EXTREMES)}
+    right = found[AT_ONCE]
+    return [right[:2], [order for order, each in found.items() if not equal(each, right)]]
+
+
+def test_policy_with_experts_over_ranks_waits_once_a_layer_in_every_order_of_streams():
+    """For the numbers of rows that ranks send to each other's experts, copied on a side stream."""
+    for (waits, number), differ in run_ranks(experts_over_ranks, 2):
+        assert not differ
+        a_layer = "pyrl_ext/megatron/features.py FeatureLayer.forward Event.synchronize"
+        assert waits.pop(a_layer) == len(LAYERS) * 2 * number  # scores, then an update
+        assert waits.keys() == PER_PASS.keys() | ONCE.keys()
 
 
 # offloading ---------------------------------------------------------------------------------------

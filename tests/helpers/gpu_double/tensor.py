@@ -171,8 +171,8 @@ def _to_copy(source: Tensor, kwargs: dict[str, Any]) -> Tensor:
     order = kwargs.get("memory_format") or torch.preserve_format
     like = torch.empty_like(_meta(source), dtype=dtype, memory_format=order)
     out = memory.poisoned(like)
-    if to.type != memory.NAME:
-        return _copy(memory.pin(out) if pinned else out, source, blocking)
+    if to.type != memory.NAME:  # torch pins the result of a copy that does not wait
+        return _copy(memory.pin(out) if pinned or not blocking else out, source, blocking)
     return _copy(OnDevice(out), source, blocking)
 
 

@@ -16,6 +16,7 @@ from pyrl_ext.megatron import cpu
 from pyrl_ext.plan import Plan
 from tests.helpers import gpu_double
 from tests.helpers.gpu_double import memory, streams
+from tests.helpers.gpu_double.tensor import OnDevice
 
 
 @contextmanager
@@ -32,6 +33,8 @@ def on_double(plan: Plan) -> Iterator[Topology]:
 @contextmanager
 def _answering_torch_cuda(device: torch.device) -> Iterator[None]:
     """`cpu.install`, with the double in place of the CPU."""
+    from megatron.core.transformer.moe import token_dispatcher
+
     cpu.install()
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = streams.Stream, streams.Event
@@ -43,9 +46,20 @@ def _answering_torch_cuda(device: torch.device) -> Iterator[None]:
 
     tensor: Any = Tensor
     tensor.cuda = to_double
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host  # type: ignore[attr-defined]
     before = cpu.CPU
     cpu.CPU = device  # pyright: ignore[reportConstantRedefinition]
     try:
         yield
     finally:
         cpu.CPU = before  # pyright: ignore[reportConstantRedefinition]
+
+
+def _to_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """megatron's own function, which asks whether ``value`` is on CUDA."""
+    if not isinstance(value, OnDevice):
+        return value.numpy() if as_numpy and torch.is_tensor(value) else value
+    here = value.to("cpu", non_blocking=True)
+    if record_stream:
+        value.record_stream(streams.current_stream())
+    return here.numpy() if as_numpy else here
