@@ -28,7 +28,7 @@ class HostMemory:
     Args:
         name:     of the part, for messages.
         allocate: returns so many bytes of pinned memory [uint8].
-        say:      takes a line of text; None: nothing is said.
+        say:      takes a line of text; None: no lines.
         patience: seconds that `pieces` waits for the thread before it says so.
     """
 
