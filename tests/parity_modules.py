@@ -185,17 +185,22 @@ LAYOUTS = {
 # in CI: every way of sharing rows, both schedules, two encoders, frozen, recompute, bf16, families
 FEW = {
     1: ("shared -> 1, qwen vl",),
-    2: ("shared -> pp2 vpp2", "shared frozen -> tp2", "shared -> dp2 ep2 dynamic:2"),
+    2: (
+        *("shared -> pp2 vpp2", "shared frozen -> tp2", "shared -> dp2 ep2 dynamic:2"),
+        *("shared -> dp2 ep2, qwen", "shared -> cp2, qwen"),
+    ),
     3: (
         "1 -> cp2 ep2, glm",
         "1 -> tp2, glm mtp 2",
         "1 -> tp2 ep2 etp1, qwen",
         "1 -> dp2 bf16",
         "pp2 frozen -> 1",
+        "shared -> pp3",
     ),
     4: (
         *("overlapped distributed, qwen", "1 + 1 frozen", "dynamic:2, glm mtp", "pp2 -> pp2, qwen"),
         *("dp2 -> dp2 ep2, qwen vl", "pp2 -> cp2, kimi vl", "shared -> pp2 dp2 ep2, qwen vl"),
+        *("vpp2, glm mtp 2", "-> pp3 layout", "shared -> tp2 pp2"),
     ),
 }
 

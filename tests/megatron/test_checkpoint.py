@@ -151,12 +151,12 @@ def started(folder):
 
 @pytest.fixture(scope="module")
 def two(started, never_stopped):
-    return run_ranks(on_rank, 2, started, list(TWO))
+    return run_ranks(on_rank, 2, started, list(TWO), rules=True)
 
 
 @pytest.fixture(scope="module")
 def four(two, folder):
-    return run_ranks(on_rank, 4, folder, list(FOUR))
+    return run_ranks(on_rank, 4, folder, list(FOUR), rules=True)
 
 
 @pytest.fixture(scope="module")

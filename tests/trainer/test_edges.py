@@ -276,7 +276,7 @@ def test_edges_move_the_bytes_of_the_rows_and_no_more(results, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_microbatch_is_one_launch_a_way(results, name):
-    """Of all messages of a rank: on a GPU launches of a group run one after the other."""
+    """A rank sends all its messages at once: launches of a group run one after the other."""
     launches = [number for each in results for number in each[name][2].values()]
     assert 0 < max(launches) <= len(schedule_of(CASES[name]))
 
@@ -290,7 +290,7 @@ def world():
 
 
 class Handle:
-    """Of a launch, as NCCL's: it tells when the launch is complete, which gloo's does not."""
+    """A handle as NCCL's: it tells when its launch is complete, which gloo's does not."""
 
     def __init__(self):
         self.complete = False

@@ -15,7 +15,7 @@ Calls = dict[int, list[Call]]
 
 
 def read(folder: Path, world_size: int) -> list[Program]:
-    """What the ranks have written to ``folder`` so far."""
+    """The lists that the ranks have written to ``folder`` so far."""
     return [read_program(path_of(folder, rank), rank) for rank in range(world_size)]
 
 
@@ -95,7 +95,7 @@ def _shown(call: Call | None, on_device: bool) -> str:
 
 
 def _unfit(ranks: list[int], row: list[Call]) -> str:
-    """What a rank sends another one in an all-to-all, and the other does not expect."""
+    """The first part of an all-to-all whose receiver expects another size; nothing if none."""
     if not all(call.splits for call in row):
         return ""
     for i, sender in enumerate(row):

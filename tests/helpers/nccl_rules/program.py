@@ -1,4 +1,4 @@
-"""What one rank asked for, as it is written to a file and read back."""
+"""The list of one rank's calls, as it is written to a file and read back."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Call:
 
 @dataclass
 class Wait:
-    """Where the rank, or on a GPU its stream, waits for a launch."""
+    """The rank, or on a GPU its stream, waits for a launch."""
 
     number: int
     site: str
@@ -98,7 +98,7 @@ def line_of(event: Call | Wait) -> str:
 
 
 def read_program(path: Path, rank: int) -> Program:
-    """What a rank has written so far; a last line that is not whole is left out."""
+    """The list that a rank has written so far; a last line that is not whole is left out."""
     events: list[Call | Wait] = []
     for line in path.read_text().splitlines(keepends=True):
         if not line.endswith("\n"):

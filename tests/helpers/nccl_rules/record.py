@@ -70,7 +70,7 @@ class Awaited:
 
 
 class Recorder:
-    """What `call` and `wait` write goes to the file that `begin` opened last."""
+    """Writes calls and waits to the file that `begin` opened last."""
 
     def __init__(self) -> None:
         self._part: list[Call] | None = None  # of what is coalesced
@@ -115,9 +115,10 @@ class Recorder:
             faults.append("tensors of host and device in one call")
         if get_ident() != self._thread:
             faults.append("from a second thread: its order among other calls is left to chance")
-        if messages and op != "batch":
-            ranks = sorted({dist.get_rank(), messages[0].peer})
         title = group.group_desc or group.group_name
+        if messages and op != "batch":  # also of a group of two: batches have another one there
+            ranks = sorted({dist.get_rank(), messages[0].peer})
+            title += ", a pair"
         call = Call(
             number=-1,
             op=op,
@@ -160,7 +161,7 @@ class Recorder:
 
     @contextmanager
     def coalesced(self) -> Iterator[Callable[[], Call | None]]:
-        """What is called in the block is one call, which the function yielded writes down."""
+        """All calls in the block are one call, which the function yielded writes down."""
         self._part = []
 
         def written() -> Call | None:
@@ -341,7 +342,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _agreed(given: dict[str, Any]) -> list[str]:
     """Reduce operation and root, if the call has them."""
-    found = [str(given["op"])] if "op" in given else []
+    found = [str(given["op"]).rpartition(".")[2]] if "op" in given else []
     found += [f"root {_rank_of(given, end)}" for end in ("src", "dst") if end in given]
     return found
 

@@ -160,7 +160,7 @@ class Simulation:
         )
 
     def _missing(self, launch: Launch) -> str:
-        """What the head of a queue waits for."""
+        """The messages or ranks that the head of a queue waits for."""
         if launch.open:
             return "no other end of " + ", ".join(sorted({m.text for m in launch.open}))
         communicator = launch.call.communicator

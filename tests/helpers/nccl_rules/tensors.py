@@ -25,7 +25,7 @@ BITWISE = ("BAND", "BOR", "BXOR")
 
 
 def faults_of(op: str, tensors: Sequence[Tensor], reduce_op: Any, rank: int) -> list[str]:
-    """What NCCL refuses, or computes wrongly without a word.
+    """All that NCCL refuses, or gets wrong without a word.
 
     Args:
         tensors: in the order of the arguments of ``op``.
