@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.plan.groups import Group
+from pyrl_ext.plan.groups import WORLD, Group
 from pyrl_ext.plan.model.ranks import GROUPS, MORE_GROUPS, Grid
 
 # megatron-core 0.19.2 has other names for these: it divides data-parallel ranks further for ways of
@@ -63,13 +63,17 @@ class GroupMaker:
         Communicates: with the other members of each group.
         """
         for group in groups:
-            self._new(group.roles[0], group.ranks, ", ".join(group.roles))
             self._listed |= dict.fromkeys(group.roles, group)
+            self.of(group.roles[0])
 
     def of(self, role: str) -> Any:
         """The group of a role of the plan's list; None if this rank has no part in it."""
         group = self._listed.get(role)
-        return None if group is None else self._new(group.roles[0], group.ranks, role)
+        if group is None:
+            return None
+        if role == WORLD:
+            return dist.group.WORLD
+        return self._new(group.roles[0], group.ranks, ", ".join(group.roles))
 
     def make(self, role: str, ranks: Sequence[int]) -> Any:
         """The group of ``ranks`` for ``role``; None on a rank that is not among them.

@@ -23,6 +23,9 @@ WITH_DISTRIBUTED, WITHOUT_DISTRIBUTED = ("intra_dist_opt",), ("mp", "tp_ep_pp")
 # Gradients are reduced in these, with optimizer.overlap_grad_reduce during a backward pass.
 REDUCED = ("dp_cp", "expt_dp")
 
+# torch's group of all ranks. Only messages of pairs cross it that are on devices.
+WORLD = "world"
+
 
 class Role(NamedTuple):
     """What a group is for."""
@@ -79,7 +82,7 @@ def groups_of(plan: Plan, rank: int) -> tuple[Group, ...]:
     """
     merged: dict[tuple[tuple[int, ...], str], list[Role]] = {}
     for role in roles_of(plan, rank):
-        alone = role.own and len(role.ranks) > 1
+        alone = role.own and len(role.ranks) > 1  # a rank alone sends to nobody
         merged.setdefault((role.ranks, role.name if alone else ""), []).append(role)
     return tuple(
         Group(
@@ -100,6 +103,8 @@ def roles_of(plan: Plan, rank: int) -> Iterator[Role]:
     for role in _roles_between(plan):
         if rank in role.ranks:
             yield role
+    if pairs := _pairs_of_two_stages(plan, rank):
+        yield Role(WORLD, tuple(range(plan.world_size)), False, True, pairs)
 
 
 def communicators(plan: Plan, rank: int) -> int:
@@ -113,8 +118,9 @@ def foreign(plan: Plan, rank: int) -> tuple[Foreign, ...]:
         return ()
     rollout, inside = plan.rollout, plan.transport == "inprocess"
     if rollout.transport == "broadcast" or plan.transport == "broadcast":
-        sends = rank < rollout.senders if plan.engines_apart else plan.engine_of_rank[rank]
-        return () if sends in (None, False) else (Foreign("sender", (rank,)),)
+        holds = plan.engine_of_rank[rank] is not None
+        sends = rank < rollout.senders if plan.engines_apart else holds
+        return (Foreign("sender", (rank,)),) if sends else ()
     if (
         rollout.engine != "vllm"
         or not inside
@@ -153,6 +159,15 @@ def _roles_in(plan: Plan, grid: Grid, rank: int) -> Iterator[Role]:
     embedding = embedding_ranks(plan, grid, rank)
     if rank in embedding:
         yield Role(f"{grid.name} embd", embedding)
+
+
+def _pairs_of_two_stages(plan: Plan, rank: int) -> tuple[tuple[int, int], ...]:
+    """Between two stages of several chunks each megatron sends one way in the pipeline's group, and
+    the other way in that of all ranks, so that neither waits (p2p_communication.py:75)."""
+    llm = plan.grids["llm"]
+    if rank not in llm.ranks or llm.parallel.vpp is None or llm.parallel.pp != 2:
+        return ()
+    return neighbours(llm.group(rank, "pp"), rank)
 
 
 def _unused_norms(plan: Plan) -> tuple[str, ...]:

@@ -134,8 +134,12 @@ def test_groups_of_have_one_of_each_size_of_dynamic_cp():
 
 def test_groups_of_have_pairs_where_messages_are_not_in_batches():
     chunks = ("parallel.pp=2", "parallel.vpp=2")
-    (pipeline,) = [g for g in groups_of(tiny_plan(*chunks), 0) if "llm pp" in g.roles]
-    assert pipeline.pairs == ((0, 1),) and pipeline.communicators == 2
+    pipeline, world = groups_of(tiny_plan(*chunks), 0)[-2:]
+    assert "llm pp" in pipeline.roles and world.roles == ("world",)
+    assert pipeline.pairs == world.pairs == ((0, 1),)
+    assert (pipeline.communicators, world.communicators) == (2, 1)
+    longer = tiny_plan("parallel.pp=4", "parallel.pipeline_model_parallel_layout=Et|t|t|tL")
+    assert not [g for g in groups_of(longer, 0) if "world" in g.roles]
     (pipeline,) = [g for g in groups_of(tiny_plan("parallel.pp=2"), 0) if "llm pp" in g.roles]
     assert pipeline.pairs == () and pipeline.communicators == 1
     assert neighbours((2, 4, 6, 8), 2) == ((2, 4), (2, 8))
@@ -159,9 +163,12 @@ def test_foreign_of_a_colocated_engine_are_vllms_two_of_tp_and_one_of_ep():
     )
     alone = compile_plan(GLM47, ["rollout.tp=1", "rollout.sleep=true", "hardware.gpu=null"])
     assert foreign(alone, 6) == ()
-    assert foreign(compile_plan(GLM47, ["rollout.gpus=8", "rollout.tp=8"]), 0) == (
-        Foreign("sender", (0,)),
-    )
+    elsewhere = compile_plan(GLM47, ["rollout.gpus=8"])  # two engines, of ranks 0 and 4
+    assert [foreign(elsewhere, rank) for rank in (0, 1, 4)] == [
+        (Foreign("sender", (0,)),),
+        (),
+        (Foreign("sender", (4,)),),
+    ]
 
 
 # counted -----------------------------------------------------------------------------------------

@@ -1,14 +1,16 @@
-"""Every collective of a run, on tensors of types that NCCL has: gloo takes more of them."""
+"""Every collective of a run: its types are those that NCCL has, since gloo takes more of them, and
+its groups those of the plan's list."""
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from pyrl_ext.dist import topology
 from pyrl_ext.dist.clock import Clock
+from pyrl_ext.plan.groups import groups_of
 from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import QUICK
@@ -20,6 +22,7 @@ NCCL_TYPES = {
     *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
+WORLD = "default_pg"  # torch's description of the group of all ranks
 RUNS = {
     "experts of two bytes, dynamic cp": (
         "glm 384",
@@ -31,9 +34,34 @@ RUNS = {
 }
 
 
-def on_rank(group: Any, folder: Path) -> dict[str, set[torch.dtype]]:
+# What communicates in the group of all ranks of the run, with tensors on the host alone: gloo
+# carries them, and NCCL never makes a communicator for the group.
+HOST_NUMBERS = {
+    *("_meet", "Delivery.read_on_host", "Moved.metrics", "Policy._sums", "Replay.agreement"),
+    *("gather_objects", "gather_bytes", "write_digests", "_problems"),
+    # of megatron-core: objects
+    *("_get_param_groups", "_validate_common_state_dict", "determine_global_metadata"),
+    *("save_state_dict_async_plan", "save_state_dict_async_finalize"),
+}
+
+
+class Found(NamedTuple):
+    """Of one run, on one rank."""
+
+    dtypes: set[torch.dtype]
+    world: set[str]
+    """Functions that communicated in the group of all ranks."""
+    used: set[str]
+    """Descriptions of the other groups of several ranks that something communicated in."""
+    listed: set[str]
+    """Those of the plan's list that carry tensors on the device."""
+    pairs: bool
+    """True if the list has pairs of ranks that send to each other in the group of all ranks."""
+
+
+def on_rank(group: Any, folder: Path) -> dict[str, Found]:
     os.environ["WORLD_SIZE"] = "2"
-    found: dict[str, set[torch.dtype]] = {}
+    found: dict[str, Found] = {}
     for name, (model, *overrides) in RUNS.items():
         plan, clock = compiled(model, folder, (*QUICK, *overrides)), Clock()
         with counted() as traffic, topology.start(plan) as topo:
@@ -46,17 +74,40 @@ def on_rank(group: Any, folder: Path) -> dict[str, set[torch.dtype]]:
             step.policy.save(folder / name.replace(" ", "-"))
             step.evaluate(clock)
             step.close()
-        found[name] = {dtype for call in traffic.calls for dtype in call.dtypes}
+        calls = [call for call in traffic.calls if call.ranks > 1]
+        groups = [g for g in groups_of(plan, topo.rank) if len(g.ranks) > 1]
+        found[name] = Found(
+            {dtype for call in traffic.calls for dtype in call.dtypes},
+            {call.caller for call in calls if call.group == WORLD},
+            {call.group for call in calls if call.group != WORLD},
+            {", ".join(group.roles) for group in groups if group.on_device},
+            any(group.roles == ("world",) for group in groups),
+        )
     return found
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, set[torch.dtype]]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
     return run_ranks(on_rank, 2, tmp_path_factory.mktemp("collectives"))
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_communicates_tensors_that_nccl_takes(ranks: list[Any], name: str):
     for rank in ranks:
-        assert rank[name] <= NCCL_TYPES
-        assert {torch.float32, torch.int64} < rank[name]  # and others: it did communicate
+        dtypes = rank[name].dtypes
+        assert dtypes <= NCCL_TYPES
+        assert {torch.float32, torch.int64} < dtypes  # and others: it did communicate
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_communicates_in_the_groups_of_the_list(ranks: list[Any], name: str):
+    for rank in ranks:
+        assert rank[name].used == rank[name].listed
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_sends_numbers_of_the_host_alone_to_the_whole_world(ranks: list[Any], name: str):
+    for rank in ranks:
+        world = rank[name].world
+        assert {"_meet", "Replay.agreement"} < world <= HOST_NUMBERS | {"_p2p_ops"}
+        assert ("_p2p_ops" in world) == rank[name].pairs

@@ -24,7 +24,7 @@ from pyrl_ext.plan.forecast.parameters import (
 )
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import Sample, step_samples
-from pyrl_ext.plan.groups import groups_of
+from pyrl_ext.plan.groups import WORLD, groups_of
 from pyrl_ext.plan.plan import Plan
 
 WORLDS = (8, 64, 512, 4096)
@@ -284,7 +284,8 @@ class World:
     @cached_property
     def groups(self) -> list[int]:
         """Ranks of every group that the first rank is in, each made by its members alone."""
-        return [len(group.ranks) for group in groups_of(self.plan, 0)]
+        made = (group for group in groups_of(self.plan, 0) if WORLD not in group.roles)
+        return [len(group.ranks) for group in made]
 
     @property
     def group_entries(self) -> float:
