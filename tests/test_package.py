@@ -1,5 +1,6 @@
 """The package as a whole: importing it is free, and the binary needs no torch."""
 
+import ast
 import os
 import re
 import subprocess
@@ -85,6 +86,21 @@ def test_every_family_runs_with_declared_packages_alone(tmp_path: Path):
     hidden = ran.stdout.splitlines()[0].split()
     assert "pytest" in hidden and "torch" not in hidden
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == sorted(names)
+
+
+def test_package_imports_what_its_dependencies_or_extras_bring():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    hidden = undeclared([*project["dependencies"], project["name"]])
+    of_extras = {"causal_conv1d", "fla", "mamba_ssm", "transformer_engine", "vllm", "wandb"}
+    imported = set[str]()
+    for file in (ROOT / "pyrl_ext").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.partition(".")[0])
+    assert {"torch", "PIL", "megatron", "vllm"} <= imported
+    assert not imported & hidden - of_extras
 
 
 def test_undeclared_are_the_modules_that_no_requirement_brings():
