@@ -114,7 +114,7 @@ MODELS = {
     # layers of one block each: mixers with states, an MLP, attention, experts without gates; in one
     # process, weights changed by 1e-7 of themselves move the gradient of a mixer's dt_bias (layer
     # 6, step 2) by 8e-6 to 3.4e-5 of itself. TP moves it by up to 2.6e-5, which depends on the
-    # instructions of the processor, and all gradients by 7.6e-14 where everything is in float64
+    # instructions of the processor, and all gradients by 8.9e-14 where everything is in float64
     "nemotron": Model("tiny_nemotron", overrides=(BIAS,), rounding=3.0),
     "qwen 5 layers": Model("tiny_qwen3", {"num_hidden_layers": 5}),
     "qwen mixed": Model("tiny_qwen3", {"num_hidden_layers": 6, "mlp_only_layers": [0, 3, 5]}),
