@@ -54,5 +54,5 @@ class MoveSeen:
         sums = self.sums.cpu()
         if self.topo.world_size > 1:
             dist.all_reduce(sums, group=self.topo.world)  # type: ignore
-        seen, moved = sums.tolist()
+        seen, moved = float(sums[0]), float(sums[1])
         return {"publish/move_seen": seen / moved} if moved else {}
