@@ -28,7 +28,7 @@ WORLD = "world"
 
 
 class Role(NamedTuple):
-    """What a group is for."""
+    """One purpose of a group."""
 
     name: str
     """Module and kind, such as ``llm dp_cp``."""
@@ -39,7 +39,7 @@ class Role(NamedTuple):
     own: bool = False
     """True if no other role may use its group, although the ranks are the same."""
     pairs: tuple[tuple[int, int], ...] = ()
-    """Of this rank and others, to which it sends without a batch: each has a communicator, too."""
+    """This rank and each that it sends to without a batch: each pair has a communicator, too."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Foreign(NamedTuple):
 
     name: str
     ranks: tuple[int, ...]
-    """Of the trainer."""
+    """Ranks of the trainer."""
     suspended: bool = False
     """True if its memory is free while the engine sleeps."""
 

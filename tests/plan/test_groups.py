@@ -48,7 +48,7 @@ def cycle_of(after: dict[tuple, set[tuple]]) -> list[tuple]:
 
 
 def names_of(groups: tuple[Group, ...]) -> list[tuple]:
-    """What torch knows each group by: the first role, and the ranks."""
+    """The first role and the ranks of each, by which torch knows it."""
     return [(group.roles[0], group.ranks) for group in groups]
 
 

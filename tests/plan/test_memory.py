@@ -226,7 +226,7 @@ def test_seems_to_fit_notes_what_may_not_fit():
 
 
 def test_stage_memory_of_an_update_has_no_copy_of_the_moments():
-    """torch's fused AdamW needs no memory of its own: GLM-4.7-Flash trains on 8 H100s."""
+    """torch's fused AdamW needs no more memory: GLM-4.7-Flash trains on 8 H100s."""
     plan = compile_plan(GLM47, ["hardware.gpu=H100", "rollout.offload_trainer=all"])
     (stage,) = stage_memory(plan)
     assert not [item for item in stage.items if item.name == "optimizer scratch"]

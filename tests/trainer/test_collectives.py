@@ -46,7 +46,7 @@ HOST_NUMBERS = {
 
 
 class Found(NamedTuple):
-    """Of one run, on one rank."""
+    """Findings of one run, on one rank."""
 
     dtypes: set[torch.dtype]
     world: set[str]
@@ -110,4 +110,6 @@ def test_a_step_sends_numbers_of_the_host_alone_to_the_whole_world(ranks: list[A
     for rank in ranks:
         world = rank[name].world
         assert {"_meet", "Replay.agreement"} < world <= HOST_NUMBERS | {"_p2p_ops"}
-        assert ("_p2p_ops" in world) == rank[name].pairs
+    # of a pair one rank sends in the group of the pipeline, and the other in that of all ranks
+    sends = [rank[name].pairs and "_p2p_ops" in rank[name].world for rank in ranks]
+    assert any(sends) == ranks[0][name].pairs

@@ -76,7 +76,7 @@ def state_items(plan: Plan, count: int, trained: int, stepped: int, of: str = ""
 
 
 def context(plan: Plan, rank: int) -> Iterator[Item]:
-    """What CUDA and NCCL hold on `rank`, and the communicators of an engine that suspends them."""
+    """Memory of CUDA and NCCL on `rank`, and of communicators that an engine suspends."""
     if plan.device != "cuda":
         return
     theirs = foreign(plan, rank)
