@@ -15,7 +15,7 @@ BASE_RUN := runs/tiny_base-$(BASE)
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs swiglu rms_norm expert_rows gated_delta_rule
 
-.PHONY: help venv build browser demo demo-vl demo-turns demo-lora demo-async pictures test test-fast test-installed test-runs test-servers kills mutants parity parity-large pipeline-fill faults two-hosts scale check bench bench-quick \
+.PHONY: help venv build browser demo demo-vl demo-turns demo-lora demo-async pictures test test-fast test-installed test-runs test-servers kills mutants parity parity-large rehearsal pipeline-fill faults two-hosts scale check bench bench-quick \
         replay-effect replay-effect-vllm gpu gpu8 vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te test-wandb clean
 
 help:  ## this list
@@ -203,6 +203,11 @@ parity-large: build  ## every layout of 1, 2, 3, 4, 6 and 8 ranks; 12 GiB of mem
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity --ranks 1 2 3 4 6 8
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_modules --ranks 2 3 4 5 6 8
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_objectives --ranks 1 2 4 8
+
+rehearsal: build  ## NCCL's rules on gloo ranks, a double of a GPU, groups of all configs: see docs/gpu.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/rehearsal tests/plan/test_groups.py \
+	  tests/dist/test_groups.py tests/trainer/test_edges.py
+	PYRL_NCCL_RULES=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_modules --few
 
 # timed against a bar: on a busy machine it misses
 pipeline-fill: build  ## an encoder and a language model whose stages sleep: how full their pipeline is

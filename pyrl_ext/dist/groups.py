@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.plan.groups import WORLD, Group
 from pyrl_ext.plan.model.ranks import GROUPS, MORE_GROUPS, Grid
 
@@ -106,15 +107,15 @@ class GroupMaker:
         number = torch.zeros(1, device=device)
         for listed in dict.fromkeys(self._listed.values()):
             group = self.of(listed.roles[0])
-            if listed.on_device and len(listed.ranks) > 1:
-                dist.all_reduce(number, group=group)
+            if listed.on_device:
+                connect(group, device)
             for low, high in listed.pairs:
                 if dist.get_rank() == low:
                     dist.send(number, high, group=group)
                 else:
                     dist.recv(number, low, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if on_gpu(device):
+            torch.get_device_module(device).synchronize(device)
 
     def destroy(self) -> None:
         """Destroy the groups: each holds sockets and threads, three over gloo."""
@@ -134,6 +135,15 @@ class GroupMaker:
                     group_desc=description,
                 )
         return self._made[name]
+
+
+def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Make the communicator of a group; None, of which this rank is not a member: nothing.
+
+    Communicates: an all-reduce of one number if the group has several ranks.
+    """
+    if group is not None and group.size() > 1:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 @contextmanager

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from pyrl_ext.ops.on_gpu import on_gpu
+
 
 def stream_of(device: torch.device) -> int:
     """Number of the stream that is current in this thread; 0 on a CPU, which has none."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if not on_gpu(device):
+        return 0
+    return torch.get_device_module(device).current_stream(device).stream_id
 
 
 def need_stream(call: str, built: int, now: int) -> None:

@@ -202,15 +202,15 @@ def _start_processes(device: torch.device, world_size: int, timeout: timedelta) 
 
 @contextmanager
 def start(
-    plan: Plan, timeout: timedelta = timedelta(minutes=30), connect: bool | None = None
+    plan: Plan, timeout: timedelta = timedelta(minutes=30), connect: bool = True
 ) -> Iterator[Topology]:
     """Join the other processes and make the plan's groups; destroy them when the block ends.
 
     Args:
         plan: its groups are made (`groups_of`).
         timeout: how long a collective may wait for a rank before it fails.
-        connect: whether every group is used once, so that its communicator is made now and no later
-            (`GroupMaker.connect`); None: on GPUs.
+        connect: use every group once, so that all communicators are made here and in one order
+            (`GroupMaker.connect`); without it NCCL makes each at its first use.
 
     Communicates: the rendezvous, over torchrun's environment when there is more than one process,
         and with the other members of each group.
@@ -230,7 +230,7 @@ def start(
     maker = GroupMaker(number, timeout)
     try:
         maker.make_listed(groups_of(plan, dist.get_rank()))
-        if device.type == "cuda" if connect is None else connect:
+        if connect:
             maker.connect(device)
         yield _topology(plan, device, hosts, maker)
         if not ours:

@@ -222,8 +222,11 @@ def neighbours(ranks: Sequence[int], rank: int) -> tuple[tuple[int, int], ...]:
 
 
 def _roles_between(plan: Plan) -> Iterator[Role]:
-    """Weights on their way to engines of other ranks, edges of encoders, and a thread's numbers."""
+    """Weights on their way to engines of other ranks, edges of encoders, numbers of the ranks that
+    hold an engine together, and a thread's numbers."""
     everyone = tuple(range(plan.world_size))
+    for ranks in engine_ranks(plan) if plan.has_rollouts else ():
+        yield Role("engine", ranks, on_device=False)
     if len(plan.grids) > 1:
         for grid in plan.grids.values() if plan.has_rollouts else ():
             others = (rank for rank in everyone if rank not in grid.ranks)
@@ -233,6 +236,15 @@ def _roles_between(plan: Plan) -> Iterator[Role]:
         yield from _edges(plan)
     if plan.has_rollouts and plan.rollout.publishes_beside and plan.world_size > 1:
         yield Role("publish", everyone, on_device=False, own=True)  # of a thread
+
+
+def engine_ranks(plan: Plan) -> Iterator[tuple[int, ...]]:
+    """The ranks of each rollout engine that several ranks hold together."""
+    held = plan.engine_of_rank
+    for number in sorted({*held} - {None}):
+        ranks = tuple(rank for rank, engine in enumerate(held) if engine == number)
+        if len(ranks) > 1:
+            yield ranks
 
 
 def _edges(plan: Plan) -> Iterator[Role]:

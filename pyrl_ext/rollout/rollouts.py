@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pyrl_ext.data.source import Source
 from pyrl_ext.dist.topology import Topology
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.groups import engine_ranks
 from pyrl_ext.rollout.ahead import Ahead
 from pyrl_ext.rollout.build import build_engine, sampling_of
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
@@ -188,11 +189,6 @@ class Rollouts:
 
 
 def _holders(plan: Plan, topo: Topology) -> dist.ProcessGroup | None:
-    """The ranks that hold the engine of this rank together; None: this rank alone.
-
-    Communicates: with the other ones, at the first call.
-    """
-    held = plan.engine_of_rank
-    number = held[topo.rank]
-    ranks = [rank for rank, engine in enumerate(held) if engine == number]
-    return None if number is None or len(ranks) == 1 else topo.make_group("engine", ranks)
+    """The ranks that hold the engine of this rank together; None: this rank alone."""
+    ranks = next((ranks for ranks in engine_ranks(plan) if topo.rank in ranks), None)
+    return None if ranks is None else topo.make_group("engine", ranks)

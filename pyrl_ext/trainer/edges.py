@@ -12,8 +12,8 @@ modules of any depth and any schedule can be joined, if an encoder's schedule ru
 its readers do (`RunsAhead`, `ahead_of`). On a GPU a send ends when the other rank receives it, and
 what a rank launches later in the same group begins after that. Three things keep ranks from waiting
 for each other in a circle: each way of an edge has a group, whose communicator all its ranks make
-when the edge is built; all messages of a rank for one microbatch and way are one launch; and all
-ranks launch in the order of microbatches.
+when the run starts (`GroupMaker.connect`); all messages of a rank for one microbatch and way are
+one launch; and all ranks launch in the order of microbatches.
 
 Where an encoder shares the ranks of its reader's first stage, both ends are in one graph: `swap` is
 sender and receiver at once, and the reader's backward goes on through the encoder.
@@ -226,7 +226,7 @@ Edges = Mapping[tuple[str, int], Edge]
 def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
     """The edges of this rank; without ``trainable`` of a frozen policy.
 
-    Communicates: with the other ranks of each edge, to make its groups and their communicators.
+    Communicates: where the plan's list has no such group, with its members, to make it.
     """
     found, tower = dict[tuple[str, int], Edge](), plan.sizes.vision
     depths = range(1 + (plan.num_mtp_layers if trainable else 0))
@@ -238,8 +238,6 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
             ranks, deep = [*dict.fromkeys([*readers, *sources])], tower.deepstack if tower else ()
             roles = (f"{grid.name} {depth} {way}" for way in ("there", "back"))
             there, back = (topo.make_group(role, ranks) for role in roles)
-            for group in (there, back):
-                connect(group, topo.device)
             found[grid.name, depth] = Edge(
                 *(sources, readers, there, back),
                 width=plan.sizes.hidden_size * (1 if depth else 1 + len(deep)),
@@ -250,18 +248,6 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
                 and not (depth and plan.objective.mtp_detach),
             )
     return found
-
-
-def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Make the communicator of a group; None, of which this rank is not a member: nothing.
-
-    Otherwise NCCL makes it at the group's first use, inside the schedules of the modules, where the
-    ranks would wait for each other in different orders.
-
-    Communicates: an all-reduce of one number.
-    """
-    if group is not None and group.size() > 1:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _readers(plan: Plan, depth: int) -> dict[int, Seat]:

@@ -106,7 +106,8 @@ def test_foreign_communicators_are_the_same_on_all_their_members(path: Path):
 
 def test_groups_of_eight_ranks_are_one_group_for_all_its_roles():
     plan = compile_plan(GLM47)  # dp 8, ep 8, a distributed optimizer
-    alone, everyone = groups_of(plan, 3)
+    alone, everyone, engine = groups_of(plan, 3)
+    assert engine == Group((0, 1, 2, 3), ("engine",), on_device=False)  # of vLLM's tp 4
     assert (alone.ranks, alone.communicators) == ((3,), 0)
     assert everyone.ranks == tuple(range(8)) and everyone.communicators == 1
     assert {"llm dp_cp", "llm ep", "llm tp_ep", "llm intra_dist_opt"} < {*everyone.roles}

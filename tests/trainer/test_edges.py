@@ -16,6 +16,7 @@ from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_orde
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pyrl_ext.dist.groups import connect
 from pyrl_ext.pack.encoder_work import EncoderWork, Route, meeting
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
@@ -24,7 +25,7 @@ from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
 from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
-from pyrl_ext.trainer.edges import Edge, Outlet, build_edges, connect, give
+from pyrl_ext.trainer.edges import Edge, Outlet, build_edges, give
 from tests.helpers.nccl_rules import communicators
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import one_rank

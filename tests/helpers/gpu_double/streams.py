@@ -25,6 +25,7 @@ class Stream:
         self.default = default
         self.submitted = self.done = 0
         self._queue: deque[Callable[[], None]] = deque()
+        self.stream_id = len(STREAMS)
         STREAMS.append(self)
 
     @property
