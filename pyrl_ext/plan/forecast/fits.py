@@ -29,7 +29,7 @@ def _over(plan: Plan, exact: bool) -> str | None:
         return None
     try:
         stages = stage_memory(plan)
-    except ValueError:  # layers are not placed; another rule reports it
+    except (ValueError, ZeroDivisionError):  # layers or ranks have no place; other rules say so
         return None
     held, fullest, phase = _most(stages, exact)
     if held <= limit:
