@@ -22,7 +22,7 @@ ON_HOST: list[torch.Tensor] = []  # tensors that would be on the host
 KEPT: list[Any] = []  # handles of messages that are not waited for
 
 
-def on_device(tensor: torch.Tensor, _site: str) -> bool:
+def on_device(tensor: torch.Tensor, _site: str, _group: Any) -> bool:
     return all(tensor is not other for other in ON_HOST)
 
 

@@ -64,7 +64,8 @@ def on_rank(group: Any, folder: Path) -> dict[str, Found]:
     found: dict[str, Found] = {}
     for name, (model, *overrides) in RUNS.items():
         plan, clock = compiled(model, folder, (*QUICK, *overrides)), Clock()
-        with counted() as traffic, topology.start(plan) as topo:
+        # not those that make the communicators, in which every group is used
+        with counted() as traffic, topology.start(plan, connect=False) as topo:
             step = RolloutStep.build(plan, topo)
             step.publish(0, clock)
             rollout = step.take(0, clock)

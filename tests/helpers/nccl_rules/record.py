@@ -40,19 +40,33 @@ HOST_CALLERS = (
     "pyrl_ext/dist/topology.py",
     "pyrl_ext/pack/delivery.py",
     "pyrl_ext/replay/routed_experts.py",
+    "pyrl_ext/rollout/in_step.py",
     "pyrl_ext/tools/doctor/hosts.py",
     "tests/",
+)
+# files whose tensors are on the host in the group of all ranks, which has no communicator
+WORLD_CALLERS = (
+    "pyrl_ext/dist/reduce.py",
+    "pyrl_ext/megatron/optimizer.py",
+    "pyrl_ext/replay/router_hook.py",
+    "pyrl_ext/run/",
+    "pyrl_ext/weights/move.py",
 )
 _ROOT = f"{Path(__file__).parents[3]}/"
 _TORCH = (f"{Path(inspect.getfile(dist)).parent}/", f"{Path(__file__).parent}/")
 _OURS = tuple(_ROOT + room for room in ("pyrl_ext/", "tests/"))
 
-OnDevice = Callable[[Tensor, str], bool]
+OnDevice = Callable[[Tensor, str, Any], bool]
 
 
-def is_on_device(tensor: Tensor, site: str) -> bool:
-    """Whether a tensor that the line ``site`` communicates is on the device on a GPU."""
-    return not site.startswith(HOST_CALLERS)
+def is_on_device(tensor: Tensor, site: str, group: Any) -> bool:
+    """True if a tensor that ``site`` communicates in ``group`` is on the device on a GPU.
+
+    Args:
+        site: file and line.
+    """
+    in_world = group is dist.group.WORLD and site.startswith(WORLD_CALLERS)
+    return not (in_world or site.startswith(HOST_CALLERS))
 
 
 class Awaited:
@@ -105,7 +119,7 @@ class Recorder:
         if self._inside or not isinstance(group, dist.ProcessGroup):
             return None
         site, messages = site_of(sys._getframe(1)), details.get("messages", [])
-        there = {self._on_device(tensor, site) for tensor in tensors}
+        there = {self._on_device(tensor, site, group) for tensor in tensors}
         on_device = True in there
         if not on_device and (messages or get_ident() != self._thread):
             return None
