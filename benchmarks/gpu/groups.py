@@ -23,6 +23,7 @@ from pyrl_ext.dist import topology
 from pyrl_ext.dist.topology import Topology, device_of, launched
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.items import COMMUNICATOR_BYTES
+from pyrl_ext.plan.groups import groups_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SWAPPED = 64 << 20  # bytes each way
@@ -54,16 +55,12 @@ def plan_of(layout: str, device: str) -> Plan:
     return compile_plan(CONFIGS / f"{config}.yaml", overrides)
 
 
-def groups_of(topo: Topology) -> dict[str, dist.ProcessGroup]:
-    """The groups of several ranks that this rank is in, by role and module."""
+def communicators_of(plan: Plan, topo: Topology) -> dict[str, dist.ProcessGroup]:
+    """Groups of this rank that have a communicator of NCCL, in the order of the plan's list."""
     found = dict[str, dist.ProcessGroup]()
-    for place in (topo, *topo.beside.values()):
-        named = dict(vars(place.groups))
-        named |= {f"cp {size}": group for size, group in place.cp_groups.items()}
-        for role, group in named.items():
-            several = isinstance(group, dist.ProcessGroup) and group.size() > 1
-            if several and group not in found.values():
-                found[f"{place.module} {role}"] = group
+    for listed in groups_of(plan, topo.rank):
+        if listed.on_device and len(listed.ranks) > 1:
+            found[", ".join(listed.roles)] = topo.make_group(listed.roles[0], listed.ranks)
     return found
 
 
@@ -106,10 +103,10 @@ def swap(group: dist.ProcessGroup, device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - begun)
 
 
-def measure(layout: str, topo: Topology) -> None:
+def measure(layout: str, plan: Plan, topo: Topology) -> None:
     """Rows of a layout, written by its first rank."""
     rows = list[tuple[str, dict[str, Any]]]()
-    for name, group in groups_of(topo).items():
+    for name, group in communicators_of(plan, topo).items():
         before = free_memory(topo.device)
         first = timed(group, topo.device)
         taken = before - free_memory(topo.device)
@@ -135,8 +132,8 @@ def main() -> None:
     for layout in LAYOUTS[launched("WORLD_SIZE", 1)]:
         with noting(layout):
             plan = plan_of(layout, given.device)
-            with topology.start(plan) as topo:
-                measure(layout, topo)
+            with topology.start(plan, connect=False) as topo:  # this measures each first use
+                measure(layout, plan, topo)
     dist.destroy_process_group()
 
 
