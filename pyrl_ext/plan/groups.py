@@ -241,7 +241,7 @@ def _roles_between(plan: Plan) -> Iterator[Role]:
 def engine_ranks(plan: Plan) -> Iterator[tuple[int, ...]]:
     """The ranks of each rollout engine that several ranks hold together."""
     held = plan.engine_of_rank
-    for number in sorted({*held} - {None}):
+    for number in sorted({engine for engine in held if engine is not None}):
         ranks = tuple(rank for rank, engine in enumerate(held) if engine == number)
         if len(ranks) > 1:
             yield ranks
