@@ -77,9 +77,10 @@ def test_World_counts_the_groups_of_512_ranks():
 
 
 def test_scale_makes_as_many_groups_however_many_ranks_there_are():
-    """On eight ranks, those of a layer's experts are all: one group, and one of each rank alone."""
+    """On eight ranks, those of a layer's experts are all: one group, one of each rank alone, and one
+    of the four ranks that hold an engine."""
     (row,) = [row for row in scale(plan_of("glm47")) if row.name == "groups that it makes"]
-    assert row.values == (2, 4, 4, 4)
+    assert row.values == (3, 5, 5, 5)
 
 
 @pytest.mark.parametrize("ranks", ["own", "shared"])
@@ -103,7 +104,8 @@ def test_World_grows_an_encoder_beside_the_language_model(ranks: str):
 
 
 def test_World_counts_the_groups_of_dynamic_context_parallelism():
-    plan = compile_plan(REPOSITORY / "configs/glm47_long.yaml")
+    # the two ranks of an engine are a group of context parallelism, too
+    plan = compile_plan(REPOSITORY / "configs/glm47_long.yaml", ["rollout.tp=2"])
     assert (plan.parallel.cp, plan.parallel.dynamic_cp) == (2, 8)
     fixed = plan.model_copy(
         update={"parallel": plan.parallel.model_copy(update={"dynamic_cp": None})}
