@@ -43,14 +43,14 @@ class HostMemory:
         self.say = say or _silent
         self._pieces: list[Tensor] = []
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: RuntimeError | None = None
         self._wanted = 0
 
     def start(self, size: int, device: torch.device) -> None:
         """Pin ``size`` bytes in the background, for offloading from ``device``."""
         self._wanted = size
         self._thread = threading.Thread(
-            target=self._in_background, args=(size, device), name=f"pin {self.name}", daemon=True
+            target=self._in_background, args=(size, device), name=f"pin {self.name}"
         )
         self._thread.start()
 
@@ -83,9 +83,9 @@ class HostMemory:
             raise RuntimeError(str(self._error)) from self._error
 
     def _in_background(self, size: int, device: torch.device) -> None:
-        if on_gpu(device):  # the current device is a thread's own, and the first GPU is another's
-            torch.get_device_module(device).set_device(device)
         try:
+            if on_gpu(device):  # the current device belongs to a thread, and is the first at start
+                torch.get_device_module(device).set_device(device)
             self._timed(size, ", in the background")
         except RuntimeError as error:  # `pieces` raises it
             self._error = error
@@ -93,6 +93,10 @@ class HostMemory:
     def _timed(self, size: int, how: str) -> None:
         start = time.monotonic()
         for each in piece_sizes(size):
+            if (
+                not threading.main_thread().is_alive()
+            ):  # the process ends, and waits for this thread
+                return
             self._pin(each)
         seconds = time.monotonic() - start
         text = f"pinned {size / GIB:.2f} GiB of host memory for the {self.name}"

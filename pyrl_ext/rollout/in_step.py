@@ -1,7 +1,12 @@
-"""The ranks of one engine leave its stream at the same event, whatever fails on one of them."""
+"""The ranks of one engine leave its stream together if one of them fails between two samples.
+
+A sample, a reward or the progress line may fail. An error inside a forward pass still leaves the
+other ranks in the engine's collective.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -39,18 +44,18 @@ def for_each_in_step(
             over = event is None or take(event)
         except Exception as caught:  # the others have to know
             error = caught
-        others_failed = holders is not None and _others_failed(holders, event, error)
+            if holders is not None:  # the others may be in a collective that this rank never joins
+                print(f"generate_on_ranks: {error}", file=sys.stderr, flush=True)
+        any_failed = holders is not None and _any_failed(holders, event, error)
         if error is not None:
             raise error
-        if others_failed:
+        if any_failed:
             return False
         if over:
             return True
 
 
-def _others_failed(
-    holders: dist.ProcessGroup, event: Event | None, error: Exception | None
-) -> bool:
+def _any_failed(holders: dist.ProcessGroup, event: Event | None, error: Exception | None) -> bool:
     """True if a rank failed in this event. Raises: RuntimeError if ranks got different events."""
     state = _FAILED if error is not None else _END if event is None else _EVENT
     mine = torch.tensor([state, -1 if event is None else event.prompt_id])

@@ -79,11 +79,11 @@ class Rollouts:
     def sleep(self) -> int:
         """Put the engine to sleep; returns the bytes that it freed.
 
-        An engine reads the free memory of its GPUs before and after, and vLLM asserts that it grew
-        (`gpu_worker.py`: "Memory usage increased after sleeping"). No trainer takes memory of these
-        GPUs meanwhile: that of this rank waits for the call, those of other ranks for the barrier.
+        vLLM reads the free memory of its GPUs before and after, and asserts that it grew
+        (`gpu_worker.py`: "Memory usage increased after sleeping"). So no trainer takes memory
+        meanwhile: this rank's waits for the call, those of other ranks wait at the barrier.
 
-        Communicates: waits for all ranks, whose engines may use several GPUs.
+        Communicates: waits for all ranks.
         """
         freed = self.engine.sleep()
         dist.barrier(self.group)

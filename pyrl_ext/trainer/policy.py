@@ -146,10 +146,12 @@ class Policy:
 
     def offload(self, part: Offloadable) -> int:
         """See `Module.offload`."""
+        need_stream("Policy.offload", self.stream, stream_of(self.topo.device))
         return sum(module.offload(part) for module in self.modules.values())
 
     def onload(self) -> int:
         """See `Module.onload`."""
+        need_stream("Policy.onload", self.stream, stream_of(self.topo.device))
         return sum(module.onload() for module in self.modules.values())
 
     def need(self, *parts: str) -> None:

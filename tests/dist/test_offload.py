@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,23 @@ def test_host_memory_is_pinned_once_in_the_background_and_kept():
     assert line == f"offload: pinned 0.00 GiB of host memory {end}"
     assert sum(map(len, memory.pieces(4 * LEAST))) == sum(asked) == 4 * LEAST  # what is missing
     assert len(said) == 2
+
+
+ENDS_WHILE_PINNING = """
+import sys, torch
+from pyrl_ext.dist.offload import HostMemory, MOST
+kept = torch.empty(1 << 26, dtype=torch.uint8)
+memory = HostMemory("weights", lambda size: kept.fill_(1))  # without the GIL, as when it pins
+memory.start(10_000 * MOST, torch.device("cpu"))
+sys.exit(3)
+"""
+
+
+def test_a_process_ends_with_its_exit_code_while_memory_is_pinned():
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_WHILE_PINNING], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_offload_says_that_it_waits_for_host_memory():

@@ -77,8 +77,8 @@ def test_World_counts_the_groups_of_512_ranks():
 
 
 def test_scale_makes_as_many_groups_however_many_ranks_there_are():
-    """On eight ranks, those of a layer's experts are all: one group, one of each rank alone, and one
-    of the four ranks that hold an engine."""
+    """On eight ranks, those of a layer's experts are all: one group. The others are that of each
+    rank alone, and that of the four ranks that hold an engine."""
     (row,) = [row for row in scale(plan_of("glm47")) if row.name == "groups that it makes"]
     assert row.values == (3, 5, 5, 5)
 

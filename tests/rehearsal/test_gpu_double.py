@@ -24,6 +24,7 @@ from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.plan.forecast.memory import memory_of
 from pyrl_ext.plan.forecast.phases import Offloadable
+from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import gpu_double, passes
 from tests.helpers.gpu_double import AT_ONCE, EARLY, LATE
@@ -238,7 +239,7 @@ def policy_without_a_wait() -> None:
     Upload.arrive = planted
     try:
         wrong = run_policy(LATE, SMALL, number=1)
-    except (RuntimeError, IndexError, FloatingPointError):  # -1 as a token or a row
+    except (IndexError, FloatingPointError):  # -1 as a token or a row
         return
     finally:
         Upload.arrive = arrive
@@ -282,11 +283,11 @@ def run_offloaded(order: str, between: Callable[[Policy], None]) -> list[Any]:
         return trained(seen, topo, plan, between=between)
 
 
-def away_and_back(policy: Policy) -> None:
+def away_and_back(owner: Policy | Module) -> None:
     before = LEDGER.live
-    freed = sum(policy.offload(part) for part in PARTS)
+    freed = sum(owner.offload(part) for part in PARTS)
     assert LEDGER.live == before - freed
-    policy.onload()
+    owner.onload()
     assert LEDGER.live == before
 
 
@@ -305,20 +306,20 @@ def offloaded_policy() -> None:
         for part in PARTS:
             policy.offload(part)
         with module.stream(module.Stream()):
-            policy.onload()
+            policy.module.onload()  # the policy's would refuse
 
     def free_without_a_wait(policy: Policy) -> None:
         wait, module.synchronize = module.synchronize, lambda *_: None
         try:
             with module.stream(module.Stream()):
-                away_and_back(policy)
+                away_and_back(policy.module)
         finally:
             module.synchronize = wait
 
     for planted in (onload_without_a_wait, free_without_a_wait):
         try:
             wrong = run_offloaded(LATE, planted)
-        except (RuntimeError, FloatingPointError):  # freed memory is read; NaN
+        except FloatingPointError:  # what is read was freed, or is not there yet: NaN
             continue
         assert not equal(wrong, right), planted
 
