@@ -215,6 +215,21 @@ def test_eight_compares_layouts_that_exist():
         assert sorted(layout.title for layout in found) == sorted(titles)
 
 
+def test_eight_plans_fit_the_ranks_of_their_runs(tmp_path: Path):
+    rows = tmp_path / "rows"
+    env = os.environ | {"PYRL_GPU_ROWS": str(rows)}
+    jobs = [job for name in ("modules", "vllm", "steps", "te") for job in eight.PARTS[name].jobs()]
+    planned = list(eight.plans(iter(jobs)))
+    assert len(planned) == len(jobs) > 8
+    for job in planned:
+        run = subprocess.run(
+            [sys.executable, *job.command], cwd=ROOT, env=env, capture_output=True, text=True
+        )
+        assert run.returncode == 0, (job.name, run.stderr[-500:])
+        assert "planned_GiB" in rows.read_text()
+        rows.unlink()
+
+
 def test_short_run_needs_all_of_its_steps(tmp_path: Path):
     command = [sys.executable, "-m", "benchmarks.gpu.short_run", "--ranks", "1"]
     config = "configs/tiny_qwen3.yaml"

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.gpu.eight [--dry-run] [--only PART,...] [--resume]`` takes the options of
 `benchmarks.gpu`. Jobs that need more GPUs than the machine has are rows "not run" with that reason.
-``--dry-run`` needs none: the same programs run on two ranks of the CPU, over gloo, and the plans of
-all runs are compiled.
+``--dry-run`` needs none: `groups`, `parity` and `modules` run on two ranks of the CPU, over gloo,
+and the plans of all runs are compiled.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from importlib.util import find_spec
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.jobs import Job
 from benchmarks.gpu.parts import DRY_SECONDS, Part
+from benchmarks.gpu.step import gpu_name
 
-# every feature of a layout alone, then all of them with dynamic context parallelism
+# every feature of a layout alone, then together, and with dynamic context parallelism
 PARITY = {
     2: ("tp2", "pp2", "dp2 ep2", "cp2", "dp2 distributed", "dp2 dynamic:2"),
     4: ("dp2 pp2 vpp2 dynamic:2", "dp2 tp2 ep2 dynamic:2", "dp4 ep4 dynamic:4 distributed"),
@@ -25,14 +26,10 @@ PARITY = {
         "tp2 pp2 cp2 ep2 etp1",
         "dp2 pp2 vpp2 cp2 ep4",
         "tp2 cp2 dp2 ep8 etp1 distributed overlapped",
+        "dp2 tp2 pp2 vpp2 ep2 dynamic:2 recompute:full",
+        "dp8 ep4 dynamic:8",
     ),
 }
-GLM = (
-    "configs/glm47.yaml",
-    "model.weights=null",
-    "model.tokenizer=tiny",
-    "optimizer.warmup_steps=0",
-)
 TINY = ("configs/tiny_qwen3.yaml", "device=cuda", "model.dtype=bfloat16", "steps=3")
 VISION = "configs/tiny_vl.yaml"
 
@@ -49,6 +46,23 @@ def several(part: str, name: str, ranks: int, command: tuple[str, ...], limit: f
     """A job for ``ranks`` GPUs."""
     absent = f"it needs {ranks} GPUs, torch sees {gpus()}" if gpus() < ranks else ""
     return Job(part, name, command, limit, absent)
+
+
+def glm(layers: int, *options: str) -> tuple[str, ...]:
+    """A short run of GLM-4.7-Flash with random weights and so many layers on eight GPUs."""
+    config = ("--layers", str(layers), "configs/glm47.yaml", "steps=3", "optimizer.warmup_steps=0")
+    weights = ("model.weights=null", "model.tokenizer=tiny")
+    # without the offload 47 layers do not fit 8 H100
+    device = (f"hardware.gpu={gpu_name('cuda')}", "rollout.offload_trainer=all")
+    return measured(8, *config, *weights, *device, *options)
+
+
+def plans(jobs: Iterator[Job]) -> Iterator[Job]:
+    """For each short run, its plan alone."""
+    for job in jobs:
+        interpreter, *options = job.command[1:]
+        command = ("-m", interpreter, "--plan", *options)
+        yield Job(job.part, f"plan of {job.name}", command, DRY_SECONDS)
 
 
 def torchrun(ranks: int, *program: str) -> tuple[str, ...]:
@@ -86,7 +100,7 @@ def parity_dry() -> Iterator[Job]:
 
 
 def modules() -> Iterator[Job]:
-    """Towers and their readers: both ways of a swap, and MTP layers on a later stage."""
+    """Towers and their readers: both ways of a swap, stages that read from separate ranks."""
     runs = {
         "shared tower, dp 2": (2, "parallel.dp=2", "parallel.ep=2"),
         "tower on two ranks, pp 2": (
@@ -105,6 +119,7 @@ def modules() -> Iterator[Job]:
 def modules_dry() -> Iterator[Job]:
     options = (VISION, "parallel.dp=2", "parallel.ep=2", "steps=2")
     yield Job("modules", "shared tower, dp 2, on the CPU", measured(2, *options), DRY_SECONDS)
+    yield from plans(modules())
 
 
 def vllm() -> Iterator[Job]:
@@ -119,36 +134,30 @@ def vllm() -> Iterator[Job]:
 
 
 def vllm_dry() -> Iterator[Job]:
-    for tp in (1, 2, 4):
-        options = ("rollout.engine=vllm", f"rollout.tp={tp}", f"parallel.dp={tp}")
-        command = ("-m", "pyrl_ext.plan", *TINY, *options, "hardware.gpu=H100")
-        yield Job("vllm", f"plan of tp {tp}", command, DRY_SECONDS)
+    yield from plans(vllm())
 
 
 def steps() -> Iterator[Job]:
     """Whole steps of GLM-4.7-Flash with random weights: weight sync, rollout, scores, update."""
     for layers in (4, 47):
-        command = measured(8, "--layers", str(layers), *GLM, "steps=3")
-        yield several("steps", f"glm47, {layers} layers", 8, command, 900)
+        yield several("steps", f"glm47, {layers} layers", 8, glm(layers), 900)
 
 
 def steps_dry() -> Iterator[Job]:
-    command = measured(8, "--plan", "--layers", "4", *GLM, "steps=3")
-    yield Job("steps", "plan of glm47, 4 layers", command, DRY_SECONDS)
+    yield from plans(steps())
 
 
 def engine() -> Iterator[Job]:
     """TransformerEngine against the local layers, and FP8, last."""
     missing = "" if find_spec("transformer_engine") else "transformer_engine is not installed"
     for name, options in (("te", ()), ("te fp8", ("model.fp8=blockwise",))):
-        options = ("--layers", "4", *GLM, "steps=3", "model.backend=te", *options)
-        job = several("te", f"glm47, 4 layers, {name}", 8, measured(8, *options), 600)
+        command = glm(4, "model.backend=te", *options)
+        job = several("te", f"glm47, 4 layers, {name}", 8, command, 600)
         yield Job("te", job.name, job.command, job.limit, job.absent or missing)
 
 
 def engine_dry() -> Iterator[Job]:
-    command = measured(8, "--plan", "--layers", "4", *GLM, "steps=3", "model.backend=te")
-    yield Job("te", "plan of glm47, 4 layers, te", command, DRY_SECONDS)
+    yield from plans(engine())
 
 
 PARTS = {

@@ -3,9 +3,9 @@
 ``torchrun --nproc-per-node 2 -m benchmarks.gpu.groups [--device cpu]``
 
 A row for each group of the first rank: milliseconds of the first and of a later all-reduce, and the
-device memory that the first one took, next to the plan's assumption for a communicator. Then
-neighbours send `SWAPPED` bytes to each other in one batch, as an edge between modules does: more
-than NCCL buffers, so that it would hang if a send had to end before a receive begins.
+device memory that all of it took, next to the plan's assumption for a communicator. Then neighbours
+send `SWAPPED` bytes to each other in one batch, as an edge between modules does: more than NCCL
+buffers, so that it would hang if a send had to end before a receive begins.
 """
 
 from __future__ import annotations
@@ -109,11 +109,12 @@ def measure(layout: str, plan: Plan, topo: Topology) -> None:
     for name, group in communicators_of(plan, topo).items():
         before = free_memory(topo.device)
         first = timed(group, topo.device)
-        taken = before - free_memory(topo.device)
         numbers: dict[str, Any] = {"ranks": group.size(), "first_ms": first}
-        numbers |= {"later_ms": timed(group, topo.device), "taken_MiB": taken / 2**20}
-        numbers["planned_MiB"] = COMMUNICATOR_BYTES / 2**20
+        numbers["later_ms"] = timed(group, topo.device)
         numbers["swap_ms"] = swap(group, topo.device)
+        taken = before - free_memory(topo.device)
+        numbers["taken_MiB"] = taken / 2**20  # torch keeps those of the messages, 2 x SWAPPED
+        numbers["planned_MiB"] = COMMUNICATOR_BYTES / 2**20
         rows.append((name, numbers))
     if topo.is_main:
         for name, numbers in rows:

@@ -88,6 +88,8 @@ def main() -> int:
             overrides += narrowed(config, given.layers, folder)
         overrides += [f"run={folder / 'run'}", "log.progress=false"]
         plan = compile_plan(config, overrides)
+        if plan.world_size != given.ranks:
+            parser.error(f"--ranks: {given.ranks}, expected {plan.world_size}, those of the plan")
         note_plan(plan)
         if given.plan:
             return 0

@@ -15,15 +15,15 @@ from pyrl_ext.plan.model.cp_sizes import cp_group, cp_sizes
 from pyrl_ext.plan.model.ranks import Grid
 from pyrl_ext.plan.plan import Plan
 
-# Groups that nothing but numbers on the host crosses, or that megatron-core asks for and never uses
-# with the layers and losses that a plan may have.
+# Groups that carry numbers of the host only, or that megatron-core asks for and never uses with the
+# layers and losses that a plan may have.
 HOST_ONLY = ("dp", "tp_cp")
 # Norms of gradients are summed in one of these: with a distributed optimizer in the first.
 WITH_DISTRIBUTED, WITHOUT_DISTRIBUTED = ("intra_dist_opt",), ("mp", "tp_ep_pp")
 # Gradients are reduced in these, with optimizer.overlap_grad_reduce during a backward pass.
 REDUCED = ("dp_cp", "expt_dp")
 
-# torch's group of all ranks. Only messages of pairs cross it that are on devices.
+# torch's group of all ranks. Its only messages on devices are unbatched ones between two ranks.
 WORLD = "world"
 
 
@@ -152,7 +152,7 @@ def _roles_in(plan: Plan, grid: Grid, rank: int) -> Iterator[Role]:
             pairs = neighbours(ranks, rank)  # megatron sends in batches but in this schedule
         elif kind == "cp":
             pairs = _ring(plan, ranks, rank)
-        own = kind in REDUCED and plan.optimizer.overlap_grad_reduce
+        own = kind in REDUCED and _overlaps(plan, grid)
         yield Role(f"{grid.name} {kind}", ranks, kind not in unused, own, pairs)
     for size, ranks in dynamic_cp_groups(grid, rank).items():
         yield Role(f"{grid.name} cp {size}", ranks, pairs=_ring(plan, ranks, rank))
@@ -168,6 +168,12 @@ def _pairs_of_two_stages(plan: Plan, rank: int) -> tuple[tuple[int, int], ...]:
     if rank not in llm.ranks or llm.parallel.vpp is None or llm.parallel.pp != 2:
         return ()
     return neighbours(llm.group(rank, "pp"), rank)
+
+
+def _overlaps(plan: Plan, grid: Grid) -> bool:
+    """True if the module reduces gradients during its backward pass; on shared ranks none does."""
+    shared = grid.name != "llm" and plan.modules[grid.name].ranks == "shared"
+    return plan.optimizer.overlap_grad_reduce and not shared
 
 
 def _unused_norms(plan: Plan) -> tuple[str, ...]:

@@ -104,6 +104,21 @@ def test_foreign_communicators_are_the_same_on_all_their_members(path: Path):
 # by hand -----------------------------------------------------------------------------------------
 
 
+def test_groups_of_a_tower_on_shared_ranks_are_never_reduced_during_its_backward_pass():
+    words = ("modules.vision.ranks=shared", "optimizer.overlap_grad_reduce=true")
+    plan = compile_plan(CONFIGS / "tiny_vl.yaml", ["parallel.dp=2", "parallel.ep=2", *words])
+    roles = [group.roles for group in groups_of(plan, 0) if len(group.ranks) > 1]
+    assert ("llm dp_cp",) in roles
+    assert not any(role[0].startswith("vision dp_cp") for role in roles)
+
+
+def test_messages_round_a_ring_have_a_communicator_for_each_pair():
+    ranks = (0, 2, 4, 6)
+    assert neighbours(ranks, 0) == ((0, 2), (0, 6))
+    assert neighbours(ranks, 4) == ((2, 4), (4, 6))
+    assert neighbours((3,), 3) == ()
+
+
 def test_groups_of_eight_ranks_are_one_group_for_all_its_roles():
     plan = compile_plan(GLM47)  # dp 8, ep 8, a distributed optimizer
     alone, everyone, engine = groups_of(plan, 3)

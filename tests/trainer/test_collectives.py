@@ -34,6 +34,16 @@ RUNS = {
 }
 
 
+# On four ranks groups of the same kind have other ranks, so that each has to be used.
+RUNS_OF_FOUR = {
+    "dp, pp, ep": (
+        "glm",
+        *("parallel.dp=2", "parallel.pp=2", "parallel.ep=2", "optimizer.distributed=true"),
+    ),
+    "tp, pp": ("glm", "parallel.tp=2", "parallel.pp=2"),
+    "dp, cp, ep": ("glm", "parallel.dp=2", "parallel.cp=2", "parallel.ep=2"),
+}
+
 # What communicates in the group of all ranks of the run, with tensors on the host alone: gloo
 # carries them, and NCCL never makes a communicator for the group.
 HOST_NUMBERS = {
@@ -59,10 +69,10 @@ class Found(NamedTuple):
     """True if the list has pairs of ranks that send to each other in the group of all ranks."""
 
 
-def on_rank(group: Any, folder: Path) -> dict[str, Found]:
-    os.environ["WORLD_SIZE"] = "2"
+def on_rank(group: Any, folder: Path, runs: dict[str, tuple[str, ...]]) -> dict[str, Found]:
+    os.environ["WORLD_SIZE"] = str(group.size())
     found: dict[str, Found] = {}
-    for name, (model, *overrides) in RUNS.items():
+    for name, (model, *overrides) in runs.items():
         plan, clock = compiled(model, folder, (*QUICK, *overrides)), Clock()
         # not those that make the communicators, in which every group is used
         with counted() as traffic, topology.start(plan, connect=False) as topo:
@@ -89,7 +99,12 @@ def on_rank(group: Any, folder: Path) -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    return run_ranks(on_rank, 2, tmp_path_factory.mktemp("collectives"))
+    return run_ranks(on_rank, 2, tmp_path_factory.mktemp("collectives"), RUNS)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    return run_ranks(on_rank, 4, tmp_path_factory.mktemp("four"), RUNS_OF_FOUR)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -103,6 +118,13 @@ def test_a_step_communicates_tensors_that_nccl_takes(ranks: list[Any], name: str
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_communicates_in_the_groups_of_the_list(ranks: list[Any], name: str):
     for rank in ranks:
+        assert rank[name].used == rank[name].listed
+
+
+@pytest.mark.parametrize("name", RUNS_OF_FOUR)
+def test_a_step_of_four_ranks_uses_each_group_of_the_list(four_ranks: list[Any], name: str):
+    for rank in four_ranks:
+        assert len(rank[name].listed) > 2
         assert rank[name].used == rank[name].listed
 
 
