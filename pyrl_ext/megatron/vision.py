@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlock,
     TransformerBlockSubmodules,
 )
+from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
 from pyrl_ext.dist.topology import Place, Topology
@@ -208,6 +209,18 @@ class Projection(MLP):
         both: tuple[Tensor, Any] = super().forward(rows.reshape(-1, 1, self.input_size))
         output, bias = both
         return (output + bias)[:, 0]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> Any:
+        """megatron's, with the norm as the copy of the tower's tensor-parallel ranks that it is:
+        megatron's MLP passes no group on (mlp.py:376), so that each rank would write it."""
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        norm, group = f"{prefix}norm.", cast(Any, self.tp_group)
+        found |= sharded_state_dict_default(
+            self.norm, norm, sharded_offsets, metadata, tp_group=group
+        )
+        return found
 
 
 # attention within images -------------------------------------------------------------------------

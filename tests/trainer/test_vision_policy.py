@@ -73,15 +73,28 @@ def on_ranks(group: Any, folder: Path) -> dict[str, Any]:
             loss, logprobs = passes(policy)
             grads = {n: x.clone() for n, x in policy.gradients()}
             weights = {n: x.clone() for n, x in policy.weights()}
-            found[name] = loss, logprobs, grads, weights
+            found[name] = loss, logprobs, grads, weights, saved_and_loaded(policy, folder / name)
     return found
+
+
+def saved_and_loaded(policy: Policy, folder: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint, read into the policy after other values."""
+    policy.save(folder)
+    with torch.no_grad():
+        for module in policy.modules.values():
+            for parameter in module.named_parameters().values():
+                parameter.fill_(7)
+    policy.load(folder)
+    return {name: tensor.clone() for name, tensor in policy.weights()}
 
 
 def test_a_vision_tower_on_other_ranks_trains_as_in_one_process(tmp_path):
     ((loss, logprobs, grads, weights),) = run_ranks(alone, 1, tmp_path)
     for results in run_ranks(on_ranks, 3, tmp_path):
         for name, (_, _, train) in LAYOUTS.items():
-            got_loss, got_logprobs, got_grads, got_weights = results[name]
+            got_loss, got_logprobs, got_grads, got_weights, loaded = results[name]
+            assert loaded.keys() == weights.keys(), name
+            assert all(torch.equal(x, weights[n]) for n, x in loaded.items()), name
             assert abs(got_loss - loss) < 1e-6, name
             torch.testing.assert_close(got_logprobs, logprobs, atol=1e-5, rtol=1e-5, msg=name)
             assert all(torch.equal(x, weights[n]) for n, x in got_weights.items()), name
