@@ -39,7 +39,9 @@ class HostMemory:
         say: Callable[[str], None] | None = None,
         patience: float = 5.0,
     ):
-        self.name, self.allocate, self.patience = name, allocate, patience
+        self.name = name
+        self.allocate = allocate
+        self.patience = patience
         self.say = say or _silent
         self._pieces: list[Tensor] = []
         self._thread: threading.Thread | None = None

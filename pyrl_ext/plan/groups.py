@@ -113,7 +113,7 @@ def communicators(plan: Plan, rank: int) -> int:
 
 
 def foreign(plan: Plan, rank: int) -> tuple[Foreign, ...]:
-    """Communicators of `rank` beside those of `groups_of`, on GPUs."""
+    """Communicators of `rank` that are not those of `groups_of`, on GPUs."""
     if plan.device != "cuda" or not plan.has_rollouts:
         return ()
     rollout, inside = plan.rollout, plan.transport == "inprocess"

@@ -38,7 +38,9 @@ def for_each_in_step(
     Communicates: holders, an all-gather of two numbers for each event, over the CPU.
     """
     while True:
-        error, event, over = None, None, True
+        error: Exception | None = None
+        event: Event | None = None
+        over = True
         try:
             event = next(events, None)
             over = event is None or take(event)

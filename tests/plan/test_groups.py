@@ -86,7 +86,9 @@ def test_groups_of_come_in_one_order_on_all_ranks(path: Path):
 
 
 def test_cycle_of_finds_two_ranks_that_make_two_groups_in_opposite_orders():
-    first, second, third = ("a", (0, 1)), ("b", (0, 1)), ("c", (0, 1))
+    first = ("a", (0, 1))
+    second = ("b", (0, 1))
+    third = ("c", (0, 1))
     assert cycle_of({first: {second}, second: {third}, third: set()}) == []
     assert cycle_of({first: {second}, second: {first}, third: set()}) == [first, second]
 
@@ -130,14 +132,12 @@ def test_groups_of_eight_ranks_are_one_group_for_all_its_roles():
 
 
 def test_groups_of_keep_gradients_separate_if_they_are_reduced_during_a_backward_pass():
-    together = tiny_plan("parallel.dp=2", "parallel.ep=2", "optimizer.distributed=true")
-    beside = tiny_plan(
-        *("parallel.dp=2", "parallel.ep=2", "optimizer.distributed=true"),
-        "optimizer.overlap_grad_reduce=true",
-    )
+    layout = ("parallel.dp=2", "parallel.ep=2", "optimizer.distributed=true")
+    together = tiny_plan(*layout)
+    overlapped = tiny_plan(*layout, "optimizer.overlap_grad_reduce=true")
     assert communicators(together, 0) == 1
-    assert [g.roles for g in groups_of(beside, 0) if g.ranks == (0, 1)][1] == ("llm dp_cp",)
-    assert communicators(beside, 0) == 2
+    assert [g.roles for g in groups_of(overlapped, 0) if g.ranks == (0, 1)][1] == ("llm dp_cp",)
+    assert communicators(overlapped, 0) == 2
 
 
 def test_groups_of_have_one_of_each_size_of_dynamic_cp():

@@ -136,9 +136,9 @@ def test_stage_memory_of_a_shared_gpu_holds_the_engine():
     assert held_by().held("rollout", exact=True) == state + 600 * 10**9
     assert held_by().held("publish", exact=True) == state + 2 * total  # the cache sleeps
     assert held_by("rollout.tp=2").held("publish", exact=True) == state + total
-    apart = held_by("rollout.gpus=8")
-    sends = apart.bytes_of("send buffers") + (256 << 20)  # and a communicator for them
-    assert held_by().held("update") == apart.held("update") - sends
+    separate = held_by("rollout.gpus=8")
+    sends = separate.bytes_of("send buffers") + (256 << 20)  # and a communicator for them
+    assert held_by().held("update") == separate.held("update") - sends
     awake = held_by("rollout.sleep=false")
     assert awake.held("update") == held_by().held("update") + 600 * 10**9
     away = held_by("rollout.offload_trainer=all")

@@ -36,7 +36,9 @@ def group_of(*ranks: int) -> Any:
 
 def nothing_wrong() -> None:
     """Every kind of call, as NCCL wants it."""
-    me, group, pair = RANK(), group_of(0, 1, 2), group_of(0, 1)
+    me = RANK()
+    group = group_of(0, 1, 2)
+    pair = group_of(0, 1)
     x = torch.ones(6)
     dist.all_reduce(x, dist.ReduceOp.MAX)
     handle = dist.all_reduce(x, group=group, async_op=True)

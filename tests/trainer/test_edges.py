@@ -161,7 +161,9 @@ class Rank:
         sources = [r for r, (n, s) in enumerate(places) if n == source and s[1] == 0]
         readers = {r: s for r, (n, s) in enumerate(places) if n == reader}
         ranks = sorted({*sources, *readers})
-        case, device, groups = self.case, torch.device("cpu"), list[Any]()
+        case = self.case
+        device = torch.device("cpu")
+        groups = list[Any]()
         for way in ("there", "back"):
             group = dist.new_group(ranks, group_desc=f"{source} {reader} {way}")
             groups.append(group if dist.get_rank() in ranks else None)

@@ -234,7 +234,10 @@ def test_RolloutStep_works_on_the_stream_that_its_engine_left_current(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """A CPU has no streams, so the test says which one is current."""
-    plan, clock, current, build = tiny_plan(*QUICK), Clock(), [0], rollouts.build_engine
+    plan = tiny_plan(*QUICK)
+    clock = Clock()
+    current = [0]
+    build = rollouts.build_engine
 
     def built(*given: Any) -> Any:
         current[0] = 7  # as vLLM does
@@ -262,7 +265,9 @@ def test_RolloutStep_works_on_the_stream_that_its_engine_left_current(
 def onload_after_all_engines_sleep(group: dist.ProcessGroup) -> list[bool]:
     """Whether the engines of both ranks slept when the trainer of this rank took memory."""
     Plan.shares_gpus = True  # type: ignore[method-assign]
-    plan, clock, asleep = tiny_plan(*QUICK, "parallel.dp=2"), Clock(), list[bool]()
+    plan = tiny_plan(*QUICK, "parallel.dp=2")
+    clock = Clock()
+    asleep = list[bool]()
     store: Any = dist.distributed_c10d._get_default_store()
     with topology.start(plan) as topo:
         step = RolloutStep.build(plan, topo)

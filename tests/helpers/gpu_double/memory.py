@@ -72,7 +72,9 @@ class Block:
     """
 
     def __init__(self, host: torch.UntypedStorage, stream: Stream):
-        self.host, self.stream, self.at = host, stream, place()
+        self.host = host
+        self.stream = stream
+        self.at = place()
         self.users: set[Stream] = set()
         host.block = weakref.ref(self)  # pyright: ignore[reportAttributeAccessIssue]
         LEDGER.add(host.nbytes(), self.at)
@@ -149,7 +151,7 @@ def pin(host: Tensor) -> Tensor:
 
 
 def is_pinned(host: Tensor) -> bool:
-    """True if ``host`` lies in pinned memory."""
+    """True if ``host`` is pinned memory."""
     return getattr(host.untyped_storage(), "pinned", False)
 
 
@@ -157,7 +159,9 @@ class Source:
     """Host memory that a copy will read, which must not change before it has."""
 
     def __init__(self, host: Tensor):
-        self.host, self.was, self.at = host, host.clone(), place()
+        self.host = host
+        self.was = host.clone()
+        self.at = place()
 
     def read(self) -> Tensor:
         """Its values now. Reports if they changed."""

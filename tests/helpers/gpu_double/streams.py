@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.helpers.gpu_double.seen import SEEN, place
 
-LATE, EARLY, AT_ONCE = "late", "early", "at once"
+LATE = "late"
+EARLY = "early"
+AT_ONCE = "at once"
 """Orders: side streams run when something waits for them; the default stream does, and side streams
 run at once; every stream runs at once, which is how a CPU computes."""
 
