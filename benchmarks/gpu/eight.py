@@ -54,7 +54,7 @@ def glm(layers: int, *options: str) -> tuple[str, ...]:
     weights = ("model.weights=null", "model.tokenizer=tiny")
     # without the offload 47 layers do not fit 8 H100
     device = (f"hardware.gpu={gpu_name('cuda')}", "rollout.offload_trainer=all")
-    return measured(8, *config, *weights, *device, *options)
+    return measured(8, *config, *weights, *device, "log.profile=[1]", *options)
 
 
 def plans(jobs: Iterator[Job]) -> Iterator[Job]:

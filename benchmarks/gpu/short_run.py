@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.jobs import ROOT
-from benchmarks.gpu.rows import FAILED, OK, note
+from benchmarks.gpu.rows import FAILED, FOLDER, OK, note
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.step_time import step_time
@@ -86,7 +87,10 @@ def main() -> int:
         overrides = list(given.overrides)
         if given.layers:
             overrides += narrowed(config, given.layers, folder)
-        overrides += [f"run={folder / 'run'}", "log.progress=false"]
+        # in the report's folder a run outlives this job, with what torch's profiler wrote
+        kept = Path(os.environ[FOLDER], "runs", str(os.getpid())) if FOLDER in os.environ else None
+        run = kept or folder / "run"
+        overrides += [f"run={run}", "log.progress=false"]
         plan = compile_plan(config, overrides)
         if plan.world_size != given.ranks:
             parser.error(f"--ranks: {given.ranks}, expected {plan.world_size}, those of the plan")
@@ -96,10 +100,11 @@ def main() -> int:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         launcher += ["--nproc-per-node", str(given.ranks), "-m", "pyrl_ext.train"]
         code = subprocess.run([sys.executable, *launcher, str(config), *overrides]).returncode
-        steps = metrics_of(folder / "run")
+        steps = metrics_of(run)
         complete = code == 0 and len(steps) == plan.steps
         why = f"exit status {code}, {len(steps)} of {plan.steps} steps"
-        note("run", OK if complete else FAILED, "" if complete else why, steps=len(steps))
+        state = OK if complete else FAILED
+        note("run", state, "" if complete else why, steps=len(steps), folder=str(run))
         if steps:
             note_phases(plan, steps[-1])
     return code
