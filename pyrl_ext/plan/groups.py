@@ -259,18 +259,28 @@ def _edges(plan: Plan) -> Iterator[Role]:
     for grid in plan.grids.values():
         if grid.name == "llm":
             continue
-        last = grid.parallel.pp - 1
-        sources = [grid.rank_of(dp=d, pp=last) for d in range(grid.parallel.dp)]
+        sources = source_ranks(grid)
         for depth in range(1 + plan.num_mtp_layers):
             ranks = tuple(sorted({*sources, *reading_ranks(plan, depth)}))
             for way in ("there", "back"):
                 yield Role(f"{grid.name} {depth} {way}", ranks, own=True)
 
 
+def source_ranks(encoder: Grid) -> list[int]:
+    """The rank of each replica of an encoder that sends: the first one of the last stage."""
+    last = encoder.parallel.pp - 1
+    return [encoder.rank_of(dp=d, pp=last) for d in range(encoder.parallel.dp)]
+
+
+def reading_stage(plan: Plan, depth: int) -> int:
+    """The stage of the language model that embeds what an encoder sends: the first one, or with a
+    `depth` the one with the MTP layers."""
+    if not depth:
+        return 0
+    return next(i for i, chunks in enumerate(plan.stages) if any(c.mtp for c in chunks))
+
+
 def reading_ranks(plan: Plan, depth: int) -> tuple[int, ...]:
-    """Ranks of the language model that embed what an encoder sends: those of the first stage, or
-    of the stage with the MTP layer of `depth`."""
-    llm, stage = plan.grids["llm"], 0
-    if depth:
-        stage = next(i for i, chunks in enumerate(plan.stages) if any(c.mtp for c in chunks))
-    return llm.group(llm.rank_of(pp=stage), "dp cp tp")
+    """Ranks of `reading_stage`."""
+    llm = plan.grids["llm"]
+    return llm.group(llm.rank_of(pp=reading_stage(plan, depth)), "dp cp tp")

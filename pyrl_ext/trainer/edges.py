@@ -41,6 +41,7 @@ from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.encoder_work import Route
 from pyrl_ext.pack.shard import Seat
 from pyrl_ext.plan import Plan
+from pyrl_ext.plan.groups import reading_stage, source_ranks
 
 # (microbatch, replica of the encoder, seat of the reading rank) -> the rows that move
 Routes = Callable[[int, int, Any], Route]
@@ -232,8 +233,7 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
     depths = range(1 + (plan.num_mtp_layers if trainable else 0))
     encoders = [grid for grid in plan.grids.values() if grid.name != "llm"]
     for grid, depth in product(encoders, depths):
-        last, readers = grid.parallel.pp - 1, _readers(plan, depth)
-        sources = [grid.rank_of(dp=d, pp=last) for d in range(grid.parallel.dp)]
+        sources, readers = source_ranks(grid), _readers(plan, depth)
         if topo.rank in readers or topo.of(grid.name):
             ranks, deep = [*dict.fromkeys([*readers, *sources])], tower.deepstack if tower else ()
             roles = (f"{grid.name} {depth} {way}" for way in ("there", "back"))
@@ -253,9 +253,7 @@ def build_edges(plan: Plan, topo: Topology, trainable: bool) -> Edges:
 def _readers(plan: Plan, depth: int) -> dict[int, Seat]:
     """The ranks of the language model that embed rows at ``depth``, each with its seat."""
     llm, tile = plan.grids["llm"], plan.tile_rows
-    sizes, stage = llm.parallel, 0
-    if depth:
-        stage = next(i for i, chunks in enumerate(plan.stages) if any(c.mtp for c in chunks))
+    sizes, stage = llm.parallel, reading_stage(plan, depth)
     return {
         llm.rank_of(dp=d, pp=stage, cp=c, tp=t): Seat(d * sizes.cp + c, t, sizes.tp, tile_rows=tile)
         for d, c, t in product(range(sizes.dp), range(sizes.cp), range(sizes.tp))

@@ -288,6 +288,10 @@ class Module:
 
     # memory --------------------------------------------------------------------------------------
 
+    def _held(self) -> list[Tensor]:
+        """Parameters, buffers and factors of adapters."""
+        return [*self.named_parameters().values(), *self.factors().values()]
+
     def offload(self, part: Offloadable) -> int:
         """Free device memory for an engine until `onload`; a pass that needs the part raises.
 
@@ -298,7 +302,7 @@ class Module:
         Returns: bytes freed on this rank.
         Syncs: once.
         """
-        tensors = [*self.named_parameters().values(), *self.factors().values()]
+        tensors = self._held()
         if part != "weights":
             if self.optimizer is None:  # not trained: it has neither
                 return 0
@@ -315,7 +319,7 @@ class Module:
         Args:
             trained: the chunks if they are trained; they have no optimizer yet.
         """
-        tensors = [*self.named_parameters().values(), *self.factors().values()]
+        tensors = self._held()
         sizes = {"weights": storage_bytes(tensors), "optimizer": state_bytes(self.plan, trained)}
         for part in OFFLOADED[self.plan.rollout.offload_trainer]:
             if size := sizes.get(part):
