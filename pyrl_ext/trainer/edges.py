@@ -331,7 +331,7 @@ def swap(
         output: [F, width], the rows that this rank encoded; None: none.
 
     Returns: as `Edge.take`; the gradient reaches the ``output`` of every rank.
-    Communicates: `Edge.exchange`; in backward the gradients, as many numbers.
+    Communicates: `Edge.exchange`; in backward as many numbers, the gradients.
     """
     sends: Messages = []
     if output is not None:
