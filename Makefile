@@ -58,7 +58,7 @@ demo-async: STEPS = 3
 demo-async: PORT = $(shell $(BIN)/python -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
 demo-async: build  ## engines in a process apart, a step ahead of the trainer, on a free port
 	@set -- configs/examples/asynchronous.yaml rollout.launch.port=$(PORT) steps=$(STEPS) run=$(RUN_ASYNC) resume=never; \
-	$(BIN)/python -m pyrl_ext.serve "$$@" & served=$$!; trap "kill $$served; wait $$served || true" EXIT; \
+	$(BIN)/python -m pyrl_ext.train.serve "$$@" & served=$$!; trap "kill $$served; wait $$served || true" EXIT; \
 	$(BIN)/python -m pyrl_ext.train "$$@"
 
 # a base that learns from here on: weights at random earn nothing that adapters could amplify
@@ -86,17 +86,17 @@ test-fast: build  ## what starts no process and builds no model: two or three mi
 
 test: build browser  ## the suite; the targets below take longer and are apart
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-	  --durations 15 --ignore tests/dist/test_faults.py $(SERVERS:%=--ignore %) $(RUNS:%=--ignore %) \
+	  --durations 15 --ignore tests/parallel/test_faults.py $(SERVERS:%=--ignore %) $(RUNS:%=--ignore %) \
 	  --ignore tests/rollout/vllm/test_engine.py --ignore tests/rollout/vllm/test_images.py \
 	  --ignore tests/rollout/vllm/test_server.py --ignore tests/rollout/vllm/test_adapters.py \
 	  --ignore tests/rollout/vllm/test_contract.py
 
-RUNS := $(addprefix tests/,test_train.py test_train_images.py test_demo_vl.py plan/test_memory.py \
-          $(addprefix dist/test_,hub.py offload.py) \
-          $(addprefix megatron/test_,checkpoint.py head.py expert_rows.py state_layers.py) \
+RUNS := $(addprefix tests/,plan/test_memory.py \
+          $(addprefix parallel/test_,hf_download.py offload.py) \
+          $(addprefix megatron/test_,checkpoint.py logprob_head.py expert_rows.py state_layers.py) \
           $(addprefix models/test_,families.py qwen3.py qwen3_next.py nemotron_h.py) \
-          $(addprefix rollout/test_,ahead.py dynamic.py recorded.py) rollout/process/test_client.py \
-          $(addprefix run/test_,failure.py folder.py) \
+          $(addprefix rollout/test_,async_rollouts.py dynamic_sampling.py recorded.py) rollout/process/test_client.py \
+          $(addprefix train/test_,demo_vl.py failure.py folder.py train.py train_images.py) \
           $(addprefix trainer/test_,policy.py lora.py lost_ranks.py sft.py dynamic_cp.py) \
           $(addprefix weights/test_,gather.py modules.py))
 
@@ -119,7 +119,7 @@ test-runs: build  ## whole runs and layouts on several ranks: stopped, resumed, 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 	  --durations 15 $(RUNS)
 
-SERVERS := $(addprefix tests/,test_serve.py $(addprefix rollout/servers/test_,train.py senders.py publish_faults.py faults.py))
+SERVERS := $(addprefix tests/,train/test_serve.py $(addprefix rollout/remote/test_,train.py senders.py publish_faults.py faults.py))
 
 test-servers: build  ## engines as servers in separate processes: runs over them, and servers that die
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SERVERS)
@@ -200,7 +200,7 @@ parity-large: build  ## every layout of 1, 2, 3, 4, 6 and 8 ranks; 12 GiB of mem
 
 rehearsal: build  ## NCCL's rules on gloo ranks, a double of a GPU, groups of all configs: see docs/gpu.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/rehearsal tests/plan/test_groups.py \
-	  tests/dist/test_groups.py tests/trainer/test_edges.py
+	  tests/parallel/test_groups.py tests/trainer/test_module_pipe.py
 	PYRL_NCCL_RULES=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_modules --few
 
 # timed against a bar: on a busy machine it misses
@@ -208,7 +208,7 @@ pipeline-fill: build  ## an encoder and a language model whose stages sleep: how
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.pipeline_fill
 
 faults: build  ## ranks that are killed, hang or fail; two hosts and a pulled cable
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/dist/test_faults.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/parallel/test_faults.py
 
 scale: build  ## what 2, 4 and 8 ranks send, read and open, against `pyrl plan --scale`
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.scale --ranks 2 4 8

@@ -1,6 +1,6 @@
 """``python -m benchmarks.ahead [--json FILE]``: what training while engines generate saves.
 
-Two servers of the embedded engine, started with ``pyrl_ext.serve``, and a trainer share this
+Two servers of the embedded engine, started with ``pyrl_ext.train.serve``, and a trainer share this
 machine's cores. An environment that answers each turn after 50 ms stands for engines on other
 hardware: generation is mostly waiting. The same steps are run with rollout.ahead 0, 1 and 2. With 0
 the trainer waits for the rollouts and the engines for the trainer, so its parts are the times that
@@ -34,7 +34,7 @@ from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.rollout.recorded_file import load_samples
 from pyrl_ext.samples import Prompt, Sample
-from pyrl_ext.serve import healthy
+from pyrl_ext.train.serve import healthy
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "tiny_turns.yaml"
@@ -88,7 +88,7 @@ def served(folder: Path, keys: Sequence[str], config: Path = CONFIG) -> Iterator
     for each in sockets:
         each.close()
     named = f"rollout.servers=[{', '.join(addresses)}]"
-    command = [sys.executable, "-m", "pyrl_ext.serve", str(config), *keys, named]
+    command = [sys.executable, "-m", "pyrl_ext.train.serve", str(config), *keys, named]
     with (folder / "serve.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, f"run={folder / 'serve'}"], cwd=ROOT, stdout=log, stderr=log

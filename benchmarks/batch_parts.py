@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.dist.agree import gather_objects
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.samples import Sample
 from tests.helpers.ranks import run_ranks

@@ -28,12 +28,12 @@ import yaml
 from torch import Tensor
 
 from benchmarks.whole import index_of
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.cp_problem import CostModel, Exchange
 from pyrl_ext.plan.model.cp_sizes import cp_sizes

@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from benchmarks.measure import Case
-from pyrl_ext.dist import topology
 from pyrl_ext.megatron.grouped_experts import GroupedExperts
 from pyrl_ext.ops import squared
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import compile_plan
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"

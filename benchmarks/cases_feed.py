@@ -9,10 +9,10 @@ from torch import Tensor
 from benchmarks.lengths import lognormal
 from benchmarks.measure import Case
 from benchmarks.whole import shard_at
-from pyrl_ext.dist.topology import Place
-from pyrl_ext.dist.upload import Upload
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.microbatch import Microbatch
+from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.replay.routed_experts import RoutedExperts
 
 LAYERS, TOP_K, EXPERTS = 46, 4, 64

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyrl_ext.dist import topology
 from pyrl_ext.pack.layout import TokenLayout
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import compile_plan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from benchmarks.calibrate_cp import fit, timings
 from benchmarks.lengths import lognormal
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.strategies import Comparison
 from pyrl_ext.trainer.policy import Policy

@@ -22,11 +22,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.whole import microbatch
-from pyrl_ext.dist import topology
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.models import family
 from pyrl_ext.models.hf_folder import save_checkpoint_hf
 from pyrl_ext.pack.batch import Batch
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.rollout.hf.model import unbound_steps

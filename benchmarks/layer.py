@@ -28,10 +28,10 @@ from torch import Tensor
 
 from benchmarks.launches import Launches, as_one
 from benchmarks.whole import microbatch
-from pyrl_ext.dist import topology
 from pyrl_ext.megatron import grouped_experts
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
 from pyrl_ext.pack.batch import Batch
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.trainer.policy import Policy
 

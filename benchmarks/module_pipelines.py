@@ -58,7 +58,7 @@ from pyrl_ext.megatron import cpu
 from pyrl_ext.pack.encoder_work import Route, meeting
 from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
 from pyrl_ext.plan.schema import Parallel
-from pyrl_ext.trainer.edges import Edge, Outlet, RunsAhead, give
+from pyrl_ext.trainer.module_pipe import Edge, Outlet, RunsAhead, give
 from tests.helpers.ranks import run_ranks
 
 WAYS, STEPS, BOUND = ("megatron", "mended", "edges"), 10, 2e-5

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.trainer.step import RolloutStep
 

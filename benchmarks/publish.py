@@ -56,10 +56,10 @@ from torch import Tensor
 
 from benchmarks.measure import extra_bytes
 from benchmarks.run import device_name
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.buckets import buckets_of
 from pyrl_ext.models.weight import whole_of
 from pyrl_ext.models.weight_table import tensor_split
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.buckets import buckets_of
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.trainer.policy import Policy

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.metrics.mismatch import mismatch
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.trainer.policy import Scores
 from pyrl_ext.trainer.step import RolloutStep

@@ -22,7 +22,7 @@ from pyrl_ext.plan.schema.turns import Turns
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.turns.conversation import Manner
-from pyrl_ext.rollout.turns.feed import Feed, converse
+from pyrl_ext.rollout.turns.turn_queue import Feed, converse
 from pyrl_ext.samples import Prompt, Sampling
 
 MODEL = Path(__file__).parents[1] / "configs" / "tiny"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pyrl_ext.dist.topology import Place
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.delivery import Delivery
 from pyrl_ext.pack.exchange import Exchange, columns_of
@@ -15,6 +14,7 @@ from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard, Seat
+from pyrl_ext.parallel.topology import Place
 
 
 def loss_tokens(batch: Batch, depth: int) -> np.ndarray:

@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # the files that take longest
-LONGEST = ("test_train.py", "test_checkpoint.py", "test_head.py", "test_policy.py")
+LONGEST = ("test_train.py", "test_checkpoint.py", "test_logprob_head.py", "test_policy.py")
 
 
 # a test file that names one of these starts processes or builds models

@@ -48,7 +48,7 @@ def engines(places: Sequence[Host], folder: Path) -> Iterator[list[str]]:
     logs = [folder / f"serve-{host.name}.log" for host in places]
     started: list[subprocess.Popen[bytes]] = []
     for host, log in zip(places, logs, strict=True):
-        command = [sys.executable, "-m", "pyrl_ext.serve", "configs/tiny.yaml", *SMALL, *more]
+        command = [sys.executable, "-m", "pyrl_ext.train.serve", "configs/tiny.yaml", *SMALL, *more]
         started.append(host.start([*command, f"run={folder / host.name}"], log))
     wait("engines", lambda: all(" answers" in log.read_text() for log in logs), BEGUN, logs)
     yield more

@@ -35,7 +35,7 @@ from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.rollout.recorded_file import load_samples
 from pyrl_ext.rollout.versions import spans_of
 from pyrl_ext.samples import Sample
-from pyrl_ext.serve import healthy
+from pyrl_ext.train.serve import healthy
 from tests.helpers.checkpoints import content
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.python_path import python_path
@@ -78,7 +78,9 @@ class Engines:
             door.close()
         self.key = f"rollout.servers=[{', '.join(self.addresses)}]"
         self.log = folder / "serve.log"
-        self.process = start(command("pyrl_ext.serve", folder / "serve", [self.key]), self.log)
+        self.process = start(
+            command("pyrl_ext.train.serve", folder / "serve", [self.key]), self.log
+        )
 
     def wait(self) -> None:
         end = time.monotonic() + DEADLINE

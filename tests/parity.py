@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer.policy import Policy

@@ -26,8 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import gather_shards
 from pyrl_ext.megatron.optimizer import join_build_optimizer, warmed_up
@@ -35,11 +33,13 @@ from pyrl_ext.megatron.vision import VisionTower
 from pyrl_ext.pack.encoder_work import EncoderWork
 from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.pack.shard import BatchShard, Lengths, Seat, SeatRows
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
-from pyrl_ext.trainer.edges import build_edges
 from pyrl_ext.trainer.module import Module
+from pyrl_ext.trainer.module_pipe import build_edges
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from tests import parity

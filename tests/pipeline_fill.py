@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import unwrap
 from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.parallel import topology
 from tests import parity, parity_modules
 from tests.helpers import towers
 from tests.helpers.ranks import run_ranks

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.delivery import Moved
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.heartbeat import heartbeats
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.scale import World
 from pyrl_ext.plan.forecast.workload import Sample, step_samples

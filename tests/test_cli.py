@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext.cli import COMMANDS, main
-from pyrl_ext.dist.user_code import load_function
+from pyrl_ext.parallel.user_code import load_function
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,8 +15,8 @@ from configs.examples.environment import Calculator
 from configs.examples.loss import tapered
 from configs.examples.reward import near
 from pyrl_ext.data.environment import load_environment
-from pyrl_ext.dist.user_code import load_function
 from pyrl_ext.loss.inputs import LossInputs
+from pyrl_ext.parallel.user_code import load_function
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.forecast.fits import seems_to_fit
 from pyrl_ext.plan.schema import Objective

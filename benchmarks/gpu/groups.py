@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.rows import note, noting
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.topology import Topology, device_of, launched
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.topology import Topology, device_of, launched
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.items import COMMUNICATOR_BYTES
 from pyrl_ext.plan.groups import groups_of

@@ -29,12 +29,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.rows import ABSENT, FOLDER, MISSED, OK, note, noting
 from benchmarks.lengths import lognormal
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import Schedule, Scheduler
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.compute_time import Passes, pass_costs
 from pyrl_ext.plan.forecast.hardware import GPUS, gpu_of

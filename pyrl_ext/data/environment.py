@@ -17,7 +17,7 @@ import numpy as np
 from pyrl_ext.data.chat import Tokenizer, check_known, check_size
 from pyrl_ext.data.files import Broken
 from pyrl_ext.data.rewards import finite
-from pyrl_ext.dist.user_code import describe, load_callable, shown
+from pyrl_ext.parallel.user_code import describe, load_callable, shown
 from pyrl_ext.plan.schema.turns import ENVIRONMENTS, REASONS
 from pyrl_ext.samples import Prompt
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pyrl_ext.data.chat import Tokenizer, check_known, check_size, render
-from pyrl_ext.data.epochs import Epochs
 from pyrl_ext.data.files import Broken, Records, cut, open_records, refuse
 from pyrl_ext.data.images import ImageReader, Placed, images_of
+from pyrl_ext.data.sampler import Epochs
 from pyrl_ext.samples import Prompt
 
 AnswerRule = tuple[str, Callable[[Any], bool]]  # the rule, and whether an answer fulfils it

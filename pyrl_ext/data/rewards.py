@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from pyrl_ext.data.time_limit import TimeLimit, TimeUp
-from pyrl_ext.dist.user_code import SettingsChanged, UserExit, describe, shown
+from pyrl_ext.parallel.user_code import SettingsChanged, UserExit, describe, shown
 from pyrl_ext.samples import Prompt, Sample
 
 Reward = Callable[[Prompt, str, list[int]], float | Mapping[str, float]]

@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.user_code import load_function
 from pyrl_ext.loss import advantages
 from pyrl_ext.loss.inputs import AdvantageFn, LossFn, LossInputs, Sums
 from pyrl_ext.loss.objective import policy_loss
 from pyrl_ext.loss.policy_terms import TERMS
 from pyrl_ext.loss.reductions import numbered
 from pyrl_ext.loss.sft import sft_loss
+from pyrl_ext.parallel.user_code import load_function
 from pyrl_ext.plan.schema.objective import ADVANTAGES, LOSSES, Objective
 
 

@@ -1,5 +1,5 @@
 """Adapters between this package and megatron-core, one file each."""
 
-from pyrl_ext.dist.groups import import_megatron
+from pyrl_ext.parallel.groups import import_megatron
 
 import_megatron()

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.nn import Module
 
-from pyrl_ext.dist.file_digests import ALGORITHM, DIGESTS, find_damage, write_digests
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.optimizer import load_state, sharded_state
-from pyrl_ext.megatron.quiet import quiet
+from pyrl_ext.megatron.suppress_warnings import quiet
 from pyrl_ext.megatron.te import with_local_keys, without_states
+from pyrl_ext.parallel.file_digests import ALGORITHM, DIGESTS, find_damage, write_digests
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 
 COUNTERS, PLAN = "counters.json", "plan.json"

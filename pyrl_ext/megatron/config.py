@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
 from pyrl_ext.megatron.te import te_fields
 from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
 from pyrl_ext.plan.model.towers import Tower

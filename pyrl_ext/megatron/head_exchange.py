@@ -9,8 +9,8 @@ import torch
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
-from pyrl_ext.dist.topology import Place
 from pyrl_ext.megatron.packed_attention import PackedSequences
+from pyrl_ext.parallel.topology import Place
 
 
 def of_rank(weights: Tensor, sections: Sequence[int], place: Place) -> Tensor:

@@ -10,10 +10,10 @@ from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from pyrl_ext.dist.topology import Place
 from pyrl_ext.megatron.head_exchange import heads_to_rows, of_rank, rows_to_heads
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.ops import causal_conv1d, ssd_scan
+from pyrl_ext.parallel.topology import Place
 
 
 class GatedGroupNorm(torch.nn.Module):

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.nn import Module
 
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.config import transformer_config
-from pyrl_ext.megatron.quiet import quiet
 from pyrl_ext.megatron.spec_local import local_mtp_spec, local_spec
+from pyrl_ext.megatron.suppress_warnings import quiet
 from pyrl_ext.megatron.te import te_mtp_spec, te_spec, use_kernels
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.cp_gather import gathers_latents
 
@@ -24,7 +24,7 @@ def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -
     """
     from megatron.core.transformer.module import Float16Module
 
-    from pyrl_ext.megatron.features import FeatureGPT
+    from pyrl_ext.megatron.image_features import FeatureGPT
     from pyrl_ext.megatron.mtp import MultiTokenGPT
     from pyrl_ext.megatron.state_layers import put_kinds
 

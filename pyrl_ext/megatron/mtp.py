@@ -24,7 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from pyrl_ext.megatron.features import FeatureGPT
+from pyrl_ext.megatron.image_features import FeatureGPT
 
 
 class MultiTokenGPT(FeatureGPT):

@@ -15,12 +15,12 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from pyrl_ext.dist.topology import Place
 from pyrl_ext.ops import Inverse, expand_runs, gather_rows, invert_rows
 from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.microbatch import Microbatch
+from pyrl_ext.parallel.topology import Place
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def local_spec(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     from megatron.core.transformer import mlp
 
     from pyrl_ext.megatron.centred_norms import CentredNorm
-    from pyrl_ext.megatron.features import FeatureLayer
+    from pyrl_ext.megatron.image_features import FeatureLayer
     from pyrl_ext.megatron.local_layers import RMSNorm, gated_unit
 
     # the function that megatron's MLP calls for a fused SwiGLU

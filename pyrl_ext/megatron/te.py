@@ -69,7 +69,7 @@ def te_spec(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from pyrl_ext.megatron.features import FeatureLayer
+    from pyrl_ext.megatron.image_features import FeatureLayer
 
     if not HAVE_TE:
         raise RuntimeError(

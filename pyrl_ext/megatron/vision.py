@@ -28,12 +28,12 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
-from pyrl_ext.dist.topology import Place, Topology
 from pyrl_ext.megatron.config import TowerKind, tower_config
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
-from pyrl_ext.megatron.quiet import quiet
+from pyrl_ext.megatron.suppress_warnings import quiet
 from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.layout import TokenLayout
+from pyrl_ext.parallel.topology import Place, Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.towers import Tower
 

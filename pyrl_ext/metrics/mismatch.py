@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.reduce import max_over_ranks, sum_over_ranks
-from pyrl_ext.dist.topology import Topology
+from pyrl_ext.parallel.reduce import max_over_ranks, sum_over_ranks
+from pyrl_ext.parallel.topology import Topology
 
 
 def mismatch(

@@ -17,7 +17,7 @@ from typing import IO, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pyrl_ext.dist.disk import replacing
+from pyrl_ext.parallel.atomic_write import replacing
 
 Row = Mapping[str, float]
 MOST_STEPS = 2**53  # the page's numbers have no larger integers

@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from pyrl_ext.dist.disk import write_text
 from pyrl_ext.metrics.glossary import described
 from pyrl_ext.metrics.sinks import Row
+from pyrl_ext.parallel.atomic_write import write_text
 
 
 class WandbSink:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pyrl_ext.megatron.config import TowerKind
 from pyrl_ext.models import deepseek_v3
-from pyrl_ext.models.towers import family_with_tower
+from pyrl_ext.models.vision_tower import family_with_tower
 
 KIND = TowerKind(
     patch=lambda tower: (3, tower.patch_size, tower.patch_size),

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.lora import Adapter, Factor, adapt, start_gradients
 from pyrl_ext.models.lora_table import adapter_rows, adapter_table, targeted
 from pyrl_ext.models.weight import Weight, shard_of
 from pyrl_ext.models.weight_table import by_expert, named_global, tensor_split
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan.schema.lora import Lora
 
 Note = Callable[[Weight, Tensor, Tensor, Tensor], None]

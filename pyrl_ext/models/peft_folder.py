@@ -23,11 +23,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.checkpoint import write_whole
 from pyrl_ext.models.hf_folder import Stored, open_safetensors
 from pyrl_ext.models.weight import Sliceable, Weight
 from pyrl_ext.ops.dtypes import dtype_of
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.sizes import ModelSizes
 from pyrl_ext.plan.schema.lora import Lora

@@ -3,6 +3,6 @@ Qwen3-VL-MoE without layers that feed the first ones."""
 
 from pyrl_ext.models import qwen3_5_text
 from pyrl_ext.models.qwen3_vl_moe import KIND, NAMES, TEXT
-from pyrl_ext.models.towers import family_with_tower
+from pyrl_ext.models.vision_tower import family_with_tower
 
 FAMILY = family_with_tower(qwen3_5_text.FAMILY, TEXT, KIND, NAMES)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.te import local_name
-from pyrl_ext.models.state_starts import STARTS
+from pyrl_ext.models.mamba_init import STARTS
 from pyrl_ext.models.weight import Sliceable, Weight, shard_of
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan.model.sizes import ModelSizes
 
 # rows that several families use ------------------------------------------------------------------

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.dist.buckets import Bucket, aligned
-from pyrl_ext.dist.shared_memory import SharedBlock, map_block
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.kept_sets import KeptSets
 from pyrl_ext.pack.kept_parts import KeptParts
 from pyrl_ext.pack.needs import KEPT_COUNTS, Columns, Field, Needs, bits
+from pyrl_ext.parallel.buckets import Bucket, aligned
+from pyrl_ext.parallel.shared_memory import SharedBlock, map_block
+from pyrl_ext.parallel.topology import Topology
 
 KINDS = ("tokens", "logprobs", "routes", "images", "kept")
 _DIGEST = "digest"  # the column of a message that tells which exchange and part it belongs to

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.kept_sets import KeptSets
 from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.batch import Batch
@@ -24,6 +23,7 @@ from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.needs import KEPT_COUNTS, KEPT_IDS, Field, Items, Need, Needs
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard, Lengths, Seat, SeatRows, joined
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.samples import route_dtype
 

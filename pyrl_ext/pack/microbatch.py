@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.topology import Place
-from pyrl_ext.dist.upload import Upload
 from pyrl_ext.loss.inputs import LossInputs, Sequences
 from pyrl_ext.loss.kept_sets import KeptSets
 from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.shard import BatchShard, layout_of
+from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.upload import Upload
 
 _SCORES = (
     *("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs"),

@@ -254,7 +254,7 @@ def engine_ranks(plan: Plan) -> Iterator[tuple[int, ...]]:
 
 
 def _edges(plan: Plan) -> Iterator[Role]:
-    """One group a direction of each edge (`trainer/edges.py`), so that neither waits for the
+    """One group a direction of each edge (`trainer/module_pipe.py`), so that neither waits for the
     other."""
     for grid in plan.grids.values():
         if grid.name == "llm":

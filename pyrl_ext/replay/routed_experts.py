@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.dist.upload import Upload
 from pyrl_ext.ops import count_routes, gather_fields, gather_routes
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.samples import route_dtype
 
 

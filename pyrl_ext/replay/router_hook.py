@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from pyrl_ext.dist.clock import Clock
 from pyrl_ext.ops import replay_probs
+from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.replay.expert_load import leave_out_padding
 from pyrl_ext.replay.routed_experts import LayerRoutes, RoutedExperts
 

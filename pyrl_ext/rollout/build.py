@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.data.source import Source, image_reader
+from pyrl_ext.data.prompt_dataset import Source, image_reader
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.ops.on_gpu import on_gpu
@@ -32,7 +32,7 @@ def build_engine(
     """
     transport, number = plan.transport, plan.engine_of_rank[rank]
     if transport == "servers":
-        from pyrl_ext.rollout.servers.build import build_servers_engine  # needs aiohttp
+        from pyrl_ext.rollout.remote.build import build_servers_engine  # needs aiohttp
 
         return build_servers_engine(plan, device, *groups)
     if plan.rollout.engine == "recorded":  # takes no weights; an idle rank would wait for them

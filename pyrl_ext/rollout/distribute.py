@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from pyrl_ext.dist.agree import agree, gather_bytes, gather_objects
 from pyrl_ext.pack.index import BatchIndex, sampled_tokens
+from pyrl_ext.parallel.collective_errors import agree, gather_bytes, gather_objects
 from pyrl_ext.rollout.engine import Engine, in_order
-from pyrl_ext.rollout.groups import Ask, Counts, Event, Groups, Score, need_share, sampled
 from pyrl_ext.rollout.in_step import for_each_in_step
+from pyrl_ext.rollout.prompt_groups import Ask, Counts, Event, Groups, Score, need_share, sampled
 from pyrl_ext.samples import Prompt, Sample, Sampling
 
 

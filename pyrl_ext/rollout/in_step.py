@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.rollout.groups import Event
+from pyrl_ext.rollout.prompt_groups import Event
 
 _EVENT, _END, _FAILED = range(3)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from pyrl_ext.dist.agree import agree, gather_objects
-from pyrl_ext.dist.disk import write_text
-from pyrl_ext.dist.topology import Topology
+from pyrl_ext.parallel.atomic_write import write_text
+from pyrl_ext.parallel.collective_errors import agree, gather_objects
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.rollout.engine import Capabilities, Engine
 from pyrl_ext.rollout.recorded_file import load_samples, read_index, save_samples
 from pyrl_ext.samples import Prompt, Sample, Sampling

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pyrl_ext.dist.disk import replacing
+from pyrl_ext.parallel.atomic_write import replacing
 from pyrl_ext.samples import Image, Sample
 
 FORMAT = "pyrl_ext rollout 2"

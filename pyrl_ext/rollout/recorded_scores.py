@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pyrl_ext.dist.disk import replacing
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel.atomic_write import replacing
 
 FOLDER = "scores"
 

@@ -9,17 +9,17 @@ from functools import partial
 
 import torch.distributed as dist
 
-from pyrl_ext.data.source import Source
-from pyrl_ext.dist.topology import Topology
+from pyrl_ext.data.prompt_dataset import Source
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.groups import engine_ranks
-from pyrl_ext.rollout.ahead import Ahead
+from pyrl_ext.rollout.async_rollouts import Ahead
 from pyrl_ext.rollout.build import build_engine, sampling_of
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
-from pyrl_ext.rollout.dynamic import sample_groups
+from pyrl_ext.rollout.dynamic_sampling import sample_groups
 from pyrl_ext.rollout.engine import Engine
-from pyrl_ext.rollout.groups import Score, without_overlong
-from pyrl_ext.rollout.turns.events import Environments, turn_metrics
+from pyrl_ext.rollout.prompt_groups import Score, without_overlong
+from pyrl_ext.rollout.turns.turn_stats import Environments, turn_metrics
 from pyrl_ext.samples import Prompt, Sampling
 
 

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.buckets import BucketStream
-from pyrl_ext.dist.heartbeat import heartbeats
-from pyrl_ext.dist.hub import fetch
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.models.hf_folder import save_checkpoint_hf
 from pyrl_ext.models.peft_folder import Form, save_adapter
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.buckets import BucketStream
+from pyrl_ext.parallel.heartbeat import heartbeats
+from pyrl_ext.parallel.hf_download import fetch
 from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.plan.command import called
 from pyrl_ext.plan.compile import changed_plan

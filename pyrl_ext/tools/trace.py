@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from pyrl_ext.dist.disk import replacing
+from pyrl_ext.parallel.atomic_write import replacing
 from pyrl_ext.plan.command import called
 
 NAME = re.compile(r"step-(\d+)-rank-(\d+)\.json\.gz")  # as `run.profile` names them

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import torch
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
-from pyrl_ext.dist.disk import locked
-from pyrl_ext.dist.heartbeat import Heartbeat, heartbeats
-from pyrl_ext.dist.hub import fetch
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.optimizer import name_of
 from pyrl_ext.models import family
 from pyrl_ext.ops import check_extension, serve_gpu_from
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.atomic_write import locked
+from pyrl_ext.parallel.heartbeat import Heartbeat, heartbeats
+from pyrl_ext.parallel.hf_download import fetch
+from pyrl_ext.parallel.timers import Clock
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import ConfigError, Plan
-from pyrl_ext.run.failure import no_silent_exit, report_failure, report_stop
-from pyrl_ext.run.folder import RunFolder
-from pyrl_ext.run.interrupt import Interrupt
-from pyrl_ext.run.memory import peak_memory
-from pyrl_ext.run.profile import profiled
+from pyrl_ext.train.failure import no_silent_exit, report_failure, report_stop
+from pyrl_ext.train.folder import RunFolder
+from pyrl_ext.train.interrupt import Interrupt
+from pyrl_ext.train.memory import peak_memory
+from pyrl_ext.train.profile import profiled
 from pyrl_ext.trainer.build import build_step
 from pyrl_ext.trainer.step import Step
 

@@ -15,8 +15,8 @@ from pyrl_ext.megatron.p2p import Shape
 from pyrl_ext.megatron.vision import VisionTower
 from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.shard import BatchShard
-from pyrl_ext.trainer.edges import Edges, Outlet, RunsAhead, embedded_depths, give, swap
 from pyrl_ext.trainer.module import Module
+from pyrl_ext.trainer.module_pipe import Edges, Outlet, RunsAhead, embedded_depths, give, swap
 
 Taken = dict[int, list[tuple[Tensor, Tensor]]]
 """Rows of images as `Edge.take` returns them, by the depth of the MTP layer that embeds them; 0: in

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.data.images import Scale
-from pyrl_ext.data.source import image_scale
-from pyrl_ext.dist.offload import HostMemory, OffloadedStorage, storage_bytes
-from pyrl_ext.dist.topology import Topology
+from pyrl_ext.data.prompt_dataset import image_scale
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.megatron.ddp import buffers, gather_shards, release, unwrap, wrap_ddp
 from pyrl_ext.megatron.model import build_chunks
@@ -32,6 +30,8 @@ from pyrl_ext.models.lora_table import RandomFactors
 from pyrl_ext.models.peft_folder import PeftFolder
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.parallel.offload import HostMemory, OffloadedStorage, storage_bytes
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import OFFLOADED, Offloadable
 from pyrl_ext.replay.router_hook import Replay

@@ -15,26 +15,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from pyrl_ext.dist.buckets import BucketStream
-from pyrl_ext.dist.reduce import sum_over_ranks
-from pyrl_ext.dist.streams import need_stream, stream_of
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.inputs import LossFn
 from pyrl_ext.megatron import checkpoint
-from pyrl_ext.megatron.head import score_tokens
+from pyrl_ext.megatron.logprob_head import score_tokens
 from pyrl_ext.megatron.optimizer import join_build_optimizer, step_all
 from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.models import hf_folder
 from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel.buckets import BucketStream
+from pyrl_ext.parallel.reduce import sum_over_ranks
+from pyrl_ext.parallel.streams import need_stream, stream_of
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
 from pyrl_ext.replay.router_hook import Agreement
-from pyrl_ext.trainer.edges import Edges, build_edges
 from pyrl_ext.trainer.encoder import Features, encode
 from pyrl_ext.trainer.module import Module
+from pyrl_ext.trainer.module_pipe import Edges, build_edges
 from pyrl_ext.trainer.prefetch import MicrobatchPrefetcher
 from pyrl_ext.trainer.zero_gradient import check_zero_gradient
 from pyrl_ext.weights.modules import Live, ModuleTensors

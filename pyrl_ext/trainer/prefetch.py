@@ -8,12 +8,12 @@ from functools import cached_property
 
 from torch.profiler import record_function
 
-from pyrl_ext.dist.topology import Topology
-from pyrl_ext.dist.upload import Upload
 from pyrl_ext.megatron.p2p import Shape
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.shard import BatchShard, layout_of
+from pyrl_ext.parallel.topology import Topology
+from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.plan import Plan
 from pyrl_ext.replay.routed_experts import RoutedExperts
 from pyrl_ext.replay.router_hook import Replay

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
+from pyrl_ext.data.prompt_dataset import build_records
 from pyrl_ext.data.sft import SftSource
-from pyrl_ext.data.source import build_records
-from pyrl_ext.dist.agree import agree, gather_bytes, gather_objects
-from pyrl_ext.dist.reduce import sum_over_ranks
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard, layout_of
+from pyrl_ext.parallel.collective_errors import agree, gather_bytes, gather_objects
+from pyrl_ext.parallel.reduce import sum_over_ranks
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.samples import Sample

@@ -11,9 +11,7 @@ from itertools import chain
 
 import torch
 
-from pyrl_ext.data.source import build_source, image_scale
-from pyrl_ext.dist.agree import agree
-from pyrl_ext.dist.topology import Topology
+from pyrl_ext.data.prompt_dataset import build_source, image_scale
 from pyrl_ext.loss.inputs import AdvantageFn, LossFn
 from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.metrics.mismatch import mismatch
@@ -24,15 +22,17 @@ from pyrl_ext.pack.exchange import shard_batch, step_digest
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Scheduler
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel.collective_errors import agree
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts
-from pyrl_ext.trainer.ages import ages_of, by_age, with_route_ages
-from pyrl_ext.trainer.canary import score_canaries
 from pyrl_ext.trainer.policy import Policy, Scores
+from pyrl_ext.trainer.staleness import ages_of, by_age, with_route_ages
 from pyrl_ext.trainer.token_weights import shaped, weigh_tokens
+from pyrl_ext.trainer.weight_probe import score_canaries
 from pyrl_ext.weights.check import check_batch, full_check, mismatch_limit, sync_weights
 
 Phase = Callable[[str], AbstractContextManager]

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.reduce import sum_over_ranks
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.corrections import correct
 from pyrl_ext.loss.inputs import AdvantageFn, masked
 from pyrl_ext.loss.kl import VALUES
@@ -21,6 +19,8 @@ from pyrl_ext.loss.reductions import reduction_weights
 from pyrl_ext.loss.shaping import overlong
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel.reduce import sum_over_ranks
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.agree import gather_objects
-from pyrl_ext.dist.reduce import sum_over_ranks
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel.collective_errors import gather_objects
+from pyrl_ext.parallel.reduce import sum_over_ranks
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan.schema.objective import LOSSES
 
 _MIN_ADVANTAGE = 1e-3

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.dist.agree import gather_objects
-from pyrl_ext.dist.buckets import Named, names_here, observed
-from pyrl_ext.dist.reduce import sum_over_ranks
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.metrics.glossary import GLOSSARY
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel.buckets import Named, names_here, observed
+from pyrl_ext.parallel.collective_errors import gather_objects
+from pyrl_ext.parallel.reduce import sum_over_ranks
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.tensor_names import layer_of

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.dist.buckets import Allocate, Bucket, BucketStream, Slot, aligned
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.models.weight import Size, Weight, pieces_of
 from pyrl_ext.models.weight_table import tensor_split
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.parallel.buckets import Allocate, Bucket, BucketStream, Slot, aligned
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import Grid
 

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.buckets import Allocate, Bucket, BucketStream
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.models import family
 from pyrl_ext.models.lora_live import Adapters
 from pyrl_ext.models.lora_table import adapter_table, targeted
 from pyrl_ext.models.weight import Weight
+from pyrl_ext.parallel.buckets import Allocate, Bucket, BucketStream
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import Grid
-from pyrl_ext.rollout.servers.senders import senders_of
+from pyrl_ext.rollout.remote.senders import senders_of
 from pyrl_ext.rollout.tensor_names import layer_of
 from pyrl_ext.weights.check import engine_tensor_names
 from pyrl_ext.weights.gather import GatheredWeights, Outward, ShardedBucket, plan_buckets

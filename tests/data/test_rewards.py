@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pyrl_ext.data.rewards import exact_match, number_match, score
-from pyrl_ext.dist.user_code import load_function
+from pyrl_ext.parallel.user_code import load_function
 from pyrl_ext.samples import Prompt, Sample
 
 

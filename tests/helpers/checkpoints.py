@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist import topology
+from pyrl_ext.parallel import topology
 from tests.helpers.tiny import tiny_plan
 
 

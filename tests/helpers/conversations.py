@@ -9,7 +9,7 @@ from pyrl_ext.data.environment import Reader
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.plan.schema.turns import Turns
 from pyrl_ext.rollout.turns.conversation import Conversation, Manner
-from pyrl_ext.rollout.turns.feed import Feed, converse
+from pyrl_ext.rollout.turns.turn_queue import Feed, converse
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from tests.helpers.scripted import ScriptedEngine
 from tests.helpers.tiny import CONFIG

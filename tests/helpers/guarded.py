@@ -6,7 +6,7 @@ import http.client
 import json
 from pathlib import Path
 
-from pyrl_ext.rollout.servers.guard import TABLE
+from pyrl_ext.rollout.remote.guard import TABLE
 
 SECRETS = {"generate": "g" * 32, "control": "c" * 32}
 CALLERS = {"nobody": "", "stranger": "x" * 32, **SECRETS}

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pyrl_ext.rollout.servers.client import Keys, Server
-from pyrl_ext.rollout.servers.publish import Weights, publish
-from pyrl_ext.rollout.servers.publisher import shapes_of
+from pyrl_ext.rollout.remote.client import Keys, Server
+from pyrl_ext.rollout.remote.publish import Weights, publish
+from pyrl_ext.rollout.remote.publisher import shapes_of
 from tests.helpers.tiny import tiny_plan
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from pyrl_ext.rollout.servers.client import Keys
-from pyrl_ext.rollout.servers.protocol import Answer, Request
+from pyrl_ext.rollout.remote.client import Keys
+from pyrl_ext.rollout.remote.protocol import Answer, Request
 
 LAYERS, EXPERTS, K, VOCAB = 4, 8, 2, 100
 Messages = list[dict[str, Any]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.upload import Upload
+from pyrl_ext.parallel.upload import Upload
 
 
 class LateUpload(Upload):

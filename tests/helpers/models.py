@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import families
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes

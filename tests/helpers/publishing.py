@@ -11,11 +11,11 @@ from typing import Any, cast
 from torch import Tensor
 
 from pyrl_ext.rollout.hf.destinations import Destinations
-from pyrl_ext.rollout.servers import publish
-from pyrl_ext.rollout.servers.canary import Canary
-from pyrl_ext.rollout.servers.client import Server
-from pyrl_ext.rollout.servers.model import Model
-from pyrl_ext.rollout.servers.protocol import Answer, Partial, Request
+from pyrl_ext.rollout.remote import publish
+from pyrl_ext.rollout.remote.canary import Canary
+from pyrl_ext.rollout.remote.client import Server
+from pyrl_ext.rollout.remote.model import Model
+from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
 from tests.helpers.deadline import DEADLINE
 from tests.helpers.engines import GLM
 

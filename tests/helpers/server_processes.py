@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 
-from pyrl_ext.rollout.servers import embedded
-from pyrl_ext.rollout.servers.commands import PARENT
+from pyrl_ext.rollout.remote import embedded
+from pyrl_ext.rollout.remote.commands import PARENT
 from tests.helpers.ranks import fork
 from tests.helpers.tiny import CONFIG
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def _serve(
     arguments: list[str], environment: dict[str, str], log: Path, said: Connection[str, str]
 ) -> None:
-    """`python -m pyrl_ext.rollout.servers.embedded`, in a process whose imports are done."""
+    """`python -m pyrl_ext.rollout.remote.embedded`, in a process whose imports are done."""
     os.environ.clear()
     os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
     os.environ[PARENT] = str(os.getppid())

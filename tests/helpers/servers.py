@@ -13,9 +13,9 @@ import aiohttp
 from aiohttp import web
 
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.servers.embedded import Server
-from pyrl_ext.rollout.servers.guard import Keys
-from pyrl_ext.rollout.servers.protocol import GENERATE, Answer, Partial, Request
+from pyrl_ext.rollout.remote.embedded import Server
+from pyrl_ext.rollout.remote.guard import Keys
+from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Partial, Request
 
 
 class Gate:

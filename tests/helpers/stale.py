@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from pyrl_ext.rollout.hf.engine import HFEngine
-from pyrl_ext.rollout.servers.embedded import Server
-from pyrl_ext.rollout.servers.lanes import Job
-from pyrl_ext.rollout.servers.protocol import Answer, Request
-from pyrl_ext.rollout.servers.worker import Worker
+from pyrl_ext.rollout.remote.embedded import Server
+from pyrl_ext.rollout.remote.lanes import Job
+from pyrl_ext.rollout.remote.protocol import Answer, Request
+from pyrl_ext.rollout.remote.worker import Worker
 
 
 class StaleKeys(Worker):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.loss.kept_sets import KeptSets
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import Group, Schedule
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan, compile_plan
 from tests.helpers.passes import WholeBatch
 

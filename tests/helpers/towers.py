@@ -16,7 +16,6 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from benchmarks.whole import index_of
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.ddp import unwrap, wrap_ddp
 from pyrl_ext.megatron.optimizer import build_optimizer
 from pyrl_ext.ops.dtypes import dtype_of
@@ -25,6 +24,7 @@ from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.schedule import Schedule
 from pyrl_ext.pack.shard import BatchShard, Lengths, Seat
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.trainer.module import Module
 from tests.helpers.passes import WholeBatch

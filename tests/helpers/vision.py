@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import family, weight, weight_table
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout.tensor_names import split_experts
 from tests.helpers.models import MOONLIGHT, QWEN35

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyrl_ext import train
 from pyrl_ext.data.images import Scale
-from pyrl_ext.dist.agree import gather_objects
+from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
 from pyrl_ext.rollout.vllm.engine import VLLMEngine

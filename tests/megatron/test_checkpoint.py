@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron import checkpoint
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes

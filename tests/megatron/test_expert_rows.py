@@ -10,12 +10,12 @@ from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron import cpu
 from pyrl_ext.megatron.expert_rows import RowDispatcher
 from pyrl_ext.ops import expert_rows, gather_rows, invert_rows, sum_rows
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
 from pyrl_ext.replay import routed_experts
 from pyrl_ext.trainer.policy import Policy, Scores
 from tests.helpers import passes

@@ -18,9 +18,9 @@ import pytest
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
 
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.language.errors import ConfigError, show
 from pyrl_ext.plan.rules.passthrough import megatron_fields

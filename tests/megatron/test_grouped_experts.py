@@ -8,9 +8,9 @@ from megatron.core import dist_checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases_experts import both_ways, build_pair, inputs
-from pyrl_ext.dist import topology
 from pyrl_ext.megatron import cpu
 from pyrl_ext.megatron.grouped_experts import grouped_linear
+from pyrl_ext.parallel import topology
 from tests.helpers.tiny import tiny_plan
 
 COUNTS = {"all": [3, 9, 1, 5], "some": [0, 7, 0, 11], "one": [0, 0, 0, 4], "none": [0, 0, 0, 0]}

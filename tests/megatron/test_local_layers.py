@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.whole import microbatch
-from pyrl_ext.dist import topology
 from pyrl_ext.megatron.local_layers import LatentAttention
 from pyrl_ext.megatron.packed_attention import PackedSequences
+from pyrl_ext.parallel import topology
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.models import DEEPSEEK
 from tests.helpers.ranks import run_ranks

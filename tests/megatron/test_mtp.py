@@ -14,13 +14,13 @@ import torch
 
 from benchmarks.whole import microbatch
 from pyrl_ext import train
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.topology import Place
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.megatron.head import score_tokens
+from pyrl_ext.megatron.logprob_head import score_tokens
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.models.hf_folder import save_safetensors
 from pyrl_ext.pack.schedule import Scheduler, plan_microbatches
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.topology import Place
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.forecast.parameters import stage_parameters
 from pyrl_ext.trainer.policy import Policy

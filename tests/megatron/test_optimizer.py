@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pyrl_ext.dist import topology
 from pyrl_ext.megatron import checkpoint, optimizer
 from pyrl_ext.megatron.optimizer import load_state, sharded_state, state_tensors, warmed_up
+from pyrl_ext.parallel import topology
 from pyrl_ext.tools.measure.steps import Live
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.ranks import run_ranks

@@ -10,10 +10,10 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.parallel import topology
 from pyrl_ext.trainer.policy import Policy
 from tests import parity
 from tests.helpers import passes

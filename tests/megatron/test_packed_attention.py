@@ -6,10 +6,10 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from pyrl_ext.dist.topology import Place
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences, RowMap
 from pyrl_ext.megatron.rotary import PackedRotary
 from pyrl_ext.pack.layout import TokenLayout
+from pyrl_ext.parallel.topology import Place
 
 HEADS, DIM = 4, 8
 

@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.metrics import report
 from pyrl_ext.metrics.age_metrics import AGE_METRICS
 from pyrl_ext.metrics.glossary import GLOSSARY, RENAMED, check_names, lookup, page
 from pyrl_ext.metrics.server_metrics import SERVER_METRICS
 from pyrl_ext.metrics.sinks import read_rows
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.heartbeat import heartbeats
 from pyrl_ext.plan.schema.turns import REASONS
 from pyrl_ext.train.loop import train
 from tests.helpers.tiny import CONFIG, QUICK, tiny_plan
 
 ROOT = Path(__file__).parents[2]
 # logged only by an engine that shares the trainer's GPU, and with objective.kl_in: reward; by
-# engines apart, tests/rollout/servers/test_engine.py
+# engines apart, tests/rollout/remote/test_engine.py
 ELSEWHERE = {
     *(metric.name for metric in SERVER_METRICS),
-    *(metric.name for metric in AGE_METRICS),  # tests/rollout/test_ahead.py
+    *(metric.name for metric in AGE_METRICS),  # tests/rollout/test_async_rollouts.py
     *("memory/engine_slept", "reward/kl", "reward/<name>"),
-    # beside rollout.oversample a rule refuses what logs them: tests/rollout/test_dynamic.py
+    # beside rollout.oversample a rule refuses them: tests/rollout/test_dynamic_sampling.py
     *("rollout/refills", "rollout/dropped_groups", "rollout/dropped_tokens", "rollout/reward_all"),
 }
 

@@ -12,13 +12,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.families import QWEN35_35B
 from benchmarks.whole import microbatch
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
-from pyrl_ext.megatron.head import score_tokens
+from pyrl_ext.megatron.logprob_head import score_tokens
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.models import family
 from pyrl_ext.models.hf_folder import SafetensorsFolder, save_safetensors
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan.forecast.counts import embedding_parameters, mtp_parameters, parameters
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.rollout.build import build_engine

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pyrl_ext import train
-from pyrl_ext.dist import topology
 from pyrl_ext.models import weight_table
 from pyrl_ext.models.hf_folder import (
     INDEX,
@@ -21,6 +20,7 @@ from pyrl_ext.models.hf_folder import (
     written_config,
 )
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
 from pyrl_ext.tools import export
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes

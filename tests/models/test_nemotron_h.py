@@ -6,13 +6,13 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.models import family
 from pyrl_ext.models.hf_folder import SafetensorsFolder
 from pyrl_ext.models.weight import shard_of, whole_of
 from pyrl_ext.models.weight_table import RandomWeights
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling

@@ -8,10 +8,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from pyrl_ext.dist import topology
 from pyrl_ext.models.peft_folder import CONFIG as CONFIG_FILE
 from pyrl_ext.models.peft_folder import TENSORS, PeftFolder, save_adapter
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
 from pyrl_ext.tools import export
 from pyrl_ext.tools.export import factors
 from pyrl_ext.trainer.policy import Policy

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from pyrl_ext import train
-from pyrl_ext.dist import topology
 from pyrl_ext.models.weight import Weight, shard_of, whole_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy

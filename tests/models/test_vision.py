@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from benchmarks.whole import microbatch
-from pyrl_ext.dist import topology
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.megatron.vision import build_tower
 from pyrl_ext.models import family, weight, weight_table
@@ -24,6 +23,7 @@ from pyrl_ext.pack.encoder_work import meeting
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.shard import Lengths
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.trainer.policy import Policy

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.ops import digest as module
 from pyrl_ext.ops.digest import STEP, WORDS, digest, digest_on_device, read
+from pyrl_ext.parallel.offload import OffloadedStorage
 
 MASK = 2**64 - 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool)

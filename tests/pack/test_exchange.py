@@ -20,16 +20,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.dist import heartbeat
-from pyrl_ext.dist.agree import gather_objects
-from pyrl_ext.dist.clock import Clock
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.delivery import KINDS, Moved
 from pyrl_ext.pack.exchange import Exchange, shard_batch
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Group, Schedule, plan_microbatches
 from pyrl_ext.pack.shard import BatchShard, Seat, joined
+from pyrl_ext.parallel import heartbeat
+from pyrl_ext.parallel.collective_errors import gather_objects
+from pyrl_ext.parallel.timers import Clock
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.model.ranks import ranks
 from pyrl_ext.rollout.distribute import Rollout
@@ -297,7 +297,7 @@ def of_ids(ids: list[int]) -> list[Sample]:
 
 
 def replace_place(group: Group, grid: int, plan: Plan, tp_rank: int) -> Any:
-    from pyrl_ext.dist.topology import Place
+    from pyrl_ext.parallel.topology import Place
 
     return Place(group.cp_size, grid - group.first, None, plan.parallel.tp, tp_rank)
 

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.whole import index_of, microbatch, shard_at
-from pyrl_ext.dist.topology import Place
 from pyrl_ext.pack.delivery import Delivery
 from pyrl_ext.pack.encoder_work import EncoderWork, ShardImages
 from pyrl_ext.pack.exchange import Exchange, columns_of
@@ -17,6 +16,7 @@ from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard, Seat
+from pyrl_ext.parallel.topology import Place
 from tests.helpers.late_upload import LateUpload
 from tests.helpers.passes import WholeBatch
 from tests.helpers.probe import local_rows

@@ -262,7 +262,7 @@ STEPS = [
     ids=lambda each: each.stem if isinstance(each, Path) else ",".join(each),
 )
 def test_stage_memory_predicts_what_a_step_holds(config: Path, overrides: tuple[str, ...]):
-    from pyrl_ext.dist import topology
+    from pyrl_ext.parallel import topology
     from pyrl_ext.tools.measure.steps import measure, report
 
     as_trained()
@@ -313,9 +313,9 @@ def on_rank(_group: Any) -> list[dict[str, tuple[int, int]]]:
 
 def of_an_update(plan: Plan) -> dict[str, tuple[int, int]]:
     """(predicted, measured) bytes of each item on this rank, over an update."""
-    from pyrl_ext.dist import topology
     from pyrl_ext.loss.registry import build_loss
     from pyrl_ext.pack.schedule import Scheduler
+    from pyrl_ext.parallel import topology
     from pyrl_ext.tools.measure.steps import Saved, tensors_of
     from pyrl_ext.trainer.policy import Policy
 

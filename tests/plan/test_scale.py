@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pyrl_ext.dist import heartbeat
 from pyrl_ext.pack import exchange
+from pyrl_ext.parallel import heartbeat
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.scale import (
@@ -45,7 +45,7 @@ GROUPS = """\
 import sys, json, torch.distributed as dist
 from datetime import timedelta
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from pyrl_ext.dist.groups import GroupMaker, make_groups
+from pyrl_ext.parallel.groups import GroupMaker, make_groups
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.groups import groups_of
 path, world, *overrides = sys.argv[1:]

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.offload import storage_bytes
-from pyrl_ext.dist.upload import Upload
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import buffers
 from pyrl_ext.megatron.optimizer import state_bytes, state_tensors
 from pyrl_ext.ops import gather_rows
 from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.offload import storage_bytes
+from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.plan.forecast.memory import memory_of
 from pyrl_ext.plan.forecast.phases import Offloadable
 from pyrl_ext.trainer.module import Module
@@ -264,7 +264,7 @@ def test_policy_with_experts_over_ranks_waits_once_a_layer_in_every_order_of_str
     """For the numbers of rows that ranks send to each other's experts, copied on a side stream."""
     for (waits, number), differ in run_ranks(experts_over_ranks, 2):
         assert not differ
-        a_layer = "pyrl_ext/megatron/features.py FeatureLayer.forward Event.synchronize"
+        a_layer = "pyrl_ext/megatron/image_features.py FeatureLayer.forward Event.synchronize"
         assert waits.pop(a_layer) == len(LAYERS) * 2 * number  # scores, then an update
         assert waits.keys() == PER_PASS.keys() | ONCE.keys()
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from pyrl_ext.dist.groups import connect
-from pyrl_ext.trainer.edges import Edge
+from pyrl_ext.parallel.groups import connect
+from pyrl_ext.trainer.module_pipe import Edge
 from tests.helpers import nccl_rules
 from tests.helpers.nccl_rules import watch
 from tests.helpers.nccl_rules.program import Call, Communicator, Program, Wait

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.whole import shard_at
-from pyrl_ext.dist.topology import Place
-from pyrl_ext.dist.upload import Upload
+from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.replay.routed_experts import RoutedExperts
 from tests.helpers.tiny import EXPERTS, LAYERS, TOPK, random_batch
 

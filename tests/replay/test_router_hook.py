@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from benchmarks.whole import microbatch, shard_at
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.topology import Place
-from pyrl_ext.dist.upload import Upload
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.topology import Place
+from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.replay.routed_experts import RoutedExperts
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyrl_ext.data.source import build_source
+from pyrl_ext.data.prompt_dataset import build_source
 from pyrl_ext.rollout.build import _devices, sampling_of
 from tests.helpers.tiny import tiny_plan
 

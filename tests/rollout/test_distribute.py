@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.data.rewards import score
-from pyrl_ext.dist.agree import gather_objects
+from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.engine import Capabilities, Engine
 from pyrl_ext.samples import Prompt, Sample, Sampling

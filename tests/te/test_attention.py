@@ -9,12 +9,12 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.topology import Place
 from pyrl_ext.megatron import cpu
 from pyrl_ext.megatron.packed_attention import PackedAttention, PackedSequences
 from pyrl_ext.megatron.te_attention import TEAttention
 from pyrl_ext.pack.layout import TokenLayout
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.topology import Place
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CONFIG, QWEN3, tiny_plan

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.parallel import topology
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.probe import Probe

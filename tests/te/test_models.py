@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pyrl_ext.dist import topology
 from pyrl_ext.megatron import te
 from pyrl_ext.megatron.optimizer import name_of
 from pyrl_ext.models import weight_table
+from pyrl_ext.parallel import topology
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers.models import (
     DEEPSEEK,

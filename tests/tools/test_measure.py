@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyrl_ext.dist import topology
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.tools.measure.steps import measure, report
 from tests.helpers.ranks import run_ranks

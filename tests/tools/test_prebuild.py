@@ -17,13 +17,13 @@ pytest.importorskip("triton.compiler")
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.models import family
 from pyrl_ext.ops import prebuilt
 from pyrl_ext.ops.gather_fields.triton import gather_fields
 from pyrl_ext.ops.rms_norm.native import rows_of
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.tools.prebuild import kernels as prebuild
 from pyrl_ext.tools.prebuild import main as prebuild_command

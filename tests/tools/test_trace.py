@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from pyrl_ext.dist.clock import Clock
-from pyrl_ext.run.profile import profiled
+from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.tools.trace import main
+from pyrl_ext.train.profile import profiled
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan.groups import groups_of
 from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers.ranks import run_ranks

@@ -14,11 +14,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.samples import Sample
 from pyrl_ext.trainer.policy import Policy

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import buffers
 from pyrl_ext.models.lora_table import linear_of
 from pyrl_ext.models.weight_table import load
 from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.trainer.policy import Policy
 from tests import parity

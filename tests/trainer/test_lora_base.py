@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.step import RolloutStep
 from tests.helpers import passes

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.dist import heartbeat, topology
-from pyrl_ext.dist.clock import Clock
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron.ddp import unwrap
 from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.parallel import heartbeat, topology
+from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan.schema.layout import Module
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import towers

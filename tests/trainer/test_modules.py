@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.heartbeat import heartbeats
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.optimizer import join_build_optimizer
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.heartbeat import heartbeats
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from benchmarks.whole import microbatch
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.megatron import spec_local
 from pyrl_ext.models import glm4_moe_lite
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
 from pyrl_ext.replay import router_hook
 from pyrl_ext.trainer.policy import Policy
 from tests import parity

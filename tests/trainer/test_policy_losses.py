@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from benchmarks.whole import loss_tokens
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.tiny import random_batch, tiny_plan

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
 from pyrl_ext.samples import route_dtype
 from pyrl_ext.trainer import prefetch
 from pyrl_ext.trainer.policy import Policy

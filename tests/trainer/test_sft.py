@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pyrl_ext import train
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.trainer.sft import SftStep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import numbers

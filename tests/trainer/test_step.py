@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan import Plan
 from pyrl_ext.rollout import rollouts
 from pyrl_ext.rollout.distribute import Rollout

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.whole import shard_at
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
-from pyrl_ext.dist.topology import Place
 from pyrl_ext.loss.registry import build_advantage
 from pyrl_ext.loss.shaping import overlong
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
+from pyrl_ext.parallel.topology import Place
 from pyrl_ext.plan.schema.objective import Objective
 from pyrl_ext.trainer.step import RolloutStep
 from pyrl_ext.trainer.token_weights import weigh_tokens

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.dist import topology
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import Scheduler
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan.schema.layout import Module, ModuleParallel
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import towers

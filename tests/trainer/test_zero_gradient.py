@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from benchmarks.whole import shard_at
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
-from pyrl_ext.dist.topology import Place
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
+from pyrl_ext.parallel.topology import Place
 from pyrl_ext.trainer.policy import Policy
 from pyrl_ext.trainer.sft import SftStep
 from pyrl_ext.trainer.zero_gradient import check_zero_gradient, tokens_with_gradient

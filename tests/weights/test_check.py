@@ -15,15 +15,15 @@ from torch import Tensor
 
 from benchmarks.whole import shard_at
 from pyrl_ext import train
-from pyrl_ext.data.source import build_source
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
-from pyrl_ext.dist.topology import Place
+from pyrl_ext.data.prompt_dataset import build_source
 from pyrl_ext.loss.registry import build_advantage, build_loss
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.ops.digest import digest
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.timers import Clock
+from pyrl_ext.parallel.topology import Place
 from pyrl_ext.rollout import rollouts
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts

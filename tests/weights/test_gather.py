@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.publish import one_by_one
-from pyrl_ext.dist import heartbeat, topology
-from pyrl_ext.dist.buckets import ALIGNMENT
-from pyrl_ext.dist.clock import Clock
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.models import family
 from pyrl_ext.models.weight_table import RandomWeights
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.pack.schedule import plan_microbatches
+from pyrl_ext.parallel import heartbeat, topology
+from pyrl_ext.parallel.buckets import ALIGNMENT
+from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.plan.forecast.counts import mtp_parameters, parameters
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.rollout.hf.destinations import Destinations

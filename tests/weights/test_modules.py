@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
 
-from pyrl_ext.dist import topology
 from pyrl_ext.models.hf_folder import SafetensorsFolder
+from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.schema.layout import Module, ModuleParallel
 from pyrl_ext.rollout.hf.engine import HFEngine

@@ -1,7 +1,7 @@
 """Growth with the number of ranks: host memory, traffic, the store and start-up, by count.
 
 The layout keeps its tp, pp, cp, ep and etp, and dp grows; so does that of encoders with ranks for
-themselves. Samples have the lengths of `workload.step_samples`. `tests/dist/test_scale.py` compares
+themselves. Samples have the lengths of `workload.step_samples`. `tests/scale.py` compares
 the counts with ranks that run.
 """
 

@@ -12,7 +12,7 @@ Address = Annotated[str, Field(pattern=r"^https?://[^/\s:@?#]+:[1-9]\d{0,4}$")]
 
 
 class Launch(Section):
-    """Hosts on which `python -m pyrl_ext.serve` starts the engines, in place of their addresses."""
+    """Hosts on which `pyrl serve` starts the engines, in place of their addresses."""
 
     hosts: list[Text] = Field(default=[])
     """names or numbers by which the trainer reaches the hosts"""
@@ -34,7 +34,7 @@ class Servers(Section):
     """addresses of the engines, http://host:port each; empty with launch empty: the engines run
     beside the trainer's ranks"""
     launch: Launch = Field(default=Launch())
-    """where python -m pyrl_ext.serve starts them, in place of servers"""
+    """where python -m pyrl_ext.train.serve starts them, in place of servers"""
     min_servers: Positive = 1
     """the run stops when fewer engines are left"""
     senders: Positive = 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pyrl_ext.rollout.adapters import Adapter, Adapters
-from pyrl_ext.rollout.hf.published import published
+from pyrl_ext.rollout.hf.checkpoint_renames import published
 
 
 class Factor(nn.Module):

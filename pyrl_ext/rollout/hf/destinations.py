@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from pyrl_ext.plan.schema.lora import Lora
 from pyrl_ext.rollout.adapters import adapters_of, is_factor
 from pyrl_ext.rollout.hf.adapters import attach
+from pyrl_ext.rollout.hf.checkpoint_renames import published
 from pyrl_ext.rollout.hf.model import model_class, read_config
-from pyrl_ext.rollout.hf.published import published
 from pyrl_ext.rollout.tensor_names import AHEAD, layer_of, split_experts
 
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from pyrl_ext.data.chat import Tokenizer
-from pyrl_ext.dist.offload import OffloadedStorage
 from pyrl_ext.ops.digest import digest_on_device, read
+from pyrl_ext.parallel.offload import OffloadedStorage
 from pyrl_ext.plan.schema.lora import Lora
-from pyrl_ext.rollout.all_at_once import AllAtOnce
 from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, incomplete, need_weights
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.rollout.hf.images import PromptImages, Scale
@@ -23,6 +22,7 @@ from pyrl_ext.rollout.hf.model import build_model, read_config
 from pyrl_ext.rollout.hf.routers import expert_ids, find_routers, num_experts
 from pyrl_ext.rollout.hf.run import Run, stored
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
+from pyrl_ext.rollout.static_feed import AllAtOnce
 from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, route_dtype
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrl_ext.dist.shared_memory import SharedBlock, map_file
-from pyrl_ext.dist.side_groups import gloo_group, listening, store_of
 from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.parallel.external_groups import gloo_group, listening, store_of
+from pyrl_ext.parallel.shared_memory import SharedBlock, map_file
 
 Kind = Literal["shm", "ipc", "broadcast"]
 

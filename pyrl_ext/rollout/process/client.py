@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.heartbeat import INTERVAL, SILENT, MissedBeats
+from pyrl_ext.parallel.heartbeat import INTERVAL, SILENT, MissedBeats
 from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed
 from pyrl_ext.rollout.process.channel import Kind, recv, send
 from pyrl_ext.rollout.process.sender import Readable, ReaderLost, Sender

@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist.buckets import Bucket, Named, buckets_of
+from pyrl_ext.parallel.buckets import Bucket, Named, buckets_of
 from pyrl_ext.rollout.process.channel import (
     Broadcast,
     Channel,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from pyrl_ext.dist.heartbeat import INTERVAL
+from pyrl_ext.parallel.heartbeat import INTERVAL
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.process.channel import recv, send
 from pyrl_ext.samples import PromptImage, Sample, Turn

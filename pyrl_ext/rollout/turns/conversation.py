@@ -15,7 +15,7 @@ from pyrl_ext.data.environment import (
     read_step,
 )
 from pyrl_ext.plan.schema.turns import Turns
-from pyrl_ext.rollout.turns.calls import Call, Calls
+from pyrl_ext.rollout.turns.env_executor import Call, Calls
 from pyrl_ext.rollout.turns.trajectory import samples_of
 from pyrl_ext.samples import Prompt, Sample, Turn
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.plan.schema.lora import Lora
-from pyrl_ext.rollout.all_at_once import AllAtOnce
 from pyrl_ext.rollout.engine import (
     Capabilities,
     Engine,
@@ -26,6 +25,7 @@ from pyrl_ext.rollout.engine import (
     replaced,
 )
 from pyrl_ext.rollout.hf.stop_strings import need_tokenizer
+from pyrl_ext.rollout.static_feed import AllAtOnce
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.adapters import lora_arguments, request_of
 from pyrl_ext.rollout.vllm.first_rank import reports_routes

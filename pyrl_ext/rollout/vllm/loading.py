@@ -14,7 +14,7 @@ from torch import Tensor
 from pyrl_ext.ops.digest import digest_on_device, read
 from pyrl_ext.rollout.adapters import is_factor, need_all_factors
 from pyrl_ext.rollout.hf.destinations import Destinations
-from pyrl_ext.rollout.servers.identity import Identity
+from pyrl_ext.rollout.remote.identity import Identity
 from pyrl_ext.rollout.vllm.adapters import AdapterLoading
 
 if TYPE_CHECKING:

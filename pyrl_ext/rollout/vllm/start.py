@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.dist.groups import group_name
+from pyrl_ext.parallel.groups import group_name
 from pyrl_ext.rollout.vllm import cpu
 from pyrl_ext.rollout.vllm.first_rank import ask_first_rank_for_routes
 

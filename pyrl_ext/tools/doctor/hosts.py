@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.hardware import gpu_of, group_rate
 from pyrl_ext.plan.forecast.parts import reached

@@ -32,13 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.clock import Clock
-from pyrl_ext.dist.hub import fetch
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron.optimizer import state_tensors
 from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.pack.shard import BatchShard, layout_of
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.hf_download import fetch
+from pyrl_ext.parallel.timers import Clock
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
 from pyrl_ext.trainer.build import build_step

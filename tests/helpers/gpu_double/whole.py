@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.topology import Topology
 from pyrl_ext.megatron import cpu
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from tests.helpers import gpu_double
 from tests.helpers.gpu_double import memory, streams

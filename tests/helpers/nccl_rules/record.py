@@ -35,9 +35,9 @@ MESSAGES = {"isend": "send", "irecv": "recv", "send": "send", "recv": "recv"}
 
 # files whose tensors are on the host on a GPU, too
 HOST_CALLERS = (
-    "pyrl_ext/dist/agree.py",
-    "pyrl_ext/dist/heartbeat.py",
-    "pyrl_ext/dist/topology.py",
+    "pyrl_ext/parallel/collective_errors.py",
+    "pyrl_ext/parallel/heartbeat.py",
+    "pyrl_ext/parallel/topology.py",
     "pyrl_ext/pack/delivery.py",
     "pyrl_ext/replay/routed_experts.py",
     "pyrl_ext/rollout/in_step.py",
@@ -46,10 +46,10 @@ HOST_CALLERS = (
 )
 # files whose tensors are on the host in the group of all ranks, which has no communicator
 WORLD_CALLERS = (
-    "pyrl_ext/dist/reduce.py",
+    "pyrl_ext/parallel/reduce.py",
     "pyrl_ext/megatron/optimizer.py",
     "pyrl_ext/replay/router_hook.py",
-    "pyrl_ext/run/",
+    "pyrl_ext/train/",
     "pyrl_ext/weights/move.py",
 )
 _ROOT = f"{Path(__file__).parents[3]}/"

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyrl_ext.dist import topology
-from pyrl_ext.dist.agree import gather_objects
-from pyrl_ext.dist.heartbeat import heartbeats
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.ops.digest import digest
+from pyrl_ext.parallel import topology
+from pyrl_ext.parallel.collective_errors import gather_objects
+from pyrl_ext.parallel.heartbeat import heartbeats
 from pyrl_ext.rollout.distribute import RolloutRequest, generate_on_ranks
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.process import client

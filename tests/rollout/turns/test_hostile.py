@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pyrl_ext.plan.schema.turns import REASONS
-from pyrl_ext.rollout.turns.calls import Call
+from pyrl_ext.rollout.turns.env_executor import Call
 from tests.helpers.conversations import hold, reason
 from tests.helpers.environments import (
     HOSTILE,

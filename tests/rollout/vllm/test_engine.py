@@ -28,7 +28,7 @@ if find_spec("vllm") is None:
 
 from transformers import CONFIG_MAPPING
 
-from pyrl_ext.data import source
+from pyrl_ext.data import prompt_dataset as source
 from pyrl_ext.data.tokenizer import load_tokenizer
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.rollout import rollouts

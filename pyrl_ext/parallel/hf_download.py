@@ -1,0 +1,88 @@
+"""Hub ids of a plan -> folders: one rank of each node downloads, while the others wait."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from pyrl_ext.parallel.topology import Topology, launched
+from pyrl_ext.plan import Plan
+
+TOKENIZER_FILES = (
+    *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.model", "generation_config.json"),
+    "*processor_config.json",
+)
+FILES = {
+    "tokenizer": ["config.json", *TOKENIZER_FILES],
+    "weights": ["*.safetensors", "*.json"],
+}
+POLL = 0.5  # seconds
+
+
+def fetch(plan: Plan, topo: Topology) -> Plan:
+    """``plan`` with the folders of its hub ids, in the hub's cache (HF_HUB_CACHE) of each node.
+
+    Local rank 0 of each node downloads; the others wait without a time limit.
+
+    Communicates: one gather over the world, then by the store.
+    Raises: OSError on every rank, with the reason, when a node could not fetch something.
+    """
+    named = {key: getattr(plan.model, key) for key in FILES}
+    wanted = {key: name for key, name in named.items() if name and plan.is_hub_id(name)}
+    if not wanted:
+        return plan
+    local_rank = launched("LOCAL_RANK", 0)
+    every: list[Any] = [None] * topo.world_size
+    dist.all_gather_object(every, (local_rank, uuid.uuid4().hex))
+    keys = {rank: f"hub/{every[0][1]}/{rank}" for rank, (local, _) in enumerate(every) if not local}
+    # no collective waits here: it would give up after the process group's timeout
+    store = _get_default_store()
+    if topo.rank in keys:
+        answer = _download(wanted, shown=topo.is_main and plan.log.progress)
+        store.set(keys[topo.rank], json.dumps(answer))
+    while not store.check(list(keys.values())):
+        time.sleep(POLL)
+    answers = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+    failed = [f"rank {rank}: {a['problem']}" for rank, a in answers.items() if "problem" in a]
+    if failed:
+        raise OSError("\n".join(failed))
+    return plan.model_copy(update={"fetched": answers[topo.rank - local_rank]})
+
+
+def _download(wanted: dict[str, str], shown: bool) -> dict[str, str]:
+    """Hub id -> folder, or {"problem": reason}."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not shown:
+        disable_progress_bars()
+    folders = {}
+    for name in dict.fromkeys(wanted.values()):
+        keys = [key for key in wanted if wanted[key] == name]
+        patterns = [pattern for key in keys for pattern in FILES[key]]
+        try:
+            folders[name] = snapshot_download(name, allow_patterns=patterns, ignore_patterns="*/*")
+        except Exception as error:  # also what its network library raises
+            return {"problem": f"model.{' and '.join(keys)}: {name}: {_reason(error)}"}
+    return folders
+
+
+def _reason(error: Exception) -> str:
+    """The reason for a message, with the remedy."""
+    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "its owner asks for consent, expected a token with it. Give it, and set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub has no such model, or not for this token. Correct the id, or set HF_TOKEN"
+    if isinstance(error.__cause__, OfflineModeIsEnabled):
+        why = "HF_HUB_OFFLINE is set and it is not whole in the hub's cache"
+    else:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{why}, expected to reach the hub. Download it elsewhere and name the folder"

@@ -1,0 +1,164 @@
+"""The command of each engine apart: its arguments, and the environment that it needs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pyrl_ext.plan import Plan
+from pyrl_ext.rollout.remote import guard
+from pyrl_ext.rollout.remote.canary import LONG, NEW
+from pyrl_ext.rollout.vllm import cpu
+from pyrl_ext.rollout.vllm.start import unwritten
+
+PARENT = "PYRL_PARENT"  # the process with which an engine ends
+CPU_CACHE = 1 << 28  # of vLLM's build for CPUs [bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How an engine is started.
+
+    Args:
+        address: that the trainer calls
+        arguments: of the process
+        environment: beside that of whoever starts it
+    """
+
+    address: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """As a shell takes it."""
+        named = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join(["env", *named, shlex.join(self.arguments)])
+
+
+def max_tokens(plan: Plan) -> int:
+    """Longest context and response together: of a sample, or of the canary."""
+    places = int(plan.hf.get("max_position_embeddings") or 2**20)
+    return max(plan.longest + 1, min(LONG + NEW, places))
+
+
+def commands_of(plan: Plan, overrides: Sequence[str], host: str | None) -> list[Command]:
+    """The engines of one host.
+
+    Args:
+        overrides: of the config, for engines that read it
+        host: as addresses name it; None: every host that is this machine
+
+    Raises: ValueError for a host without engines, or an open address without keys.
+    """
+    names = [urlsplit(address).hostname or "" for address in plan.addresses]
+    if not names:
+        raise ValueError(
+            "serve: no rollout.servers and no rollout.launch, expected one of them: engines apart. "
+            "Set rollout.servers=[http://localhost:8000], for the trainer too"
+        )
+    chosen = [n for n, name in enumerate(names) if name == host or (not host and is_here(name))]
+    if not chosen:
+        raise ValueError(
+            f"serve: no engine on {host or 'this machine'}, expected one of "
+            f"{', '.join(dict.fromkeys(names))}. Name it with --host"
+        )
+    guard.Keys.of(keys_folder(plan), names[chosen[0]])
+    make = _vllm if plan.rollout.engine == "vllm" else _embedded
+    found: list[Command] = []
+    for place, number in enumerate(chosen):
+        address, tp = plan.addresses[number], plan.rollout.tp
+        arguments, environment = make(plan, overrides, address)
+        if plan.device == "cuda":
+            gpus = range(place * tp, place * tp + tp)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        found.append(Command(address, tuple(arguments), environment))
+    return found
+
+
+def keys_folder(plan: Plan) -> str | None:
+    """The folder of keys, as an absolute path."""
+    return plan.resolve(plan.rollout.keys) if plan.rollout.keys else None
+
+
+def is_here(name: str) -> bool:
+    """Whether the name is an address of this machine."""
+    try:
+        with socket.create_server((name, 0)):
+            return True
+    except OSError:
+        return False
+
+
+def _embedded(
+    plan: Plan, overrides: Sequence[str], address: str
+) -> tuple[list[str], dict[str, str]]:
+    place = urlsplit(address)
+    where = ["--host", str(place.hostname), "--port", str(place.port)]
+    module = "pyrl_ext.rollout.remote.embedded"
+    return [sys.executable, "-m", module, plan.source, *overrides, *where], {}
+
+
+def _vllm(plan: Plan, overrides: Sequence[str], address: str) -> tuple[list[str], dict[str, str]]:
+    place, on_cpu, rollout = urlsplit(address), cpu.installed(), plan.rollout
+    tokenizer = plan.tokenizer_path if rollout.stop else None
+    options: dict[str, Any] = {
+        "model": str(Path(plan.config_path).parent),
+        "served_model_name": "policy",
+        "host": place.hostname,
+        "port": place.port,
+        "load_format": "dummy",
+        "dtype": plan.rollout_dtype,
+        "tensor_parallel_size": rollout.tp,
+        "max_model_len": max_tokens(plan),
+        "max_num_seqs": plan.max_num_seqs,
+        "enable_prefix_caching": True,
+        "enable_return_routed_experts": bool(plan.router_layers),
+        "logprobs_mode": "processed_logprobs",
+        "enable_scale_out": True,
+        "enable_prompt_tokens_details": True,
+        "disable_uvicorn_access_log": True,
+        "weight_transfer_config": {"backend": "pyrl"},
+        "worker_extension_cls": "pyrl_ext.rollout.remote.vllm_worker.ServedWorker",
+        "middleware": "pyrl_ext.rollout.remote.guard.Guard",
+        **({"hf_overrides": more} if (more := unwritten(dict(plan.hf))) else {}),
+        **({"tokenizer": tokenizer} if tokenizer else {"skip_tokenizer_init": True}),
+    }
+    environment = {
+        "PYRL_SERVED": "1",
+        guard.KEYS_VARIABLE: keys_folder(plan) or "",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if on_cpu:
+        options |= cpu.arguments(CPU_CACHE)
+        environment |= {"VLLM_MLA_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+        if plan.router_layers:  # vLLM's own routes: its second runner, with interpreted kernels
+            environment |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    else:
+        options["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    # not `vllm serve`: with the distribution vllm-cpu that looks for the version of "vllm"
+    start = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+    return start + _flags(options | rollout.engine_options), environment
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    """Arguments of vLLM's engine as its command line takes them."""
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif value is False:
+            flags.append("--no-" + flag[2:])
+        else:
+            flags += [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return flags

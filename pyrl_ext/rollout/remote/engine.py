@@ -1,0 +1,325 @@
+"""The rollout engine of a rank where engines run apart: all of their servers, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyrl_ext.data.chat import Tokenizer
+from pyrl_ext.parallel.buckets import KeptBuckets
+from pyrl_ext.rollout.engine import Capabilities, Engine, TurnFeed, agreed_digests, need_weights
+from pyrl_ext.rollout.hf.stop_strings import StopStrings, need_tokenizer
+from pyrl_ext.rollout.remote.client import Server, ServerFailed
+from pyrl_ext.rollout.remote.model import Model
+from pyrl_ext.rollout.remote.parts import Parts
+from pyrl_ext.rollout.remote.protocol import RPC, Request
+from pyrl_ext.rollout.remote.publisher import Publisher
+from pyrl_ext.rollout.remote.router import Router
+from pyrl_ext.rollout.remote.stream import Stream
+from pyrl_ext.rollout.remote.updates import Updates
+from pyrl_ext.rollout.static_feed import AllAtOnce
+from pyrl_ext.rollout.versions import newest
+from pyrl_ext.samples import Prompt, Sample, Sampling, Turn, route_dtype
+
+
+class ServersEngine(Engine):
+    """Generates on servers that all ranks share; any number of streams may be open at once.
+
+    A sample does not depend on the server that generated it, nor on those that failed before, up to
+    the rounding of matrix products of different sizes (with the embedded engine; vLLM draws from
+    seeds, which another server draws from anew). Samples come in the order in which they finish.
+
+    Args:
+        servers: all of them; those that do not answer join later
+        model: that they serve
+        publish: gives servers weights
+        max_num_seqs: samples that a server runs at once
+        min_servers: the run stops when fewer are left
+        patience: time for the first servers to answer [s]
+        tokenizer: for stop strings that a new part of a response completes
+        group: of all ranks with such an engine; None: this process alone
+        keep, beside: as for `Updates`
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        model: Model,
+        publish: Publisher,
+        *,
+        max_num_seqs: int = 128,
+        min_servers: int = 1,
+        patience: float = 600.0,
+        tokenizer: Tokenizer | None = None,
+        group: dist.ProcessGroup | None = None,
+        keep: KeptBuckets | None = None,
+        beside: dist.ProcessGroup | None = None,
+    ):
+        self.rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        self.model, self.group, self.tokenizer = model, group, tokenizer
+        self.version: int | None = None
+        self._streams: set[Stream] = set()
+        self._ended, self._asked = Counter[str](), 0  # prompts; guarded, as are the streams
+        self._lock = threading.Lock()
+        self.loop = publish.loop = asyncio.new_event_loop()
+        limit = -(-2 * max_num_seqs // ranks)  # twice: the next waits there when one finishes
+        _allow_files(limit * len(servers))
+        name = f"rank {self.rank}"
+        self.router = Router(servers, limit, min_servers, model.check, name)
+        given = self.router, publish, self._counts, patience, group
+        self.updates = Updates(*given, keep, beside)
+        run = self.loop.run_forever
+        self._thread = threading.Thread(target=run, name="servers", daemon=True)
+        self._thread.start()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Routes if the model has routers."""
+        return Capabilities(routes=bool(self.model.layer_ids), turns=True, concurrent=True)
+
+    def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine in the thread of the servers."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    # weights -----------------------------------------------------------------------------------
+
+    def load_weights(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        only: Collection[str] | None = None,
+    ) -> None:
+        """Sends new weights to all servers: every rank the tensors that come on it.
+
+        New requests wait until all ranks are done. A server that fails is taken out; one that is
+        there again or new joins once it gets all tensors, not with ``only`` some. With ``keep``
+        this returns earlier, and `disproved` waits for the rest.
+
+        Raises: RuntimeError on every rank if one failed or too few servers are left.
+        Communicates: three lines of every rank; every byte of the weights once to each server, or
+            to the first one.
+        """
+        self.updates.load(named, version, only)
+        self.version = version
+
+    def confirm(self, check: Callable[[], None]) -> None:
+        """Servers generate while digests are compared."""
+        self.updates.confirm(check)
+
+    def disproved(self) -> bool:
+        """See `Updates.disproved`."""
+        return self.updates.disproved(self.score_canaries)
+
+    def _counts(self) -> Mapping[str, float]:
+        """Prompts of this rank, by what became of them."""
+        with self._lock:
+            in_flight = sum(len(stream.prompts) for stream in self._streams)
+            return {**self._ended, "in_flight": in_flight, "asked": self._asked}
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of all ranks' requests between the last two publishes, and of all prompts."""
+        return self.updates.metrics
+
+    def checksums(self, names: Sequence[str] | None = None) -> dict[str, int]:
+        """Digests of the weights that all servers hold; 0 where two of them differ.
+
+        Raises: RuntimeError when no server tells.
+        """
+
+        async def ask(lane: Any) -> list[dict[str, int]]:
+            body = {"method": "weight_digests", "args": [None if names is None else list(names)]}
+            try:
+                return (await lane.server.control(RPC, body))["results"]
+            except (ServerFailed, KeyError) as error:
+                self.router.take_out(lane, str(error))
+                return []
+
+        async def ask_all() -> list[list[dict[str, int]]]:
+            lanes = [lane for lane in self.router.lanes if lane.used]
+            return await asyncio.gather(*map(ask, lanes))
+
+        self.updates.finished()
+        found = [digests for results in self.run(ask_all()) for digests in results]
+        if not found:
+            raise RuntimeError(self.router.too_few())
+        return agreed_digests(found)
+
+    def sleep(self) -> int:
+        """0: servers hold no memory of this host."""
+        return 0
+
+    def close(self) -> None:
+        """Closes all connections; the servers go on."""
+        if self._thread.is_alive():
+            with self._lock:
+                for stream in self._streams:
+                    stream.fail(RuntimeError("ServersEngine: closed, expected no open streams"))
+            self.run(self.router.close())
+            self.updates.close()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+
+    # samples -----------------------------------------------------------------------------------
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Generator[Sample, None, None]:
+        """Draws `samples_per_prompt` responses to every prompt; yields them as they finish.
+
+        Raises: RuntimeError when no weights were sent, or too few servers are left; Refused for a
+            request that no server takes; ValueError for images, kept sets, or stop strings without
+            a tokenizer.
+        """
+        yield from self._run(AllAtOnce(prompts, sampling), sampling, "stream")
+
+    def answer(self, feed: TurnFeed, sampling: Sampling) -> Generator[Sample, None, None]:
+        """Samples every turn of ``feed``; each yields one sample, whose prompt is its context.
+
+        Raises: as `stream`.
+        """
+        yield from self._run(feed, sampling, "answer")
+
+    def _run(self, feed: TurnFeed, sampling: Sampling, call: str) -> Generator[Sample, None, None]:
+        where = f"ServersEngine.{call}"
+        need_weights(where, self.version, "no weights were sent yet")
+        need_tokenizer(where, sampling, self.tokenizer)
+        if sampling.kept_sets:
+            raise ValueError(f"{where}: kept sets, expected none: servers do not return them")
+        stream, is_open, fate = Stream(self.loop, self.router), True, "aborted"
+        with self._lock:
+            self._streams.add(stream)
+        try:
+            while stream.left or is_open:
+                if is_open:
+                    turns = feed.take(wait=not stream.left)
+                    is_open = turns is not None
+                    if turns:
+                        asked = [(t, self._request(stream, t, sampling)) for t in turns]
+                        with self._lock:
+                            before = len(stream.prompts)
+                            stream.send(asked)
+                            self._asked += len(stream.prompts) - before
+                        continue  # there may be none after them
+                if stream.left:
+                    stream.wait(feed.fileno() if is_open else None)
+                for turn, parts in stream.taken():
+                    sample = self._sample(stream, turn, parts, sampling)
+                    if is_open:
+                        stream.before[turn.prompt.id, turn.index] = sample
+                    yield sample
+        except Exception:
+            fate = "failed"
+            raise
+        finally:
+            self._end(stream, fate)
+
+    def _end(self, stream: Stream, fate: str) -> None:
+        """Count the prompts of a stream that is over; ``fate`` is that of the unfinished ones."""
+        given_up = {turn.prompt.id for turn in stream.left.values()}
+        with self._lock:
+            self._ended[fate] += len(given_up)
+            self._ended["returned"] += len(stream.prompts) - len(given_up)
+            self._streams.discard(stream)
+        stream.close()
+
+    def _request(self, stream: Stream, turn: Turn, sampling: Sampling) -> Request:
+        prompt, key = turn.prompt, (turn.prompt.id, turn.index)
+        if prompt.images:
+            raise ValueError(f"ServersEngine(prompt {prompt.id}): images, expected text alone")
+        before, known = stream.before.get(key), 0
+        if before is not None:
+            rows = int(before.route_mask.sum())
+            begins = prompt.tokens[: rows + 1] == tuple(before.tokens.tolist())
+            if begins and newest(before) == self.version:
+                known = rows
+            else:  # what servers computed with other weights they compute again
+                del stream.before[key]
+        return Request.of(
+            sampling,
+            f"{sampling.seed}-{prompt.id}-{turn.index}-{turn.number}",
+            prompt.tokens,
+            max_tokens=turn.max_new_tokens,
+            random_stream=(sampling.seed, *key),
+            routes_from=known,
+        )
+
+    def _sample(self, stream: Stream, turn: Turn, parts: Parts, sampling: Sampling) -> Sample:
+        if sampling.stop and parts.seams:
+            self._stop(parts, sampling)
+        start = len(turn.prompt.tokens)
+        tokens = torch.tensor((*turn.prompt.tokens, *parts.token_ids))
+        places, logprobs = torch.arange(len(tokens)), torch.zeros(len(tokens))
+        logprobs[start:] = torch.tensor(parts.logprobs)
+        routes = self._routes(stream, turn, parts, len(tokens))
+        spans = tuple((start + b, start + e, v) for b, e, v in parts.versions)
+        # new weights may have come between the request and its first token
+        known = parts.request.routes_from
+        old = known and newest(stream.before[turn.prompt.id, turn.index]) < spans[0][2]
+        masked = known if old else 0
+        return Sample(
+            prompt_id=turn.prompt.id,
+            index=turn.index,
+            tokens=tokens,
+            prompt_len=start,
+            loss_mask=places >= start,
+            rollout_logprobs=logprobs,
+            routes=routes,
+            layer_ids=self.model.layer_ids,
+            route_mask=(places >= masked) & (places < (0 if routes is None else len(tokens) - 1)),
+            masked=masked,
+            weight_version=spans[0][2],
+            finish_reason=str(parts.finish_reason),
+            turn=turn.number,
+            version_spans=spans if len(spans) > 1 else (),
+        ).check()
+
+    def _routes(self, stream: Stream, turn: Turn, parts: Parts, size: int) -> Tensor | None:
+        """[T, L, K] of the layers that have a router; the rows of earlier turns are theirs."""
+        if not self.model.layer_ids:
+            return None
+        assert parts.routes is not None  # `Model.check`
+        routes = torch.zeros(
+            size,
+            len(self.model.layer_ids),
+            self.model.topk,
+            dtype=route_dtype(self.model.num_experts),
+        )
+        known = parts.request.routes_from
+        if known:
+            before = stream.before[turn.prompt.id, turn.index].routes
+            assert before is not None
+            routes[:known] = before[:known]
+        rows = parts.routes[: parts.rows, list(self.model.layer_ids)].astype(np.int32)
+        routes[known : size - 1] = torch.from_numpy(rows).to(routes.dtype)
+        return routes
+
+    def _stop(self, parts: Parts, sampling: Sampling) -> None:
+        """Ends a response where a stop string is complete that began in an earlier part of it:
+        the server that generated the end did not look there."""
+        stops = StopStrings(self.tokenizer, sampling.stop)
+        for seam in parts.seams:
+            last = min(seam + stops.window - 1, len(parts.token_ids))
+            for count in range(seam + 1, last + 1):
+                tail = parts.token_ids[max(count - stops.window, 0) : count]
+                if stops.complete([tail])[0]:
+                    parts.cut(count)
+                    parts.finish_reason = "stop"
+                    return
+
+
+def _allow_files(connections: int) -> None:
+    """Raise this process's limit of open files, as far as it may, to hold these connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + 1024
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

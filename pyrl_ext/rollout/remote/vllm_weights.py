@@ -1,0 +1,131 @@
+"""The transfer backend of a stock vLLM server; its plugin registers the class by name.
+
+vLLM calls start, update and finish in each worker. The first worker receives and verifies all
+tensors; with the finish it hands them on to the others, one by one, and each loads its part. vLLM's
+own backends load what comes as it comes, and its finish asks for nothing: a trainer that dies in
+the middle leaves a mixture that is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm.distributed import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import inplace
+
+from pyrl_ext.rollout.hf.destinations import Destinations
+from pyrl_ext.rollout.remote.staged import StagedUpdate
+from pyrl_ext.rollout.remote.wire import WireError
+from pyrl_ext.rollout.vllm.loading import Loading
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """Each update says where its weights come from."""
+
+
+class StagedTransfer(WeightTransferEngine[NoInit, WeightTransferUpdateInfo], Loading):
+    """A worker's end of a publish."""
+
+    init_info_cls = NoInit
+    supports_draft_weight_update = False
+    reload_weights: Any
+
+    def __init__(
+        self,
+        config: Any,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ):
+        super().__init__(config, vllm_config, device, model)
+        self._destinations = Destinations.on_paper(vllm_config.model_config.model)
+        parts, shape = self._destinations.parts, self._destinations.shape
+        self.staged = StagedUpdate({name: shape(name) for name in parts}, device)
+        self._taken: dict[str, Tensor] = {}
+        self.reload_weights = self._reload
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Nothing to do."""
+
+    def shutdown(self) -> None:
+        self.staged.drop()
+
+    def start_weight_update(self) -> None:
+        self.staged.start()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and verify everything; the model is not touched.
+
+        Raises: WireError, on every worker; also if it is asked to drop what came, since vLLM ends
+            an update for an error alone.
+        """
+        error = None
+        if update_info.get("drop"):
+            self.staged.drop()
+            error = "weights: the update is dropped, as the trainer asked"
+        elif self._world.rank_in_group == 0:
+            try:
+                self.staged.update(update_info)
+            except WireError as caught:
+                error = str(caught)
+        if (error := self._shared(error)) is not None:
+            raise WireError(error)
+
+    def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
+        raise NotImplementedError("StagedTransfer: update_weights receives")
+
+    def finish_weight_update(self) -> None:
+        """Load what came. Raises: WireError if nothing did."""
+        tensors, only, error = dict[str, Tensor](), None, None
+        if self._world.rank_in_group == 0:
+            try:
+                info, tensors = self.staged.finish()
+                only = info.only
+            except WireError as caught:
+                error = str(caught)
+        layout: Layout = [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()]
+        layout, only, error = self._shared((layout, only, error))
+        if error is not None:
+            raise WireError(error)
+        self._take(self._handed_on(layout, tensors), only)
+
+    @property
+    def _world(self) -> Any:
+        return get_world_group()
+
+    def _shared(self, value: Any) -> Any:
+        """The first worker's ``value``, on all of them."""
+        return self._world.broadcast_object(value, src=0)
+
+    def _handed_on(
+        self, layout: Layout, tensors: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, from the first worker."""
+        world = self._world
+        for name, dtype, shape in layout:
+            tensor = tensors.get(name)
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=dtype)
+            if world.world_size > 1 and tensor.numel():
+                raw = tensor.view(-1).view(torch.uint8)
+                dist.broadcast(raw, world.ranks[0], group=world.cpu_group)
+            yield name, tensor.to(self.device)
+
+    def _reload(self, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
+        inplace.reload_weights(self.vllm_config, self.model, weights_iterator, None, True)

@@ -1,0 +1,29 @@
+"""The methods of vLLM's workers that a trainer calls through /collective_rpc."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pyrl_ext.rollout.remote.identity import Identity
+
+
+class ServedWorker:
+    """`--worker-extension-cls` of vLLM's server."""
+
+    vllm_config: Any
+    weight_transfer_engine: Any
+
+    def weight_digests(self, names: Sequence[str] | None = None) -> dict[str, int]:
+        """Digests of the tensors last loaded, as they came; with None also of those in memory."""
+        return self.weight_transfer_engine.weight_digests(names)
+
+    def identity(self) -> dict[str, str]:
+        """The digests that a trainer compares before it publishes to this server."""
+        model = self.vllm_config.model_config
+        config = json.loads(Path(model.model, "config.json").read_text(encoding="utf-8"))
+        shapes = self.weight_transfer_engine.staged.wanted
+        tokenizer = None if model.skip_tokenizer_init else model.tokenizer
+        return Identity.of(config, shapes, str(model.dtype)[6:], tokenizer).to_json()

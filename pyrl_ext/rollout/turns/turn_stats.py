@@ -1,0 +1,121 @@
+"""Trajectories of several turns as the events of a rollout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, closing
+
+from pyrl_ext.data.environment import Reader
+from pyrl_ext.data.prompt_dataset import Source
+from pyrl_ext.pack.index import sampled_tokens
+from pyrl_ext.parallel.user_code import guarded
+from pyrl_ext.plan import Plan
+from pyrl_ext.rollout.engine import Engine
+from pyrl_ext.rollout.prompt_groups import Counts, Event
+from pyrl_ext.rollout.turns.check import check_trajectories
+from pyrl_ext.rollout.turns.conversation import Manner
+from pyrl_ext.rollout.turns.turn_queue import Feed, converse
+from pyrl_ext.samples import Prompt, Sample, Sampling
+
+
+class Environments:
+    """The environments of a run.
+
+    Args:
+        plan: names one
+        source: makes it
+    """
+
+    def __init__(self, plan: Plan, source: Source):
+        assert source.environment is not None and source.tokenizer is not None  # the plan names it
+        self.plan, turns = plan, plan.turns
+        reader = Reader(source.tokenizer, plan.sizes.vocab_size, turns.max_observation_tokens)
+        budget = plan.rollout.max_new_tokens
+        make, decode, stop_ids = source.environment, source.decode, source.stop_ids
+        self.manner = Manner(make, reader, decode, stop_ids, turns, budget)
+        self._noted: set[str] = set()
+
+    def need_turns(self, engine: Engine, rank: int) -> None:
+        """Raises ValueError if the engine of ``rank`` cannot answer turns."""
+        name = self.plan.rollout.engine
+        asked = name != "recorded" and self.plan.engine_of_rank[rank] is not None
+        if asked and not engine.capabilities.turns:
+            raise ValueError(
+                f"turns.environment: the {name} engine answers no turns, expected one that does"
+            )
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around a rollout: user code shares the process's settings and random numbers."""
+        return guarded(f"turns.environment: {self.plan.turns.environment!r}")
+
+    def ask(
+        self, engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, counts: Counts
+    ) -> Generator[Event]:
+        """The trajectories of an environment, or those that were recorded."""
+        if self.plan.rollout.engine == "recorded":
+            return recorded(engine, prompts, sampling, counts)
+        return conversations(self.manner, self._note, engine, prompts, sampling, counts)
+
+    def _note(self, kind: str, message: str) -> None:
+        """Name the first failure of each kind."""
+        if kind not in self._noted:
+            self._noted.add(kind)
+            print(f"environment: {message}", file=sys.stderr, flush=True)
+
+
+def conversations(
+    manner: Manner,
+    note: Callable[[str, str], None],
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    counts: Counts,
+) -> Generator[Event]:
+    """The trajectories of an environment; ``counts`` takes the numbers of those that are over."""
+    if not prompts:
+        return
+    feed = Feed(prompts, sampling.samples_per_prompt, manner, note)
+    try:
+        with closing(converse(engine, feed, sampling)) as stream:
+            for turn, over in stream:
+                if turn is not None:
+                    yield Event(turn.prompt_id, len(turn.response), None)
+                for each in over:
+                    yield Event(each.prompt.id, 0, each.samples or [])
+    finally:
+        counts.add(feed.counts)
+
+
+def recorded(
+    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, counts: Counts
+) -> Generator[Event]:
+    """Trajectories that were recorded: those of a group that are missing were dropped."""
+    groups: dict[int, dict[int, list[Sample]]] = {prompt.id: {} for prompt in prompts}
+    with closing(engine.stream(prompts, sampling)) as stream:
+        for sample in stream:
+            groups[sample.prompt_id].setdefault(sample.index, []).append(sample)
+    check_trajectories(s for group in groups.values() for part in group.values() for s in part)
+    for prompt_id, group in groups.items():
+        for index in range(sampling.samples_per_prompt):
+            samples = group.get(index, [])
+            yield Event(prompt_id, sum(map(sampled_tokens, samples)), samples)
+
+
+def turn_metrics(counts: Counts) -> dict[str, float]:
+    """Metrics of a rollout with an environment, from its counts."""
+    if not (begun := counts["begun"]):
+        return {}
+    dropped = {name: value for name, value in counts.items() if name.startswith("dropped/")}
+    left = begun - sum(dropped.values())
+    return {
+        "turns/mean": counts["turns"] / max(left, 1),
+        "turns/max": counts["max_turns"],
+        "turns/forks": counts["forks"],
+        "turns/dropped": begun - left,
+        "turns/close_failed": counts["close_failed"],
+        "turns/retries": counts["retries"],
+        "turns/environment_seconds": counts["seconds"] / begun,
+        "turns/waited_seconds": counts["max_waited"],
+        "route/changed_rows": counts["changed_rows"],
+    } | {f"turns/{name}": value for name, value in dropped.items()}

@@ -1,0 +1,192 @@
+"""The run folder: plan, metrics, checkpoints, and how a run resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pyrl_ext.megatron import checkpoint
+from pyrl_ext.metrics.history import load_run
+from pyrl_ext.metrics.report import print_report
+from pyrl_ext.metrics.sinks import JsonlSink, ProgressSink, Row, Sink, TensorBoardSink, count_rows
+from pyrl_ext.metrics.wandb_sink import WandbSink
+from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.shard import BatchShard
+from pyrl_ext.parallel.atomic_write import write_text
+from pyrl_ext.parallel.topology import Topology
+from pyrl_ext.plan import Plan
+from pyrl_ext.rollout.recorded import Recorder
+from pyrl_ext.rollout.recorded_scores import save_scores
+from pyrl_ext.samples import Sample
+from pyrl_ext.trainer.policy import Policy, Scores
+
+
+class RunFolder:
+    """The files of a run; only the main rank touches files other than checkpoints.
+
+    ``plan.json``, ``metrics.jsonl``, ``checkpoints/step-<n>``, ``tensorboard/``, ``wandb/`` and
+    every step's samples (`rollout.recorded.Recorder`) when asked for, ``report.png`` at the end. An
+    earlier run that ``resume=never`` replaced is in ``before-<n>/``.
+    """
+
+    def __init__(self, plan: Plan, topo: Topology):
+        self.plan, self.topo = plan, topo
+        self.path = Path(plan.run)
+        self.checkpoints = self.path / "checkpoints"
+        self.sinks: list[Sink] = []
+        self.progress: ProgressSink | None = None
+        self._recorder: Recorder | None = None
+        self._saved_at: int | None = None
+
+    def check(self) -> None:
+        """Check that this plan may continue the run in the folder, before anything is built.
+
+        Raises: ConfigError when the folder holds a run of a plan that computes something else.
+            ValueError when it holds metrics but no checkpoint to resume from.
+        """
+        if self.plan.resume == "never":
+            return
+        saved = self.path / "plan.json"
+        if saved.exists():
+            self.plan.check_resumes(Plan.read(saved))
+        if checkpoint.latest(self.checkpoints) is None:
+            self._check_history()
+
+    def _check_history(self) -> None:
+        """Refuse metrics without a checkpoint: the run would start over and overwrite them."""
+        steps = count_rows(self.path / "metrics.jsonl")
+        damaged = checkpoint.incomplete(self.checkpoints)
+        if steps or damaged:
+            held = f"metrics of {steps} steps" if steps else f"{damaged[-1].name} without counters"
+            raise ValueError(
+                f"run folder {self.path}: holds {held} but no whole checkpoint, expected one to "
+                "resume from; starting over would overwrite them. Put the checkpoint back into "
+                f"{self.checkpoints}, or add resume=never to start over (what is there moves to "
+                "a folder before-<n>)"
+            )
+
+    def resume(self, policy: Policy) -> None:
+        """Load the newest complete checkpoint, if any, and open the sinks at its step.
+
+        Communicates: as `Policy.load`; a barrier where ``resume`` is ``never``.
+        """
+        if self.plan.resume == "never":
+            self._set_aside()
+        newest = checkpoint.latest(self.checkpoints)
+        if newest is not None:
+            policy.load(newest)
+            self._saved_at = policy.step
+        if (folder := self.plan.rollout.record) is not None:
+            self._recorder = Recorder(self.path / folder, self.topo, policy.step)
+        if not self.topo.is_main:
+            return
+        write_text(self.path / "plan.json", self.plan.to_json())
+        if newest is not None:
+            self._announce(newest, policy.step)
+        lines = JsonlSink(self.path / "metrics.jsonl")
+        lines.rewind(policy.step)
+        self.sinks = [lines]
+        if self.plan.log.tensorboard:
+            self.sinks.append(TensorBoardSink(self.path / "tensorboard", policy.step))
+        if project := self.plan.log.wandb:
+            config = json.loads(self.plan.to_json())
+            self.sinks.append(WandbSink(self.path, project, config))
+        if self.plan.log.progress:
+            self.progress = ProgressSink(self.plan.steps, policy.step)
+            self.sinks.append(self.progress)
+
+    def _announce(self, newest: Path, step: int) -> None:
+        for damaged in checkpoint.incomplete(self.checkpoints):
+            if int(damaged.name.removeprefix("step-")) > step:
+                print(f"{damaged} has no {checkpoint.COUNTERS}: not whole, skipped", flush=True)
+        before = checkpoint.read_counters(newest)["layout"]
+        now = checkpoint.layout(self.topo)
+        moved = "" if before == now else f", written under {before}; now {now}"
+        done = f"step {step} of {self.plan.steps}"
+        print(f"resuming from {newest} ({done}){moved}", flush=True)
+        if step > self.plan.steps:
+            print(
+                f"the run is past steps={self.plan.steps} already: nothing is trained. Set steps "
+                "to a larger number to continue",
+                flush=True,
+            )
+
+    def _set_aside(self) -> None:
+        """Move the files of an earlier run to ``before-<n>/``. Communicates: a barrier."""
+        if self.topo.is_main:
+            names = [
+                *("plan.json", "metrics.jsonl", "checkpoints", "tensorboard", "report.png"),
+                *("report.html", "report.csv", "error.txt", "trace", "wandb", *self._recorded()),
+            ]
+            held = [self.path / name for name in names if (self.path / name).exists()]
+            if held:
+                number = 1
+                while (before := self.path / f"before-{number}").exists():
+                    number += 1
+                before.mkdir()
+                for each in held:
+                    each.rename(before / each.name)
+                print(f"resume=never: the earlier run moved to {before}", flush=True)
+        dist.barrier()
+
+    def _recorded(self) -> set[str]:
+        """The folders of recorded samples: this run's, and that of the earlier one."""
+        folders = {self.plan.rollout.record}
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a plan that nothing reads
+            saved = json.loads((self.path / "plan.json").read_bytes())
+            folders.add(saved["rollout"]["record"])
+        return {folder for folder in folders if folder}
+
+    def write(self, row: Row) -> None:
+        """One step's metrics to every sink."""
+        for sink in self.sinks:
+            sink.write(row)
+
+    def note(self, text: str) -> None:
+        """Show ``text`` on the progress line."""
+        if self.progress is not None:
+            self.progress.note(text)
+
+    def record(self, step: int, samples: Sequence[Sample]) -> None:
+        """Save the samples that this rank owns of a step, if the plan asks for it.
+
+        Communicates: a line of every rank.
+        """
+        if self._recorder is not None:
+            self._recorder.save(step, samples)
+
+    def record_scores(
+        self, step: int, index: BatchIndex, shard: BatchShard, scores: Scores | None
+    ) -> None:
+        """Save the trainer's log-probs of a step's rows beside the recorded samples."""
+        if self._recorder is not None and scores is not None:
+            where = self._recorder.folder, step, self.topo.rank
+            save_scores(*where, index, shard, scores.logprobs)
+
+    def save(self, policy: Policy) -> None:
+        """Save a checkpoint of ``policy.step`` unless it is saved; then prune older ones."""
+        if self._saved_at == policy.step:
+            return
+        policy.save(self.checkpoints / f"step-{policy.step}")
+        self._saved_at = policy.step
+        if self.topo.is_main:
+            checkpoint.prune(self.checkpoints, self.plan.checkpoint.keep)
+
+    def due(self, policy: Policy) -> bool:
+        """Whether the plan wants a checkpoint after ``policy.step`` steps."""
+        every = self.plan.checkpoint.every
+        return policy.step == self.plan.steps or bool(every and policy.step % every == 0)
+
+    def close(self) -> None:
+        """Close the files."""
+        for sink in self.sinks:
+            sink.close()
+
+    def report(self) -> None:
+        """Print the table of the whole run and draw its plot."""
+        if self.topo.is_main and (self.path / "metrics.jsonl").stat().st_size:
+            print_report([load_run(self.path)], self.path / "report.png")

@@ -1,0 +1,44 @@
+"""Traces of the steps that ``log.profile`` names, a file for each rank."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from pyrl_ext.ops.on_gpu import on_gpu
+from pyrl_ext.parallel.atomic_write import replacing
+from pyrl_ext.plan import Plan
+
+
+@contextmanager
+def profiled(plan: Plan, device: torch.device, step: int) -> Iterator[None]:
+    """Trace what this rank does in the ``with`` block, if ``log.profile`` names the step.
+
+    Writes ``RUN/trace/step-<n>-rank-<r>.json.gz`` in Chrome's format, which Perfetto opens. The
+    nanosecond at which this rank left a barrier of all ranks is in it: `pyrl_ext.tools.trace` puts
+    hosts with different clocks on one by that.
+
+    Communicates: a barrier. Syncs: the device, at the end.
+    """
+    if step not in plan.log.profile:
+        yield
+        return
+    of_gpu = [ProfilerActivity.CUDA] if on_gpu(device) else []
+    with profile(activities=[ProfilerActivity.CPU, *of_gpu]) as profiler:
+        dist.barrier()
+        rank = dist.get_rank()
+        known = {"step": step, "rank": rank, "ranks": dist.get_world_size()}
+        profiler.add_metadata_json("pyrl", json.dumps(known | {"barrier": time.time_ns()}))
+        yield
+    name = f"step-{step:06d}-rank-{rank:05d}.json.gz"
+    with replacing(Path(plan.run) / "trace" / name) as partial:
+        packed = partial.with_suffix(".json.gz")  # what the profiler compresses
+        profiler.export_chrome_trace(str(packed))
+        packed.rename(partial)

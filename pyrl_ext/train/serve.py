@@ -1,0 +1,179 @@
+"""``python -m pyrl_ext.train.serve CONFIG [section.key=value ...]``: run this host's engines.
+
+Each engine is a server in a separate process group, with a log file. One that ends or no longer
+answers is started again; it joins when the trainer next publishes.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from pyrl_ext.plan.command import parse_plan, plan_parser
+
+if TYPE_CHECKING:
+    from pyrl_ext.rollout.remote.commands import Command
+
+LOOK = 1.0  # between two looks at an engine [s]
+SILENT = 5  # looks without an answer after which an engine that answered before has to go
+PATIENCE = 10.0  # for an engine to end by itself [s]
+TRIES = 3  # starts in a row that may fail
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
+
+
+class Watched:
+    """One engine: started, watched, started again.
+
+    Args:
+        command: of the engine
+        log: file for what it prints
+    """
+
+    def __init__(self, command: Command, log: Path):
+        self.command, self.log = command, log
+        self.failed = self.silent = 0
+        self.answered = False
+        self.start()
+
+    def start(self) -> None:
+        from pyrl_ext.rollout.remote.commands import PARENT
+
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*self.command.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | dict(self.command.environment) | {PARENT: str(os.getpid())},
+                start_new_session=True,  # a process group that can be ended as a whole
+            )
+        self.answered, self.silent = False, 0
+
+    def look(self) -> None:
+        """Start it again if it ended or answers no more.
+
+        Raises: RuntimeError when it ended before it answered, `TRIES` times in a row.
+        """
+        status, address = self.process.poll(), self.command.address
+        if status is None and healthy(address):
+            if not self.answered:
+                say(f"{address} answers")
+            self.answered, self.silent, self.failed = True, 0, 0
+            return
+        self.silent += self.answered
+        if status is None and self.silent < SILENT:
+            return
+        why = f"ended with status {status}" if status is not None else "no longer answers"
+        self.end(signal.SIGKILL)
+        self.failed += not self.answered
+        if self.failed >= TRIES:
+            raise RuntimeError(
+                f"{address} {why} before it answered, {TRIES} times, expected it to serve. "
+                f"See {self.log}"
+            )
+        say(f"{address} {why}; it is started again, and joins at the next publish")
+        self.start()
+
+    def end(self, number: signal.Signals) -> None:
+        """Signal the whole group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def close(self) -> None:
+        """Wait until it ended by itself; then end what is left of its group."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(PATIENCE)
+        self.end(signal.SIGKILL)
+        self.process.wait()
+
+
+def healthy(address: str) -> bool:
+    """Whether a server says that it serves."""
+    try:
+        with DIRECT.open(address + "/health", timeout=PATIENCE) as reply:
+            return reply.status == 200
+    except (OSError, http.client.HTTPException):  # or what is no HTTP
+        return False
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def watch(commands: Sequence[Command], logs: Path) -> None:
+    """Keep the engines running until SIGTERM or SIGINT, which raise SystemExit here.
+
+    Raises: RuntimeError when another engine has an address, or as `Watched.look`.
+    """
+    engines: list[Watched] = []
+    try:
+        for command in commands:
+            if healthy(command.address):  # or the other would be taken for this one
+                raise RuntimeError(
+                    f"serve: {command.address} answers already, expected no engine there. End the "
+                    "one that has the port, or name another"
+                )
+            log = logs / f"engine-{urlsplit(command.address).port}.log"
+            engines.append(Watched(command, log))
+            say(f"{command.address} is started; log in {log}")
+        while True:
+            time.sleep(LOOK)
+            for engine in engines:
+                engine.look()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        for engine in engines:
+            engine.end(signal.SIGTERM)
+        for engine in engines:
+            engine.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0: printed; 1: an engine does not start; 2: the plan does not hold; 130: Ctrl-C."""
+    parser = plan_parser("pyrl_ext.train.serve", __doc__)
+    parser.add_argument("--print", action="store_true", help="print the command of each engine")
+    parser.add_argument("--host", help="whose engines; left out: those of this machine")
+    options, plan = parse_plan(parser, arguments)
+    if plan is None:
+        return 2
+    from pyrl_ext.rollout.remote.commands import commands_of  # brings torch
+
+    try:
+        commands = commands_of(plan, options.overrides, options.host)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.print:
+        print("\n".join(map(str, commands)))
+        return 0
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+    try:
+        watch(commands, Path(plan.run))
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"serve: {error}, expected run {plan.run} to be a folder for logs", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

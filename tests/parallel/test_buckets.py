@@ -1,0 +1,89 @@
+"""Buckets of weights that are kept while they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyrl_ext.parallel.buckets import Allocate, Bucket, BucketStream, KeptBuckets, buckets_of
+
+SHAPES = {f"w{i}": (3, 5 + i) for i in range(9)}
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g) for name, shape in SHAPES.items()}
+
+
+class Gathered(BucketStream):
+    """Tensors that every iteration puts into memory again; ``read`` counts them."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.tensors, self.read = tensors, 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.read = 0
+        for each in self.tensors.items():
+            self.read += 1
+            yield each
+
+    def buckets(self, allocate: Allocate) -> Iterator[tuple[Bucket, Tensor]]:
+        yield from buckets_of(iter(self), 300, allocate)
+
+
+def found(stream: BucketStream) -> dict[str, Tensor]:
+    """By name, as whoever sends the buckets sees them."""
+    asked: list[int] = []
+
+    def allocate(size: int) -> Tensor:
+        asked.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    tensors = {
+        slot.name: slot.view(buffer).clone()
+        for bucket, buffer in stream.buckets(allocate)
+        for slot in bucket.slots
+    }
+    assert len(asked) > 1
+    return tensors
+
+
+def same(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(some[n], others[n]) for n in some)
+
+
+def test_KeptBuckets_has_the_tensors_of_a_stream_as_often_as_it_is_asked():
+    kept = KeptBuckets(300)
+    for seed, wanted in ((0, [*SHAPES]), (1, ["w0", "w2", "w5", "w8"]), (2, [*SHAPES])):
+        sent = weights(seed)
+        kept.take(Gathered(sent), wanted)
+        for tensor in sent.values():
+            tensor.zero_()  # the trainer goes on
+        expected = {name: tensor for name, tensor in weights(seed).items() if name in wanted}
+        for _ in "ab":
+            assert same(found(kept), expected) and same(dict(kept), expected)
+
+
+def test_KeptBuckets_uses_its_memory_again():
+    kept = KeptBuckets(300)
+    first, second = (
+        {tensor.data_ptr() for _, tensor in kept.take(Gathered(weights(seed)), SHAPES)}
+        for seed in (0, 1)
+    )
+    assert first == second
+
+
+def test_KeptBuckets_reads_the_whole_stream_where_it_fails(monkeypatch: pytest.MonkeyPatch):
+    """Other ranks gather with this one."""
+    stream, kept = Gathered(weights(0)), KeptBuckets(300)
+
+    def full(*_: object) -> Bucket:
+        raise MemoryError
+
+    monkeypatch.setattr(Bucket, "of_names", full)
+    with pytest.raises(MemoryError):
+        kept.take(stream, SHAPES)
+    assert stream.read == len(SHAPES)

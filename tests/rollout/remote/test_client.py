@@ -1,0 +1,272 @@
+"""The client against a small server that speaks the protocol, rightly and in every wrong way."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyrl_ext.rollout.remote.client import Keys, Refused, Server, ServerFailed
+from pyrl_ext.rollout.remote.protocol import Partial, Request, encode_routes
+from tests.helpers.http_engine import HttpEngine, Messages, request_of, rows_of, tokens_of
+
+
+def ask(engine: HttpEngine, use: Callable[[Server], Awaitable[Any]], **fields: Any) -> Any:
+    """The result of ``use`` with a client of the server."""
+
+    async def run() -> Any:
+        server = Server(engine.address, **fields)
+        try:
+            return await use(server)
+        finally:
+            await server.close()
+
+    return asyncio.run(run())
+
+
+def test_generate_returns_the_whole_answer():
+    with HttpEngine() as engine:
+        request = request_of(1, budget=9)
+        part = Partial(request)
+        answer = ask(engine, lambda server: server.generate(request, part))
+    assert list(answer.token_ids) == tokens_of(request) == part.token_ids
+    assert answer.finish_reason == "length" and answer.versions == ((0, 9, 1),)
+    assert answer.routes is not None and len(answer.routes) == 3 + 9 - 1
+    assert engine.asked == [request]
+
+
+def test_generate_keeps_the_tokens_of_a_server_that_dies():
+    with HttpEngine() as engine:
+        engine.dies = 5
+        request, alive = request_of(1), list[bool]()
+        part = Partial(request)
+
+        async def use(server: Server) -> None:
+            with pytest.raises(ServerFailed, match="ended after 5 tokens"):
+                await server.generate(request, part)
+            alive.append(await server.healthy())
+
+        ask(engine, use)
+    assert part.token_ids == tokens_of(request)[:5] and len(part.logprobs) == 5
+    assert alive == [False]
+
+
+def test_generate_sends_again_where_a_kept_connection_was_closed():
+    """The server closes an idle connection at the moment when a request is written on it."""
+    with HttpEngine() as engine:
+
+        async def use(server: Server) -> Any:
+            await server.generate(request_of(1), Partial(request_of(1)))
+            engine.drop_next = True
+            return await server.generate(request_of(2), Partial(request_of(2)))
+
+        assert list(ask(engine, use).token_ids) == tokens_of(request_of(2))
+    assert not engine.drop_next
+
+
+# no token at all, and none after some
+@pytest.mark.parametrize("after", [0, 4])
+def test_generate_gives_up_a_server_that_hangs(after: int):
+    """It answers on /health all the time."""
+    with HttpEngine() as engine:
+        engine.hangs_after = after
+
+        async def use(server: Server) -> bool:
+            part = Partial(request_of(1))
+            with pytest.raises(ServerFailed, match=f"no token for 1 s, after {after} of"):
+                await server.generate(request_of(1), part)
+            assert len(part.token_ids) == after and not server.alive
+            with pytest.raises(ServerFailed, match="no token for"):
+                await server.generate(request_of(2), Partial(request_of(2)))
+            return await server.healthy()
+
+        assert ask(engine, use, silence=1.0)
+
+
+def test_generate_waits_longer_for_a_server_that_generates_for_others():
+    with HttpEngine() as engine:
+        engine.hangs_after, engine.busy = 0, True
+
+        async def use(server: Server) -> None:
+            waiting = asyncio.ensure_future(server.generate(request_of(1), Partial(request_of(1))))
+            await asyncio.sleep(1.2)
+            assert server.alive
+            engine.hangs_after = None
+            await waiting
+
+        ask(engine, use, silence=0.5)
+
+
+def test_generate_is_patient_while_weights_are_published():
+    with HttpEngine() as engine:
+        engine.hangs_after = 3
+
+        async def use(server: Server) -> None:
+            server.paused = True
+            waiting = asyncio.ensure_future(server.generate(request_of(1), Partial(request_of(1))))
+            await asyncio.sleep(0.8)
+            server.paused, engine.hangs_after = False, None
+            await waiting
+
+        ask(engine, use, silence=0.2)
+
+
+def changed(field: str, change: Callable[[Any], Any]) -> Callable[[Request, Messages], list[Any]]:
+    def twist(request: Request, messages: Messages) -> list[Any]:
+        (choice,) = messages[-1]["choices"]
+        choice[field] = change(choice[field])
+        return messages
+
+    return twist
+
+
+def logprob(value: float) -> Callable[[Request, Messages], list[Any]]:
+    def twist(request: Request, messages: Messages) -> list[Any]:
+        messages[2]["choices"][0]["logprobs"]["content"][0]["logprob"] = value
+        return messages
+
+    return twist
+
+
+TWO_ROWS = encode_routes(rows_of([5] * 9, 0, 2))
+NO_FILE = base64.b64encode(b"no file").decode()
+NONSENSE: dict[str, tuple[Callable[[Request, Messages], list[Any]], str]] = {
+    "log-prob -9999": (logprob(-9999.0), "log-prob -9999"),
+    "log-prob nan": (logprob(float("nan")), "log-prob nan"),
+    "log-prob above 0": (logprob(0.5), "log-prob 0.5"),
+    "an error inside a 200": (lambda r, m: [*m[:3], {"error": {"message": "dead"}}], "dead"),
+    "too few log-probs": (changed("logprobs", lambda _: {"content": []}), "0 log-probs"),
+    "too few rows": (
+        changed("routed_experts", lambda _: encode_routes(rows_of([5] * 9, 0, 2))),
+        "routes of 2 tokens",
+    ),
+    "no .npy": (changed("routed_experts", lambda _: NO_FILE), "routed_experts"),
+    "versions of a part": (changed("weight_versions", lambda v: [v[0] | {"end": 3}]), "versions"),
+    "another ending": (changed("finish_reason", lambda _: "tired"), "finish_reason 'tired'"),
+    "no ending": (changed("finish_reason", lambda _: None), "expected a finish_reason"),
+    "tokens without end": (lambda r, m: [*m[:-1]] * 9, "tokens, expected at most"),
+    "bytes without end": (lambda r, m: [b"data: " + b"x" * 4_000_000], "bytes, expected at most"),
+    "comments without end": (lambda r, m: [b": hello\n\n"] * 40_000, "bytes, expected at most"),
+    "no JSON": (lambda r, m: [b"data: {what}\n\n"], "not JSON"),
+    "deep JSON": (lambda r, m: [b"data: " + b"[" * 50_000 + b"\n\n"], "not JSON"),
+    "no DONE": (lambda r, m: [*m, None], r"\[DONE\]"),
+    "text": (lambda r, m: [b"data: [1, 2]\n\n"], "an object"),
+    "two choices": (lambda r, m: [m[0] | {"choices": m[0]["choices"] * 2}], "2 choices"),
+}
+
+
+@pytest.fixture(scope="module")
+def liar():
+    with HttpEngine() as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+def test_generate_refuses_nonsense(liar: HttpEngine, kind: str):
+    liar.twist, message = NONSENSE[kind]
+    request = request_of(1)
+
+    async def use(server: Server) -> None:
+        with pytest.raises(ServerFailed, match=message) as caught:
+            await server.generate(request, Partial(request))
+        assert liar.address in str(caught.value)
+
+    ask(liar, use)
+
+
+def test_generate_refuses_no_http():
+    """Something else listens at the address."""
+
+    async def run() -> None:
+        async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(10)
+            writer.write(b"220 mail ready\r\n\r\n")
+            await writer.drain()
+            writer.close()
+
+        listening = await asyncio.start_server(shout, "127.0.0.1", 0)
+        server = Server(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+        with pytest.raises(ServerFailed):
+            await server.generate(request_of(1), Partial(request_of(1)))
+        assert not await server.healthy()
+        await server.close()
+        listening.close()
+
+    asyncio.run(run())
+
+
+def test_generate_tells_a_wrong_request_from_a_failed_server():
+    with HttpEngine() as engine:
+
+        async def use(server: Server) -> None:
+            for status, error in ((400, Refused), (500, ServerFailed), (404, ServerFailed)):
+                engine.status = status
+                with pytest.raises(error, match=f"{status} .*because"):
+                    await server.generate(request_of(1), Partial(request_of(1)))
+            assert server.alive  # the router decides
+
+        ask(engine, use)
+
+
+def test_generate_gives_up_its_request_when_it_is_cancelled():
+    with HttpEngine(seconds=0.02) as engine:
+
+        async def use(server: Server) -> None:
+            request = request_of(1, budget=10_000)
+            task = asyncio.ensure_future(server.generate(request, Partial(request)))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            while engine.running:
+                await asyncio.sleep(0.01)
+
+        ask(engine, use)
+
+
+def test_control_reads_the_body():
+    with HttpEngine() as engine:
+
+        async def use(server: Server) -> None:
+            assert await server.control("/pause?mode=abort") == {"success": True}
+            with pytest.raises(ServerFailed, match=r"/no: .*False.*expected success"):
+                await server.control("/no")
+            with pytest.raises(ServerFailed, match="no answer within"):
+                await server.control("/slow", timeout=0.1)
+
+        ask(engine, use)
+    assert engine.controls["/pause"] == 1
+
+
+def test_keys_are_read_from_files_and_sent(tmp_path: Path):
+    for name in ("generate", "control"):
+        (tmp_path / name).write_text(f"{name}-{'0' * 32}\n")
+    keys = Keys.read(tmp_path)
+    assert keys == Keys(f"generate-{'0' * 32}", f"control-{'0' * 32}") and Keys.read(None) == Keys()
+    with HttpEngine(keys=keys) as engine:
+
+        async def right(server: Server) -> None:
+            await server.generate(request_of(1), Partial(request_of(1)))
+            await server.control("/pause")
+
+        async def wrong(server: Server) -> None:
+            with pytest.raises(ServerFailed, match="401"):
+                await server.generate(request_of(1), Partial(request_of(1)))
+            with pytest.raises(ServerFailed, match="401"):
+                await server.control("/pause")
+
+        ask(engine, right, keys=keys)
+        ask(engine, wrong, keys=Keys(keys.control, keys.generate))
+    (tmp_path / "control").unlink()
+    with pytest.raises(ValueError, match=r"rollout.keys: .*control, .*expected a file with a key"):
+        Keys.read(tmp_path)
+
+
+def test_requests_travel_as_json():
+    request = request_of(1, budget=5, top_p=0.5, stop_ids=(4,), stop=("end",))
+    assert Request.from_json(json.loads(json.dumps(request.to_json()))) == request

@@ -1,0 +1,415 @@
+"""The embedded engine behind HTTP, against the same engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from pyrl_ext.plan import compile_plan
+from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.remote.identity import Identity
+from pyrl_ext.rollout.remote.protocol import GENERATE, Answer, Request
+from pyrl_ext.rollout.remote.worker import MOST_LANES, Worker
+from pyrl_ext.samples import Prompt, Sample, Sampling
+from tests.helpers.engines import CONFIGS, GLM, checkpoint, engine_of, prompts_of, random_model
+from tests.helpers.servers import Gate, served
+from tests.helpers.tiny import CONFIG as TINY
+
+MODEL = random_model(GLM)
+SAMPLING = Sampling(12, 1.3, stop_ids=(*range(20, 28),), samples_per_prompt=3, seed=5)
+Check = Callable[..., Coroutine[Any, Any, None]]
+
+
+def asynchronous(check: Check) -> Any:
+    """A test that runs in a loop; it has a minute."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(check(*args, **kwargs), 60))
+
+    run.__name__, run.__doc__ = check.__name__, check.__doc__
+    run.__signature__ = __import__("inspect").signature(check)  # type: ignore[attr-defined]
+    return run
+
+
+def request_of(prompt: Prompt, index: int, sampling: Sampling = SAMPLING, **fields: Any) -> Request:
+    fields = {"max_tokens": sampling.max_new_tokens, "salt": "3"} | fields
+    stream = (sampling.seed, prompt.id, index)
+    name = f"{prompt.id} {index}"
+    return Request.of(sampling, name, prompt.tokens, random_stream=stream, **fields)
+
+
+def same(answer: Answer, sample: Sample, layers: int = 4) -> None:
+    """An answer has the tokens, log-probs and routes of an engine's sample."""
+    assert list(answer.token_ids) == sample.response
+    assert answer.finish_reason == sample.finish_reason
+    assert answer.versions == ((0, len(answer.token_ids), sample.weight_version),)
+    found = torch.tensor(answer.logprobs)
+    torch.testing.assert_close(
+        found, sample.rollout_logprobs[sample.prompt_len :], atol=1e-5, rtol=0
+    )
+    if sample.routes is None:
+        assert answer.routes is None
+        return
+    assert answer.routes is not None and answer.routes.shape[1] == layers
+    rows = torch.from_numpy(answer.routes[:, list(sample.layer_ids)])
+    assert torch.equal(rows, sample.routes[:-1])
+    dense = [layer for layer in range(layers) if layer not in sample.layer_ids]
+    assert not answer.routes[:, dense].any()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@asynchronous
+async def test_generate_equals_the_engine(family: str):
+    """Streamed or whole, several ways of drawing at once, each by its own random streams."""
+    config = CONFIGS[family]
+    model = random_model(config)
+    prompts = prompts_of([1, 3, 7, 20], config["vocab_size"])
+    ways = [SAMPLING, replace(SAMPLING, seed=6, stop_ids=()), replace(SAMPLING, greedy=True)]
+    expected = [engine_of(model, config).generate(prompts, way) for way in ways]
+    async with served(engine_of(model, config, max_num_seqs=16)) as client:
+        answers = await asyncio.gather(
+            *(
+                client.generate(request_of(p, i, way, stream=i != 1))
+                for way in ways
+                for p in prompts
+                for i in range(3)
+            )
+        )
+        _, text = await client.get("/metrics")
+    samples = [sample for way in expected for sample in way]
+    for answer, sample in zip(answers, samples, strict=True):
+        same(answer, sample, config["num_hidden_layers"])
+    tokens = sum(len(a.token_ids) for a in answers)
+    assert f"vllm:generation_tokens_total {tokens}\n" in text
+    assert "vllm:num_requests_running 0\n" in text
+
+
+@asynchronous
+async def test_generate_does_not_depend_on_an_abort_and_a_second_server():
+    prompts, sampling = prompts_of([5, 9], GLM["vocab_size"]), replace(SAMPLING, stop_ids=())
+    expected = engine_of(MODEL, GLM).generate(prompts, sampling)
+    first = engine_of(MODEL, GLM)
+    gate = Gate(first)
+    requests = [request_of(p, i, sampling) for p in prompts for i in range(3)]
+    async with served(first) as one, served(engine_of(MODEL, GLM)) as other:
+        begun = [asyncio.create_task(one.generate(each)) for each in requests]
+        await gate.allow(5)
+        pause = asyncio.create_task(one.post("/pause?mode=abort"))
+        await one.blocked(1)
+        gate.open()
+        assert (await pause)[0] == 200
+        parts = await asyncio.gather(*begun)
+        assert all(0 < len(part.token_ids) < 12 for part in parts)
+        assert {part.finish_reason for part in parts} == {"abort"}
+        rest = [
+            replace(
+                request,
+                token_ids=request.token_ids + part.token_ids,
+                max_tokens=12 - len(part.token_ids),
+                routes_from=len(request.token_ids) + len(part.token_ids) - 1,
+            )
+            for request, part in zip(requests, parts, strict=True)
+        ]
+        ends = await asyncio.gather(*(other.generate(each) for each in rest))
+    for part, end, sample in zip(parts, ends, expected, strict=True):
+        assert part.routes is not None and end.routes is not None
+        whole = replace(
+            end,
+            token_ids=part.token_ids + end.token_ids,
+            logprobs=part.logprobs + end.logprobs,
+            versions=((0, 12, 3),),
+            routes=np.concatenate([part.routes, end.routes]),
+        )
+        same(whole, sample)
+
+
+@asynchronous
+async def test_pause_keeps_requests_and_their_caches_over_new_weights():
+    """The second span is of the new weights; with a reset it stands on nothing of the old ones."""
+    other = random_model(GLM, seed=1)
+    (prompt,) = prompts_of([9], GLM["vocab_size"])
+    sampling = replace(SAMPLING, stop_ids=())
+    for again in (False, True):
+        engine = engine_of(MODEL, GLM)
+        gate = Gate(engine)
+        async with served(engine) as client:
+            request = request_of(prompt, 0, sampling)
+            task = asyncio.create_task(client.generate(request))
+            await gate.allow(4)
+            pause = asyncio.create_task(client.post("/pause?mode=keep&clear_cache=false"))
+            await client.blocked(1)
+            gate.open()
+            assert (await pause)[0] == 200
+            worker = client.server.worker
+            await worker.call(worker.load, checkpoint(other), 4, None)
+            path = f"/reset_prefix_cache?reset_running_requests={str(again).lower()}"
+            assert await client.post(path) == (200, {"success": again})
+            late = asyncio.create_task(client.generate(replace(request, request_id="late")))
+            await client.post("/resume")
+            answer = await task
+            await late
+        (_, begin, before), (_, _, after) = answer.versions
+        assert (before, after, len(answer.token_ids)) == (3, 4, 12)
+        old = engine_of(MODEL, GLM).generate([prompt], replace(sampling, samples_per_prompt=1))
+        assert list(answer.token_ids[:begin]) == old[0].response[:begin]
+        new = await _continued(other, request, answer, begin)
+        equal = np.allclose(answer.logprobs[begin:], new.logprobs, atol=1e-5)
+        assert (answer.token_ids[begin:] == new.token_ids and equal) == again
+
+
+async def _continued(model: Any, request: Request, answer: Answer, begin: int) -> Answer:
+    context = request.token_ids + answer.token_ids[:begin]
+    async with served(engine_of(model, GLM)) as client:
+        return await client.generate(replace(request, token_ids=context, max_tokens=12 - begin))
+
+
+@asynchronous
+async def test_pause_waits_for_what_runs_and_holds_what_comes():
+    engine = engine_of(MODEL, GLM)
+    gate = Gate(engine)
+    one, two = prompts_of([4, 6], GLM["vocab_size"])
+    async with served(engine) as client:
+        first = asyncio.create_task(
+            client.generate(request_of(one, 0, replace(SAMPLING, stop_ids=())))
+        )
+        await gate.allow(2)
+        pause = asyncio.create_task(client.post("/pause?mode=wait"))
+        await client.blocked(1)
+        second = asyncio.create_task(client.generate(request_of(two, 0)))
+        await client.blocked(2)
+        gate.open()
+        assert (await pause)[0] == 200
+        assert (await first).finish_reason in ("stop", "length")
+        assert await client.get("/is_paused") == (200, '{"is_paused": true}')
+        assert not second.done()
+        await client.post("/resume")
+        assert (await second).finish_reason in ("stop", "length")
+
+
+@asynchronous
+async def test_generate_of_two_kinds_at_once_both_go_on():
+    """A short greedy request ends while a long one that draws still runs."""
+    engine = engine_of(MODEL, GLM)
+    gate = Gate(engine)
+    (prompt,) = prompts_of([4], GLM["vocab_size"])
+    async with served(engine, 200) as client:
+        long = request_of(prompt, 0, replace(SAMPLING, stop_ids=()), max_tokens=150)
+        begun = asyncio.create_task(client.generate(long))
+        await gate.allow(3)
+        greedy = request_of(prompt, 0, replace(SAMPLING, greedy=True), max_tokens=5)
+        short = asyncio.create_task(client.generate(greedy))
+        await gate.allow(30)
+        await short
+        assert not begun.done()
+        gate.open()
+        assert len((await begun).token_ids) == 150
+
+
+@asynchronous
+async def test_generate_aborts_for_a_client_that_goes_away():
+    engine = engine_of(MODEL, GLM)
+    gate = Gate(engine)
+    one, two = prompts_of([4, 5], GLM["vocab_size"])
+    request = request_of(one, 0, replace(SAMPLING, stop_ids=()))
+    async with served(engine) as client:
+        for stream in (True, False):
+            begun = asyncio.create_task(client.generate(replace(request, stream=stream)))
+            await gate.allow(2)
+            begun.cancel()
+            while client.server.jobs:
+                await asyncio.sleep(0.001)
+            await client.blocked(1)
+            gate.release(1)
+            while client.server.worker.busy:
+                await asyncio.sleep(0.001)
+        gate.open()
+        last = await client.generate(request_of(two, 0))
+        assert not client.server.worker.busy
+        assert client.server.worker.counts["answers"] == 3
+        assert client.server.worker.counts["generation"] == 2 * 3 + len(last.token_ids)
+
+
+@asynchronous
+async def test_generate_aborts_what_is_added_after_its_client_went_away():
+    engine = engine_of(MODEL, GLM)
+    gate = Gate(engine)
+    one, two = prompts_of([4, 5], GLM["vocab_size"])
+    endless = replace(SAMPLING, stop_ids=())
+    async with served(engine, 200) as client:
+        first = asyncio.create_task(client.generate(request_of(one, 0, endless)))
+        await gate.allow(2)  # what comes now is added behind the forward
+        second = asyncio.create_task(client.generate(request_of(two, 0, endless, max_tokens=150)))
+        await client.blocked(1)
+        second.cancel()
+        await asyncio.sleep(0.2)
+        gate.open()
+        tokens = len((await first).token_ids)
+        while client.server.worker.busy:
+            await asyncio.sleep(0.001)
+        assert client.server.worker.counts["generation"] < tokens + 150
+
+
+def test_worker_bounds_the_caches_of_requests_that_draw_in_other_ways():
+    worker, loop = Worker(engine_of(MODEL, GLM), 200), asyncio.new_event_loop()
+    (prompt,) = prompts_of([4], GLM["vocab_size"])
+    ways = [replace(SAMPLING, temperature=1 + n / 10) for n in range(MOST_LANES + 1)]
+    for n, sampling in enumerate(ways[:-1]):
+        worker.add(request_of(prompt, n, sampling), loop)
+    with pytest.raises(ValueError, match=f"draw in {MOST_LANES} ways already, expected one"):
+        worker.add(request_of(prompt, 99, ways[-1]), loop)
+    worker.add(request_of(prompt, 99, ways[0]), loop)
+    loop.close()
+
+
+@asynchronous
+async def test_caches_are_found_by_trajectory_and_salt_until_reset():
+    (prompt,) = prompts_of([30], GLM["vocab_size"])
+    request = request_of(prompt, 0, max_tokens=3)
+
+    async def cached(**changes: Any) -> int | None:
+        return (await client.generate(replace(request, **changes))).cached_tokens
+
+    async with served(engine_of(MODEL, GLM)) as client:
+        assert await cached() == 0
+        assert await cached() == 29  # all but the last, whose logits are wanted
+        assert await cached(salt="4") == 0
+        assert await cached(reads_cache=False) == 0
+        assert await client.post("/reset_prefix_cache") == (200, {"success": True})
+        assert await cached() == 0
+        assert await cached(random_stream=(9, 9, 9)) == 0
+
+
+@asynchronous
+async def test_stale_caches_show_without_salt_and_reset_and_never_with_either():
+    """Otherwise a canary on this server would prove nothing."""
+    engine = engine_of(MODEL, GLM)
+    weights = {k: v + 1e-2 * torch.randn_like(v) for k, v in checkpoint(MODEL).items()}
+    (prompt,) = prompts_of([30], GLM["vocab_size"])
+    request = request_of(prompt, 0, replace(SAMPLING, stop_ids=()), max_tokens=1, top=20, salt="")
+    async with served(engine) as client:
+        await client.generate(request)
+        await client.post("/pause?mode=keep&clear_cache=false")
+        worker = client.server.worker
+        await worker.call(worker.load, weights, 4, None)
+        await client.post("/resume")
+        stale = await client.generate(request)
+        salted = await client.generate(replace(request, salt="4"))
+        await client.post("/reset_prefix_cache")
+        clean = await client.generate(request)
+    fresh = HFEngine(GLM)
+    fresh.load_weights(weights.items(), 4)
+    async with served(fresh) as client:
+        expected = await client.generate(request)
+
+    def gap(answer: Answer) -> float:
+        found = dict(answer.top[0])
+        return max(abs(found.get(t, -99) - p) for t, p in expected.top[0])
+
+    assert stale.cached_tokens == 29 and gap(stale) > 1e-3
+    assert gap(salted) < 1e-5 and gap(clean) < 1e-5
+
+
+@asynchronous
+async def test_wrong_calls_are_refused_with_a_reason():
+    engine = HFEngine(GLM)
+    (prompt,) = prompts_of([5], GLM["vocab_size"])
+    request = request_of(prompt, 0).to_json()
+
+    async def refused(path: str, body: Any, status: int, says: str) -> None:
+        found, answer = await client.post(path, body)
+        assert (found, says in answer["error"]["message"]) == (status, True), answer
+
+    async with served(engine, 40) as client:
+        await refused(GENERATE, request, 409, "no complete weights")
+        engine.load_weights(checkpoint(MODEL).items(), 1)
+        wrong = request | {"token_ids": [5, 10_000]}
+        await refused(GENERATE, wrong, 400, "token id 10000")
+        wrong = request | {"token_ids": list(range(3, 36))}
+        await refused(GENERATE, wrong, 400, "at most 40 tokens")
+        await refused(GENERATE, [1], 400, "expected an object")
+        await refused("/pause?mode=never", {}, 400, "'never'")
+        await refused("/start_weight_update", {}, 409, "expected it paused")
+        await refused("/collective_rpc", {"method": "shutdown"}, 403, "weight_digests")
+        await client.post("/pause")
+        await refused("/update_weights", {"update_info": {}}, 500, "not started")
+        await refused("/finish_weight_update", {"weight_version": "3"}, 500, "without weights")
+        await client.post("/resume")
+        async with client.http.post(client.url + GENERATE, data=b"{") as reply:
+            assert reply.status == 400
+        # a server goes on after all of it
+        assert (await client.generate(request_of(prompt, 0))).versions[0][2] == 1
+        names = ["model.norm.weight"]
+        _, found = await client.post(
+            "/collective_rpc", {"method": "weight_digests", "args": [names]}
+        )
+        assert found == {"results": [engine.checksums(names)]}
+
+
+@asynchronous
+async def test_weights_that_make_nan_end_requests_with_an_error():
+    engine = engine_of(MODEL, GLM)
+    with torch.no_grad():
+        engine.model.get_parameter("lm_head.weight").fill_(torch.nan)
+    (prompt,) = prompts_of([5], GLM["vocab_size"])
+    async with served(engine) as client:
+        whole = request_of(prompt, 0, stream=False).to_json()
+        status, body = await client.post(GENERATE, whole)
+        assert status == 500 and "non-finite" in body["error"]["message"], body
+        with pytest.raises(ValueError, match=r"an error|log-prob nan"):
+            await client.generate(request_of(prompt, 0))
+
+
+@asynchronous
+async def test_body_has_a_bound():
+    async with served(engine_of(MODEL, GLM)) as client, aiohttp.ClientSession() as http:
+        headers = {"Content-Length": str(1 << 40)}
+        async with http.post(client.url + GENERATE, data=b"", headers=headers) as reply:
+            assert reply.status == 413
+
+
+def test_embedded_says_its_address_first_and_ends_with_its_parent(tmp_path: Path):
+    """A parent starts it, learns the address, and is killed."""
+    command = [sys.executable, "-m", "pyrl_ext.rollout.remote.embedded", str(TINY)]
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, subprocess, sys, time\n"
+        "os.environ['PYRL_PARENT'] = str(os.getpid())\n"
+        "server = subprocess.Popen(sys.argv[1:])\n"
+        "print(server.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, str(script), *command], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    try:
+        server = os.pidfd_open(int(parent.stdout.readline()))
+        address = parent.stdout.readline().strip()
+        with urllib.request.urlopen(address + "/health") as reply:
+            assert reply.status == 200
+        body = json.dumps({"method": "identity"}).encode()
+        with urllib.request.urlopen(address + "/collective_rpc", body) as reply:
+            (found,) = json.load(reply)["results"]
+        plan = compile_plan(TINY)
+        shapes = HFEngine(plan.hf).shapes()
+        mine = Identity.of(plan.hf, shapes, "float32", plan.tokenizer_path)
+        assert mine.differs(found) is None
+    finally:
+        parent.kill()
+        parent.wait()
+    assert select.select([server], [], [], 30)[0]
+    os.close(server)

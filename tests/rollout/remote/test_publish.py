@@ -1,0 +1,367 @@
+"""Weights for several servers at once: each has them, proved, or is out; faults by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyrl_ext.plan.schema.lora import Lora
+from pyrl_ext.rollout.build import build_in_this_process
+from pyrl_ext.rollout.engine import ScoreCanaries
+from pyrl_ext.rollout.hf.engine import HFEngine
+from pyrl_ext.rollout.remote import protocol
+from pyrl_ext.rollout.remote.canary import prove
+from pyrl_ext.rollout.remote.client import Server, ServerFailed
+from pyrl_ext.rollout.remote.embedded import Server as EmbeddedServer
+from pyrl_ext.rollout.remote.identity import Identity
+from pyrl_ext.rollout.remote.protocol import Partial, Request
+from pyrl_ext.rollout.remote.publisher import Publisher, identity_of, shapes_of
+from pyrl_ext.rollout.remote.taker import Taker
+from pyrl_ext.samples import Sample
+from tests.helpers.deadline import DEADLINE
+from tests.helpers.engines import GLM, checkpoint, plain, random_model
+from tests.helpers.http_engine import HttpEngine
+from tests.helpers.publishing import CANARY, REQUEST, Trainer
+from tests.helpers.servers import Client, running
+from tests.helpers.stale import NoCache, NoSuchExpert, StaleKeys, StaleRoutes, server_of
+from tests.helpers.tiny import tiny_plan
+
+MODELS = random_model(GLM), random_model(GLM, seed=1)
+FIRST, SECOND = map(checkpoint, MODELS)
+
+
+def noisy(weights: dict[str, Tensor], size: float) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {n: w + size * torch.randn(w.shape, generator=g) for n, w in weights.items()}
+
+
+Kind = Callable[[HFEngine, int], EmbeddedServer]
+
+
+class Bench(Trainer):
+    """Servers of embedded engines without weights, in this process, and their trainer.
+
+    Args:
+        kinds: of the servers
+    """
+
+    def __init__(self, stack: ExitStack, *kinds: Kind):
+        self.clients: list[Client] = []
+        for kind in kinds:
+            engine = HFEngine(GLM, max_num_seqs=16)
+            self.clients.append(stack.enter_context(running(engine, 500, kind)))
+        super().__init__(stack, [client.url for client in self.clients])
+
+    def paused(self, number: int) -> bool:
+        return self.clients[number].server.worker.state == "paused"
+
+    def engine(self, number: int) -> HFEngine:
+        return self.clients[number].server.engine
+
+
+@contextmanager
+def bench(*kinds: Kind) -> Iterator[Bench]:
+    with ExitStack() as stack:
+        yield Bench(stack, *kinds)
+
+
+def digests(engine: HFEngine) -> dict[str, int]:
+    return engine.checksums(None)
+
+
+def test_publish_gives_every_server_the_weights_and_proves_it():
+    with bench(EmbeddedServer, EmbeddedServer) as both:
+        for server in both.servers:
+            with pytest.raises(ServerFailed, match="no complete weights"):
+                both.generate(server)
+        for version, weights in ((1, FIRST), (2, SECOND), (3, noisy(SECOND, 1e-4))):
+            done = both.publish(weights, version)
+            assert done.failed == {}
+            assert done.seen.keys() == {server.address for server in both.servers}
+            expected = HFEngine(GLM)
+            expected.load_weights(weights.items(), version)
+            for number, server in enumerate(both.servers):
+                assert digests(both.engine(number)) == digests(expected)
+                answer = both.generate(server, replace(REQUEST, salt=str(version)))
+                assert answer.versions == ((0, 4, version),)
+            through = [seen.through for seen in done.seen.values()]
+            assert through[0].token_ids == through[1].token_ids
+            assert done.bytes > sum(w.nbytes for w in weights.values())
+            assert {"pause", "start", "transfer", "finish", "reset", "resume", "canary"} == {
+                *done.seconds
+            }
+
+
+@pytest.mark.parametrize("pause", ["finish", "keep", "abort"])
+def test_publish_pauses_what_runs(pause: str):
+    """With requests under way in each of the ways; they end with spans of both versions."""
+    with bench(EmbeddedServer) as one:
+        one.publish(FIRST, 1)
+        requests = [
+            Request(f"r{i}", tuple(range(3, 9)), 200, random_stream=(0, i, 0)) for i in range(4)
+        ]
+        parts = [Partial(request) for request in requests]
+        running = [
+            asyncio.run_coroutine_threadsafe(one.servers[0].generate(request, part), one.loop)
+            for request, part in zip(requests, parts, strict=True)
+        ]
+        while not all(len(part.token_ids) > 3 for part in parts):
+            pass
+        done = one.publish(SECOND, 2, pause=pause)
+        assert done.failed == {}
+        answers = [each.result(DEADLINE) for each in running]
+        ends = {answer.finish_reason for answer in answers}
+        versions = {v for answer in answers for _, _, v in answer.versions}
+        assert ends == ({"abort"} if pause == "abort" else {"length"})
+        assert versions == ({1, 2} if pause == "keep" else {1})
+
+
+def test_publish_finds_caches_of_other_weights():
+    """Noise of 1e-4 with salts and resets both taken out; and a cache that is none."""
+    with bench(server_of(StaleKeys), EmbeddedServer, server_of(NoCache)) as three:
+        stale, good, none = three.servers
+        done = three.publish(FIRST, 1)
+        assert done.failed.keys() == {none.address}
+        assert "0 of its 40 tokens came from the cache" in done.failed[none.address]
+        with pytest.raises(ServerFailed, match="came from the cache"):  # it is paused
+            three.generate(none)
+        done = three.publish(noisy(FIRST, 1e-4), 2, [stale, good])
+        assert done.failed.keys() == {stale.address} and done.seen.keys() == {good.address}
+        assert "canary of version 2: through the cache" in done.failed[stale.address]
+        assert three.paused(0) and not three.paused(1)
+
+
+def score_of(model: Any) -> ScoreCanaries:
+    """The scores of a trainer that holds ``model``, by a plain forward of transformers."""
+
+    def score(samples: Sequence[Sample]) -> list[tuple[float, Mapping[int, float]]]:
+        found: list[tuple[float, Mapping[int, float]]] = []
+        for sample in samples:
+            logits, routes = plain(model, sample.tokens)
+            start, apart = sample.prompt_len, dict[int, float]()
+            chosen = sample.tokens[start:, None]
+            own = logits[start - 1 : -1].log_softmax(-1).gather(1, chosen)[:, 0]
+            assert sample.routes is not None
+            for slot, layer in enumerate(sample.layer_ids):
+                mine, its = routes[layer][:-1], sample.routes[:-1, slot].long()
+                apart[layer] = 1 - float((mine[:, :, None] == its[:, None]).float().mean()) * 2
+            found.append((float((own - sample.rollout_logprobs[start:]).abs().mean()), apart))
+        return found
+
+    return score
+
+
+def test_prove_finds_old_routes_beside_right_keys_and_values():
+    with bench(EmbeddedServer, server_of(StaleRoutes), EmbeddedServer) as three:
+        for version, weights, model in ((1, FIRST, MODELS[0]), (2, SECOND, MODELS[1])):
+            done = three.publish(weights, version)
+            assert done.failed == {}  # a server's answers agree with each other
+            failed = prove(CANARY, done.seen, version, score_of(model))
+            if version == 1:
+                assert failed == {}
+        stale = three.servers[1].address
+        assert failed.keys() == {stale} and len(CANARY.groups(done.seen)) == 2
+        assert "canary of version 2" in failed[stale] and "of layer 1 differ" in failed[stale]
+        noise = random_model(GLM)
+        noise.load_state_dict(noisy(MODELS[1].state_dict(), 1e-4))
+        failed = prove(CANARY, done.seen, 2, score_of(noise))
+        assert failed.keys() == {server.address for server in three.servers}
+        assert "log-probs differ from the trainer's" in failed[three.servers[0].address]
+
+
+def test_publish_takes_out_who_answers_the_canary_with_nonsense():
+    with bench(EmbeddedServer, server_of(NoSuchExpert)) as two:
+        done = two.publish(FIRST, 1)
+        lies = two.servers[1].address
+        assert done.failed.keys() == {lies} and done.seen.keys() == {two.servers[0].address}
+        assert "canary with experts 200 to 200, expected 0 to 7" in done.failed[lies]
+
+
+def identity(**changes: Any) -> Identity:
+    given = {"config": GLM, "shapes": HFEngine(GLM).shapes(), "dtype": "float32", "tokenizer": None}
+    return Identity.of(**(given | changes))
+
+
+def of_other(**changes: Any) -> Kind:
+    """A server that says so of itself."""
+    return lambda engine, most: EmbeddedServer(engine, most, identity(**changes).to_json())
+
+
+def test_publish_lets_nobody_join_who_serves_something_else(tmp_path: Path):
+    """Another model, dtype, tokenizer, scale of adapters, or tensors; and who is refused keeps what
+    it has."""
+    shapes = HFEngine(GLM).shapes()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(name)
+    tokenizer = {"tokenizer": tmp_path / "a"}
+    wrong = {
+        "model": {"config": GLM | {"rms_norm_eps": 1e-5}},
+        "dtype": {"dtype": "bfloat16"},
+        "tokenizer": {"tokenizer": tmp_path / "b"},
+        "tensors": {"shapes": dict(list(shapes.items())[1:])},
+        "alpha": {"lora": Lora(rank=8, alpha=16)},
+    }
+    kinds = [of_other(**(tokenizer | change)) for change in ({}, *wrong.values())]
+    with bench(*kinds) as six:
+        done = six.publish(FIRST, 1, identity=identity(**tokenizer))
+        good, *others = six.servers
+        assert done.failed.keys() == {other.address for other in others}
+        for other, name in zip(others, wrong, strict=True):
+            assert f"its {name} is" in done.failed[other.address]
+        assert done.seen.keys() == {good.address}
+        assert all(six.engine(number).version is None for number in range(1, 6))
+        assert not any(map(six.paused, range(1, 6)))  # they may be other trainers'
+        six.clients[0].server.identity = identity(**tokenizer | wrong["model"]).to_json()
+        done = six.publish(SECOND, 2, [good], identity=identity(**tokenizer))  # another came there
+        assert "its model is" in done.failed[good.address] and six.engine(0).version == 1
+        same_notes = {**GLM, "transformers_version": "5", "use_cache": False}
+        assert identity(config=same_notes) == identity()
+        assert identity().differs(identity(**tokenizer).to_json()) is None  # it has none itself
+
+
+def test_publish_leaves_a_server_that_fails_paused_with_its_old_weights():
+    """Its transfer fails, or it is asked for what it cannot do; others get theirs."""
+    with bench(EmbeddedServer, EmbeddedServer) as both:
+        both.publish(FIRST, 1)
+        before = digests(both.engine(1))
+        both.clients[1].server.staged.wanted.pop("lm_head.weight")
+        done = both.publish(SECOND, 2)
+        bad = both.servers[1]
+        assert done.failed.keys() == {bad.address}
+        assert (
+            "'lm_head.weight', expected a tensor that the engine holds" in done.failed[bad.address]
+        )
+        assert both.paused(1) and both.engine(1).version == 1
+        assert digests(both.engine(1)) == before != digests(both.engine(0))
+        both.clients[1].server.staged.wanted["lm_head.weight"] = (128, 64)
+        assert both.publish(SECOND, 3).failed == {}  # it joins again
+        assert digests(both.engine(1)) == digests(both.engine(0)) and not both.paused(1)
+
+
+def test_Taker_takes_time_off_once_for_calls_side_by_side():
+    async def ask(engine: HttpEngine) -> Taker:
+        part = Taker(Server(engine.address), 1, 0.5, {}, {})
+        slow = (part._call("slow", "/slow") for _ in range(2))
+        assert all(
+            isinstance(end, ServerFailed)
+            for end in await asyncio.gather(*slow, return_exceptions=True)
+        )
+        await part.server.close()
+        return part
+
+    with HttpEngine() as engine:
+        part = asyncio.run(ask(engine))
+    longest = part.seconds["slow"]
+    assert longest <= 0.5 - part.left < 1.5 * longest
+
+
+@pytest.mark.parametrize(("spread", "again"), [("relay", {1}), ("broadcast", {2, 3})])
+def test_publish_sends_every_byte_once(spread: str, again: set[int]):
+    """Servers pass them on, or all get them at once. One that fails among them costs only itself:
+    those that miss them are sent the weights a second time."""
+    with bench(EmbeddedServer, EmbeddedServer, EmbeddedServer) as three:
+        done, size = three.publish(FIRST, 1, spread=spread), sum(w.nbytes for w in FIRST.values())
+        assert done.failed == {} and done.again == 0 and size < done.bytes < 1.2 * size
+        expected = digests(three.engine(0))
+        assert digests(three.engine(1)) == digests(three.engine(2)) == expected
+        three.clients[1].server.staged.wanted.pop("lm_head.weight")
+        done, (first, bad, last) = three.publish(SECOND, 2, spread=spread), three.servers
+        assert done.failed.keys() == {bad.address} and done.again in again
+        assert "'lm_head.weight', expected a tensor" in done.failed[bad.address]
+        assert done.seen.keys() == {first.address, last.address}
+        assert digests(three.engine(0)) == digests(three.engine(2)) != expected
+        assert digests(three.engine(1)) == expected and three.paused(1)
+
+
+def test_publish_of_a_part_replaces_the_version_before_alone():
+    """A server that missed the publish before keeps what it has until it gets all tensors."""
+    part = {n: w + 1 for n, w in FIRST.items() if ".layers.1." in n}
+    with bench(EmbeddedServer, EmbeddedServer) as both:
+        good, behind = both.servers
+        both.publish(FIRST, 1)
+        both.publish(SECOND, 2, [good])
+        before = digests(both.engine(1))
+        done = both.publish(part, 3, only=set(part), base=2, canary=None)
+        assert done.failed == {
+            behind.address: f"{behind.address}: it has weights of version 1, expected 2, of which "
+            "a part is replaced; it needs all of them first"
+        }
+        assert both.engine(0).version == 3 and both.engine(1).version == 1
+        assert digests(both.engine(1)) == before and both.paused(1)
+        now = digests(both.engine(0))
+        both.publish(SECOND, 4)
+        assert {n for n, d in digests(both.engine(0)).items() if d != now[n]} == part.keys()
+        assert digests(both.engine(0)) == digests(both.engine(1))
+
+
+def test_publish_raises_what_the_trainer_does_and_leaves_old_weights():
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        for number, each in enumerate(SECOND.items()):
+            if number == 60:
+                raise FloatingPointError("no more")
+            yield each
+
+    with bench(EmbeddedServer) as one:
+        one.publish(FIRST, 1)
+        before = digests(one.engine(0))
+        with pytest.raises(FloatingPointError):
+            one.publish(broken(), 2)
+        with pytest.raises(RuntimeError, match=r"1 of 129 tensors .* \['lm_head.weight'\]"):
+            one.publish({n: w for n, w in SECOND.items() if n != "lm_head.weight"}, 2)
+        assert one.paused(0) and one.engine(0).version == 1
+        assert digests(one.engine(0)) == before
+        assert one.publish(SECOND, 2).failed == {}
+
+
+def test_servers_refuse_what_stock_ones_accept():
+    """An update without a pause, a second start, a finish without weights or of another version,
+    a reset that does nothing: each is an error, or harmless."""
+    with bench(EmbeddedServer) as one:
+        one.publish(FIRST, 1)
+        server = one.servers[0]
+
+        def call(path: str, body: Any = None) -> Any:
+            return one.run(server.control(path, body))
+
+        with pytest.raises(ServerFailed, match="expected it paused"):
+            call(protocol.START)
+        call(f"{protocol.PAUSE}?mode=abort")
+        with pytest.raises(ServerFailed, match="not started"):
+            call(protocol.UPDATE, {"update_info": {}})
+        call(protocol.START)
+        call(protocol.START)
+        with pytest.raises(ServerFailed, match="a finish without weights"):
+            call(protocol.FINISH, {"weight_version": "2"})
+        assert one.engine(0).version == 1
+        call(protocol.RESUME)
+        assert one.generate(server).versions == ((0, 4, 1),)
+
+
+def test_Publisher_leaves_no_cache_of_a_trainer_before_it():
+    """A run that resumes has other weights of versions that its servers know; `keep` keeps caches,
+    and salts name versions."""
+    plan = tiny_plan("rollout.servers=['http://127.0.0.1:1']", "rollout.pause=keep")
+    engine = build_in_this_process(plan, torch.device("cpu"))
+    assert isinstance(engine, HFEngine)
+    shapes, request = shapes_of(plan), replace(REQUEST, salt="3")
+    with ExitStack() as stack:
+        client = stack.enter_context(running(engine, 500))
+        client.server.identity = identity_of(plan).to_json()
+        trainer = Trainer(stack, [client.url])
+        (server,) = trainer.servers
+        for _ in range(2):
+            publisher = Publisher(plan, torch.device("cpu"))
+            publisher.loop = trainer.loop
+            named = ((name, 0.02 * torch.randn(shape)) for name, shape in shapes.items())
+            assert not publisher([server], named, 3, None)
+            assert not publisher.prove(3, None)
+            assert [trainer.generate(server, request).cached_tokens for _ in "ab"] == [0, 16]

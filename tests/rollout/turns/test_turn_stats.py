@@ -1,0 +1,102 @@
+"""Rollouts with environments: groups without dropped trajectories, ranks, recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, generate_on_ranks
+from pyrl_ext.rollout.recorded import RecordedEngine
+from pyrl_ext.rollout.recorded_file import save_samples
+from pyrl_ext.rollout.turns.turn_stats import conversations, recorded, turn_metrics
+from pyrl_ext.samples import Prompt, Sampling
+from tests.helpers.conversations import EOS, Mixed, manner, three_then_stop
+from tests.helpers.engines import assert_same
+from tests.helpers.environments import Good, NeverDone, RaisesInStep
+from tests.helpers.ranks import run_ranks
+from tests.helpers.scripted import ScriptedEngine
+
+PROMPTS = [Prompt(i, (30 + i, 40)) for i in range(4)]
+SAMPLING = Sampling(max_new_tokens=4, stop_ids=(EOS,), samples_per_prompt=2)
+KINDS: dict[int, Callable[[], Any]] = {0: Good, 1: RaisesInStep, 2: Good, 3: NeverDone}
+
+
+def request(kinds: dict[int, Callable[[], Any]], share: float, **turns: Any) -> RolloutRequest:
+    told: list[str] = []
+    ask = partial(conversations, manner(lambda: Mixed(kinds), **turns), lambda k, t: told.append(t))
+    return RolloutRequest(PROMPTS, SAMPLING, len(PROMPTS), ask, share)
+
+
+def test_generate_on_ranks_goes_on_without_dropped_trajectories():
+    shown: list[str] = []
+    engine = ScriptedEngine(three_then_stop)
+    rollout = generate_on_ranks(engine, request(KINDS, 0.5), show=shown.append)
+    assert [(s.prompt_id, s.index) for s in rollout.samples] == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    assert rollout.index.groups.tolist() == [0, 0, 2, 2]
+    assert rollout.counts["dropped/error"] == rollout.counts["dropped/turns"] == 2
+    assert "8 trajectories, 4 of them dropped, 4 of 4 groups" in shown[-1]
+    metrics = turn_metrics(rollout.counts)
+    assert metrics["turns/dropped"] == 4 and metrics["turns/dropped/error"] == 2
+    assert metrics["turns/mean"] == metrics["turns/max"] == 2
+
+
+def test_generate_on_ranks_fails_when_too_few_trajectories_are_left():
+    engine = ScriptedEngine(three_then_stop)
+    with pytest.raises(RuntimeError) as caught:
+        generate_on_ranks(engine, request(KINDS, 0.51))
+    assert str(caught.value) == (
+        "generate_on_ranks: 4 of 8 trajectories are left, expected at least turns.min_share 0.51 "
+        "of them; for the others: the environment raised an error (2), the trajectory was not done "
+        "after turns.max_turns (2). The first of each kind is named above"
+    ) or "not done after turns.max_turns (2), the environment raised an error (2)" in str(
+        caught.value
+    )
+
+
+def over_ranks(group: Any) -> None:
+    def take() -> Rollout:
+        engine = ScriptedEngine(three_then_stop)
+        return generate_on_ranks(
+            engine, request(KINDS, 0.5, form="stepwise", merge=False), None, group
+        )
+
+    rollout = take()
+    alone = generate_on_ranks(
+        ScriptedEngine(three_then_stop), request(KINDS, 0.5, form="stepwise", merge=False)
+    )
+    index = rollout.index
+    for name in ("groups", "places", "turns", "seqlens", "rewards"):
+        assert getattr(index, name).tolist() == getattr(alone.index, name).tolist()
+    skip = ("seconds", "max_waited")
+    counts = {k: v for k, v in rollout.counts.items() if k not in skip}
+    assert counts == {k: v for k, v in alone.counts.items() if k not in skip}
+    mine = [s for i, s in enumerate(alone.samples) if index.owners[i] == group.rank()]
+    assert_same(rollout.samples, mine)
+
+
+def test_generate_on_ranks_counts_trajectories_of_all_ranks():
+    run_ranks(over_ranks, 2)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_recorded_trajectories_play_back_and_are_checked(tmp_path: Path, merge: bool):
+    live = request(KINDS, 0.5, form="stepwise", merge=merge)
+    first = generate_on_ranks(ScriptedEngine(three_then_stop), live)
+    save_samples(tmp_path / "step-000000.safetensors", first.samples)
+    engine = RecordedEngine(tmp_path, whole=False)
+    engine.load_weights((), 0)
+    again = generate_on_ranks(engine, replace(live, ask=recorded))
+    assert_same(again.samples, first.samples)
+    assert [s.spans for s in again.samples] == [s.spans for s in first.samples]
+    if merge:
+        return
+    save_samples(tmp_path / "step-000000.safetensors", first.samples[1:])
+    engine = RecordedEngine(tmp_path, whole=False)
+    engine.load_weights((), 0)
+    with pytest.raises(ValueError, match=r"prompt 0, sample 0\), turn 0: its sample begins with"):
+        generate_on_ranks(engine, replace(live, ask=recorded))

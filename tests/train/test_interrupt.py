@@ -1,0 +1,28 @@
+"""Ctrl-C: the first one stops after the step, a second one at once."""
+
+import os
+import signal
+
+import pytest
+
+from pyrl_ext.parallel import topology
+from pyrl_ext.train.interrupt import Interrupt
+from tests.helpers.tiny import tiny_plan
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_handled_stops_after_the_step_then_at_once(number, monkeypatch, capsys):
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    with topology.start(tiny_plan()):
+        interrupt = Interrupt()
+        with interrupt.handled():
+            assert not interrupt.agreed()
+            os.kill(os.getpid(), number)
+            assert interrupt.agreed()
+            monkeypatch.setattr(Interrupt, "SAME", 1e9)
+            os.kill(os.getpid(), number)  # torchrun passes on what the terminal has sent already
+            monkeypatch.setattr(Interrupt, "SAME", -1.0)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), number)
+    assert capsys.readouterr().out.count("stopping after this step, with a checkpoint") == 1
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before

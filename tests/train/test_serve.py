@@ -1,0 +1,161 @@
+"""The command that starts and watches the engines of a host."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pyrl_ext.rollout.remote.commands import Command, commands_of
+from pyrl_ext.train import serve
+from tests.helpers.guarded import key_folder
+from tests.helpers.http_engine import HttpEngine
+from tests.helpers.tiny import CONFIG, tiny_plan
+
+LAUNCH = (
+    *("rollout.launch.hosts=[localhost, elsewhere]", "rollout.launch.gpus=2"),
+    "rollout.launch.port=8100",
+)
+SERVE = [sys.executable, "-m", "pyrl_ext.train.serve", str(CONFIG)]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return door.getsockname()[1]
+
+
+def test_serve_starts_an_engine_again_and_ends_all_of_them(tmp_path: Path):
+    address = f"http://127.0.0.1:{free_port()}"
+    log = tmp_path / f"engine-{address.rpartition(':')[2]}.log"
+    with subprocess.Popen(
+        [*SERVE, f"rollout.servers=[{address}]", f"run={tmp_path}"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+
+        def said(text: str) -> None:
+            assert any(text in line for line in lines), log.read_text()
+
+        try:
+            said(f"{address} is started; log in {log}")
+            said(f"{address} answers")
+            assert log.read_text() == address + "\n"
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            first = int(children.read_text())
+            assert os.getpgid(first) == first != os.getpgid(process.pid)
+            os.kill(first, signal.SIGKILL)
+            said("ended with status -9; it is started again, and joins at the next publish")
+            said(f"{address} answers")
+            second = os.pidfd_open(int(children.read_text()))
+            process.terminate()
+            assert process.wait() == 128 + signal.SIGTERM
+            assert select.select([second], [], [], 0)[0]  # it has ended
+            os.close(second)
+        finally:
+            process.kill()
+
+
+def test_serve_prints_the_command_of_each_engine(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ValueError, match=r"rollout\.keys: .*configs/keys/generate"):
+        commands_of(tiny_plan(*LAUNCH, "rollout.keys=keys"), (), "elsewhere")
+    assert serve.main([str(CONFIG), "rollout.servers=[http://localhost:8100]", "--print"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"env {sys.executable} -m pyrl_ext.rollout.remote.embedded {CONFIG} ")
+    assert line.endswith("--host localhost --port 8100")
+
+
+def test_commands_are_those_of_the_host(tmp_path: Path):
+    keys = f"rollout.keys={key_folder(tmp_path)}"
+    plan = tiny_plan(*LAUNCH, keys)
+    found = {h: [c.address for c in commands_of(plan, (), h)] for h in (None, "elsewhere")}
+    assert found[None] == ["http://localhost:8100", "http://localhost:8101"]
+    assert found["elsewhere"] == ["http://elsewhere:8100", "http://elsewhere:8101"]
+    with pytest.raises(ValueError, match=r"no engine on mars, expected one of localhost, elsewh"):
+        commands_of(plan, (), "mars")
+
+
+def test_serve_needs_engines_apart(capsys: pytest.CaptureFixture[str]):
+    assert serve.main([str(CONFIG), "--host", "localhost"]) == 2
+    assert "Set rollout.servers=[http://localhost:8000]" in capsys.readouterr().err
+
+
+def test_serve_starts_no_engine_where_another_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with HttpEngine() as other:
+        assert serve.main([str(CONFIG), f"rollout.servers=[{other.address}]", f"run={tmp_path}"])
+    assert f"{other.address} answers already, expected no engine" in capsys.readouterr().err
+    assert not [*tmp_path.glob("engine-*.log")]
+
+
+def test_serve_says_where_it_cannot_write_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "file"
+    file.write_text("")
+    servers = f"rollout.servers=[http://127.0.0.1:{free_port()}]"
+    assert serve.main([str(CONFIG), servers, f"run={file}"]) == 1
+    assert f"expected run {file} to be a folder for logs" in capsys.readouterr().err
+
+
+def test_command_of_vllm_has_keys_in_files_and_the_guard(tmp_path: Path):
+    keys = f"rollout.keys={key_folder(tmp_path)}"
+    plan = tiny_plan("rollout.servers=[http://127.0.0.1:8100]", keys, "rollout.engine=vllm")
+    (command,) = commands_of(plan, (), None)
+    words = shlex.split(str(command))
+    assert words[0] == "env" and f"PYRL_SERVER_KEYS={tmp_path}" in words
+    given = dict(zip(command.arguments, command.arguments[1:]))
+    assert given["--middleware"] == "pyrl_ext.rollout.remote.guard.Guard"
+    assert (given["--host"], given["--port"]) == ("127.0.0.1", "8100")
+    assert int(given["--max-model-len"]) > 256  # a canary of two blocks
+    for asked, expected in (("rollout.max_num_seqs=null", 1024), ("rollout.max_num_seqs=7", 7)):
+        one = tiny_plan(*("rollout.servers=[http://127.0.0.1:8100]", "rollout.engine=vllm", asked))
+        (command,) = commands_of(one, (), None)
+        given = dict(zip(command.arguments, command.arguments[1:]))
+        assert int(given["--max-num-seqs"]) == one.max_num_seqs == expected
+    assert not re.search("[gc]{32}", str(command))
+
+
+def test_healthy_asks_the_engine_itself_and_no_proxy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with HttpEngine() as engine:
+        assert serve.healthy(engine.address)
+
+
+def test_healthy_is_false_for_what_is_no_http():
+    def shout() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(10)
+            connection.sendall(b"220 mail ready\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=shout, daemon=True)
+        thread.start()
+        assert not serve.healthy(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        thread.join()
+
+
+def test_serve_gives_up_on_an_engine_that_never_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    address = f"http://127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
+        engine = serve.Watched(Command(address, ("false",), {}), tmp_path / "log")
+        for _ in range(serve.TRIES - 1):
+            engine.process.wait()
+            engine.look()
+        engine.process.wait()
+        with pytest.raises(RuntimeError, match="ended with status 1 before it answered, 3 times"):
+            engine.look()
+    assert capsys.readouterr().out.count("it is started again") == serve.TRIES - 1
