@@ -28,6 +28,7 @@ memory of a device. Python only, torch 2.13 on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -48,6 +49,8 @@ __all__ = ["AT_ONCE", "EARLY", "LATE", "install", "rehearsed"]
 @cache
 def install() -> None:
     """Register the device ``gpu``, once and for the whole process."""
+    # with AMX, products of bf16 depend on the address of their inputs: orders differ in bits
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     _setup_privateuseone_for_python_backend(memory.NAME, DeviceModule())
     GPU_TYPES.add(memory.NAME)
     global _library
