@@ -16,7 +16,6 @@ from pyrl_ext.plan.json_text import flatten, json_text
 from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, show
 from pyrl_ext.plan.language.fields import section_of
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
-from pyrl_ext.plan.language.renamed import renamed_tree
 from pyrl_ext.plan.model import ranks
 from pyrl_ext.plan.model.alignment import TILE_ROWS, alignment
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
@@ -320,7 +319,7 @@ class Plan(Config):
         if not isinstance(tree, dict):
             raise ValueError(f"{show(tree)}, expected a JSON object of the plan's sections")
         tree = {key: tree[key] for key in tree.keys() - {"derived", "world_size"}}
-        return cls.model_validate_json(json.dumps(renamed_tree(tree)))
+        return cls.model_validate_json(json.dumps(tree))
 
     @classmethod
     def read(cls, path: str | Path) -> Plan:

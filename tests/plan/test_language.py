@@ -361,14 +361,14 @@ def test_explain_shows_a_field(folder: Path, capsys: pytest.CaptureFixture[str])
     text = said(capsys, "--explain", "parallel.cp")
     assert "context-parallel size" in text
     assert "type whole number, at least 1" in text and "unit ranks" in text
-    assert "default 1" in text and "experts fit the world (parallel.ep)" in text
+    assert "default 1" in text
     assert "value" not in text
     path = str(child(folder, "threads: 3\nparallel: {dp: 2}\n"))
     ours = path.replace(str(folder), "F")
 
     def value_from(key: str, *overrides: str) -> str:
         text = said(capsys, path, "--explain", key, *overrides).replace(" ", "")
-        return text[text.index("value") : text.index("rules")].replace(str(folder), "F")
+        return text[text.index("value") :].split("problem")[0].replace(str(folder), "F")
 
     assert value_from("threads") == f"value3from{ours}:2"
     assert value_from("threads", "threads=4") == "value4fromcommandline:threads=4"

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
@@ -24,19 +24,15 @@ from pyrl_ext.megatron.config import _common, transformer_config
 from pyrl_ext.megatron.spec_local import LOCAL_FIELDS
 from pyrl_ext.models import family
 from pyrl_ext.pack.layout import TokenLayout
-from pyrl_ext.plan import ConfigError, Plan, compile_plan
+from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compile import draft_of, load
 from pyrl_ext.plan.language.errors import fields_of, show
-from pyrl_ext.plan.language.fields import InvalidField, Section, section_of
 from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.model.sizes import read_sizes
-from pyrl_ext.plan.rules import RULES
 from pyrl_ext.plan.rules._rule import unfit_for_heads
 from pyrl_ext.plan.rules.passthrough import engine_arguments, field_names, megatron_fields
-from pyrl_ext.plan.schema import Config
-from pyrl_ext.plan.show.rule_reads import declared_reads
 from tests.helpers.tiny import one_rank
 
 REPOSITORY = Path(__file__).parents[2]
@@ -216,50 +212,6 @@ def test_compile_plan_refuses_a_warmup_beyond_the_last_update(steps: int, miniba
     assert plan.optimizer.warmup_steps == updates
     (found,) = problems_of(TINY, *run, f"optimizer.warmup_steps={updates + 1}")
     assert f"{updates + 1}, expected at most {updates}, the optimizer steps of the run" in found
-
-
-SECTIONS = {
-    section: name
-    for name, field in Config.model_fields.items()
-    if (section := section_of(field.annotation))
-}
-
-
-def test_declared_reads_hold_every_read_of_a_run(monkeypatch: pytest.MonkeyPatch):
-    """On every config there is; no rule, and no field, is declared that does not exist."""
-    seen: set[tuple[str, ...]] = set()
-    plain = Section.__getattribute__
-
-    def recorded(self: Section, name: str) -> Any:
-        kind = type(self)
-        if kind in SECTIONS and name in kind.model_fields:
-            seen.add((SECTIONS[kind], name))
-        elif issubclass(kind, Plan) and name in Config.model_fields and not fields_of(name):
-            seen.add((name,))
-        return plain(self, name)
-
-    declared = {name: {tuple(f.split(".")) for f in fs} for name, fs in declared_reads().items()}
-    assert list(declared) == [rule.__name__ for _, rule in RULES]
-    assert all(key[-1] in fields_of(*key[:-1]) for keys in declared.values() for key in keys)
-    plans: list[Plan] = []
-    with monkeypatch.context() as patch:
-        patch.setattr("pyrl_ext.plan.rules.check", lambda plan: plans.append(plan) or ())
-        for path in [*sorted(BROKEN.glob("*.yaml")), *(REPOSITORY / "configs").glob("*.yaml")]:
-            with suppress(ConfigError):
-                compile_plan(path, ["parallel.dp=2"])
-    assert len(plans) > 30
-    monkeypatch.setattr(Section, "__getattribute__", recorded)
-    ran = 0
-    for plan in plans:
-        for _, rule in RULES:
-            seen.clear()
-            with suppress(InvalidField):
-                list(rule(plan) or ())
-                ran += 1
-            assert seen <= declared[rule.__name__], (
-                f"{rule.__name__}: {seen - declared[rule.__name__]}"
-            )
-    assert ran > 20 * len(plans)
 
 
 # Notes -------------------------------------------------------------------------------------------

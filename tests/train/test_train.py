@@ -99,14 +99,6 @@ def test_train_refuses_another_plan_in_the_same_folder(tmp_path, capsys):
     assert "optimizer.lr: 0.5 now, 0.003 in the saved plan" in capsys.readouterr().err
 
 
-def test_main_prints_the_notes_of_the_plan(tmp_path, capsys):
-    """An old name of a key is named when a run starts."""
-    old = "hardware.per_node=8"
-    assert run(tmp_path, "steps=1", "evaluate.every=0", old) == 0
-    renamed = "hardware.per_node was renamed to hardware.gpus_per_node"
-    assert f"note: command line: {old}: {renamed}" in capsys.readouterr().out
-
-
 def wait_for_rows(process, lines, count):
     deadline = time.monotonic() + DEADLINE
     while not (lines.exists() and lines.read_text().count("\n") >= count):

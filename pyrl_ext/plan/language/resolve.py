@@ -12,7 +12,6 @@ from pydantic.fields import FieldInfo
 from pyrl_ext.plan.language.errors import Key, fields_of
 from pyrl_ext.plan.language.fields import RelativePath
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
-from pyrl_ext.plan.language.renamed import MOVED, VALUES, renamed_note
 from pyrl_ext.plan.language.yaml_tree import Place, Source
 
 _REFERENCE = re.compile(r"\$\{[^{}]*\}")
@@ -47,10 +46,7 @@ def _resolved(source: Source, key: Key, written: Any) -> Any:
             return written
     if mark := next((kind for kind in kinds if isinstance(kind, RelativePath)), None):
         return _from_main_file(source, key, written, mark)
-    if new := VALUES.get((key, written)) or MOVED.get(written):
-        old = source.problem(key, renamed_note(written, new))
-        source.notes.append(f"{old.where}: {old.message}")
-    return new or written
+    return written
 
 
 def _from_main_file(source: Source, key: Key, path: str, mark: RelativePath) -> str:

@@ -15,7 +15,6 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from pyrl_ext.plan.language.errors import Key, Problem, field_key, kind_at, show, suggest_path
 from pyrl_ext.plan.language.paths import refuse_pipe
-from pyrl_ext.plan.language.renamed import current, renamed_note
 
 _LONGEST = 4_000_000  # characters of a config
 
@@ -74,7 +73,7 @@ class Source:
     complete: bool = True
     """Every file could be read, so that what is missing was not written."""
     notes: list[str] = field(default_factory=list)
-    """Old names that were accepted, each with its place."""
+    """Informational notes of reading, each with its place."""
     failed: set[Key] = field(default_factory=set)
     """Fields whose value could not be read; the reason is in `problems`."""
 
@@ -260,11 +259,7 @@ def _mapping(node: MappingNode, at: Key, source: Source) -> dict[str, Any]:
         if not isinstance(key_node, ScalarNode):
             source.report(at, f"the key is {_KINDS[type(key_node)]}, expected a word", line)
             continue
-        written = (*at, key_node.value)
-        if (key := current(written)) != written:
-            source.notes.append(
-                f"{source.path}:{line}: {renamed_note('.'.join(written), '.'.join(key))}"
-            )
+        key = (*at, key_node.value)
         if key[-1] in found:
             first = source.places[key].line
             source.report(key, f"repeated, first on line {first}. Keep one", line)
@@ -277,8 +272,8 @@ def _mapping(node: MappingNode, at: Key, source: Source) -> dict[str, Any]:
 def _override(source: Source, text: str) -> None:
     """Apply one `section.key=value` of the command line to the tree."""
     name, equals, written = text.partition("=")
-    typed = tuple(name.strip().split("."))
-    key, where = current(typed), f"command line: {text}"
+    key = tuple(name.strip().split("."))
+    where = f"command line: {text}"
     message = None
     if not equals or not all(key):
         message = "not an override, expected section.key=value. For example parallel.tp=2"
@@ -294,8 +289,6 @@ def _override(source: Source, text: str) -> None:
     if (node := _compose(written, source, text)) is None:
         return
     source.overrides[key] = text
-    if key != typed:
-        source.notes.append(f"{where}: {renamed_note('.'.join(typed), '.'.join(key))}")
     at: Any = source.tree
     for part in key[:-1]:
         at = at.setdefault(part, {}) if isinstance(at, dict) else None

@@ -28,7 +28,6 @@ from pyrl_ext.plan.language.yaml_tree import Source
 from pyrl_ext.plan.schema.objective import Objective
 from pyrl_ext.plan.schema.turns import Turns
 from pyrl_ext.plan.show.formula import formula
-from pyrl_ext.plan.show.rule_reads import rules_of_fields
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -98,11 +97,6 @@ def _facts(key: Key, source: Source | None) -> Iterator[tuple[str, str]]:
         for problem in source.problems:
             if problem.message.startswith(f"{'.'.join(key)}: "):
                 yield "problem", f"{problem.where}: {problem.message}"
-    rules = rules_of_fields().get(key, [])
-    for i, (at, sentence) in enumerate(rules):
-        yield "" if i else "rules", f"{sentence} ({at})"
-    if not rules:
-        yield "rules", "none reads it"
 
 
 def field_of(key: Key) -> FieldInfo:

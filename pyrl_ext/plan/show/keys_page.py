@@ -14,7 +14,6 @@ from pyrl_ext.plan.language.errors import Key, fields_of, kind_at
 from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.schema import Config, Rollout
 from pyrl_ext.plan.show.explain import about, default_of, type_of
-from pyrl_ext.plan.show.rule_reads import rules_of_fields
 
 EXTENDS = "parent file, relative to this one; what this file does not say is taken from there"
 
@@ -38,17 +37,15 @@ def _tables() -> Iterator[str]:
 
 
 def _table(section: Key, fields: dict[str, FieldInfo]) -> Iterator[str]:
-    yield "| key | type | default | meaning | rules that read it |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield "| key | type | default | meaning |"
+    yield "| --- | --- | --- | --- |"
     for name, field in fields.items():
-        rules = "; ".join(words for _, words in rules_of_fields().get((*section, name), ()))
         meaning = " ".join(about(field).split())
         row = (
             f"`{name}`",
             type_of(field),
             f"`{default_of(field, (*section, name))}`",
             meaning,
-            rules,
         )
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
     yield ""
