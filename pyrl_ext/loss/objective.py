@@ -2,7 +2,7 @@
 
 ``sum over loss tokens of  u (c P + kl_coef K - entropy_coef H)``: P the policy term of the ratio, c
 the corrections' weight, K the KL term, H the entropy, u the reduction's weight. Each part is one
-function and reads no other: `pyrl_ext.loss.ratio`, `policy_terms`, `kl`, `corrections`,
+function and reads no other: `pyrl_ext.loss.objective`, `policy_terms`, `kl`, `corrections`,
 `reductions`, `advantages`.
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyrl_ext.loss.inputs import (
     LossInputs,
+    Sequences,
     Sums,
     clamp_log_ratio,
     masked,
@@ -20,7 +21,6 @@ from pyrl_ext.loss.inputs import (
 )
 from pyrl_ext.loss.kl import VALUES, kl_terms
 from pyrl_ext.loss.policy_terms import TERMS, Scored
-from pyrl_ext.loss.ratio import log_ratios
 from pyrl_ext.plan.schema.objective import Objective
 
 
@@ -116,3 +116,28 @@ def _summed(
     named = inside | parts | {"loss": loss}
     sums = {name: (x.detach().sum(dtype=torch.float64), count) for name, x in named.items()}
     return loss.sum(), count, sums
+
+
+def log_ratios(kind: str, d: Tensor, sequences: Sequences | None) -> Tensor:
+    """[T] log-ratio of each token, before it is clamped.
+
+    ==============  ==================================================
+    kind            log-ratio
+    ==============  ==================================================
+    token           d
+    sequence        mean of d over the sequence's loss tokens
+    sequence_token  that mean without its gradient, with the one of d
+    ==============  ==================================================
+
+    Args:
+        d: [T] logp - anchor, 0 outside the loss mask.
+
+    Source: GSPO and GSPO-token, https://arxiv.org/abs/2507.18071.
+    """
+    if kind == "token":
+        return d
+    assert sequences is not None
+    if kind == "sequence":
+        return sequences.mean(d)
+    own = d.detach()
+    return sequences.mean(own) + (d - own)

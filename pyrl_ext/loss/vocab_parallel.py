@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyrl_ext.loss.arguments import check_targets, check_valid_vocab, logit_scale
-from pyrl_ext.loss.statistics import gather_shards, shard_columns
 from pyrl_ext.ops import (
     token_logprob_combine,
     token_logprob_grad,
@@ -19,6 +18,29 @@ from pyrl_ext.ops import (
     token_logprob_stats,
 )
 from pyrl_ext.ops.dtypes import accum_dtype
+
+# torch.distributed is not fully typed, and torch 2.11 lacks the successors of what 2.13 deprecates
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportDeprecated=false
+
+
+def gather_shards(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Statistics [4, T] of this rank's shard -> [R, 4, T] of all ranks.
+
+    Communicates: one all-gather of [4, T] over ``group``; nothing for None or one rank.
+    """
+    if group is None or group.size() == 1:
+        return stats[None]
+    shards = stats.new_empty(group.size() * 4, stats.shape[1])
+    dist.all_gather_into_tensor(shards, stats.contiguous(), group=group)
+    return shards.view(group.size(), *stats.shape)
+
+
+def shard_columns(
+    columns: int, valid_vocab: int, group: dist.ProcessGroup | None
+) -> tuple[int, int]:
+    """(first global column, number of valid columns) of this rank's shard."""
+    first = 0 if group is None else group.rank() * columns
+    return first, min(max(valid_vocab - first, 0), columns)
 
 
 class _VocabParallelLogprob(torch.autograd.Function):

@@ -27,7 +27,6 @@ from torch.profiler import record_function
 
 from pyrl_ext.ops import replay_probs
 from pyrl_ext.parallel.timers import Clock
-from pyrl_ext.replay.expert_load import leave_out_padding
 from pyrl_ext.replay.routed_experts import LayerRoutes, RoutedExperts
 
 TopK = tuple[Tensor, Tensor]  # (scores [T, K], expert ids [T, K])
@@ -342,3 +341,23 @@ def _choose(router: Any, scores: Tensor) -> Tensor:
         kept = config.moe_router_group_topk
         return group_limited_topk(scores, router.topk, rows, experts, groups, kept)[1]
     return scores.topk(router.topk, dim=1, sorted=in_order)[1]
+
+
+def leave_out_padding(router: Any, used: Callable[[], LayerRoutes | None]) -> None:
+    """Count tokens only in the expert load of ``router``.
+
+    megatron-core 0.19.2 counts padding rows when it updates the expert bias, which would make the
+    bias depend on the layout. Its own ``padding_mask`` raises there ([T, E] & [T]) and is cut for
+    sequence parallelism on the first pipeline stage only.
+
+    Args:
+        used: the routes of the router's newest forward or recomputation.
+    """
+    count = router._apply_expert_bias
+
+    def count_tokens(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        routes = used()
+        is_token = None if routes is None else routes.is_token
+        count(routing_map if is_token is None else routing_map & is_token[:, None], padding_mask)
+
+    router._apply_expert_bias = count_tokens

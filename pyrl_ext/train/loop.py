@@ -22,8 +22,7 @@ from pyrl_ext.plan import ConfigError, Plan
 from pyrl_ext.train.failure import no_silent_exit, report_failure, report_stop
 from pyrl_ext.train.folder import RunFolder
 from pyrl_ext.train.interrupt import Interrupt
-from pyrl_ext.train.memory import peak_memory
-from pyrl_ext.train.profile import profiled
+from pyrl_ext.train.profile import peak_memory, profiled
 from pyrl_ext.trainer.build import build_step
 from pyrl_ext.trainer.step import Step
 

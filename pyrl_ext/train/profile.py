@@ -1,8 +1,9 @@
-"""Traces of the steps that ``log.profile`` names, a file for each rank."""
+"""Traces of the steps that ``log.profile`` names, a file for each rank; and peak memory."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,29 @@ from torch.profiler import ProfilerActivity, profile
 from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.parallel.atomic_write import replacing
 from pyrl_ext.plan import Plan
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """``memory/peak`` of the rank that held most; the same on every rank.
+
+    On a GPU the peak begins anew; on a CPU it is the process's since it started.
+
+    Communicates: one number over the world, between hosts.
+    """
+    peak = torch.tensor(float(_peak(device)), dtype=torch.float64)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return {"memory/peak": peak.item()}
+
+
+def _peak(device: torch.device) -> int:
+    if on_gpu(device):
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    # not getrusage: a process begins there with the peak of the one that started it
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from pyrl_ext.loss.corrections import correct
 from pyrl_ext.loss.inputs import AdvantageFn, masked
 from pyrl_ext.loss.kl import VALUES
 from pyrl_ext.loss.reductions import reduction_weights
-from pyrl_ext.loss.shaping import overlong
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.reduce import sum_over_ranks
@@ -89,3 +88,22 @@ def _reduction(shard: BatchShard, index: BatchIndex, plan: Plan) -> np.ndarray:
         given = torch.from_numpy(tokens[whole]), torch.from_numpy(groups[whole])
         weights[whole] = reduction_weights(objective.reduction, *given, constant).numpy()
     return weights[index.trajectories]
+
+
+def overlong(lengths: np.ndarray, longest: int, buffer: int, penalty: float) -> np.ndarray:
+    """``min(-(n - (longest - buffer)) / buffer * penalty, 0)``: a response loses reward in the last
+    ``buffer`` tokens of its room.
+
+    Args:
+        lengths: [S] tokens n of each response.
+        longest: tokens that a response may have.
+        buffer:  0: nothing is lost.
+        penalty: lost by a response of ``longest`` tokens [reward].
+
+    Returns: [S] float64, at most 0; to be added to the rewards.
+    Source: DAPO, https://arxiv.org/abs/2503.14476.
+    """
+    if not buffer:
+        return np.zeros(len(lengths))
+    over = lengths.astype(np.float64) - (longest - buffer)
+    return np.minimum(-over / buffer * penalty, 0.0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyrl_ext.loss.statistics import shard_columns
+from pyrl_ext.loss.vocab_parallel import shard_columns
 from pyrl_ext.ops import token_logprob_combine, token_logprob_stats
 from pyrl_ext.ops.token_logprob.reference import merge_parts
 

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from benchmarks.whole import shard_at
 from pyrl_ext.loss.registry import build_advantage
-from pyrl_ext.loss.shaping import overlong
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.parallel.topology import Place
 from pyrl_ext.plan.schema.objective import Objective
 from pyrl_ext.trainer.step import RolloutStep
-from pyrl_ext.trainer.token_weights import weigh_tokens
+from pyrl_ext.trainer.token_weights import overlong, weigh_tokens
 from tests.helpers import forms
 from tests.helpers.tiny import QUICK, tiny_plan
 
@@ -113,3 +112,10 @@ def test_weigh_tokens_gives_a_token_one_weight_however_its_trajectory_is_cut():
         for name, value in metrics["concatenated", reduction].items():
             assert metrics[form, reduction][name] == pytest.approx(value, abs=1e-6), name
             assert value != 0, name
+
+
+def test_overlong_equals_published_numbers():
+    lengths = np.array([1, 16384, 18432, 20480])
+    assert overlong(lengths, 20480, 4096, 1.0).tolist() == [0, 0, -0.5, -1]
+    assert overlong(lengths, 20480, 0, 1.0).tolist() == [0, 0, 0, 0]
+    assert overlong(np.array([9]), 10, 4, 2.0)[0] == pytest.approx(-1.5)

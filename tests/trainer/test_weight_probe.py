@@ -13,7 +13,7 @@ from pyrl_ext.parallel import topology
 from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.samples import Prompt, Sample, Sampling
 from pyrl_ext.trainer.policy import Policy
-from pyrl_ext.trainer.weight_probe import score_canaries
+from pyrl_ext.trainer.step import score_canaries
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
 

@@ -18,8 +18,7 @@ from pyrl_ext.rollout.hf.engine import HFEngine
 from pyrl_ext.rollout.tensor_names import layer_of
 from pyrl_ext.samples import Prompt, Sampling
 from pyrl_ext.trainer.policy import Policy
-from pyrl_ext.trainer.step import RolloutStep
-from pyrl_ext.trainer.weight_probe import score_canaries
+from pyrl_ext.trainer.step import RolloutStep, score_canaries
 from pyrl_ext.weights.check import engine_tensor_names
 from pyrl_ext.weights.modules import ModuleTensors
 from tests.helpers.lora import draw_b

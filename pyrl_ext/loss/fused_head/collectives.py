@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyrl_ext.loss.fused_head.chunking import CallPlan, Chunk
 from pyrl_ext.loss.fused_head.tiles import operand
-from pyrl_ext.loss.statistics import gather_shards
+from pyrl_ext.loss.vocab_parallel import gather_shards
 from pyrl_ext.ops import token_logprob_combine
 
 

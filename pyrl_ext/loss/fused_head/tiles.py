@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.loss.fused_head.chunking import CallPlan
-from pyrl_ext.loss.statistics import shard_columns
+from pyrl_ext.loss.vocab_parallel import shard_columns
 from pyrl_ext.ops import token_logprob_grad, token_logprob_grad_, token_logprob_stats
 from pyrl_ext.ops.dtypes import accum_dtype
 from pyrl_ext.ops.on_gpu import on_gpu

@@ -4,7 +4,7 @@ import psutil
 import torch
 
 from pyrl_ext.parallel import topology
-from pyrl_ext.train.memory import peak_memory
+from pyrl_ext.train.profile import peak_memory
 from tests.helpers.tiny import tiny_plan
 
 
