@@ -35,8 +35,8 @@ from pyrl_ext.pack.schedule import Group, Schedule
 from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.forecast.cp_problem import CostModel, Exchange
-from pyrl_ext.plan.model.cp_sizes import cp_sizes
+from pyrl_ext.schedule.cp_problem import CostModel, Exchange
+from pyrl_ext.schedule.cp_sizes import cp_sizes
 from pyrl_ext.trainer.policy import Policy
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from benchmarks import simulate_cp
 from benchmarks.greedy_cp import GREEDY, Groups
-from pyrl_ext.ops.plan_dynamic_cp import native
+from pyrl_ext.pack.native_search import search_native
 from pyrl_ext.pack.schedule import plan_dynamic_cp
-from pyrl_ext.plan.forecast.cp_problem import CostModel, CpGroups, Exchange
+from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, Exchange
 
 LINEAR = 16384
 """Tokens at which attention costs as much as everything else."""
@@ -160,7 +160,7 @@ def planning_ms(samples: int = 4096, ranks: int = 256, calls: int = 9) -> float:
     limit, taken = DISTRIBUTIONS[0].limit, []
     for _ in range(calls):
         start = time.process_time()
-        native.search(CpGroups(ranks, limit, cost=affine(limit)).problem(batch))
+        search_native(CpGroups(ranks, limit, cost=affine(limit)).problem(batch))
         taken.append(time.process_time() - start)
     return 1e3 * min(taken)
 

@@ -56,8 +56,7 @@ from benchmarks.module_cases import (
 )
 from pyrl_ext.megatron import cpu
 from pyrl_ext.pack.encoder_work import Route, meeting
-from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
-from pyrl_ext.plan.schema import Parallel
+from pyrl_ext.schedule.pipeline import ahead_of
 from pyrl_ext.trainer.module_pipe import Edge, Outlet, RunsAhead, give
 from tests.helpers.ranks import run_ranks
 
@@ -199,7 +198,7 @@ class Rank:
 
         if self.encodes:
             readers = [self.case.modules[name] for name in self.case.readers]
-            ahead = max(ahead_of(Parallel(pp=r.get("pp", 1), vpp=r.get("vpp"))) for r in readers)
+            ahead = max(ahead_of(r.get("pp", 1), r.get("vpp")) for r in readers)
             schedules.forward_backward_pipelining_without_interleaving(
                 forward_step_func=encode,
                 forward_only=self.case.frozen,

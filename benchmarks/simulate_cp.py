@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pyrl_ext.ops.plan_dynamic_cp import search
+from pyrl_ext.pack.native_search import search
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.forecast.cp_costs import costs_of, cp_groups
-from pyrl_ext.plan.forecast.cp_problem import CpSize, Problem
-from pyrl_ext.plan.forecast.packing import pack_samples
+from pyrl_ext.plan.cp_groups import cp_groups
 from pyrl_ext.plan.forecast.workload import step_samples
+from pyrl_ext.schedule.cp_problem import CpSize, Problem
+from pyrl_ext.schedule.packing import pack_samples
 
 CONFIG = Path(__file__).parents[1] / "configs" / "qwen3_30b.yaml"
 LONGEST, BATCH, SEEDS = 49152, 256, 10
@@ -96,7 +96,7 @@ def main() -> None:
     print("| --- | --- | ---: | ---: | ---: | ---: | --- |")
     for gpu in ("H100", "H200"):
         plan = compile_plan(CONFIG, [f"hardware.gpu={gpu}"])
-        groups = cp_groups(plan, costs_of(plan).model)
+        groups = cp_groups(plan)
         lengths = {
             "median 2k, sigma 1.1": lognormal(2000, 1.1),
             "median 1k, sigma 1.5": lognormal(1000, 1.5),

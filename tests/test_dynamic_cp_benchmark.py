@@ -20,7 +20,7 @@ from benchmarks.greedy_cp import GREEDY
 from benchmarks.simulate_cp import CONFIG, lognormal, simulate
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.forecast.cp_costs import costs_of
-from pyrl_ext.plan.forecast.cp_problem import CostModel, CpGroups, Exchange
+from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, Exchange
 
 
 @pytest.mark.parametrize("name", GREEDY)

@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A room imports rooms to its left.
 ORDER: list[str] = [
+    "schedule",
     "plan",
     "ops",
     "samples",
@@ -126,16 +127,28 @@ def test_house_has_no_process_group_in_ops():
     assert not wrong, "ops are local; collectives live above them:\n" + "\n".join(wrong)
 
 
-def test_house_keeps_the_plan_pure():
+@pytest.mark.parametrize(("room", "libraries"), [("schedule", set()), ("plan", PLAN_MAY_IMPORT)])
+def test_house_imports_few_libraries_where_the_plan_is_compiled(room: str, libraries: set[str]):
+    allowed = {"pyrl_ext", *sys.stdlib_module_names, *libraries}
     wrong = [
         f"{place(file, line)}: {module}"
         for file in FILES
-        if room_of(file) == "plan"
+        if room_of(file) == room
         for line, module in imports_of(file)
-        if not within(module, "pyrl_ext.plan")
-        and module.split(".")[0] not in {*sys.stdlib_module_names, *PLAN_MAY_IMPORT}
+        if module.split(".")[0] not in allowed
     ]
-    assert not wrong, "the plan answers in a second, so it imports little:\n" + "\n".join(wrong)
+    assert not wrong, "`pyrl plan` answers in a second:\n" + "\n".join(wrong)
+
+
+def test_house_forecasts_in_plan_and_tools_only():
+    wrong = [
+        f"{place(file, line)}: {module}"
+        for file in FILES
+        if room_of(file) not in {"plan", "tools", "cli"}
+        for line, module in imports_of(file)
+        if within(module, "pyrl_ext.plan.forecast") or within(module, "pyrl_ext.plan.show")
+    ]
+    assert not wrong, "a run computes nothing with the forecast:\n" + "\n".join(wrong)
 
 
 def test_house_imports_no_test_module_in_test_modules():

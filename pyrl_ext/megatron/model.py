@@ -13,7 +13,6 @@ from pyrl_ext.megatron.suppress_warnings import quiet
 from pyrl_ext.megatron.te import te_mtp_spec, te_spec, use_kernels
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.forecast.cp_gather import gathers_latents
 
 
 def build_chunks(plan: Plan, topo: Topology, family_config: Mapping[str, Any]) -> list[Module]:
@@ -65,7 +64,7 @@ def _finish(chunk: Module, plan: Plan, topo: Topology) -> None:
     from pyrl_ext.megatron.local_layers import LatentAttention, ReplicatedLinear, TurnedAttention
     from pyrl_ext.megatron.rotary import PackedRotary
 
-    sizes, latents = plan.sizes, gathers_latents(plan)
+    sizes, latents = plan.sizes, plan.gathers_latents
     rotary = PackedRotary(
         sizes.rotary_width, sizes.rope_base, topo.device, sizes.yarn, sizes.rope_sections
     )

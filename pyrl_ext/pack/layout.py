@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.ops import expand_runs
-from pyrl_ext.plan.model.alignment import alignment
+from pyrl_ext.schedule.alignment import alignment
 
 
 class Segment(NamedTuple):

@@ -1,6 +1,6 @@
-"""Schedule: which samples run together, in which microbatch, on which ranks.
+"""Schedule: the samples and ranks of every microbatch.
 
-The plan's forecast packs with the same functions (`plan/forecast/packing.py`, `dynamic_cp.py`).
+The plan's forecast packs with the same functions (`schedule/packing.py`, `schedule/dynamic_cp.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from pyrl_ext.ops.plan_dynamic_cp import search
 from pyrl_ext.pack.images import Images, within_patches
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.native_search import search
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.forecast.cp_costs import costs_of, cp_groups
-from pyrl_ext.plan.forecast.cp_problem import CostModel, CpGroups, Problem
-from pyrl_ext.plan.forecast.packing import pack_samples
+from pyrl_ext.plan.cp_groups import cp_groups
+from pyrl_ext.schedule.cp_problem import CostModel, CpGroups, Problem
+from pyrl_ext.schedule.packing import pack_samples
 
 __all__ = [
     "CostModel",
@@ -167,7 +167,7 @@ def plan_dynamic_cp(
     """Samples and group sizes of every microbatch, deterministic, so that all ranks finish early.
 
     Group sizes are ``min_cp_size`` times powers of two up to ``max_cp_size``, and ``num_ranks``.
-    `pyrl_ext.plan.forecast.dynamic_cp` documents the algorithm.
+    `pyrl_ext.schedule.dynamic_cp` documents the algorithm.
 
     Args:
         seqlens: rows of each sample [tokens].
@@ -212,7 +212,7 @@ class Scheduler:
 
     @cached_property
     def _groups(self) -> CpGroups:
-        return cp_groups(self.plan, costs_of(self.plan).model)
+        return cp_groups(self.plan)
 
     def schedule(self, seqlens: Sequence[int]) -> Schedule:
         """The microbatches of samples of ``seqlens`` rows, as ``parallel.dynamic_cp`` says."""

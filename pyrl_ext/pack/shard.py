@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.schedule import Group, Schedule
-from pyrl_ext.plan.model.alignment import alignment
+from pyrl_ext.schedule.alignment import alignment
 
 if TYPE_CHECKING:
     from pyrl_ext.loss.kept_sets import KeptSets

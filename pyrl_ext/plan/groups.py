@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pyrl_ext.plan.model.cp_sizes import cp_group, cp_sizes
 from pyrl_ext.plan.model.ranks import Grid
 from pyrl_ext.plan.plan import Plan
+from pyrl_ext.schedule.cp_sizes import cp_group, cp_sizes
 
 # Groups that carry numbers of the host only, or that megatron-core asks for and never uses with the
 # layers and losses that a plan may have.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from pyrl_ext.plan.forecast.cp_gather import choose_gather
 from pyrl_ext.plan.forecast.fits import seems_to_fit
 from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.plan import Plan
@@ -136,8 +135,8 @@ def _placement(plan: Plan) -> list[str]:
             f"ep {parallel.ep} * etp {parallel.etp_size} = {span} ranks are more than "
             f"hardware.gpus_per_node {node}: tokens cross the network on their way to experts"
         )
-    if choice := choose_gather(plan):
-        found.append(str(choice))
+    if exchanged := plan.exchanged_elements:
+        found.append(str(exchanged))
     return found
 
 

@@ -17,12 +17,14 @@ from pyrl_ext.plan.language.errors import ConfigError, Key, Problem, show
 from pyrl_ext.plan.language.fields import section_of
 from pyrl_ext.plan.language.paths import is_hub_id, path_beside
 from pyrl_ext.plan.model import ranks
-from pyrl_ext.plan.model.alignment import TILE_ROWS, alignment
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages
+from pyrl_ext.plan.model.families.blocks import Latent
+from pyrl_ext.plan.model.latent_gather import Exchanged, exchanged_elements
 from pyrl_ext.plan.model.layer_kinds import hybrid_pattern
 from pyrl_ext.plan.model.lora import adapter_faults
 from pyrl_ext.plan.model.sizes import ModelSizes, read_sizes
 from pyrl_ext.plan.schema import Config, Parallel
+from pyrl_ext.schedule.alignment import TILE_ROWS, alignment
 
 # What a resumed run may change: how long, how often, where; it computes the same but for rounding.
 FREE_ON_RESUME = (
@@ -185,6 +187,21 @@ class Plan(Config):
     def max_rows(self) -> int:
         """Rows of the longest sample, padded."""
         return -(-self.longest // self.row_alignment) * self.row_alignment
+
+    @property
+    def exchanged_elements(self) -> Exchanged | None:
+        """Elements that context-parallel ranks exchange, as latents and as heads; None: without
+        latents or context parallelism, or if transformer-engine's attention exchanges heads."""
+        cp = self.parallel.dynamic_cp or self.parallel.cp
+        if not isinstance(self.sizes, Latent) or cp == 1 or self.model.te_attention:
+            return None
+        return exchanged_elements(self.sizes, self.parallel.tp)
+
+    @property
+    def gathers_latents(self) -> bool:
+        """True if context-parallel ranks gather latents, not keys and values of all heads."""
+        exchanged = self.exchanged_elements
+        return exchanged is not None and exchanged.gathers_latents
 
     @property
     def rollout_dtype(self) -> str:

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from pyrl_ext.pack.index import sampled_tokens
 from pyrl_ext.parallel.user_code import exit_in
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.forecast.look_ahead import LookAhead
 from pyrl_ext.rollout.distribute import Rollout, RolloutRequest, join_on_ranks, part_of
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.prompt_groups import Counts, Groups, Score
 from pyrl_ext.rollout.turns.turn_stats import turn_metrics
 from pyrl_ext.rollout.versions import need_versions, newest, oldest_trained, with_newest_routes
 from pyrl_ext.samples import Prompt, Sample
+from pyrl_ext.schedule.look_ahead import LookAhead
 
 _POLL_SECONDS = 0.5  # in which Ctrl-C is noticed
 _CLOSE_SECONDS = 10.0

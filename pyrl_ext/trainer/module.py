@@ -33,7 +33,7 @@ from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.parallel.offload import HostMemory, OffloadedStorage, storage_bytes
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.forecast.phases import OFFLOADED, Offloadable
+from pyrl_ext.plan.phases import OFFLOADED, Offloadable
 from pyrl_ext.replay.router_hook import Replay
 from pyrl_ext.weights.gather import GatheredWeights, plan_buckets
 from pyrl_ext.weights.modules import table_of

@@ -29,9 +29,9 @@ from pyrl_ext.parallel.reduce import sum_over_ranks
 from pyrl_ext.parallel.streams import need_stream, stream_of
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.forecast.phases import Offloadable
-from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
+from pyrl_ext.plan.phases import Offloadable
 from pyrl_ext.replay.router_hook import Agreement
+from pyrl_ext.schedule.pipeline import ahead_of
 from pyrl_ext.trainer.encoder import Features, encode
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.module_pipe import Edges, build_edges
@@ -336,7 +336,8 @@ class Policy:
         depths = 0 if forward_only else self.plan.num_mtp_layers
         edges = {key: edge for key, edge in self.edges.items() if key[1] <= depths}
         if module.name != "llm":
-            ahead, frozen = ahead_of(self.plan.parallel), module.optimizer is None
+            ahead = ahead_of(self.plan.parallel.pp, self.plan.parallel.vpp)
+            frozen = module.optimizer is None
             encode(module, shard, edges, ahead, forward_only or frozen)
             parts = []
         else:

@@ -26,7 +26,7 @@ from pyrl_ext.parallel.collective_errors import agree, gather_objects
 from pyrl_ext.parallel.reduce import sum_over_ranks
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.forecast.phases import OFFLOADED
+from pyrl_ext.plan.phases import OFFLOADED
 from pyrl_ext.rollout.distribute import Rollout
 from pyrl_ext.rollout.engine import Engine
 from pyrl_ext.rollout.rollouts import Rollouts

@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from pyrl_ext.plan.forecast.cp_problem import CostModel, CpSize, Exchange, Problem
-from pyrl_ext.plan.model.alignment import alignment
+from pyrl_ext.schedule.alignment import alignment
+from pyrl_ext.schedule.cp_problem import CostModel, CpSize, Exchange, Problem
 
 COST = CostModel(
     token_seconds=1e-6,

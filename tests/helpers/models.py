@@ -14,7 +14,7 @@ from benchmarks import families
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
-from pyrl_ext.plan.forecast.counts import parameters
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes
 from tests.helpers.ranks import run_ranks

@@ -14,7 +14,7 @@ from pyrl_ext.models import family
 from pyrl_ext.models.hf_folder import save_safetensors
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
-from pyrl_ext.plan.forecast.counts import parameters
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.schema import Model
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import passes

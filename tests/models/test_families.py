@@ -19,7 +19,7 @@ from pyrl_ext.models import family
 from pyrl_ext.models.hf_folder import SafetensorsFolder, save_safetensors
 from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import topology
-from pyrl_ext.plan.forecast.counts import embedding_parameters, mtp_parameters, parameters
+from pyrl_ext.plan.model.counts import embedding_parameters, mtp_parameters, parameters
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.rollout.build import build_engine
 from pyrl_ext.samples import Prompt, Sampling

@@ -24,7 +24,7 @@ from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.positions import axial_positions
 from pyrl_ext.pack.shard import Lengths
 from pyrl_ext.parallel import topology
-from pyrl_ext.plan.forecast.counts import parameters
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import vision

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 
 from benchmarks.dynamic_cp import DISTRIBUTIONS, rows_of
-from pyrl_ext.ops.plan_dynamic_cp import search
+from pyrl_ext.pack.native_search import search
 from pyrl_ext.pack.schedule import CostModel, Schedule, plan_dynamic_cp
-from pyrl_ext.plan.forecast import few_samples as few
-from pyrl_ext.plan.forecast.cp_problem import CpGroups, Exchange, Problem
-from pyrl_ext.plan.forecast.dynamic_cp import Found
-from pyrl_ext.plan.model.alignment import alignment
-from pyrl_ext.plan.model.cp_sizes import cp_group, cp_sizes
+from pyrl_ext.schedule import few_samples as few
+from pyrl_ext.schedule.alignment import alignment
+from pyrl_ext.schedule.cp_problem import CpGroups, Exchange, Problem
+from pyrl_ext.schedule.cp_sizes import cp_group, cp_sizes
+from pyrl_ext.schedule.dynamic_cp import Found
 from tests.helpers.dynamic_cp import COST, least_makespan, problems
 
 

@@ -22,6 +22,7 @@ from pyrl_ext.pack.schedule import (
 )
 from pyrl_ext.pack.shard import Lengths
 from pyrl_ext.plan import compile_plan
+from pyrl_ext.plan.cp_groups import cp_groups
 from pyrl_ext.plan.forecast.cp_costs import costs_of
 from tests.helpers.pictures import write_run
 from tests.helpers.tiny import tiny_plan
@@ -212,7 +213,7 @@ def test_Scheduler_prices_groups_once(monkeypatch):
     from pyrl_ext.pack import schedule
 
     priced = []
-    monkeypatch.setattr(schedule, "costs_of", lambda plan: priced.append(0) or costs_of(plan))
+    monkeypatch.setattr(schedule, "cp_groups", lambda plan: priced.append(0) or cp_groups(plan))
     scheduler = Scheduler(tiny_plan("parallel.dp=2", "parallel.dynamic_cp=2"))
     for number in (1, 2, 3):
         scheduler.schedule([5] * number)

@@ -11,8 +11,8 @@ from typing import Any, get_args
 import pytest
 
 from pyrl_ext.plan.forecast.ahead import Simulation, simulate
-from pyrl_ext.plan.forecast.look_ahead import SPARE
 from pyrl_ext.plan.forecast.loop import Group, Loop, Pause, Trajectory
+from pyrl_ext.schedule.look_ahead import SPARE
 
 
 @dataclass

@@ -17,9 +17,9 @@ import yaml
 from rich.console import Console
 
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
-from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.parameters import stage_parameters
 from pyrl_ext.plan.model.chunks import ModelChunk, plan_stages, spell_out
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.rules import check
 from pyrl_ext.plan.rules.pipeline import layout_problem
 from pyrl_ext.plan.schema import Parallel

@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from pyrl_ext.plan import ConfigError, Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compile import draft_of
-from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.memory import logits_bytes, stage_memory
 from pyrl_ext.plan.forecast.parameters import stage_parameters
 from pyrl_ext.plan.language.fields import section_of
 from pyrl_ext.plan.language.yaml_tree import read
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.rules import RULES, check
 from pyrl_ext.plan.schema import Config

@@ -1,4 +1,4 @@
-"""Latents or heads gathered under context parallelism: both priced by hand, and the choice."""
+"""Latents or heads gathered under context parallelism: the choice, and both priced by hand."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import pytest
 
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.activations import layer
-from pyrl_ext.plan.forecast.cp_gather import Choice, choose_gather, gather_parts, gathers_latents
+from pyrl_ext.plan.forecast.cp_gather import gather_parts
 from pyrl_ext.plan.forecast.hardware import GPUS
+from pyrl_ext.plan.forecast.parts import Work
+from pyrl_ext.plan.model.families.blocks import GroupedQuery
+from pyrl_ext.plan.model.latent_gather import Exchanged
 from pyrl_ext.plan.model.layer_kinds import SPARSE
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FITS = "hardware.memory=10000000000000", "rollout.tp=1", "hardware.gpu=H100"
+PASSES: tuple[Work, ...] = ("forward", "backward")
 UP = 2 * 512 * 20 * (192 + 256)  # FLOPs of a row's projection to keys and values
 
 
@@ -21,47 +25,47 @@ def glm47(*overrides: str) -> Plan:
     return compile_plan(CONFIGS / "glm47.yaml", [*FITS, *overrides])
 
 
-def chosen(plan: Plan) -> Choice:
-    choice = choose_gather(plan)
-    assert choice is not None and gathers_latents(plan) == (choice.way == "latents")
-    return choice
-
-
 @pytest.mark.parametrize(("recompute", "gathers", "projected"), [("none", 2, 3), ("full", 3, 4)])
 @pytest.mark.parametrize("cp", [2, 4, 8])
-def test_choose_gather_prices_both_ways(recompute: str, gathers: int, projected: int, cp: int):
+def test_gather_parts_of_latents(recompute: str, gathers: int, projected: int, cp: int):
     plan = glm47(f"parallel.dp={8 // cp}", f"parallel.cp={cp}", f"model.recompute={recompute}")
-    gpu, others, choice = GPUS["H100"], (cp - 1) / cp, chosen(plan)
+    gpu, others = GPUS["H100"], (cp - 1) / cp
+    parts = [part for work in PASSES for part in gather_parts(plan, gpu, cp, work, 1)]
+    seconds = sum(part.row / part.rate for part in parts)
     sent = gathers * 2 * others / (0.75 * gpu.link)
     up = projected * others * UP / (0.6 * gpu.flops["bfloat16"])
-    assert choice.seconds is not None
-    assert choice.seconds["heads"] == pytest.approx(sent * 20 * (256 + 256))
-    assert choice.seconds["latents"] == pytest.approx(sent * (512 + 64) + up)
+    assert seconds == pytest.approx(sent * (512 + 64) + up)
 
 
-def test_choose_gather_takes_the_faster_way():
-    """In bfloat16 latents, within a node too; in fp32, where products are slow, heads."""
+def test_gather_parts_of_heads():
+    plan = compile_plan(CONFIGS / "tiny_qwen3.yaml", ["parallel.cp=2", "hardware.gpu=H100"])
+    sizes, gpu = plan.sizes, GPUS["H100"]
+    assert isinstance(sizes, GroupedQuery)
+    parts = [part for work in PASSES for part in gather_parts(plan, gpu, 2, work, 3)]
+    elements = 2 * sizes.query_groups * sizes.head_width
+    item = {"float32": 4, "bfloat16": 2}[plan.model.dtype]
+    assert {part.name for part in parts} == {"context parallel"}
+    assert sum(part.row for part in parts) == pytest.approx(2 * 3 * item * elements / 2)
+
+
+def test_gathers_latents_where_they_are_fewer_numbers():
     layout = "parallel.dp=4", "parallel.cp=2"
-    assert chosen(glm47(*layout)).numbers == {"latents": 576, "heads": 10240}
-    half = chosen(glm47("parallel.dp=2", "parallel.cp=2", "parallel.tp=2", "parallel.etp=1"))
-    assert half.numbers == {"latents": 288, "heads": 5120} and half.way == "latents"
-    exact = glm47(*layout, "model.dtype=float32")
-    assert chosen(exact).way == "heads"
-    assert "not latents (576)" in " ".join(exact.notes)
-    nodes = "hardware.gpus_per_node=1", "parallel.ep=1"
-    assert chosen(glm47(*layout, "model.dtype=float32", *nodes)).way == "latents"
+    for plan in (glm47(*layout), glm47(*layout, "model.dtype=float32")):
+        assert plan.exchanged_elements == Exchanged(latents=576, heads=10240)
+        assert plan.gathers_latents
+    half = glm47("parallel.dp=2", "parallel.cp=2", "parallel.tp=2", "parallel.etp=1")
+    assert half.exchanged_elements == (288, 5120) and half.gathers_latents
+    tiny = compile_plan(CONFIGS / "tiny.yaml", ["parallel.cp=2"])
+    assert tiny.exchanged_elements == (48, 4 * 64) and tiny.gathers_latents
+    assert any("gathers latents, 48 numbers a token" in note for note in tiny.notes)
+    assert not Exchanged(latents=65, heads=64).gathers_latents
+    assert "not latents (65)" in str(Exchanged(latents=65, heads=64))
 
 
-def test_choose_gather_without_a_gpu_takes_the_fewer_numbers():
-    plan = compile_plan(CONFIGS / "tiny.yaml", ["parallel.cp=2"])
-    assert chosen(plan) == ("latents", {"latents": 48, "heads": 4 * 64}, None)
-    assert any("48 numbers a token" in note for note in plan.notes)
-
-
-def test_choose_gather_is_for_latents_and_context_parallelism():
+def test_gathers_latents_only_with_latents_and_context_parallelism():
     qwen = compile_plan(CONFIGS / "tiny_qwen3.yaml", ["parallel.cp=2"])
     for plan in (glm47(), qwen):
-        assert choose_gather(plan) is None and not gathers_latents(plan)
+        assert plan.exchanged_elements is None and not plan.gathers_latents
         assert not any("latents" in note for note in plan.notes)
 
 

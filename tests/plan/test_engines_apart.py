@@ -9,7 +9,6 @@ import pytest
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.ahead import simulate
-from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.engine_memory import engine_memory
 from pyrl_ext.plan.forecast.engines_apart import loop_of, steady_states
 from pyrl_ext.plan.forecast.hardware import BROADCAST, GPUS, TCP
@@ -17,6 +16,7 @@ from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.rollout_time import Decoder
 from pyrl_ext.plan.forecast.splits import AHEADS, NEARLY, suggest_splits
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time
+from pyrl_ext.plan.model.counts import parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GLM47, TINY = CONFIGS / "glm47.yaml", CONFIGS / "tiny.yaml"

@@ -12,7 +12,6 @@ import pytest
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.forecast.items import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from pyrl_ext.plan.forecast.memory import stage_memory
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, START
 from pyrl_ext.plan.groups import (
     Foreign,
     Group,
@@ -21,6 +20,7 @@ from pyrl_ext.plan.groups import (
     groups_of,
     neighbours,
 )
+from pyrl_ext.plan.phases import MEMORY_PHASES, START
 from tests.helpers.tiny import tiny_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
-from pyrl_ext.plan.forecast.counts import layer_parameters, parameters
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.state_layers import state_bytes
 from pyrl_ext.plan.model.chunks import plan_stages
+from pyrl_ext.plan.model.counts import layer_parameters, parameters
 from pyrl_ext.plan.model.families.nemotron_h import KINDS
 from pyrl_ext.plan.model.layer_kinds import LETTERS, hybrid_pattern, mamba
 from pyrl_ext.plan.model.sizes import read_sizes

@@ -10,12 +10,9 @@ import pytest
 
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.__main__ import main
-from pyrl_ext.plan.forecast.cp_gather import choose_gather
 from pyrl_ext.plan.forecast.hardware import GPUS
 from pyrl_ext.plan.forecast.measured import (
     FORMAT,
-    Measured,
-    Rate,
     in_use,
     is_kind,
     read_report,
@@ -90,16 +87,6 @@ def test_step_time_follows_measured_rates(tmp_path: Path):
     assert "assumed as before: attention, scan, head, fp8, ring, exchange" in text
     assert "measured" not in " ".join(before.assumed)
     assert before.error != after.error
-
-
-def test_choose_gather_is_not_changed_by_measured_rates():
-    """A run has no report, and chooses how ranks exchange rows from the same plan."""
-    plan = compile_plan(GLM47, [*ON_H100, "parallel.cp=2", "parallel.dp=4"])
-    slow = Measured("r", "d", {"projections": Rate(1e9, 989e12, "")})
-    before = choose_gather(plan)
-    with using(slow):
-        assert choose_gather(plan) == before
-    assert before is not None and before.way == "latents"
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import Plan, compile_plan
 from pyrl_ext.plan.__main__ import main as plan_main
 from pyrl_ext.plan.forecast.activations import in_flight
-from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.fits import fits, seems_to_fit
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import Load, StageMemory, stage_memory
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, START
 from pyrl_ext.plan.forecast.step_time import ERROR, step_time
+from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.plan.phases import MEMORY_PHASES, START
 from pyrl_ext.plan.schema import Hardware
 from tests.helpers import passes
 from tests.helpers.ranks import run_ranks

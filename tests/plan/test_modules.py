@@ -20,12 +20,12 @@ from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.forecast.encoder import Encoder, encoders
 from pyrl_ext.plan.forecast.hardware import gpu_of
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
-from pyrl_ext.plan.forecast.pipeline_schedule import Ahead, Slot, ahead_of, pipeline
 from pyrl_ext.plan.forecast.step_time import Cost, step_time
 from pyrl_ext.plan.forecast.suggest import suggest
 from pyrl_ext.plan.forecast.workload import update_rounds
 from pyrl_ext.plan.plan import PartialPlan
 from pyrl_ext.plan.schema import Parallel
+from pyrl_ext.schedule.pipeline import Ahead, Slot, ahead_of, pipeline
 from tests.helpers.vision import KIMI_VL, QWEN_VL, pixels_of, rows_of
 
 QWEN3_VL = Path(__file__).parents[2] / "configs/qwen3_vl_30b.yaml"
@@ -82,7 +82,7 @@ def end_of(slots: list[Slot]) -> float:
 @pytest.mark.parametrize(("before", "pp"), [*product((1, 2, 3), (1, 2, 4))])
 def test_pipeline_with_an_encoder_is_as_fast_as_one_that_is_longer(before: int, pp: int):
     """With stages that all take the same, an encoder is like so many more stages of one model."""
-    ahead = Ahead(before, ahead_of(Parallel(pp=pp)), 1.0, 2.0)
+    ahead = Ahead(before, ahead_of(pp, None), 1.0, 2.0)
     for number in (1, 3, 8):
         joined = pipeline(pp, 1, number, 1.0, 2.0, encoder=ahead)
         assert end_of(joined) == end_of(pipeline(before + pp, 1, number, 1.0, 2.0))
@@ -104,14 +104,14 @@ def test_pipeline_waits_for_a_slow_encoder_and_not_for_a_fast_one():
 @pytest.mark.parametrize("before", [1, 2])
 def test_in_flight_is_what_the_schedule_keeps(pp: int, vpp: int | None, before: int):
     parallel, number = Parallel(pp=pp, vpp=vpp), 8 * pp
-    ahead = Ahead(before, ahead_of(parallel), 1.0, 2.0)
+    ahead = Ahead(before, ahead_of(parallel.pp, parallel.vpp), 1.0, 2.0)
     slots = pipeline(pp, vpp or 1, number, 1.0, 2.0, encoder=ahead)
     for stage in range(before):
         held = most = 0
         for slot in (slot for slot in slots if slot.rank == stage - before):
             held += 1 if slot.kind == "F" else -1
             most = max(most, held)
-        assert most == ahead_of(parallel) + before - stage
+        assert most == ahead_of(parallel.pp, parallel.vpp) + before - stage
         assert sum(slot.rank == stage - before for slot in slots) == 2 * number
 
 
@@ -237,7 +237,7 @@ def test_in_flight_of_a_shared_encoder_is_what_the_first_chunk_keeps(pp: int, vp
     overrides = f"parallel.pp={pp}", f"parallel.vpp={vpp or 'null'}", "hardware.gpu=null"
     (encoder,) = encoders(plan_of(*SHARED, *overrides))
     held = most = 0
-    inside = Ahead(0, ahead_of(Parallel(pp=pp, vpp=vpp)), 1.0, 2.0)
+    inside = Ahead(0, ahead_of(pp, vpp), 1.0, 2.0)
     for slot in pipeline(pp, vpp or 1, 8 * pp, 1.0, 2.0, encoder=inside):
         if slot.rank == slot.chunk == 0:
             held += 1 if slot.kind == "F" else -1

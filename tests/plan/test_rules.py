@@ -28,11 +28,11 @@ from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.__main__ import main
 from pyrl_ext.plan.compile import draft_of, load
 from pyrl_ext.plan.language.errors import fields_of, show
-from pyrl_ext.plan.model.alignment import alignment
-from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.plan.rules._rule import unfit_for_heads
 from pyrl_ext.plan.rules.passthrough import engine_arguments, field_names, megatron_fields
+from pyrl_ext.schedule.alignment import alignment
+from pyrl_ext.schedule.cp_sizes import cp_sizes
 from tests.helpers.tiny import one_rank
 
 REPOSITORY = Path(__file__).parents[2]

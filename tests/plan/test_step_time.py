@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import GPUS, exchange_rate, group_rate, parse_gpus
 from pyrl_ext.plan.forecast.memory import stage_memory
-from pyrl_ext.plan.forecast.phases import STEP_PHASES
-from pyrl_ext.plan.forecast.pipeline_schedule import bubble_share, order, pipeline
 from pyrl_ext.plan.forecast.rollout_time import running_over_time
 from pyrl_ext.plan.forecast.step_time import StepTime, step_time, update_flops
 from pyrl_ext.plan.forecast.workload import (
@@ -27,7 +24,10 @@ from pyrl_ext.plan.forecast.workload import (
     step_samples,
     update_rounds,
 )
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.sizes import read_sizes
+from pyrl_ext.plan.phases import STEP_PHASES
+from pyrl_ext.schedule.pipeline import bubble_share, order, pipeline
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GLM47 = CONFIGS / "glm47.yaml"

@@ -13,11 +13,10 @@ import torch
 from pyrl_ext.pack.schedule import Scheduler, plan_dynamic_cp
 from pyrl_ext.plan import ConfigError, compile_plan
 from pyrl_ext.plan.__main__ import main
-from pyrl_ext.plan.forecast.cp_costs import costs_of, cp_groups
-from pyrl_ext.plan.forecast.cp_problem import CostModel, Exchange
+from pyrl_ext.plan.cp_groups import cp_groups
+from pyrl_ext.plan.forecast.cp_costs import costs_of
 from pyrl_ext.plan.forecast.lengths_file import read_lengths
 from pyrl_ext.plan.forecast.strategies import Comparison
-from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.show.html.charts import Box
 from pyrl_ext.plan.show.html.page import plan_page
 from pyrl_ext.plan.show.strategies import (
@@ -29,6 +28,8 @@ from pyrl_ext.plan.show.strategies import (
 from pyrl_ext.plan.show.summary import facts
 from pyrl_ext.rollout.recorded import Recorder
 from pyrl_ext.samples import Sample
+from pyrl_ext.schedule.alignment import alignment
+from pyrl_ext.schedule.cp_problem import CostModel, Exchange
 from tests.helpers.plan_pages import REPOSITORY, checked, plan_of
 from tests.helpers.tiny import one_rank, tiny_plan
 

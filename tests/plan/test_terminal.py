@@ -9,8 +9,8 @@ from rich.console import Console
 
 from pyrl_ext.plan.forecast.items import Item
 from pyrl_ext.plan.forecast.memory import StageMemory, stage_memory
-from pyrl_ext.plan.forecast.phases import START
 from pyrl_ext.plan.forecast.units import amount, duration
+from pyrl_ext.plan.phases import START
 from pyrl_ext.plan.show.summary import Summary, values
 from pyrl_ext.plan.show.terminal import memory_table
 from tests.helpers.plan_pages import PLANS, plan_of, printed

@@ -23,7 +23,7 @@ from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.offload import storage_bytes
 from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.plan.forecast.memory import memory_of
-from pyrl_ext.plan.forecast.phases import Offloadable
+from pyrl_ext.plan.phases import Offloadable
 from pyrl_ext.trainer.module import Module
 from pyrl_ext.trainer.policy import Policy
 from tests.helpers import gpu_double, passes

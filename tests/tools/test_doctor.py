@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from pyrl_ext.plan import compile_plan
-from pyrl_ext.plan.forecast.counts import parameters as count_of
 from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.model.counts import parameters as count_of
 from pyrl_ext.tools.doctor.__main__ import main
 from pyrl_ext.tools.doctor.checks import checkpoint_bytes, checks
 from pyrl_ext.tools.doctor.facts import Facts, facts_of_host

@@ -21,10 +21,9 @@ from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
 from pyrl_ext.pack.shard import Lengths, Seat, layout_of
 from pyrl_ext.parallel.groups import connect
-from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
-from pyrl_ext.plan.schema import Parallel
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel
+from pyrl_ext.schedule.pipeline import ahead_of
 from pyrl_ext.trainer.module_pipe import Edge, Outlet, build_edges, give
 from tests.helpers.nccl_rules import communicators
 from tests.helpers.ranks import run_ranks
@@ -373,10 +372,10 @@ def test_build_edges_joins_last_stages_to_the_seats_of_the_first(tmp_path, world
 @pytest.mark.parametrize("vpp", [None, 2, 3])
 def test_ahead_of_counts_what_megatrons_schedule_takes_before_the_first_gradient(pp, vpp):
     if vpp is None or pp == 1:
-        assert ahead_of(Parallel(pp=pp)) == pp
-        assert ahead_of(Parallel(pp=pp), beyond=3) == pp + 3
+        assert ahead_of(pp, None) == pp
+        assert ahead_of(pp, None, beyond=3) == pp + 3
         return
     table = get_schedule_table(6 * pp, vpp, pp)
     warmups = 2 * (pp - 1) + (vpp - 1) * pp  # on the first rank
     order = convert_schedule_table_to_order(warmups, vpp, table)
-    assert ahead_of(Parallel(pp=pp, vpp=vpp)) == order[: order.index(-1)].count(1)
+    assert ahead_of(pp, vpp) == order[: order.index(-1)].count(1)

@@ -23,7 +23,7 @@ from pyrl_ext.pack.schedule import plan_microbatches
 from pyrl_ext.parallel import heartbeat, topology
 from pyrl_ext.parallel.buckets import ALIGNMENT
 from pyrl_ext.parallel.timers import Clock
-from pyrl_ext.plan.forecast.counts import mtp_parameters, parameters
+from pyrl_ext.plan.model.counts import mtp_parameters, parameters
 from pyrl_ext.plan.model.sizes import read_sizes
 from pyrl_ext.rollout.hf.destinations import Destinations
 from pyrl_ext.trainer.policy import Policy

@@ -12,7 +12,6 @@ from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.attention import Heads, heads_of
-from pyrl_ext.plan.forecast.cp_gather import gathers_latents
 from pyrl_ext.plan.forecast.state_layers import state_saved
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.model.chunks import ModelChunk
@@ -130,7 +129,7 @@ def _latent_inputs(plan: Plan, read: Set[str]) -> int:
         return 0
     each, rank = DTYPE_BYTES[plan.model.dtype], sizes.kv_lora_rank
     kept = _norm(plan, rank, rank + sizes.qk_rope_head_dim)
-    kept += each * rank * ("latent" in read and not gathers_latents(plan))
+    kept += each * rank * ("latent" in read and not plan.gathers_latents)
     if sizes.q_lora_rank:
         kept += _norm(plan, sizes.q_lora_rank) + each * sizes.q_lora_rank * ("query" in read)
     return kept
@@ -138,7 +137,7 @@ def _latent_inputs(plan: Plan, read: Set[str]) -> int:
 
 def _gathered_latents(plan: Plan) -> float:
     """The latents of all context-parallel ranks, from which core attention's keys are made."""
-    if not (isinstance(plan.sizes, Latent) and gathers_latents(plan)):
+    if not (isinstance(plan.sizes, Latent) and plan.gathers_latents):
         return 0
     cp = plan.parallel.dynamic_cp or plan.parallel.cp
     return DTYPE_BYTES[plan.model.dtype] * plan.sizes.kv_lora_rank * cp / plan.parallel.tp
@@ -146,7 +145,7 @@ def _gathered_latents(plan: Plan) -> float:
 
 def _own_keys(plan: Plan, heads: Heads) -> float:
     """Elements of keys and values as they enter core attention."""
-    if isinstance(plan.sizes, Latent) and gathers_latents(plan):
+    if isinstance(plan.sizes, Latent) and plan.gathers_latents:
         return (plan.sizes.kv_lora_rank + plan.sizes.qk_rope_head_dim) / plan.parallel.tp
     return heads.key + _own_value(plan, heads)
 

@@ -21,8 +21,8 @@ from functools import partial
 from itertools import count
 from operator import itemgetter
 
-from pyrl_ext.plan.forecast.look_ahead import SPARE, LookAhead
 from pyrl_ext.plan.forecast.loop import Loop, Steady, Step, Trajectory
+from pyrl_ext.schedule.look_ahead import SPARE, LookAhead
 
 SAME = 1e-9
 """Tokens: sequences that are no further apart end together."""

@@ -19,12 +19,12 @@ from pyrl_ext.plan.forecast.parameters import (
     trained_parameters,
 )
 from pyrl_ext.plan.forecast.parts import Part, Work, computed_again, reached
-from pyrl_ext.plan.forecast.pipeline_schedule import Ahead, ahead_of, pipeline
 from pyrl_ext.plan.forecast.state_layers import state_elements, state_exchange
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, duration
 from pyrl_ext.plan.forecast.workload import Bin, Round
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.plan import Plan
+from pyrl_ext.schedule.pipeline import Ahead, ahead_of, pipeline
 
 
 class Spent(NamedTuple):
@@ -188,7 +188,7 @@ class Passes:
 
         back = (lambda *at: (2 + again) * took(*at)) if encoder.module.train else None
         stages = 0 if encoder.shared else encoder.parallel.pp
-        return Ahead(stages, ahead_of(self.plan.parallel), took, back)
+        return Ahead(stages, ahead_of(self.plan.parallel.pp, self.plan.parallel.vpp), took, back)
 
     def ends(
         self,

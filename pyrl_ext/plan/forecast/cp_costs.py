@@ -1,15 +1,15 @@
-"""Groups of context-parallel ranks as a plan has them, and what a microbatch costs on each."""
+"""Estimated cost of a microbatch on a group of context-parallel ranks."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from pyrl_ext.plan.forecast.compute_time import Passes
-from pyrl_ext.plan.forecast.cp_problem import CostModel, CpGroups, Exchange
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import gpu_of
 from pyrl_ext.plan.forecast.workload import step_samples
 from pyrl_ext.plan.plan import Plan
+from pyrl_ext.schedule.cp_problem import CostModel, Exchange
 
 
 class Costs(NamedTuple):
@@ -19,22 +19,6 @@ class Costs(NamedTuple):
     unit: str
     """s or FLOP."""
     why: str
-
-
-def cp_groups(plan: Plan, cost: CostModel) -> CpGroups:
-    """The groups that the data- and context-parallel ranks of `plan` may form."""
-    parallel = plan.parallel
-    return CpGroups(
-        parallel.dp * parallel.cp,
-        plan.batching.tokens_per_microbatch,
-        cost=cost,
-        min_cp_size=parallel.cp,
-        max_cp_size=parallel.dynamic_cp,
-        tp_size=parallel.tp,
-        tile_rows=plan.tile_rows,
-        pp_size=parallel.pp,
-        vpp_size=parallel.vpp_size,
-    )
 
 
 def costs_of(plan: Plan) -> Costs:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from pyrl_ext.plan.forecast.counts import Parameters
 from pyrl_ext.plan.forecast.hardware import Gpu
 from pyrl_ext.plan.forecast.parts import reached
-from pyrl_ext.plan.forecast.pipeline_schedule import ahead_of
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.model.counts import Parameters
 from pyrl_ext.plan.model.towers import Tower
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import Module, Parallel
+from pyrl_ext.schedule.pipeline import ahead_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Encoder:
             return 1
         most = -(-self.plan.samples_per_minibatch // self.plan.parallel.dp)
         more = 0 if self.shared else self.parallel.pp - stage
-        return min(ahead_of(self.plan.parallel) + more, most)
+        return min(ahead_of(self.plan.parallel.pp, self.plan.parallel.vpp) + more, most)
 
     def parameters(self, stage: int) -> Parameters:
         """Parameters of a stage: the first embeds patches, the last has the mergers."""

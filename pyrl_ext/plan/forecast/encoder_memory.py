@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from pyrl_ext.plan.forecast.encoder import Encoder
 from pyrl_ext.plan.forecast.items import PASSES, Item, context, state_items
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
 from pyrl_ext.plan.forecast.publishing import gathered
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.phases import MEMORY_PHASES
 
 
 def encoder_items(encoder: Encoder, stage: int) -> Iterator[Item]:

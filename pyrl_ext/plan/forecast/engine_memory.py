@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
-from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.state_layers import state_bytes
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.plan import Plan
 
 # vLLM's options that change how much a GPU holds.

@@ -10,12 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pyrl_ext.plan.forecast.attention import head_widths
-from pyrl_ext.plan.forecast.counts import (
-    Sums,
-    layer_parameters,
-    whole_projections,
-)
 from pyrl_ext.plan.model.chunks import ModelChunk
+from pyrl_ext.plan.model.counts import Sums, layer_parameters, whole_projections
 from pyrl_ext.plan.model.layer_kinds import LayerKind
 from pyrl_ext.plan.model.sizes import ModelSizes
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, OFFLOADED, START
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, GIB
 from pyrl_ext.plan.groups import communicators, foreign
+from pyrl_ext.plan.phases import MEMORY_PHASES, OFFLOADED, START
 from pyrl_ext.plan.plan import Plan
 
 PASSES = ("logprobs", "update")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from pyrl_ext.plan.forecast.counts import embedding_parameters, head_parameters, parameters
 from pyrl_ext.plan.forecast.hardware import Gpu
 from pyrl_ext.plan.forecast.parts import Part, Work, reached
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.model.chunks import ModelChunk
+from pyrl_ext.plan.model.counts import embedding_parameters, head_parameters, parameters
 from pyrl_ext.plan.model.lora import Linear, adapted, factors
 from pyrl_ext.plan.plan import Plan
 

@@ -13,7 +13,6 @@ from pyrl_ext.plan.forecast.activations import (
     stage_activations,
 )
 from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
-from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters, encoder_stages, encoders
 from pyrl_ext.plan.forecast.encoder_memory import encoder_items
 from pyrl_ext.plan.forecast.hardware import memory_limit
@@ -25,11 +24,12 @@ from pyrl_ext.plan.forecast.parameters import (
     rank_parameters,
     trained_of_stage,
 )
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES, START, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.forecast.publishing import gathered, uses_buckets
 from pyrl_ext.plan.forecast.state_layers import state_bytes, state_scratch
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.layer_kinds import LayerKind
+from pyrl_ext.plan.phases import MEMORY_PHASES, START, WITHOUT_ROLLOUTS
 from pyrl_ext.plan.plan import Plan
 
 

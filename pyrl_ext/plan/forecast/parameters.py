@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from pyrl_ext.plan.forecast.counts import (
+from pyrl_ext.plan.model.chunks import ModelChunk
+from pyrl_ext.plan.model.counts import (
     Parameters,
     embedding_parameters,
     head_parameters,
     layers,
     mtp_parameters,
 )
-from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.lora import factors
 from pyrl_ext.plan.plan import Plan
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pyrl_ext.plan.forecast.compute_time import Spent
-from pyrl_ext.plan.forecast.counts import layers, parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
 from pyrl_ext.plan.forecast.hardware import BROADCAST, TCP, Gpu
 from pyrl_ext.plan.forecast.lora import published_numbers
 from pyrl_ext.plan.forecast.parts import reached
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, duration
+from pyrl_ext.plan.model.counts import layers, parameters
 from pyrl_ext.plan.plan import Plan
 
 

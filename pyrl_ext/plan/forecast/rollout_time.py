@@ -10,7 +10,6 @@ from functools import cached_property, lru_cache
 
 from pyrl_ext.plan.forecast.attention import kv_bytes_per_token
 from pyrl_ext.plan.forecast.compute_time import Spent
-from pyrl_ext.plan.forecast.counts import Parameters, parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters, encoders
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, group_rate, memory_limit
@@ -18,6 +17,7 @@ from pyrl_ext.plan.forecast.parts import reached
 from pyrl_ext.plan.forecast.state_layers import state_bytes
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import Sample, step_samples
+from pyrl_ext.plan.model.counts import Parameters, parameters
 from pyrl_ext.plan.plan import Plan
 
 # Assumed: fixed time of a layer beside memory traffic and FLOPs, in a CUDA graph and with kernels

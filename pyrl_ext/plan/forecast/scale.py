@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoder_parameters
 from pyrl_ext.plan.forecast.lora import published_numbers
 from pyrl_ext.plan.forecast.parameters import (
@@ -25,6 +24,7 @@ from pyrl_ext.plan.forecast.parameters import (
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.forecast.workload import Sample, step_samples
 from pyrl_ext.plan.groups import WORLD, groups_of
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.plan import Plan
 
 WORLDS = (8, 64, 512, 4096)

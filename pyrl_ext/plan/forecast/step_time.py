@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pyrl_ext.plan.forecast.compute_time import Passes, Spent, pass_costs
-from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import Encoder, encoder_parameters, encoders
 from pyrl_ext.plan.forecast.flops import model_flops
 from pyrl_ext.plan.forecast.hardware import Gpu, gpu_of, group_rate
@@ -26,7 +25,6 @@ from pyrl_ext.plan.forecast.parameters import (
     trained_of_stage,
 )
 from pyrl_ext.plan.forecast.parts import reached, sources
-from pyrl_ext.plan.forecast.phases import OFFLOADED
 from pyrl_ext.plan.forecast.publishing import engine_costs
 from pyrl_ext.plan.forecast.rollout_time import rollout_costs
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
@@ -38,6 +36,8 @@ from pyrl_ext.plan.forecast.workload import (
     step_samples,
     update_rounds,
 )
+from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.plan.phases import OFFLOADED
 from pyrl_ext.plan.plan import Plan
 
 ERROR = "never compared with a run on GPUs: the shares of the data sheets' rates are assumptions"

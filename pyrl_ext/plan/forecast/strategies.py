@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from pyrl_ext.plan.forecast.cp_costs import costs_of, cp_groups
-from pyrl_ext.plan.forecast.cp_problem import CpSize
-from pyrl_ext.plan.forecast.dynamic_cp import Placed, search
-from pyrl_ext.plan.forecast.packing import pack_samples
+from pyrl_ext.plan.cp_groups import cp_groups
+from pyrl_ext.plan.forecast.cp_costs import costs_of
 from pyrl_ext.plan.forecast.scale import World
 from pyrl_ext.plan.plan import Plan
+from pyrl_ext.schedule.cp_problem import CpSize
+from pyrl_ext.schedule.dynamic_cp import Placed, search
+from pyrl_ext.schedule.packing import pack_samples
 
 Microbatch = tuple[Placed, ...]
 

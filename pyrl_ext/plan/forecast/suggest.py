@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyrl_ext.plan.compile import compile_plan, draft_of, load, refuse
-from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoders
 from pyrl_ext.plan.forecast.hardware import memory_limit
 from pyrl_ext.plan.forecast.memory import memory_of, num_stages
@@ -26,10 +25,11 @@ from pyrl_ext.plan.forecast.step_time import StepTime, quick_seconds, step_time
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES
 from pyrl_ext.plan.language.errors import Key, show
 from pyrl_ext.plan.model.chunks import SPLIT_WAYS
-from pyrl_ext.plan.model.cp_sizes import cp_sizes
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.plan import PartialPlan, Plan
 from pyrl_ext.plan.rules import RULES, check
 from pyrl_ext.plan.rules._rule import divisors
+from pyrl_ext.schedule.cp_sizes import cp_sizes
 
 Values = dict[Key, object]  # (section, key) -> value
 

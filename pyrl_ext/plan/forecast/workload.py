@@ -8,11 +8,11 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
 
-from pyrl_ext.plan.forecast.packing import pack_samples
 from pyrl_ext.plan.forecast.record_lengths import record_lengths
-from pyrl_ext.plan.model.alignment import alignment
-from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.plan import Plan
+from pyrl_ext.schedule.alignment import alignment
+from pyrl_ext.schedule.cp_sizes import cp_sizes
+from pyrl_ext.schedule.packing import pack_samples
 
 
 class Sample(NamedTuple):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pyrl_ext.plan.model.alignment import alignment
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, indivisible, rule
 from pyrl_ext.plan.schema.objective import ADVANTAGES
+from pyrl_ext.schedule.alignment import alignment
 
 
 @rule("batching.minibatches")

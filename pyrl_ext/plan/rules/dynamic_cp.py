@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, changed, choice, rule
+from pyrl_ext.schedule.cp_sizes import cp_sizes
 
 
 @rule("parallel.dynamic_cp")

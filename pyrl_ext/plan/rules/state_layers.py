@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.model.families.qwen3_next import DeltaNets
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, in_config, rule
+from pyrl_ext.schedule.cp_sizes import cp_sizes
 
 
 def _unfit(plan: Plan, sizes: list[int], ranks: int) -> str | None:

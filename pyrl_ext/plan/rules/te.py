@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pyrl_ext.plan.forecast.attention import head_widths, heads_of, kv_heads
 from pyrl_ext.plan.forecast.hardware import GPUS, gpu_of
-from pyrl_ext.plan.model.cp_sizes import cp_sizes
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.rules._rule import Found, choice, in_config, rule
+from pyrl_ext.schedule.cp_sizes import cp_sizes
 
 # megatron-core 0.19.2 asks for 2.14 at most; a later major version may move what it imports
 OLDEST, TOO_NEW = (2, 14), (3, 0)

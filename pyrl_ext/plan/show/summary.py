@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 from pydantic.fields import FieldInfo
 
 from pyrl_ext.plan import rules
-from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.encoder import encoders
 from pyrl_ext.plan.forecast.engines_apart import steady_states
 from pyrl_ext.plan.forecast.hardware import memory_limit
@@ -23,6 +22,7 @@ from pyrl_ext.plan.forecast.units import DTYPE_BYTES, count, duration, size
 from pyrl_ext.plan.language.errors import Key, show
 from pyrl_ext.plan.language.fields import Section
 from pyrl_ext.plan.language.kind import WITH_ROLLOUTS, WITHOUT_ROLLOUTS
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.schema import Config
 from pyrl_ext.plan.show.formula import formula

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyrl_ext.plan import Plan
-from pyrl_ext.plan.forecast.counts import parameters
 from pyrl_ext.plan.forecast.memory import stage_memory
 from pyrl_ext.plan.forecast.parameters import trained_of_stage
 from pyrl_ext.plan.forecast.units import DTYPE_BYTES, size
+from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.tools.doctor.facts import Facts, disk_of, nearest
 from pyrl_ext.tools.doctor.features import Feature
 from pyrl_ext.tools.doctor.ports import ports

@@ -14,19 +14,12 @@ from pyrl_ext.plan.forecast.hardware import gpu_of
 from pyrl_ext.plan.forecast.items import Item
 from pyrl_ext.plan.forecast.memory import StageMemory, num_stages
 from pyrl_ext.plan.forecast.parameters import chunk_parameters
-from pyrl_ext.plan.forecast.phases import MEMORY_PHASES
-from pyrl_ext.plan.forecast.pipeline_schedule import (
-    Ahead,
-    Slot,
-    ahead_of,
-    bubble_share,
-    pipeline,
-)
 from pyrl_ext.plan.forecast.step_time import Cost, StepTime
 from pyrl_ext.plan.forecast.units import amount, count, duration, in_units, size, unit_for
 from pyrl_ext.plan.forecast.workload import update_rounds
 from pyrl_ext.plan.model.chunks import ModelChunk
 from pyrl_ext.plan.model.ranks import Grid
+from pyrl_ext.plan.phases import MEMORY_PHASES
 from pyrl_ext.plan.plan import Plan
 from pyrl_ext.plan.show.html.charts import (
     SERIES,
@@ -41,6 +34,7 @@ from pyrl_ext.plan.show.html.charts import (
     stacked_bars,
 )
 from pyrl_ext.plan.show.summary import Summary, ranges
+from pyrl_ext.schedule.pipeline import Ahead, Slot, ahead_of, bubble_share, pipeline
 
 
 class Table(NamedTuple):
@@ -254,7 +248,7 @@ def pipeline_chart(plan: Plan) -> tuple[str, Chart] | None:
             pace = theirs * vpp / ours
         again = backward * pace if encoder.module.train else None
         stages = 0 if encoder.shared else encoder.parallel.pp
-        ahead = Ahead(stages, ahead_of(plan.parallel), pace, again)
+        ahead = Ahead(stages, ahead_of(plan.parallel.pp, plan.parallel.vpp), pace, again)
         more = f" A stage of {encoder.name} takes {pace:.2g} of it."
         if encoder.shared:
             more = f" Stage 0 takes {pace:.2g} more of it for {encoder.name}."

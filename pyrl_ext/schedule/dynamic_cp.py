@@ -25,8 +25,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pyrl_ext.plan.forecast.cp_problem import Problem
-from pyrl_ext.plan.forecast.few_samples import best_plan, is_few
+from pyrl_ext.schedule.cp_problem import Problem
+from pyrl_ext.schedule.few_samples import best_plan, is_few
 
 TIMES = (0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.45, 1.7)
 """Time limits of a microbatch, relative to an even share of the samples that its tokens allow."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from pyrl_ext.plan.forecast.cp_problem import CpSize, Problem
+from pyrl_ext.schedule.cp_problem import CpSize, Problem
 
 MOST_STEPS = 1 << 20
 """A larger search is left to `dynamic_cp`."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from pyrl_ext.plan.schema import Parallel
-
 Kind = Literal["F", "B"]
 # Seconds, or (rank, chunk, microbatch) -> seconds.
 Duration = float | Callable[[int, int, int], float]
@@ -59,17 +57,18 @@ def order(
     return passes_in_order
 
 
-def ahead_of(reader: Parallel, beyond: int = 0) -> int:
-    """Microbatches that the first chunk of `reader` takes before the gradient of its first one.
+def ahead_of(pp: int, vpp: int | None, beyond: int = 0) -> int:
+    """Number of microbatches that the first chunk takes before the gradient of its first one.
 
     Args:
-        beyond: the same of the modules that `reader` feeds.
+        pp, vpp: pipeline ranks, and model chunks of each; None: no interleaved schedule.
+        beyond: the same number for the modules that this one feeds.
     """
-    if reader.vpp is None:
-        return reader.pp + beyond
-    passes = 2 * (reader.pp - 1) + 2 * (reader.vpp - 1) * reader.pp + 1
-    rounds, rest = divmod(passes, reader.pp * reader.vpp)  # pp microbatches to each chunk in turn
-    return rounds * reader.pp + min(rest, reader.pp)
+    if vpp is None:
+        return pp + beyond
+    passes = 2 * (pp - 1) + 2 * (vpp - 1) * pp + 1
+    rounds, rest = divmod(passes, pp * vpp)  # pp microbatches to each chunk in turn
+    return rounds * pp + min(rest, pp)
 
 
 class Ahead(NamedTuple):

@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from pyrl_ext.plan.model.alignment import alignment
-from pyrl_ext.plan.model.cp_sizes import cp_sizes
+from pyrl_ext.schedule.alignment import alignment
+from pyrl_ext.schedule.cp_sizes import cp_sizes
 
 
 class CpSize(NamedTuple):

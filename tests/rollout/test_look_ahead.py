@@ -1,6 +1,6 @@
 """How far engines look ahead, step by step."""
 
-from pyrl_ext.plan.forecast.look_ahead import SPARE, LookAhead
+from pyrl_ext.schedule.look_ahead import SPARE, LookAhead
 
 AHEAD = 3
 WAITS, JUST, SPARES = 0, 1, 2  # steps, from the one that is trained, whose groups are all there
