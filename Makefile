@@ -91,7 +91,7 @@ test: build browser  ## the suite; the targets below take longer and are apart
 	  --ignore tests/rollout/vllm/test_server.py --ignore tests/rollout/vllm/test_adapters.py \
 	  --ignore tests/rollout/vllm/test_contract.py
 
-RUNS := $(addprefix tests/,plan/test_memory.py \
+RUNS := $(addprefix tests/,plan/test_memory.py plan/test_memory_modules.py \
           $(addprefix parallel/test_,hf_download.py offload.py) \
           $(addprefix megatron/test_,checkpoint.py logprob_head.py expert_rows.py state_layers.py) \
           $(addprefix models/test_,families.py qwen3.py qwen3_next.py nemotron_h.py) \

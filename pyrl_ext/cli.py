@@ -21,14 +21,9 @@ COMMANDS = {
         "print the table of a run and draw its curves; write or serve its page",
     ),
     "export": ("pyrl_ext.tools.export", "write a run's weights as a Hugging Face folder"),
-    "measure": ("pyrl_ext.tools.measure", "compare predicted with measured memory and time"),
     "doctor": (
         "pyrl_ext.tools.doctor.__main__",
         "what this machine has, and whether a plan can run on it",
-    ),
-    "trace": (
-        "pyrl_ext.tools.trace",
-        "merge the traces of a step's ranks, and say where time went",
     ),
     "prebuild": ("pyrl_ext.tools.prebuild", "compile a plan's Triton kernels into a folder"),
 }

@@ -190,7 +190,7 @@ def _start_processes(device: torch.device, world_size: int, timeout: timedelta) 
         raise RuntimeError(
             f"topology: the plan needs {world_size} processes (dp*tp*pp*cp), this run has "
             f"{processes}. Start it with torchrun --nproc-per-node {world_size} -m and the module: "
-            "pyrl_ext.train, pyrl_ext.tools.export or pyrl_ext.tools.measure"
+            "pyrl_ext.train or pyrl_ext.tools.export"
         )
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if world_size > 1:

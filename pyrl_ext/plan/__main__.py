@@ -1,8 +1,4 @@
-"""`python -m pyrl_ext.plan CONFIG [section.key=value ...]`: check a plan and show it.
-
-With --measure, run a few of its steps in this process as well; under torchrun, start
-`pyrl_ext.tools.measure` with the same arguments.
-"""
+"""`python -m pyrl_ext.plan CONFIG [section.key=value ...]`: check a plan and show it."""
 
 from __future__ import annotations
 
@@ -32,7 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--build", metavar="DIR", help="compile the plan's Triton kernels into a folder"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--measure", action="store_true", help="and compare with steps that run")
     parser.add_argument("--suggest", metavar="8xH200", help="the fastest plans for these GPUs")
     parser.add_argument("--scale", action="store_true", help="what grows with the ranks")
     parser.add_argument("--calibrate", metavar="REPORT", help="rates that make gpu measured")
@@ -83,8 +78,6 @@ def _answer(plan: Plan, options: argparse.Namespace) -> int:
     comparison = _comparison(plan, options.lengths)
     if not _write_page(options.html, plan, _blocks(plan, options, comparison)):
         return 2
-    if options.measure:
-        return _run("pyrl_ext.tools.measure", options, *["--json"] * options.json)
     if options.json:
         print(plan.to_json(), end="")
         return 0

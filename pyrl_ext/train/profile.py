@@ -46,8 +46,8 @@ def profiled(plan: Plan, device: torch.device, step: int) -> Iterator[None]:
     """Trace what this rank does in the ``with`` block, if ``log.profile`` names the step.
 
     Writes ``RUN/trace/step-<n>-rank-<r>.json.gz`` in Chrome's format, which Perfetto opens. The
-    nanosecond at which this rank left a barrier of all ranks is in it: `pyrl_ext.tools.trace` puts
-    hosts with different clocks on one by that.
+    metadata has the nanosecond at which this rank left a barrier of all ranks, from which the
+    difference of two hosts' clocks follows.
 
     Communicates: a barrier. Syncs: the device, at the end.
     """

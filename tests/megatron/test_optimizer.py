@@ -11,8 +11,8 @@ import torch
 from pyrl_ext.megatron import checkpoint, optimizer
 from pyrl_ext.megatron.optimizer import load_state, sharded_state, state_tensors, warmed_up
 from pyrl_ext.parallel import topology
-from pyrl_ext.tools.measure.steps import Live
 from pyrl_ext.trainer.policy import Policy
+from tests.helpers.measured_step import Live
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_plan
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from torch import Tensor
 from benchmarks.whole import index_of
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.plan import Plan, compile_plan
-from pyrl_ext.plan.__main__ import main as plan_main
 from pyrl_ext.plan.forecast.activations import in_flight
 from pyrl_ext.plan.forecast.fits import fits, seems_to_fit
 from pyrl_ext.plan.forecast.hardware import memory_limit
@@ -263,7 +260,7 @@ STEPS = [
 )
 def test_stage_memory_predicts_what_a_step_holds(config: Path, overrides: tuple[str, ...]):
     from pyrl_ext.parallel import topology
-    from pyrl_ext.tools.measure.steps import measure, report
+    from tests.helpers.measured_step import measure, report
 
     as_trained()
     plan = tiny_plan(*SHORT, *overrides, config=config)
@@ -316,8 +313,8 @@ def of_an_update(plan: Plan) -> dict[str, tuple[int, int]]:
     from pyrl_ext.loss.registry import build_loss
     from pyrl_ext.pack.schedule import Scheduler
     from pyrl_ext.parallel import topology
-    from pyrl_ext.tools.measure.steps import Saved, tensors_of
     from pyrl_ext.trainer.policy import Policy
+    from tests.helpers.measured_step import Saved, tensors_of
 
     batch = equal_samples(plan.samples_per_minibatch, 20)
     with topology.start(plan) as topo:
@@ -346,34 +343,3 @@ def test_stage_memory_predicts_what_every_rank_holds():
                 # megatron cuts the distributed optimizer's parts where its padded buffers end
                 off = {"activations": 0.07, "optimizer": 1e-3 * ("parallel.cp=2" in layout)}
                 assert predicted == pytest.approx(measured, rel=off.get(name, 0)), (layout, name)
-
-
-# The command ------------------------------------------------------------------------------------
-
-
-def test_main_measures_in_another_process(monkeypatch: pytest.MonkeyPatch):
-    calls: list[list[str]] = []
-
-    def run(command: list[str], check: bool) -> CompletedProcess:
-        calls.append(command[1:])
-        return CompletedProcess(command, 3)
-
-    monkeypatch.setattr("subprocess.run", run)
-    assert plan_main([str(CONFIG), "--measure", "steps=3", "--json"]) == 3
-    assert calls == [["-m", "pyrl_ext.tools.measure", str(CONFIG), "steps=3", "--json"]]
-
-
-def test_measure_main_prints_json_and_tables(capsys: pytest.CaptureFixture[str]):
-    from pyrl_ext.tools.measure import main
-
-    assert main([str(CONFIG), "--json", *SHORT]) == 0
-    (rank,) = json.loads(capsys.readouterr().out)
-    assert rank["items"]["weights"]["measured"] == 4 * PARAMETERS
-    assert [*rank["phases"]] == [*MEMORY_PHASES]
-    assert all(row["seconds"] > 0 for row in rank["phases"].values())
-    assert main([str(CONFIG), *SHORT]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in (*rank["items"], *MEMORY_PHASES))
-    assert main([str(CONFIG), "parallel.dp=2"]) == 1
-    assert "2 processes" in capsys.readouterr().err
-    assert main([str(GLM47.with_name("glm47_long.yaml")), "optimizer.offload=1.0"]) == 2

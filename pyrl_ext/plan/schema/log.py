@@ -15,6 +15,6 @@ class Log(Section):
     wandb: Text | None = None
     """project of Weights & Biases that gets the metrics, too"""
     profile: list[Count] = Field(default=[])
-    """steps that torch's profiler traces on every rank; pyrl trace merges the ranks"""
+    """steps that torch's profiler traces on every rank"""
     progress: bool = True
     """draw a progress line on the terminal"""

@@ -1,7 +1,6 @@
-"""Steps of a plan, whose memory and phases are measured and held against the prediction.
+"""Steps of a plan whose memory and phases are measured and compared with the prediction.
 
-They run on the device at hand, under torchrun as `train` does: one warms up, one is
-counted, and, where counting costs time, one more is timed. Nothing is written. What is compared:
+One step warms up, one is counted, and, if counting costs time, one more is timed. Compared are:
 
 weights, gradients, optimizer, reference, engine weights and adapters: bytes of these tensors
 (without the padding of gradient buffers).
@@ -16,8 +15,6 @@ what the tensors above hold as the phase starts, and the most that operators had
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -35,8 +32,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyrl_ext.megatron.optimizer import state_tensors
 from pyrl_ext.ops.on_gpu import on_gpu
 from pyrl_ext.pack.shard import BatchShard, layout_of
-from pyrl_ext.parallel import topology
-from pyrl_ext.parallel.hf_download import fetch
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
@@ -313,9 +308,6 @@ def predicted_phase(plan: Plan, memory: StageMemory, phase: str) -> int:
     return memory.held(phase) - memory.bytes_of(CONTEXT)
 
 
-# The command ------------------------------------------------------------------------------------
-
-
 def report(plan: Plan, topo: Topology, found: Measured, memory: StageMemory) -> dict[str, Any]:
     """Predicted and measured, as plain numbers."""
     exact = {item.name: item.exact for item in memory.items}
@@ -343,49 +335,3 @@ def report(plan: Plan, topo: Topology, found: Measured, memory: StageMemory) -> 
             for name in found.phases  # those of a step
         },
     }
-
-
-def show(result: dict[str, Any]) -> None:
-    """The report as tables."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from pyrl_ext.plan.forecast.units import size
-
-    console = Console()
-    console.print(
-        f"rank {result['rank']} ({result['module']}, stage {result['stage']}) on {result['device']}"
-        f": largest microbatch {result['rows']} rows, rollout batch {result['tokens']} rows"
-    )
-    for title, kind in (("item", "items"), ("most held in phase", "phases")):
-        table = Table(box=None, pad_edge=False)
-        for column in (title, "predicted", "measured", "off", "seconds" * (kind == "phases")):
-            table.add_column(column, justify="left" if column == title else "right")
-        for name, row in result[kind].items():
-            off = row["predicted"] / row["measured"] - 1 if row["measured"] else 0.0
-            seconds = f"{row['seconds']:.3g}" if "seconds" in row else ""
-            pair = (size(row["predicted"]), size(row["measured"]))
-            table.add_row(name, *pair, "exact" if off == 0 else f"{off:+.1%}", seconds)
-        console.print(table)
-
-
-def start(plan: Plan, as_json: bool) -> int:
-    """Measure and print. Exit code 0: measured; 1: failed, with the reason."""
-    if plan.threads:
-        torch.set_num_threads(plan.threads)
-    try:
-        with topology.start(plan) as topo:
-            plan = fetch(plan, topo)
-            result = report(plan, topo, *measure(plan, topo))
-            every: list[Any] = [None] * topo.world_size
-            torch.distributed.all_gather_object(every, result)
-            if topo.is_main and as_json:
-                print(json.dumps(every, indent=2))
-            elif topo.is_main:
-                firsts = {each["stage"]: each for each in reversed(every)}
-                for stage in sorted(firsts):
-                    show(firsts[stage])
-    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0

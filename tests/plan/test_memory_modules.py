@@ -1,5 +1,4 @@
-"""Predicted against measured of a run with an encoder, on ranks for itself and on shared ones; of
-text it is in tests/plan/test_memory.py."""
+"""The memory forecast of a plan with an encoder, on its own and on shared ranks, against steps."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import torch
 
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan import compile_plan
-from pyrl_ext.tools.measure.steps import measure, report
+from tests.helpers.measured_step import measure, report
 from tests.helpers.ranks import run_ranks
 
 TINY_VL = Path(__file__).parents[2] / "configs/tiny_vl.yaml"
@@ -39,7 +38,7 @@ def ranks() -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", ["shared", "own", "frozen"])
-def test_measure_finds_what_the_plan_predicts_for_every_module(ranks: Any, name: str):
+def test_stage_memory_predicts_every_module(ranks: Any, name: str):
     found = ranks[name]
     assert [each["module"] for each in found] == ["llm", "vision", "vision"][: len(found)]
     assert [each["stage"] for each in found] == [*range(len(found))]
@@ -58,7 +57,7 @@ def test_measure_finds_what_the_plan_predicts_for_every_module(ranks: Any, name:
             assert each["phases"][phase]["seconds"] > 0
 
 
-def test_measure_names_the_items_of_each_module(ranks: Any):
+def test_stage_memory_has_the_items_of_each_module(ranks: Any):
     state = {"weights", "gradients", "optimizer", "reference"}
     both = {*ranks["shared"][0]["items"]}
     assert both >= {*state, *(f"{name} of vision" for name in state), "patches of the batch"}
