@@ -22,8 +22,8 @@ COMMANDS = {
     ),
     "export": ("pyrl_ext.tools.export", "write a run's weights as a Hugging Face folder"),
     "doctor": (
-        "pyrl_ext.tools.doctor.__main__",
-        "what this machine has, and whether a plan can run on it",
+        "pyrl_ext.tools.doctor",
+        "show what this machine has, and whether a plan can run on it",
     ),
     "prebuild": ("pyrl_ext.tools.prebuild", "compile a plan's Triton kernels into a folder"),
 }

@@ -78,7 +78,6 @@ def test_main_refuses_an_unknown_command(capsys: pytest.CaptureFixture[str]):
         ("plan stepss=3", 2),
         ("train stepss=3", 2),
         ("serve stepss=3", 2),
-        ("measure stepss=3", 2),
         ("prebuild --into=none stepss=3", 2),
     ],
 )

@@ -41,7 +41,6 @@ HOST_CALLERS = (
     "pyrl_ext/pack/delivery.py",
     "pyrl_ext/replay/routed_experts.py",
     "pyrl_ext/rollout/in_step.py",
-    "pyrl_ext/tools/doctor/hosts.py",
     "tests/",
 )
 # files whose tensors are on the host in the group of all ranks, which has no communicator

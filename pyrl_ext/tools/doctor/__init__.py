@@ -1,1 +1,0 @@
-"""`pyrl doctor`: reads what a machine has, and says what that allows."""

@@ -1,0 +1,228 @@
+"""This machine against a plan: packages, memory, keys, ports and the run folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from pyrl_ext.plan import Plan
+from pyrl_ext.plan.forecast.memory import stage_memory
+from pyrl_ext.plan.forecast.parameters import trained_of_stage
+from pyrl_ext.plan.forecast.units import DTYPE_BYTES, size
+from pyrl_ext.plan.model.counts import parameters
+from pyrl_ext.tools.doctor import Facts, Feature, disk_of
+
+SHARED_MEMORY = 2**30  # containers have 64 MiB by default, and NCCL fails there
+FILES = 512  # assumed open files of a process, engines and shards included
+FILES_OF_RANK = 8  # assumed for each rank that it is connected to
+ANSWER = 3.0  # limit of a server's answer [s]
+RENDEZVOUS = 29500  # torchrun's default port
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison of the plan with this machine; ``problem`` says what to do."""
+
+    name: str
+    result: str
+    problem: str | None = None
+
+
+def check_plan(plan: Plan, facts: Facts, features: Sequence[Feature]) -> list[Check]:
+    """Every check of this machine."""
+    checks = [Check("plan", "refused", f"the trainer refuses it: {x}") for x in plan.unsupported]
+    by_name = {feature.name: feature for feature in features}
+    for name, reason in _needed(plan):
+        missing = "; ".join(by_name[name].missing)
+        problem = f"{reason}, but {missing}. To get it: {by_name[name].install}"
+        checks.append(Check(name, missing or "available", problem if missing else None))
+    checks += _ranks(plan, facts)
+    checks += _memory(plan, facts)
+    checks += _open_files(plan, facts)
+    checks += _run_folder(plan)
+    checks += _keys(plan, facts)
+    if plan.world_size > 1 and "RANK" not in os.environ:
+        checks.append(_rendezvous())
+    checks += [_engine(address, plan.source) for address in plan.addresses]
+    return checks
+
+
+def _needed(plan: Plan) -> Iterator[tuple[str, str]]:
+    """(feature, the key that needs it)."""
+    on_gpu = plan.device == "cuda"
+    yield "training on GPUs" if on_gpu else "training", f"device is {plan.device}"
+    if plan.rollout.engine == "vllm" and not plan.engines_apart:
+        name = "rollouts with vLLM on GPUs" if on_gpu else "rollouts with vLLM on a CPU"
+        yield name, "rollout.engine is vllm"
+    if plan.model.backend == "te":
+        yield "model.backend: te", "model.backend is te"
+    if plan.log.wandb:
+        yield "log.wandb", f"log.wandb is {plan.log.wandb}"
+    if plan.model.fp8:
+        yield "model.fp8", f"model.fp8 is {plan.model.fp8}"
+
+
+def ranks_here(plan: Plan) -> int:
+    """Number of ranks of this machine."""
+    if plan.device == "cuda":
+        return min(plan.world_size, plan.hardware.gpus_per_node)
+    return plan.world_size
+
+
+def _ranks(plan: Plan, facts: Facts) -> Iterator[Check]:
+    ranks, gpus = ranks_here(plan), facts["torch"].get("gpus", 0)
+    problem = None
+    if plan.device == "cuda" and gpus < ranks:
+        problem = f"{ranks} ranks on this machine, but torch sees {gpus} GPUs. Change parallel.dp"
+    yield Check("ranks", f"{plan.world_size} ranks, {ranks} on this machine", problem)
+
+
+def _memory(plan: Plan, facts: Facts) -> Iterator[Check]:
+    """The fullest stage in a GPU, and all ranks of this machine in its memory."""
+    stages, ranks = stage_memory(plan), ranks_here(plan)
+    peak = max(stage.peak for stage in stages)
+    host = max(stage.held(phase, host=True) for stage in stages for phase in stage.phases)
+    advice = f"`pyrl plan {plan.source}` lists what takes it"
+    if plan.device == "cuda" and facts["gpus"]:
+        smallest = min(gpu["memory"] for gpu in facts["gpus"])
+        problem = f"a rank needs {size(peak)}, but a GPU has {size(smallest)}. {advice}"
+        yield Check("memory of a GPU", size(smallest), problem if peak > smallest else None)
+    needed = ranks * (host + peak if plan.device == "cpu" else host)
+    memory = facts["memory"]
+    problem = f"{ranks} ranks need {size(needed)}, but this machine has {size(memory)}. {advice}"
+    yield Check("memory of this machine", size(memory), problem if needed > memory else None)
+    if plan.device == "cuda" and plan.world_size > 1:
+        shared = (facts["shared_memory"] or {"total": 0})["total"]
+        problem = f"{size(shared)}, expected {size(SHARED_MEMORY)} for NCCL. "
+        problem += "Start the container with --shm-size=16g or --ipc=host"
+        yield Check(
+            "shared memory (/dev/shm)", size(shared), problem if shared < SHARED_MEMORY else None
+        )
+
+
+def _open_files(plan: Plan, facts: Facts) -> Iterator[Check]:
+    soft, hard = facts["open_files"]
+    needed = FILES + FILES_OF_RANK * plan.world_size
+    problem = f"{soft}, expected {needed}; ranks keep sockets to each other. ulimit -n {hard}"
+    yield Check("open files", f"{soft}", problem if 0 <= soft < needed else None)
+
+
+def _run_folder(plan: Plan) -> Iterator[Check]:
+    """Whether the run can write its folder, and has room for the checkpoints that are kept."""
+    run = Path(plan.run).absolute()
+    folder = next(path for path in (run, *run.parents) if path.exists())
+    problem = None
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        problem = f"{folder}: {error.strerror}, expected a folder that can be written. Change run"
+    yield Check("run folder", plan.run, problem)
+    disk = disk_of(folder)
+    if disk is None:
+        yield Check("disk", "cannot be read")
+        return
+    one = checkpoint_bytes(plan)
+    kept = len(list((run / "checkpoints").glob("step-*")))  # of a run that is resumed
+    saves = -(-plan.steps // (plan.checkpoint.every or plan.steps))
+    number = max(1, min(plan.checkpoint.keep + 1, saves) - kept)
+    problem = (
+        f"{size(disk['free'])} free for run {plan.run}, expected about {size(number * one)}: "
+        f"{number} checkpoints of {size(one)}. Lower checkpoint.keep, or change run"
+    )
+    enough = disk["free"] >= number * one
+    yield Check("disk", f"{size(disk['free'])} free", None if enough else problem)
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """About the bytes of one checkpoint: weights and the optimizer's float32 state, no encoders.
+
+    Adapters are saved alone.
+    """
+    trained = sum(trained_of_stage(plan, stage).total for stage in range(len(plan.stages)))
+    weight = DTYPE_BYTES[plan.model.dtype]
+    hf = weight * parameters(plan.sizes).total if plan.checkpoint.hf else 0
+    return trained * (weight + 12) + hf  # the optimizer's weights and two moments
+
+
+def _keys(plan: Plan, facts: Facts) -> Iterator[Check]:
+    """Keys of remote engines and of Weights & Biases."""
+    if plan.addresses and "error" not in facts["torch"]:
+        from pyrl_ext.rollout.remote.guard import Keys  # imports torch
+
+        problem = None
+        try:
+            for address in plan.addresses:
+                Keys.of(plan.rollout.keys, urlsplit(address).hostname or "")
+        except ValueError as error:
+            problem = str(error)
+        yield Check("rollout.keys", f"{plan.rollout.keys or 'none'}", problem)
+    if plan.log.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        key = bool(os.environ.get("WANDB_API_KEY")) or (Path.home() / ".netrc").exists()
+        problem = "no WANDB_API_KEY and no ~/.netrc, expected a key. wandb login"
+        yield Check("key of wandb", "available" if key else "none", None if key else problem)
+
+
+def _rendezvous() -> Check:
+    name, told = "rendezvous port", os.environ.get("MASTER_PORT")
+    if told and not (told.isascii() and told.isdigit() and 0 < int(told) < 2**16):
+        return Check(name, told, f"MASTER_PORT is {told!r}, expected a port, 1 to 65535. Unset it")
+    port = int(told or RENDEZVOUS)
+    process = process_on("", port)
+    if process is None:
+        return Check(name, f"{port} is free")
+    result = f"{port} is held by {process}"
+    if not told:
+        return Check(name, f"{result}; torchrun needs --standalone, or another port")
+    return Check(name, result, f"{result}, expected a free one. Change MASTER_PORT")
+
+
+def _engine(address: str, source: str) -> Check:
+    name, url = f"engine {address}", urlsplit(address)
+    host, port = url.hostname or "", url.port or 0
+    connection = HTTPConnection(host, port, timeout=ANSWER)
+    try:
+        connection.request("GET", "/health")  # needs no key
+        status = connection.getresponse().status
+        if status == 200:
+            return Check(name, "answers")
+        reason = f"/health answers {status}"
+    except HTTPException as error:
+        reason = f"/health has no HTTP answer ({error!r})"
+    except OSError as error:
+        reason = f"{error}"
+    finally:
+        connection.close()
+    advice = f"expected an engine. Start it with: pyrl serve {source}"
+    process = process_on(host, port)
+    if process is None:
+        return Check(name, "no answer", f"{reason}, {advice}")
+    result = f"held by {process}"
+    return Check(name, result, f"{reason}; port {port} is {result}, {advice}")
+
+
+def process_on(host: str, port: int) -> str | None:
+    """The process that holds a port; None: the port is free, or of another machine."""
+    try:
+        with socket.create_server((host, port)):
+            return None
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return None
+    try:
+        for connection in psutil.net_connections("tcp"):
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            if listens and connection.pid:
+                return f"pid {connection.pid} ({psutil.Process(connection.pid).name()})"
+    except psutil.Error:  # it ended meanwhile, or belongs to another user
+        pass
+    return "a process that does not listen, or that this user cannot see"
