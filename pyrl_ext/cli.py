@@ -18,7 +18,7 @@ COMMANDS = {
     "serve": ("pyrl_ext.train.serve", "start this host's engines apart, and keep them running"),
     "report": (
         "pyrl_ext.tools.report.__main__",
-        "print the table of a run and draw its curves; write or serve its page",
+        "print the table of a run and draw its curves; write its page",
     ),
     "export": ("pyrl_ext.tools.export", "write a run's weights as a Hugging Face folder"),
     "doctor": (

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from pyrl_ext.ops.on_gpu import on_gpu
-from pyrl_ext.parallel.allocator import set_allocator
 from pyrl_ext.parallel.groups import GroupMaker, adopt, disown, make_groups
 from pyrl_ext.parallel.shared_memory import host_key
 from pyrl_ext.plan import Plan
@@ -218,7 +217,7 @@ def start(
         ValueError when torchrun's environment holds no numbers.
     """
     device = device_of(plan.device)
-    set_allocator(plan)
+    _set_allocator(plan)
     if on_gpu(device):
         torch.get_device_module(device).set_device(device)
     ours = not dist.is_initialized()
@@ -315,3 +314,30 @@ def _meet() -> tuple[tuple[int, ...], int]:
     hosts, started = torch.stack(everyone).T.tolist()
     _STARTED = max(started) + 1
     return tuple(hosts), _STARTED
+
+
+# The setting of torch's CUDA allocator ------------------------------------------------------------
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
+
+
+def allocator_setting(plan: Plan, environment: Mapping[str, str]) -> str | None:
+    """The setting that a run changes; None: the user chose one, or the default stays.
+
+    Microbatches differ in size, so segments of fixed sizes fragment. Segments that grow are virtual
+    memory, which CUDA IPC cannot open in several versions of torch. So the default stays where the
+    trainer's buckets go to the engine by IPC, and where this process holds a part of vLLM: its
+    all-reduce shares the buffers of CUDA graphs by IPC.
+    """
+    if plan.device != "cuda" or any(name in environment for name in _ALLOCATOR_VARIABLES):
+        return None
+    holds_part = plan.transport == "inprocess" and plan.rollout.tp > 1
+    return None if plan.transport == "ipc" or holds_part else _EXPANDABLE
+
+
+def _set_allocator(plan: Plan) -> None:
+    """Apply `allocator_setting`, to this process alone: an engine's process inherits variables."""
+    setting = allocator_setting(plan, os.environ)
+    if setting is not None:
+        torch._C._accelerator_setAllocatorSettings(setting)  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,16 +6,11 @@ import csv
 import json
 import math
 import re
-import signal
 import socket
-import struct
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import replace
 from html import unescape
-from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +31,7 @@ from pyrl_ext.tools.report.page import report_page
 from pyrl_ext.tools.report.phases import memory, phases
 from pyrl_ext.tools.report.recorded import recorded, visible
 from pyrl_ext.tools.report.state import Folder, folders
-from pyrl_ext.tools.report.watch import Server
 from tests.helpers import browser
-from tests.helpers.deadline import DEADLINE
 from tests.helpers.plan_pages import checked, words_of
 from tests.helpers.run_pages import data_of, opened, page_of, write_history
 from tests.helpers.samples import make_samples
@@ -188,7 +181,7 @@ def test_main_writes_the_page_and_refuses_what_it_cannot_read(
     assert "<h1>" in (path / "report.html").read_text()
     assert main([str(path), "--html", str(tmp_path / "none/x.html")]) == 2
     assert "x.html: No such file or directory, expected a file" in capsys.readouterr().err
-    for way in ("--html", "--watch", "--csv"):
+    for way in ("--html", "--csv"):
         assert main([str(tmp_path), way]) == 2
         assert "metrics.jsonl, expected a run folder" in capsys.readouterr().err
 
@@ -211,67 +204,13 @@ def test_main_writes_all_metrics_as_csv(tmp_path: Path):
     assert (last["step"], last["lr"], last["loss"], last["reward"]) == ("12", "1e-06", "nan", "")
 
 
-def test_server_renews_the_page_as_the_run_grows(tmp_path: Path):
-    path = write_history(tmp_path / "a", 3)
-    with Server([str(path)]) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            connection = HTTPConnection("127.0.0.1", server.server_port)
-
-            def ask(place: str, **headers: str) -> tuple[int, str]:
-                connection.request("GET", place, headers=headers)
-                answer = connection.getresponse()
-                return answer.status, answer.read().decode()
-
-            stamp, (status, page) = ask("/stamp"), ask("/")
-            assert status == 200 and len(data_of(page)["steps"][0]) == 3
-            with (path / "metrics.jsonl").open("a") as file:
-                file.write('{"step": 3, "reward": 1.0}\n')
-            assert ask("/stamp") != stamp and "1 of 4" not in page
-            assert max(len(each) for each in data_of(ask("/")[1])["steps"]) == 4
-            assert ask("/etc/passwd")[0] == 404
-            assert ask("/", Host="example.org")[0] == 403
-            (path / "metrics.jsonl").write_text("{}\n")
-            status, text = ask("/")
-            assert status == 500 and "metrics.jsonl:1: no object with a step" in text
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_server_renews_the_page_of_a_run_that_was_killed_or_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Neither changes a file of the run."""
+def test_state_says_that_a_run_was_killed(tmp_path: Path):
     path = write_history(tmp_path / "a", 3)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         (path / "lock").write_text(f"pid {process.pid} on {socket.gethostname()}\n")
-        with Server([str(path)]) as server:
-            stamp, page = server.stamp(), server.newest()
-            assert (server.stamp(), server.newest()) == (stamp, page)
-            assert f"pid {process.pid}" in page and "killed" not in page
-            now = time.time() + 7200
-            monkeypatch.setattr(time, "time", lambda: now)
-            assert server.stamp() != stamp and "last step 2 h ago" in server.newest()
-            stamp = server.stamp()
-            process.kill()
-            process.wait(DEADLINE)
-            assert server.stamp() != stamp and "killed" in server.newest()
-
-
-def test_server_says_nothing_of_a_browser_that_hangs_up(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
-    server = Server([str(write_history(tmp_path / "a", 3))])
-    server.daemon_threads = False  # closing waits for them
-    with server.lock, socket.create_connection(("127.0.0.1", server.server_port)) as browser:
-        browser.sendall(f"GET / HTTP/1.1\r\nHost: localhost:{server.server_port}\r\n\r\n".encode())
-        server.handle_request()
-        browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        browser.close()  # as a reset: the answer finds nobody
-    server.server_close()
-    assert capfd.readouterr().err == ""
+        assert f"pid {process.pid}" in Folder(path).state.detail
+        process.kill()
+    assert Folder(path).state.word == "killed"
 
 
 @pytest.mark.parametrize(
@@ -292,22 +231,6 @@ def test_state_says_what_the_same_command_does(
     file.write_text("{}")
     state = Folder(path).state
     assert state.word == "stopped" and words in state.detail
-
-
-def test_watch_says_where_it_is_and_ends_with_ctrl_c(tmp_path: Path):
-    path = write_history(tmp_path / "a", 3)
-    command = [sys.executable, "-m", "pyrl_ext.tools.report", str(path), "--watch"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        address = re.search(r"http://127\.0\.0\.1:(\d+) ", line)
-        assert address, line
-        connection = HTTPConnection("127.0.0.1", int(address[1]))
-        connection.request("GET", "/")
-        assert b"data-live" in connection.getresponse().read()
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=DEADLINE)[0] == "\nended\n"
-    assert process.returncode == 0
 
 
 # In a browser ------------------------------------------------------------------------------------
@@ -350,33 +273,6 @@ def test_page_lets_no_other_script_run(tmp_path: Path):
     copy.write_text(page.replace("</body>", "<script>document.title='hurt'</script></body>"))
     left = browser.look(copy, tmp_path / "page.png")
     assert "<title>a</title>" in left and "<path" in left
-
-
-WITHOUT_SERVER = """<script>
-  // The run's stamp is "1", then "2"; its page is refused until the stamp was asked for BAD times.
-  var asked = 0, later = setTimeout;
-  setTimeout = function (what, wait, value) { later(what, 1, value); };
-  fetch = function (where) {
-    var ok = where === "stamp" || asked > BAD;
-    if (where === "stamp") asked++;
-    var text = where === "stamp" ? String(Math.min(asked, 2)) : document.documentElement.outerHTML;
-    var read = Promise.resolve(ok ? text : "cut");
-    return Promise.resolve({ok: ok, text: function () { return read; }});
-  };
-</script>"""
-
-
-@needs_browser
-@pytest.mark.parametrize(("bad", "said"), [("1e9", "cut"), ("5", "live")])
-def test_watched_page_says_what_is_wrong_until_an_answer_is_good(
-    tmp_path: Path, bad: str, said: str
-):
-    page = report_page([Folder(write_history(tmp_path / "a", 3))], live=True)
-    page = re.sub(r"<meta http-equiv.*?>", "", page, count=1)  # lets the script in
-    copy = tmp_path / "page.html"
-    copy.write_text(page.replace("</main>", "</main>" + WITHOUT_SERVER.replace("BAD", bad)))
-    left = browser.look(copy, tmp_path / "page.png")
-    assert re.findall(r'<span id="live"[^>]*>(.*?)</span>', left) == [said]
 
 
 @needs_browser

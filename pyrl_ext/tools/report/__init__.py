@@ -1,1 +1,1 @@
-"""`pyrl report`: a run as a table, as a picture, and as one HTML page that follows it."""
+"""`pyrl report`: a run as a table, as a picture, and as one HTML page."""

@@ -1,7 +1,6 @@
 """Show a run, or several side by side: as a table and a picture, an HTML page, or CSV.
 
-Ratios in the table are to the first run. The page may be written while a run goes on; with
-``--watch`` it is served on this machine and follows the run.
+Ratios in the table are to the first run. The page may be written during a run.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "behind them for a PATH"
         )
     try:
-        if options.watch:
-            from pyrl_ext.tools.report.watch import watch
-
-            watch(options.runs)
-        elif options.html is not None:
+        if options.html is not None:
             path = Path(options.html or Path(options.runs[0]) / "report.html")
             _write("--html", path, report_page(folders(options.runs)))
         elif options.csv is not None:
@@ -72,7 +67,7 @@ def _write(option: str, path: Path, text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=called("pyrl_ext.tools.report"),
-        usage="%(prog)s RUN [RUN ...] [--png PNG | --html [PATH] | --csv [PATH] | --watch]",
+        usage="%(prog)s RUN [RUN ...] [--png PNG | --html [PATH] | --csv [PATH]]",
         description=__doc__,
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder with metrics.jsonl")
@@ -82,7 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     way.add_argument("--html", nargs="?", const="", metavar="PATH", help=words)
     words = "write all metrics as CSV instead [RUN/report.csv of the first run]"
     way.add_argument("--csv", nargs="?", const="", metavar="PATH", help=words)
-    way.add_argument("--watch", action="store_true", help="serve the page until Ctrl-C")
     return parser
 
 

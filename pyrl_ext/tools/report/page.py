@@ -27,12 +27,8 @@ COLOURS = 8
 HERE = Path(__file__).parent
 
 
-def report_page(folders: Sequence[Folder], live: bool = False) -> str:
-    """The page of one or more runs.
-
-    Args:
-        live: it asks the server that it comes from for a newer one.
-    """
+def report_page(folders: Sequence[Folder]) -> str:
+    """The page of one or more runs."""
     environment = Environment(
         loader=FileSystemLoader([HERE, Path(html.__file__).parent]),
         autoescape=True,
@@ -64,7 +60,6 @@ def report_page(folders: Sequence[Folder], live: bool = False) -> str:
         script=Markup(script),
         # what a sample says is escaped, and would not run if it were not
         digest=Markup(digest),
-        live=live,
         colours=COLOURS,
         series=SERIES,
     )

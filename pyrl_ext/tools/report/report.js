@@ -213,35 +213,10 @@
     });
     redraw();
   }
-  function renew(text) {
-    var page = new DOMParser().parseFromString(text, "text/html"), open = new Set();
-    document.querySelectorAll("details[open]").forEach(function (each) { open.add(each.id); });
-    ["main", "#data"].forEach(function (name) { document.querySelector(name).replaceWith(page.querySelector(name)); });
-    document.querySelectorAll("details").forEach(function (each) { each.open = open.has(each.id); });
-    begin();
-  }
-  function follow(seen) {
-    function say(text) { document.getElementById("live").textContent = text; }
-    fetch("stamp").then(function (answer) { return answer.text(); }).then(function (stamp) {
-      if (stamp === seen || seen === null) { say("live"); return stamp; }
-      return fetch("/").then(function (answer) {
-        return answer.text().then(function (text) {
-          if (answer.ok) renew(text);
-          say(answer.ok ? "live" : text);
-          return answer.ok ? stamp : seen;
-        });
-      });
-    }).then(function (stamp) {
-      setTimeout(follow, 3000, stamp);
-    }).catch(function () {
-      say("the server ended; this is the last state");
-    });
-  }
   var COLOURS = 8, timer;
   begin();
   addEventListener("resize", function () { clearTimeout(timer); timer = setTimeout(redraw, 150); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", function () {
     document.querySelectorAll("[data-heat]").forEach(heat);
   });
-  if ("live" in document.documentElement.dataset) follow(null);
 })();
