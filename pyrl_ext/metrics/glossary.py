@@ -13,11 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from pyrl_ext.metrics.age_metrics import AGE_METRICS
 from pyrl_ext.metrics.costs import COSTS
 from pyrl_ext.metrics.metric import Metric
-from pyrl_ext.metrics.server_metrics import SERVER_METRICS
-from pyrl_ext.metrics.turn_metrics import TURN_METRICS
+from pyrl_ext.metrics.rollout_metrics import AGE_METRICS, SERVER_METRICS, TURN_METRICS
 
 _R3 = "Stabilizing MoE RL by aligning training and inference routers, arXiv:2510.11370"
 _K3 = "http://joschu.net/blog/kl-approx.html"

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from pyrl_ext.metrics import report
-from pyrl_ext.metrics.age_metrics import AGE_METRICS
 from pyrl_ext.metrics.glossary import GLOSSARY, RENAMED, check_names, lookup, page
-from pyrl_ext.metrics.server_metrics import SERVER_METRICS
+from pyrl_ext.metrics.rollout_metrics import AGE_METRICS, SERVER_METRICS
 from pyrl_ext.metrics.sinks import read_rows
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.heartbeat import heartbeats

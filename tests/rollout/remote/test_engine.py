@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pyrl_ext.metrics.server_metrics import SERVER_METRICS
+from pyrl_ext.metrics.rollout_metrics import SERVER_METRICS
 from pyrl_ext.parallel.buckets import KeptBuckets
 from pyrl_ext.rollout.engine import in_order
 from pyrl_ext.rollout.remote.client import Server

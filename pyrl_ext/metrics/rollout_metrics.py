@@ -1,0 +1,152 @@
+"""Metrics of rollouts: the age of samples, turns, and remote engines.
+
+Requests of remote engines are those between the last two publishes, of all ranks; prompts are those
+since the process began, evaluation included.
+"""
+
+from __future__ import annotations
+
+from pyrl_ext.metrics.metric import Metric
+from pyrl_ext.plan.schema.turns import REASONS
+
+# of `rollout.ahead`
+AGE_METRICS = (
+    Metric(
+        "age/mean",
+        "versions",
+        "Mean age of the loss tokens: the trainer's version less the one that generated the token.",
+    ),
+    Metric("age/max", "versions", "Largest age of a loss token."),
+    Metric("age/share_<id>", "1", "Fraction of the loss tokens that have this age."),
+    Metric(
+        "age/mismatch_<id>",
+        "nat",
+        "mismatch/abs_mean of the tokens of this age; at 0 the engine's.",
+    ),
+    Metric("age/clip_fraction_<id>", "1", "policy/clip_fraction of the tokens of this age."),
+    Metric(
+        "age/agree_topk_<id>",
+        "1",
+        "route/agree_topk of the samples whose oldest token has this age.",
+    ),
+    Metric(
+        "age/reward_<id>",
+        "reward",
+        "Mean reward of the trajectories whose oldest token has this age.",
+    ),
+    Metric(
+        "rollout/ready",
+        "1",
+        "Fraction of the step's groups that were complete when the trainer asked for them; 1: the "
+        "trainer is the slower one, 0: the engines are.",
+    ),
+    Metric(
+        "rollout/carried_groups",
+        "groups",
+        "Groups that were begun for the step before, and became complete too late for it.",
+    ),
+    Metric(
+        "rollout/too_old_groups",
+        "groups",
+        "Complete groups with loss tokens older than rollout.ahead, which are not trained on.",
+    ),
+)
+
+# of trajectories of several turns
+TURN_METRICS = (
+    Metric("turns/mean", "turns", "Mean number of turns of the trajectories that are trained on."),
+    Metric("turns/max", "turns", "Most turns of such a trajectory."),
+    Metric(
+        "turns/forks",
+        "turns",
+        "Turns whose context did not begin with the tokens of the turn before.",
+    ),
+    Metric(
+        "turns/dropped", "trajectories", "Trajectories that are not trained on, for any reason."
+    ),
+    *(
+        Metric(f"turns/dropped/{reason}", "trajectories", f"Those of them where {meaning}.")
+        for reason, meaning in REASONS.items()
+    ),
+    Metric(
+        "turns/close_failed",
+        "trajectories",
+        "Trajectories, trained on or not, whose environment failed when it was closed.",
+    ),
+    Metric("turns/retries", "calls", "Calls of environments that were made again."),
+    Metric(
+        "turns/environment_seconds",
+        "s",
+        "Time of a trajectory in calls of its environment, mean.",
+    ),
+    Metric(
+        "turns/waited_seconds",
+        "s",
+        "Time in which an engine had nothing to do but to wait for environments, the largest of "
+        "all engines.",
+    ),
+    Metric(
+        "eval_dropped", "1", "Fraction of held-out prompts whose trajectory is dropped.", (0, 0.5)
+    ),
+)
+
+# step of a publish -> what its seconds are
+STEPS = {
+    "identity": "to compare a server's model with the trainer's",
+    "pause": "to pause a server, with what rollout.pause waits for",
+    "start": "until a server expects weights",
+    "transfer": "to send and verify all weights",
+    "finish": "to load what was verified",
+    "reset": "to drop caches",
+    "resume": "to resume a server",
+    "canary": "of a server's answers to the canary, while it generates",
+    "proof": "that the trainer waits for these answers and scores the canary",
+}
+
+SERVER_METRICS = (
+    Metric("servers/used", "servers", "Servers that have the step's weights."),
+    Metric("servers/requests", "requests", "Responses that servers were asked for, a turn each."),
+    Metric(
+        "servers/resent",
+        "requests",
+        "Requests that another server went on with, because theirs failed.",
+        (0, 100),
+    ),
+    Metric(
+        "servers/aborted_parts",
+        "requests",
+        "Parts of responses that a publish aborted; the next part has the new weights.",
+    ),
+    Metric("servers/seconds", "s", "Time of a request on servers, mean."),
+    Metric("servers/queue_seconds", "s", "Time that a request waited for a server, mean."),
+    Metric("servers/queue_max", "requests", "Most requests that waited at once, on any rank."),
+    Metric(
+        "servers/prompts_asked",
+        "prompts",
+        "Prompts that servers were asked for: those returned, aborted, failed and in flight.",
+    ),
+    Metric("servers/prompts_returned", "prompts", "Prompts whose responses all came."),
+    Metric(
+        "servers/prompts_aborted",
+        "prompts",
+        "Prompts that were given up since enough others were complete.",
+    ),
+    Metric("servers/prompts_failed", "prompts", "Prompts that were given up because of an error."),
+    Metric("servers/prompts_in_flight", "prompts", "Prompts of streams that are open."),
+    *(
+        Metric(f"publish/{step}_seconds", "s", f"Time {meaning}, the longest of any server.")
+        for step, meaning in STEPS.items()
+    ),
+    Metric("publish/bytes", "bytes", "Sent by all ranks to servers; what servers pass on is not."),
+    Metric(
+        "publish/again",
+        "servers",
+        "Servers that got the weights a second time, since the one before them failed.",
+    ),
+    Metric("publish/seconds", "s", "A publish, from the first question to the last server."),
+    Metric(
+        "publish/wait_seconds",
+        "s",
+        "Of it, what the trainer waited for after its passes (rollout.publish_beside).",
+    ),
+)
