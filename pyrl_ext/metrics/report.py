@@ -20,10 +20,21 @@ from pyrl_ext.metrics.plot import plot
 
 PHASES = {metric.name: metric.phase for metric in GLOSSARY.values() if metric.phase}
 MEANS = (
-    *("mismatch/k3", "mismatch/abs_mean", "mismatch/prob_abs_mean", "mismatch/f2", "mismatch/ess"),
-    *("route/agree_topk", "route/exact_set", "route/coverage"),
-    *("policy/ppo_kl", "policy/clip_fraction", "policy/entropy", "rollout/response_len"),
-    *("data/padding", "data/truncated", "tokens_per_s"),
+    "mismatch/k3",
+    "mismatch/abs_mean",
+    "mismatch/prob_abs_mean",
+    "mismatch/f2",
+    "mismatch/ess",
+    "route/agree_topk",
+    "route/exact_set",
+    "route/coverage",
+    "policy/ppo_kl",
+    "policy/clip_fraction",
+    "policy/entropy",
+    "rollout/response_len",
+    "data/padding",
+    "data/truncated",
+    "tokens_per_s",
 )
 
 WORST_LAYER = "route/agree_topk, worst layer"

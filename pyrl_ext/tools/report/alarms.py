@@ -68,12 +68,21 @@ def alarms(run: int, columns: Columns) -> list[Alarm]:
         level = "alarm" if "alarm" in levels else "warn"
         rising = metric.band is None or metric.band[1] > metric.band[0]
         order = np.where(broken, np.inf, values if rising else -values)
-        worst, places = int(order.argmax()), np.flatnonzero(outside)
+        worst = int(order.argmax())
+        places = np.flatnonzero(outside)
         found.append(
             Alarm(
-                *(run, name, level, bool(outside[-1]), float(values[worst]), int(steps[worst])),
-                *(len(places), len(steps), int(steps[places[0]]), int(steps[places[-1]])),
-                metric.definition,
+                run=run,
+                name=name,
+                level=level,
+                still=bool(outside[-1]),
+                worst=float(values[worst]),
+                at=int(steps[worst]),
+                outside=len(places),
+                steps=len(steps),
+                first=int(steps[places[0]]),
+                last=int(steps[places[-1]]),
+                definition=metric.definition,
             )
         )
     return sorted(found, key=lambda a: (not a.still, a.level != "alarm", -a.last, a.name))

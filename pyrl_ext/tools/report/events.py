@@ -12,10 +12,21 @@ from pyrl_ext.tools.report.state import Folder, last_line
 
 # metrics that count what should be rare
 COUNTED = (
-    *("turns/dropped", "turns/close_failed", "turns/retries", "eval_dropped"),
-    *("rollout/dropped_groups", "rollout/aborted_groups", "rollout/too_old_groups"),
-    *("rollout/carried_groups", "rollout/refills", "servers/resent", "servers/prompts_failed"),
-    *("policy/skipped_updates", "mismatch/nonfinite", "route/fallback_rows", "data/truncated"),
+    "turns/dropped",
+    "turns/close_failed",
+    "turns/retries",
+    "eval_dropped",
+    "rollout/dropped_groups",
+    "rollout/aborted_groups",
+    "rollout/too_old_groups",
+    "rollout/carried_groups",
+    "rollout/refills",
+    "servers/resent",
+    "servers/prompts_failed",
+    "policy/skipped_updates",
+    "mismatch/nonfinite",
+    "route/fallback_rows",
+    "data/truncated",
 )
 
 
