@@ -20,8 +20,8 @@ import torch
 from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.exchange import shard_batch
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.rank_rows import layout_of
 from pyrl_ext.pack.schedule import Scheduler
-from pyrl_ext.pack.shard import layout_of
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.samples import Sample
 from tests.helpers.tiny import one_rank

@@ -12,8 +12,9 @@ from pyrl_ext.pack.delivery import Delivery
 from pyrl_ext.pack.exchange import Exchange, columns_of
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.microbatch import Microbatch
+from pyrl_ext.pack.rank_rows import Seat
 from pyrl_ext.pack.schedule import Group, Schedule
-from pyrl_ext.pack.shard import BatchShard, Seat
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.topology import Place
 
 

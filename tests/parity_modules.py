@@ -31,8 +31,9 @@ from pyrl_ext.megatron.ddp import gather_shards
 from pyrl_ext.megatron.optimizer import join_build_optimizer, warmed_up
 from pyrl_ext.megatron.vision import VisionTower
 from pyrl_ext.pack.encoder_work import EncoderWork
+from pyrl_ext.pack.rank_rows import Lengths, Seat, SeatRows
 from pyrl_ext.pack.schedule import Scheduler
-from pyrl_ext.pack.shard import BatchShard, Lengths, Seat, SeatRows
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel import topology
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan

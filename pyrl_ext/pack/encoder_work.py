@@ -18,8 +18,8 @@ from torch import Tensor
 from pyrl_ext.pack.images import Images, spread
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.needs import Field, Items, Need
+from pyrl_ext.pack.rank_rows import Lengths, Seat, layout_of
 from pyrl_ext.pack.schedule import Schedule
-from pyrl_ext.pack.shard import Lengths, Seat, layout_of
 from pyrl_ext.plan import Plan
 
 

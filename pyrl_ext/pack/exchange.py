@@ -21,8 +21,9 @@ from pyrl_ext.pack.delivery import Delivery, Moved, Stored
 from pyrl_ext.pack.encoder_work import PatchStream
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.needs import KEPT_COUNTS, KEPT_IDS, Field, Items, Need, Needs
+from pyrl_ext.pack.rank_rows import Lengths, Seat, SeatRows
 from pyrl_ext.pack.schedule import Schedule
-from pyrl_ext.pack.shard import BatchShard, Lengths, Seat, SeatRows, joined
+from pyrl_ext.pack.shard import BatchShard, joined
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.samples import route_dtype

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.pack.images import Images
-from pyrl_ext.pack.reward_parts import components_of, joined_components, read_components
 from pyrl_ext.samples import Sample
 
 # (rewards [J], groups [J], loss tokens [J]) of J trajectories -> [J]
@@ -102,7 +101,7 @@ class BatchIndex:
             **{name: np.asarray(columns[name], dtype) for name, dtype in _COLUMNS.items()},
             layer_ids=() if routed is None else routed.layer_ids,
             topk=0 if routed is None or routed.routes is None else routed.routes.shape[-1],
-            components=components_of(samples),
+            components=_components_of(samples),
             images=Images.of(np.asarray(images)),
         )
 
@@ -125,7 +124,7 @@ class BatchIndex:
         order = order[of_group[order] >= 0]
         columns = {name: column[order] for name, column in whole.items()}
         images = _joined([p.images for p in parts], [*map(len, parts)], order)
-        components = joined_components([p for p in parts if len(p)], order)
+        components = _joined_components([p for p in parts if len(p)], order)
         return cls(**columns, layer_ids=layer_ids, topk=topk, components=components, images=images)
 
     def __len__(self) -> int:
@@ -181,7 +180,7 @@ class BatchIndex:
             shape = (samples, depths) if name == "loss_tokens" else (samples,)
             columns[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
             at += columns[name].nbytes
-        components, at = read_components(data, at, names, samples)
+        components, at = _read_components(data, at, names, samples)
         images = Images.of(np.frombuffer(data, np.int32, offset=at))
         layers = tuple(layer_ids.tolist())
         return cls(**columns, layer_ids=layers, topk=topk, components=components, images=images)
@@ -301,6 +300,42 @@ def _joined(parts: Sequence[Images], sizes: Sequence[int], order: np.ndarray) ->
     table[:, 0] = places[table[:, 0]]
     table = table[table[:, 0] >= 0]
     return Images.of(table[np.argsort(table[:, 0], kind="stable")])
+
+
+def _components_of(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Name -> [S] float64, the components of the samples' rewards."""
+    for sample in samples:
+        first = samples[0].components
+        _check_components(sample.components, first, sample.prompt_id, sample.index)
+    names = samples[0].components if samples else ()
+    return {name: np.asarray([s.components[name] for s in samples], np.float64) for name in names}
+
+
+def _joined_components(parts: Sequence[BatchIndex], order: np.ndarray) -> dict[str, np.ndarray]:
+    """The components of the samples of all parts, of which each has some, in ``order``."""
+    for part in parts:
+        _check_components(part.components, parts[0].components, part.groups[0], part.places[0])
+    names = parts[0].components if parts else ()
+    return {name: np.concatenate([p.components[name] for p in parts])[order] for name in names}
+
+
+def _read_components(
+    data: bytes, at: int, names: Sequence[str], samples: int
+) -> tuple[dict[str, np.ndarray], int]:
+    """The columns of ``names`` in ``data``, and where they end."""
+    size, places = 8 * samples, enumerate(names)
+    found = {n: np.frombuffer(data, np.float64, samples, at + i * size) for i, n in places}
+    return found, at + len(names) * size
+
+
+def _check_components(found: Iterable[str], first: Iterable[str], prompt: int, place: int) -> None:
+    """Refuse a sample whose reward has other components than that of the first one."""
+    if set(found) != set(first):
+        raise ValueError(
+            f"BatchIndex: Sample(prompt {prompt}, sample {place}): reward with components "
+            f"{sorted(found)}, expected {sorted(first)} as in other samples of the step; return "
+            "0.0 for one that does not apply"
+        )
 
 
 _COLUMNS = {

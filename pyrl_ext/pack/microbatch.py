@@ -18,7 +18,8 @@ from pyrl_ext.loss.kept_sets import KeptSets
 from pyrl_ext.ops import gather_fields
 from pyrl_ext.pack.layout import TokenLayout
 from pyrl_ext.pack.positions import axial_positions
-from pyrl_ext.pack.shard import BatchShard, layout_of
+from pyrl_ext.pack.rank_rows import layout_of
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.topology import Place
 from pyrl_ext.parallel.upload import Upload
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyrl_ext.loss.kept_sets import KeptSets
-from pyrl_ext.pack.shard import Lengths
+from pyrl_ext.pack.rank_rows import Lengths
 
 Columns = Mapping[str, Tensor]
 _ROWS_AT_ONCE = 1 << 14  # the rows on their way from column to column stay small

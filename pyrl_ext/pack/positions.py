@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pyrl_ext.pack.images import Images
-from pyrl_ext.pack.shard import Lengths
+from pyrl_ext.pack.rank_rows import Lengths
 
 
 def axial_positions(rows: np.ndarray, lengths: Lengths, images: Images) -> np.ndarray:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from pyrl_ext.pack.images import Images, within_patches
+import numpy as np
+
+from pyrl_ext.pack.images import Images, spread
 from pyrl_ext.pack.index import BatchIndex
 from pyrl_ext.pack.native_search import search
 from pyrl_ext.plan import Plan
@@ -279,3 +281,59 @@ def _check_sizes(seqlens: Sequence[int], dp_size: int, limit: int, align: int) -
 
 def _padded(length: int, align: int) -> int:
     return -(-length // align) * align
+
+
+# Limit of an encoder's microbatch ----------------------------------------------------------------
+
+
+def within_patches(
+    schedule: Schedule, images: Images, replicas: int, limit: int, key: str
+) -> Schedule:
+    """``schedule`` with every microbatch split in which a replica would encode more patches.
+
+    A sample stays on its ranks.
+
+    Args:
+        limit: most patches of a microbatch on one replica.
+        key:   of the config that says so, for the message.
+
+    Raises: ValueError when one sample alone is too much.
+    """
+    parts = [_split(each, images, replicas, limit, key) for each in schedule.microbatches]
+    return replace(schedule, microbatches=tuple(part for some in parts for part in some))
+
+
+def _split(
+    groups: Microbatch, images: Images, replicas: int, limit: int, key: str
+) -> tuple[Microbatch, ...]:
+    """The microbatch in as few parts as `spread` finds to be small enough."""
+    samples = np.asarray([i for group in groups for i in group.samples], np.int64)
+    if not len(images.of_samples(samples.tolist())):
+        return (groups,)
+    weights = np.bincount(images.samples, weights=images.patches, minlength=samples.max() + 1)
+    sizes = weights[samples].astype(np.int64)
+    least = max(1, -(-int(sizes.sum()) // (replicas * limit)))
+    for number in range(least, len(samples) + 1):
+        parts = [samples[part] for part in spread(sizes, number)]
+        if all(_fits(part, images, replicas, limit) for part in parts):
+            return tuple(_only(groups, {*part.tolist()}) for part in parts)
+    ids: list[int] = samples.tolist()
+    worst = next(i for i in ids if not _fits(np.asarray([i]), images, replicas, limit))
+    patches = images.patches[images.of_samples([worst])].tolist()
+    raise ValueError(
+        f"within_patches: sample {worst} has images of {patches} patches, expected at most "
+        f"{key} {limit} on each of {replicas} replicas of the encoder. Raise it, or use fewer or "
+        "smaller images"
+    )
+
+
+def _fits(samples: np.ndarray, images: Images, replicas: int, limit: int) -> bool:
+    sizes = images.patches[images.of_samples(samples.tolist())]
+    return all(sizes[part].sum() <= limit for part in spread(sizes, replicas))
+
+
+def _only(groups: Microbatch, samples: set[int]) -> Microbatch:
+    """``groups`` with only those of their samples that are in ``samples``."""
+    return tuple(
+        group._replace(samples=tuple(i for i in group.samples if i in samples)) for group in groups
+    )

@@ -38,7 +38,7 @@ from pyrl_ext.megatron.p2p import KnownShapes
 from pyrl_ext.ops.dtypes import dtype_of
 from pyrl_ext.ops.to_device import to_device
 from pyrl_ext.pack.encoder_work import Route
-from pyrl_ext.pack.shard import Seat
+from pyrl_ext.pack.rank_rows import Seat
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan
 from pyrl_ext.plan.groups import reading_stage, source_ranks

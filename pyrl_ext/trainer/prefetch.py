@@ -11,7 +11,8 @@ from torch.profiler import record_function
 from pyrl_ext.megatron.p2p import Shape
 from pyrl_ext.megatron.packed_attention import PackedSequences
 from pyrl_ext.pack.microbatch import Microbatch
-from pyrl_ext.pack.shard import BatchShard, layout_of
+from pyrl_ext.pack.rank_rows import layout_of
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.parallel.upload import Upload
 from pyrl_ext.plan import Plan

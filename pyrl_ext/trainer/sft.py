@@ -12,7 +12,8 @@ from pyrl_ext.data.prompt_dataset import build_records
 from pyrl_ext.data.sft import SftSource
 from pyrl_ext.loss.registry import build_loss
 from pyrl_ext.pack.index import BatchIndex
-from pyrl_ext.pack.shard import BatchShard, layout_of
+from pyrl_ext.pack.rank_rows import layout_of
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.collective_errors import agree, gather_bytes, gather_objects
 from pyrl_ext.parallel.reduce import sum_over_ranks
 from pyrl_ext.parallel.topology import Topology

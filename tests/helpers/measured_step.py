@@ -31,7 +31,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyrl_ext.megatron.optimizer import state_tensors
 from pyrl_ext.ops.on_gpu import on_gpu
-from pyrl_ext.pack.shard import BatchShard, layout_of
+from pyrl_ext.pack.rank_rows import layout_of
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.timers import Clock
 from pyrl_ext.parallel.topology import Topology
 from pyrl_ext.plan import Plan

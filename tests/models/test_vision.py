@@ -22,7 +22,7 @@ from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.encoder_work import meeting
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.positions import axial_positions
-from pyrl_ext.pack.shard import Lengths
+from pyrl_ext.pack.rank_rows import Lengths
 from pyrl_ext.parallel import topology
 from pyrl_ext.plan.model.counts import parameters
 from pyrl_ext.plan.model.sizes import read_sizes

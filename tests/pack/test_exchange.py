@@ -24,8 +24,9 @@ from pyrl_ext.pack.batch import Batch
 from pyrl_ext.pack.delivery import KINDS, Moved
 from pyrl_ext.pack.exchange import Exchange, shard_batch
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.rank_rows import Seat
 from pyrl_ext.pack.schedule import Group, Schedule, plan_microbatches
-from pyrl_ext.pack.shard import BatchShard, Seat, joined
+from pyrl_ext.pack.shard import BatchShard, joined
 from pyrl_ext.parallel import heartbeat
 from pyrl_ext.parallel.collective_errors import gather_objects
 from pyrl_ext.parallel.timers import Clock

@@ -11,9 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrl_ext.pack.encoder_work import EncoderWork, PatchStream, ShardImages
-from pyrl_ext.pack.images import Images, spread, within_patches
-from pyrl_ext.pack.schedule import CostModel, Group, Schedule, plan_dynamic_cp, plan_microbatches
-from pyrl_ext.pack.shard import Lengths, Seat
+from pyrl_ext.pack.images import Images, spread
+from pyrl_ext.pack.rank_rows import Lengths, Seat
+from pyrl_ext.pack.schedule import (
+    CostModel,
+    Group,
+    Schedule,
+    plan_dynamic_cp,
+    plan_microbatches,
+    within_patches,
+)
 from tests.helpers.probe import local_rows
 
 MERGE = 4  # patches of a row

@@ -14,8 +14,9 @@ from pyrl_ext.pack.exchange import Exchange, columns_of
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.microbatch import Microbatch
 from pyrl_ext.pack.positions import axial_positions
+from pyrl_ext.pack.rank_rows import Seat
 from pyrl_ext.pack.schedule import Group, Schedule
-from pyrl_ext.pack.shard import BatchShard, Seat
+from pyrl_ext.pack.shard import BatchShard
 from pyrl_ext.parallel.topology import Place
 from tests.helpers.late_upload import LateUpload
 from tests.helpers.passes import WholeBatch

@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.positions import axial_positions
-from pyrl_ext.pack.shard import Lengths
+from pyrl_ext.pack.rank_rows import Lengths
 from tests.helpers.vision import QWEN_VL
 
 # of each sample: rows of text, or the grid of an image; text is between any two images

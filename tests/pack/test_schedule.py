@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pyrl_ext.pack.encoder_work import EncoderWork
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.index import BatchIndex
+from pyrl_ext.pack.rank_rows import Lengths
 from pyrl_ext.pack.schedule import (
     Group,
     Schedule,
@@ -20,7 +21,6 @@ from pyrl_ext.pack.schedule import (
     plan_dynamic_cp,
     plan_microbatches,
 )
-from pyrl_ext.pack.shard import Lengths
 from pyrl_ext.plan import compile_plan
 from pyrl_ext.plan.cp_groups import cp_groups
 from pyrl_ext.plan.forecast.cp_costs import costs_of

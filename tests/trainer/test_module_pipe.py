@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pyrl_ext.pack.encoder_work import EncoderWork, Route, meeting
 from pyrl_ext.pack.images import Images
+from pyrl_ext.pack.rank_rows import Lengths, Seat, layout_of
 from pyrl_ext.pack.schedule import Schedule, plan_microbatches
-from pyrl_ext.pack.shard import Lengths, Seat, layout_of
 from pyrl_ext.parallel.groups import connect
 from pyrl_ext.plan.schema.layout import Module as ModuleKeys
 from pyrl_ext.plan.schema.layout import ModuleParallel

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from pyrl_ext.pack.images import Images
 from pyrl_ext.pack.positions import axial_positions
-from pyrl_ext.pack.shard import Lengths
+from pyrl_ext.pack.rank_rows import Lengths
 from pyrl_ext.samples import Image
 
 Scale = Callable[[Tensor], Tensor]  # [P, W] patches in 8 bits -> float32
